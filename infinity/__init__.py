@@ -1,0 +1,37 @@
+"""infinity: train models whose states do not fit in GPU memory.
+
+Names load lazily, so that `infinity.aio` and the commands that need no tensors import without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infinity.config import Policy
+    from infinity.engine import Handle, export_safetensors, handle, offload
+    from infinity.optim.adamw import AdamW
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Policy": "infinity.config",
+    "offload": "infinity.engine",
+    "handle": "infinity.engine",
+    "Handle": "infinity.engine",
+    "AdamW": "infinity.optim.adamw",
+    "export_safetensors": "infinity.engine",
+}
+
+__all__ = ["AdamW", "Handle", "Policy", "__version__", "export_safetensors", "handle", "offload"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'infinity' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

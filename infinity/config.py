@@ -1,0 +1,134 @@
+"""The user's policy: where states rest, how they are encoded, how a step runs. Validated once, here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from infinity.sizes import parse_size
+
+TIERS = ("device", "cpu", "nvme")
+NONFINITE = ("raise", "skip", "ignore")
+
+# Values that design names and a later release builds: (field, value) -> what the user gets to read.
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "state": ("bf16", "compact"),
+    "zero": (1, 2),
+    "update": ("backward", "delayed"),
+    "activations": ("cpu", "nvme"),
+    "generations": (2,),
+    "durable": (True, "new"),
+    "verify": ("sample",),
+    "update_on": ("device",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """How a model is offloaded. Every field has a default that works.
+
+    params, optim, grads, activations: the lowest tier where these may rest: "device", "cpu" or "nvme"; budget that
+        is left keeps them higher. `grads` rest in "cpu".
+    nvme: one directory, or several, on NVMe drives; needed when a tier is "nvme". Default: $INFINITY_NVME_DIR.
+    ram: everything that this process holds for offloading, in bytes or as text ("64GiB"): pinned buffers, gradients,
+        resident extents. "min" is the least that works; None is `RAM_SHARE` of what the machine or its cgroup leaves,
+        divided by the ranks of the node.
+    state: the encoding of states at rest. "exact": fp32 masters and moments.
+    zero: 3 (parameters, gradients and optimizer states are split over the ranks).
+    update: "deferred": `opt.step()` returns at once and the update overlaps with the next forward.
+    compute_dtype: None: as the module is.
+    grad_dtype: the dtype in which gradients are accumulated and wait; None: the parameter's.
+    reduce_dtype: the dtype in which gradients are summed over ranks; None: the gradient's.
+    units: the modules to gather as one unit: modules, their classes' names, or qualified names. None: found.
+    unit_bytes_max: modules larger than this are split further where the module tree allows it.
+    on_nonfinite: what `opt.step()` does about a gradient that is not finite, before any state is touched.
+    verify: "full" checks every byte that is read against its checksum; "off" does not.
+    io_backend: "auto", "io_uring" or "threads"; a backend that is forced and missing is an error.
+
+    Raises: ValueError naming field, value and fix.
+    """
+
+    params: str = "cpu"
+    optim: str = "cpu"
+    grads: str = "cpu"
+    activations: str = "device"
+    nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
+    ram: int | str | None = None
+    state: str = "exact"
+    zero: int = 3
+    update: str = "deferred"
+    compute_dtype: Any = None
+    grad_dtype: Any = None
+    reduce_dtype: Any = None
+    units: Sequence[Any] | None = None
+    unit_bytes_max: int | str = "512MiB"
+    on_nonfinite: str = "raise"
+    verify: str = "full"
+    io_backend: str = "auto"
+    update_on: str = "cpu"
+    generations: int = 1
+    durable: bool | str = False
+
+    def __post_init__(self) -> None:
+        self._check_choice("params", TIERS)
+        self._check_choice("optim", TIERS)
+        self._check_choice("grads", ("cpu",), later=("device", "nvme"))
+        self._check_choice("activations", ("device",))
+        self._check_choice("state", ("exact",))
+        self._check_choice("zero", (3,))
+        self._check_choice("update", ("deferred",))
+        self._check_choice("on_nonfinite", NONFINITE)
+        self._check_choice("verify", ("full", "off"))
+        self._check_choice("io_backend", ("auto", "io_uring", "threads"))
+        self._check_choice("update_on", ("cpu",))
+        self._check_choice("generations", (1,))
+        self._check_choice("durable", (False,))
+        if self.compute_dtype is not None:
+            raise ValueError(
+                "compute_dtype is not built yet; cast the module (model.to(torch.bfloat16)) before offload"
+            )
+        object.__setattr__(self, "nvme", self._paths())
+        object.__setattr__(self, "unit_bytes_max", self._size("unit_bytes_max", self.unit_bytes_max))
+        if self.ram is not None and self.ram != "min":
+            object.__setattr__(self, "ram", self._size("ram", self.ram))
+        if "nvme" in (self.params, self.optim) and not self.nvme:
+            raise ValueError(
+                f"params={self.params!r}, optim={self.optim!r} need a place on NVMe: set nvme=[directories] or $INFINITY_NVME_DIR"
+            )
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The NVMe directories, in order."""
+        assert isinstance(self.nvme, tuple)
+        return self.nvme
+
+    def _paths(self) -> tuple[Path, ...]:
+        given = self.nvme
+        if isinstance(given, (str, os.PathLike)):
+            given = (given,)
+        if not given and "nvme" in (self.params, self.optim) and os.environ.get("INFINITY_NVME_DIR"):
+            given = tuple(os.environ["INFINITY_NVME_DIR"].split(os.pathsep))
+        paths = tuple(Path(path) for path in given)
+        if len({path.absolute() for path in paths}) != len(paths):
+            raise ValueError(f"nvme={[str(path) for path in paths]} names a directory twice")
+        return paths
+
+    def _size(self, field: str, value: Any) -> int:
+        try:
+            return parse_size(value)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{field}={value!r}: {error}") from None
+
+    def _check_choice(self, field: str, choices: tuple[Any, ...], later: tuple[Any, ...] = ()) -> None:
+        value = getattr(self, field)
+        # `True == 1`: the type must agree too, or durable=0 would pass for False.
+        if any(value == choice and type(value) is type(choice) for choice in choices):
+            return
+        known = " or ".join(repr(choice) for choice in choices)
+        planned = (*_NOT_BUILT.get(field, ()), *later)
+        if any(value == choice and type(value) is type(choice) for choice in planned):
+            raise ValueError(f"{field}={value!r} is not built yet; use {known}")
+        raise ValueError(f"{field}={value!r} is not known; use {known}")

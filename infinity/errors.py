@@ -1,0 +1,99 @@
+"""The errors that infinity raises, in one place.
+
+A user's mistake is a `ValueError` that names the value and the fix. An operating fault is an `AioError` that carries
+path, offset, length, operation and errno. `assert` is left for our own bugs.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class InfinityError(Exception):
+    """Base class of everything that infinity raises on purpose."""
+
+
+class ParameterReleased(InfinityError, RuntimeError):
+    """A parameter was touched while its values rest elsewhere.
+
+    The message names the parameter, the tier it rests on, and the call that gathers it.
+    """
+
+
+class ReplacedOutsideEngine(InfinityError, RuntimeError):
+    """A module's parameter slot no longer holds the parameter that the engine put there."""
+
+
+class WeightWritten(InfinityError, RuntimeError):
+    """Forward wrote to an offloaded parameter: the write is lost, and the message says where it belongs."""
+
+
+class SecondOrderUnsupported(InfinityError, RuntimeError):
+    """`create_graph=True`: the graph of a gradient would need parameters that are released by then."""
+
+
+class NonFiniteGradient(InfinityError, RuntimeError):
+    """`opt.step()` met a gradient that is not finite; no state was touched."""
+
+
+class BudgetError(InfinityError, ValueError):
+    """The RAM budget is too small; the message states the smallest that works and what takes it."""
+
+
+class EngineClosed(InfinityError, RuntimeError):
+    """The model's engine was closed; its parameters can no longer be gathered."""
+
+
+class StateInvalid(InfinityError, RuntimeError):
+    """A fault left states of some parameters half written; they must be loaded again before use."""
+
+
+class AioError(InfinityError, OSError):
+    """An I/O operation failed.
+
+    `op` is "read", "write", "open", "allocate" or "close"; offset and length are bytes in the file at `path`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        errno: int = 0,
+        path: str = "",
+        op: str = "",
+        offset: int = 0,
+        length: int = 0,
+    ) -> None:
+        where = f"{op} of {length} bytes at offset {offset} of {path}" if path else op
+        cause = f" [errno {errno}: {os.strerror(errno)}]" if errno else ""
+        text = f"{message}: {where}{cause}" if where else f"{message}{cause}"
+        super().__init__(text)
+        # OSError fills these only from its two-argument form, which would also rewrite the message.
+        self.errno = errno
+        self.path = path
+        self.op = op
+        self.offset = offset
+        self.length = length
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ShortTransferError(AioError):
+    """A transfer moved fewer bytes than asked, also after it was resumed."""
+
+
+class ChecksumError(AioError):
+    """What came back is not what was written, also after one more read."""
+
+
+class SwapFullError(AioError):
+    """The swap path has no room; the message says how much is missing."""
+
+
+class DeviceFailedError(AioError):
+    """The drive returned an error that a retry does not mend."""
+
+
+class AioClosedError(AioError):
+    """The executor was closed, or belongs to the parent of a forked process."""

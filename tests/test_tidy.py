@@ -1,0 +1,162 @@
+"""The house rules that a tool cannot check, as tests."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE_LINES_MAX = 450
+FUNCTION_LINES_MAX = 70
+LINE_COLUMNS_MAX = 110
+BANNED_MODULES = {"utils", "util", "manager", "helper", "helpers", "common", "misc"}
+
+SOURCES = sorted(
+    path
+    for folder in ("infinity", "aio")
+    for path in (ROOT / folder).rglob("*.py")
+    if "__pycache__" not in path.parts
+)
+C_SOURCES = sorted(path for pattern in ("*.c", "*.h") for path in (ROOT / "native").glob(pattern))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_files_and_functions_fit_a_reader(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= FILE_LINES_MAX, f"{name(path)}: split it by responsibility"
+    long_lines = [row for row, line in enumerate(text.splitlines(), 1) if len(line) > LINE_COLUMNS_MAX + 10]
+    assert not long_lines, f"{name(path)}: lines {long_lines} are too long"
+    for function in functions(ast.parse(text)):
+        lines = (function.end_lineno or 0) - function.lineno + 1
+        assert lines <= FUNCTION_LINES_MAX, (
+            f"{name(path)}:{function.lineno} {function.name} has {lines} lines"
+        )
+
+
+@pytest.mark.parametrize("path", C_SOURCES, ids=name)
+def test_c_files_fit_a_reader(path: Path) -> None:
+    assert path.read_text(encoding="utf-8").count("\n") <= 600, f"{name(path)}: split it by responsibility"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_modules_are_named_for_what_they_do(path: Path) -> None:
+    parts = {part.removesuffix(".py").strip("_") for part in path.relative_to(ROOT).parts}
+    assert not parts & BANNED_MODULES
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef):
+            assert not node.name.lower().endswith(("manager", "helper", "utils")), (
+                f"{name(path)}: {node.name}"
+            )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_no_error_is_swallowed(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        where = f"{name(path)}:{node.lineno}"
+        assert node.type is not None, f"{where}: bare except"
+        if len(node.body) == 1 and isinstance(node.body[0], ast.Pass):
+            broad = isinstance(node.type, ast.Name) and node.type.id in {"Exception", "BaseException"}
+            reason = "#" in "".join(lines[node.lineno - 1 : node.body[0].end_lineno])
+            assert reason and not broad, (
+                f"{where}: an except that only passes needs a narrow type and a reason"
+            )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_everything_public_says_what_it_does(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree), f"{name(path)} opens without saying its responsibility"
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            # A lazy module's __getattr__ and the like are underscored and need no words.
+            assert ast.get_docstring(node), f"{name(path)}:{node.lineno} {node.name} has no docstring"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_annotations_are_lazy(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    body = ast.parse(text).body
+    if len(body) > 1:
+        assert "from __future__ import annotations" in text, name(path)
+
+
+def test_no_source_tree_holds_two_names_for_aio() -> None:
+    assert (ROOT / "infinity" / "aio").is_symlink()
+    assert (ROOT / "infinity" / "aio").resolve() == ROOT / "aio"
+    for path in [*SOURCES, *TESTS]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported = [node.module or ""]
+            else:
+                continue
+            top_level = [module for module in imported if module.split(".")[0] in {"aio", "native"}]
+            # The build script is the one part of native/ that a test may import.
+            wrong = [module for module in top_level if not module.startswith("native.build")]
+            assert not wrong, f"{name(path)}:{node.lineno} imports {wrong}; write infinity.aio"
+
+
+def test_aio_imports_without_torch() -> None:
+    code = (
+        "import sys, infinity, infinity.aio, infinity.telemetry, infinity.config\n"
+        "sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_machine_without_a_compiler_gets_a_wheel_that_installs_only_infinity(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for entry in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE", "infinity", "aio", "native"):
+        source = ROOT / entry
+        if source.is_dir():
+            ignore = shutil.ignore_patterns("__pycache__", "*.so", "build")
+            shutil.copytree(source, tree / entry, symlinks=True, ignore=ignore)
+        else:
+            shutil.copy(source, tree / entry)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("INFINITY_")}
+    environment |= {"CC": "/bin/false"}
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-q",
+        "-w",
+        str(tmp_path),
+        ".",
+    ]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {entry.split("/")[0].split("-")[0] for entry in names} <= {"infinity", "infinity_offload"}
+    assert {"infinity/py.typed", "infinity/aio/__init__.py", "infinity/cli/main.py"} <= set(names)
+    assert not [entry for entry in names if entry.endswith(".so")], "no compiler, yet an extension"

@@ -1,0 +1,56 @@
+"""The layout of flats: arithmetic that every rank must agree on."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.memory.layout import ALIGN_BYTES, CHUNK_NUMEL, GROUP_NUMEL, plan_flat
+
+NUMELS = st.lists(st.integers(0, 3 * CHUNK_NUMEL), min_size=1, max_size=12).map(tuple)
+
+
+@given(NUMELS, st.sampled_from([2, 4]), st.integers(1, 5))
+def test_parameters_are_aligned_and_never_overlap(numels: tuple[int, ...], itemsize: int, world: int) -> None:
+    layout = plan_flat(numels, itemsize, world)
+    end = 0
+    for offset, numel in zip(layout.offsets, layout.numels, strict=True):
+        assert offset >= end
+        assert offset * itemsize % ALIGN_BYTES == 0
+        end = offset + numel
+    assert end <= layout.numel
+    assert layout.numel == world * layout.shard_numel
+
+
+@given(NUMELS, st.sampled_from([2, 4]), st.integers(1, 5))
+def test_shards_are_equal_and_hold_every_element_once(
+    numels: tuple[int, ...], itemsize: int, world: int
+) -> None:
+    layout = plan_flat(numels, itemsize, world)
+    assert layout.shard_numel % GROUP_NUMEL == 0
+    for index, numel in enumerate(numels):
+        covered = 0
+        for rank in range(world):
+            start, source, count = layout.shard_range(index, rank)
+            if count:
+                assert source == covered
+                assert rank * layout.shard_numel + start == layout.offsets[index] + source
+            covered += count
+        assert covered == numel
+
+
+@given(NUMELS, st.integers(1, 5))
+def test_chunks_tile_the_shard_and_start_on_pages(numels: tuple[int, ...], world: int) -> None:
+    layout = plan_flat(numels, 2, world)
+    end = 0
+    for span in layout.chunks:
+        assert span.start == end
+        assert 0 < span.numel <= CHUNK_NUMEL
+        assert span.numel * 2 % 4096 == 0
+        end += span.numel
+    assert end == layout.shard_numel
+
+
+@given(NUMELS, st.integers(2, 5))
+def test_where_an_element_lies_does_not_depend_on_the_world_size(numels: tuple[int, ...], world: int) -> None:
+    assert plan_flat(numels, 2, world).offsets == plan_flat(numels, 2, 1).offsets

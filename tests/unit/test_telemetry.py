@@ -1,0 +1,119 @@
+"""Logging and timelines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infinity import telemetry
+from infinity.telemetry import Timeline, configure_logging, log_once, now_ns
+
+NATIVE = np.dtype(
+    [
+        ("track", "<i4"),
+        ("drive", "<i4"),
+        ("start_ns", "<i8"),
+        ("end_ns", "<i8"),
+        ("bytes", "<i8"),
+        ("chunk", "<i4"),
+    ]
+)
+
+
+def events_of(path: Path) -> list[dict[str, object]]:
+    return json.loads(path.read_text())["traceEvents"]  # type: ignore[no-any-return]
+
+
+def test_a_trace_holds_every_span_with_its_track_and_times_in_microseconds(tmp_path: Path) -> None:
+    timeline = Timeline()
+    timeline.add("compute", "forward", 5_000_000, 9_000_000, {"unit": "layers.0"})
+    timeline.add_native_spans(
+        np.array([(0, 1, 4_000_000, 6_000_000, 4096, 7), (2, -1, 6_000_000, 7_000_000, 0, 7)], NATIVE)
+    )
+    assert len(timeline) == 3
+    assert timeline.write(tmp_path / "trace.json") == 3
+    spans = [event for event in events_of(tmp_path / "trace.json") if event["ph"] == "X"]
+    assert [(span["cat"], span["ts"], span["dur"]) for span in spans] == [
+        ("reads", 0.0, 2000.0),
+        ("compute", 1000.0, 4000.0),
+        ("updates", 2000.0, 1000.0),
+    ]
+    assert spans[0]["args"] == {"chunk": 7, "bytes": 4096, "drive": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_overlapping_spans_of_a_track_never_share_a_row(tmp_path: Path) -> None:
+    timeline = Timeline()
+    for start in range(0, 100, 3):
+        timeline.add("reads", "chunk", start, start + 10)
+    timeline.write(tmp_path / "trace.json")
+    rows: dict[object, float] = {}
+    for event in events_of(tmp_path / "trace.json"):
+        if event["ph"] == "X":
+            assert rows.get(event["tid"], 0) <= event["ts"]  # type: ignore[operator]
+            rows[event["tid"]] = event["ts"] + event["dur"]  # type: ignore[operator]
+    assert len(rows) == 4
+
+
+def test_a_trace_without_spans_still_names_the_tracks(tmp_path: Path) -> None:
+    Timeline().write(tmp_path / "trace.json")
+    names = [
+        event["args"]["name"]
+        for event in events_of(tmp_path / "trace.json")
+        if event["name"] == "thread_name"
+    ]  # type: ignore[index]
+    assert names == ["compute", "reads", "writes", "updates", "copies"]
+
+
+def test_a_full_timeline_counts_what_it_drops() -> None:
+    timeline = Timeline(spans_max=3)
+    for index in range(5):
+        timeline.add("compute", "x", index, index + 1)
+    timeline.add_native_spans(np.zeros(4, NATIVE))
+    assert (len(timeline), timeline.dropped) == (3, 6)
+    timeline.clear()
+    assert (len(timeline), timeline.dropped) == (0, 0)
+
+
+def test_a_span_is_recorded_also_when_its_body_raises() -> None:
+    timeline = Timeline()
+    before = now_ns()
+    with pytest.raises(KeyError), timeline.span("compute", "backward", step=3):
+        raise KeyError
+    (span,) = timeline.spans()
+    assert (span.track, span.name, span.args) == ("compute", "backward", {"step": 3})
+    assert before <= span.start_ns <= span.end_ns <= now_ns()
+
+
+def test_the_logger_is_silent_until_it_is_asked() -> None:
+    code = "from infinity.telemetry import logger; logger.warning('nobody asked')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def test_infinity_log_prints_with_the_rank_in_front() -> None:
+    code = "from infinity.telemetry import configure_logging, logger; configure_logging(); configure_logging(); logger.info('hello')"
+    environment = {"INFINITY_LOG": "info", "RANK": "3", "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stderr == "[rank 3] infinity info: hello\n"
+
+
+def test_an_unknown_log_level_names_the_variable() -> None:
+    with pytest.raises(ValueError, match="INFINITY_LOG"):
+        configure_logging("loud")
+
+
+def test_a_fall_back_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "_said", set())
+    with caplog.at_level(logging.WARNING, logger="infinity"):
+        for _ in range(3):
+            log_once("io_uring", "io_uring is not available")
+    assert caplog.messages == ["io_uring is not available"]
