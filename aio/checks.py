@@ -1,0 +1,180 @@
+"""What must hold of a plan before an executor takes it, and what faults mean in words. Shared by all executors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity.aio import plan
+from infinity.aio.executor import MASK_MOVE_ONLY, PoolSpec
+from infinity.errors import (
+    AioClosedError,
+    AioError,
+    ChecksumError,
+    DeviceFailedError,
+    ShortTransferError,
+    SwapFullError,
+)
+
+FAULT_ERRNO, FAULT_SHORT, FAULT_CHECKSUM, FAULT_NO_SPACE, FAULT_CLOSED, FAULT_PLAN = 1, 2, 3, 4, 5, 6
+OP_NAMES = {0: "read", 1: "write", -1: ""}
+
+#: What is wrong with a job; the numbers are those of native/executor_submit.c.
+JOB_WRONG = {
+    1: "names a chunk that is not defined",
+    2: "has an unknown kind",
+    3: "has a mask that selects no section, or one that the chunk does not have",
+    4: "has a gate base, but there is no gate, or the gate was opened with fewer bases",
+    5: "has segments outside the segments array",
+    6: "is a STORE with a gate base; only FETCH and UPDATE have one",
+    7: "needs a larger slot than the pools have",
+    8: "updates a chunk that has no optimizer state",
+}
+
+
+def align_up(size_bytes: int) -> int:
+    """`size_bytes` rounded up to what O_DIRECT transfers."""
+    return -(-size_bytes // plan.ALIGNMENT_BYTES) * plan.ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class FaultRecord:
+    """Why a job failed; `kind` is one of FAULT_*. offset and length are bytes in the drive's file."""
+
+    kind: int
+    op: int = -1
+    drive: int = -1
+    error: int = 0
+    offset: int = 0
+    length: int = 0
+    key: int = 0
+    chunk: int = -1
+    earlier: bool = False
+    section: int = -1
+    piece: int = -1
+
+    def to_error(self, paths: Sequence[str]) -> AioError:
+        """The typed error that tells it to a user."""
+        path = paths[self.drive] if 0 <= self.drive < len(paths) else "memory"
+        of = f"chunk {self.chunk} (key {self.key:#x})"
+        kinds: dict[int, tuple[type[AioError], str]] = {
+            FAULT_SHORT: (
+                ShortTransferError,
+                f"{of}: the file ends early, or the transfer makes no progress",
+            ),
+            FAULT_CHECKSUM: (
+                ChecksumError,
+                f"{of}: section {self.section} piece {self.piece} is not what was written, also when read again",
+            ),
+            FAULT_NO_SPACE: (SwapFullError, f"{of}: no room on the drive"),
+            FAULT_CLOSED: (AioClosedError, f"{of}: the executor was closed before the job ran"),
+            FAULT_PLAN: (AioError, f"{of}: the update's segments or hyper-parameters are out of range"),
+        }
+        error_type, message = kinds.get(self.kind, (DeviceFailedError, f"{of}: the drive failed"))
+        if self.earlier:
+            message += " (of an earlier job, which left the chunk invalid)"
+        if self.kind in (FAULT_CLOSED, FAULT_PLAN):
+            return error_type(message, errno=self.error)
+        return error_type(
+            message, errno=self.error, path=path, op=OP_NAMES[self.op], offset=self.offset, length=self.length
+        )
+
+
+def check_options(
+    small: PoolSpec, large: PoolSpec, *, workers: int, block_bytes: int, depth: int, threads_per_drive: int
+) -> None:
+    """Raises ValueError for options that no executor can run with."""
+    if workers < 1 or threads_per_drive < 1:
+        raise ValueError(f"workers={workers}, threads_per_drive={threads_per_drive}: both must be >= 1")
+    if not 2 <= depth <= 4096:
+        raise ValueError(f"depth={depth}: must be 2 to 4096, so that reads and writes both have a place")
+    if block_bytes < plan.ALIGNMENT_BYTES or block_bytes % plan.ALIGNMENT_BYTES or block_bytes > 1 << 30:
+        raise ValueError(f"block_bytes={block_bytes}: must be a multiple of 4096, at most 1 GiB")
+    if small.count and large.count and small.bytes > large.bytes:
+        raise ValueError(
+            f"small slots ({small.bytes} bytes) are larger than large ones ({large.bytes} bytes)"
+        )
+
+
+def as_records(array: npt.NDArray[Any] | None, dtype: np.dtype[Any], what: str) -> npt.NDArray[np.void]:
+    """`array` as a contiguous one-dimensional array of `dtype`. Raises ValueError for another dtype."""
+    if array is None:
+        return np.zeros(0, dtype=dtype)
+    if array.dtype != dtype or array.ndim != 1:
+        raise ValueError(f"{what} must be a one-dimensional array of infinity.aio.plan.{what.upper()}")
+    return np.ascontiguousarray(array)
+
+
+def _chunk_wrong(chunk: Any, drive_count: int) -> str:
+    """What is wrong with one CHUNK record; empty when nothing is."""
+    count = int(chunk["section_count"])
+    if not 1 <= count <= plan.SECTION_MAX:
+        return f"has {count} sections"
+    if chunk["numel"] < 1 or chunk["piece_numel"] < 1:
+        return f"has {chunk['numel']} elements in pieces of {chunk['piece_numel']}"
+    end_before = 0
+    for section in range(count):
+        itemsize, at = int(chunk["itemsize"][section]), int(chunk["section_at"][section])
+        if itemsize < 1:
+            return f"has elements of {itemsize} bytes in section {section}"
+        if at < 0:
+            if chunk["section_ptr"][section] == 0:
+                return f"has section {section} neither in its run (section_at) nor in memory (section_ptr)"
+            continue
+        if at % plan.ALIGNMENT_BYTES or at < end_before:
+            return f"has section {section} at {at}, which is not 4096-aligned or overlaps the one before"
+        end_before = at + align_up(int(chunk["numel"]) * itemsize)
+    if end_before > chunk["run_bytes"]:
+        return f"has sections of {end_before} bytes in a run of {chunk['run_bytes']}"
+    if end_before and (chunk["file_offset"] < 0 or chunk["file_offset"] % plan.ALIGNMENT_BYTES):
+        return f"has its run at offset {chunk['file_offset']}, which is not 4096-aligned"
+    if end_before and not 0 <= chunk["drive"] < drive_count:
+        return f"lies on drive {chunk['drive']} of {drive_count}"
+    return ""
+
+
+def check_chunks(chunks: npt.NDArray[np.void], drive_count: int) -> None:
+    """Raises ValueError naming the first chunk that cannot be."""
+    for index, chunk in enumerate(chunks):
+        wrong = _chunk_wrong(chunk, drive_count)
+        if wrong:
+            raise ValueError(f"chunk {index} (key {int(chunk['key']):#x}) {wrong}")
+
+
+def slot_bytes(chunk: Any, kind: int, mask: int) -> int:
+    """Bytes of slot that a job on the chunk takes."""
+    total = 0
+    for section in range(int(chunk["section_count"])):
+        used = kind == plan.JobKind.UPDATE or mask >> section & 1
+        if used and chunk["section_at"][section] >= 0:
+            total += align_up(int(chunk["numel"]) * int(chunk["itemsize"][section]))
+    return total
+
+
+def job_wrong(
+    job: Any, chunk: Any | None, seg_count: int, base_count: int | None, slot_bytes_max: int
+) -> int:
+    """Key of JOB_WRONG, or 0. `base_count`: of the gate; None without one."""
+    if chunk is None:
+        return 1
+    kind, mask, base = int(job["kind"]), int(job["mask"]), int(job["base"])
+    if kind not in (plan.JobKind.FETCH, plan.JobKind.STORE, plan.JobKind.UPDATE):
+        return 2
+    update = kind == plan.JobKind.UPDATE
+    sections = mask & ~MASK_MOVE_ONLY
+    if not update and (sections == 0 or sections >> int(chunk["section_count"])):
+        return 3
+    if base < -1 or (base >= 0 and (base_count is None or base >= base_count)):
+        return 4
+    if kind == plan.JobKind.STORE and base >= 0:
+        return 6
+    if update and chunk["format"] == plan.Format.RAW:
+        return 8
+    first, count = int(job["seg_first"]), int(job["seg_count"])
+    if update and (first < 0 or count < 0 or first + count > seg_count):
+        return 5
+    return 7 if slot_bytes(chunk, kind, mask) > slot_bytes_max else 0

@@ -1,0 +1,325 @@
+"""What an executor is: the words, records and protocol that every backend of `infinity.aio` keeps.
+
+An executor moves chunks between a drive, a slot of its own slab, and the caller's memory, and updates them on the way. The
+caller describes the work of a whole unit as arrays (`infinity.aio.plan`: CHUNK, JOB, SEG, HYPER), submits them in one
+call, and gets a `Ticket`. Nothing blocks but `Ticket.wait`, `drain` and `close`.
+
+    define(chunks) -> ids          submit(jobs, segs, hypers, priority=, gate=) -> Ticket          drop(ids)
+
+        FETCH   read --> verify --> copy to ptr
+        STORE   copy from ptr --> checksum --> write
+        UPDATE  read --> verify, update, checksum (one pass) --> copy section 0 to ptr[0] --> write
+
+Promises, the same in every backend:
+
+- Jobs on one chunk run in the order they were submitted; jobs on different chunks run concurrently.
+- A job takes one slot (small if its non-resident bytes fit, else large; none if wholly resident), by priority, then in
+  order of submission. A demand never waits behind a queued prefetch.
+- Every transfer's result is checked, short ones are resumed, EAGAIN and EINTR retried, what is read is verified. What
+  still fails is a typed `AioError`, raised by `Ticket.wait` every time it is called.
+- A chunk whose STORE failed in writing, or whose UPDATE failed anywhere, is *invalid*: later FETCH and UPDATE jobs on it
+  fail with the same fault until its sections are STOREd again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity.errors import AioError
+
+#: One span of work of an executor, as `take_spans` returns them. `track` is one of TRACK_*; times are CLOCK_MONOTONIC
+#: nanoseconds (`time.monotonic_ns`); `drive` is -1 for work without I/O; `chunk` is the id that `define` returned.
+SPAN = np.dtype(
+    [
+        ("track", np.int32),
+        ("drive", np.int32),
+        ("chunk", np.int32),
+        ("priority", np.int32),
+        ("start_ns", np.int64),
+        ("end_ns", np.int64),
+        ("bytes", np.int64),
+    ],
+    align=True,
+)
+TRACK_READ, TRACK_WRITE, TRACK_UPDATE, TRACK_COPY = 0, 1, 2, 3
+
+#: In a job's mask: move the slot as it is, without copy and checksum. For measuring drives (`infinity.bench`).
+MASK_MOVE_ONLY = 0x8000_0000
+
+
+class Priority(IntEnum):
+    """Which work goes first. Writes of any priority always get their share of the drive."""
+
+    DEMAND = 0
+    PREFETCH = 1
+    WRITEBACK = 2
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """A pool of `count` slots of `bytes` each (a multiple of 4096) in the executor's slab."""
+
+    count: int
+    bytes: int
+
+    def __post_init__(self) -> None:
+        if self.count < 0 or self.bytes < 0 or self.bytes % 4096:
+            raise ValueError(
+                f"PoolSpec(count={self.count}, bytes={self.bytes}): count must be >= 0 and bytes a multiple of 4096"
+            )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One injected fault (tests): the `nth` request (from 0) of `op` on any drive, and all later ones if `persistent`.
+
+    kind: "errno" (the request fails with `errno` and nothing is transferred), "short" (half of it is transferred),
+    "zero" (the request returns 0), "bitflip" (one bit of what was read, or of what is written, is flipped).
+    """
+
+    op: str
+    nth: int
+    kind: str = "errno"
+    errno: int = 5
+    persistent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.op not in ("read", "write"):
+            raise ValueError(f"Fault(op={self.op!r}): must be 'read' or 'write'")
+        if self.kind not in ("errno", "short", "zero", "bitflip"):
+            raise ValueError(f"Fault(kind={self.kind!r}): must be 'errno', 'short', 'zero' or 'bitflip'")
+        if self.nth < 0:
+            raise ValueError(f"Fault(nth={self.nth}): requests are counted from 0")
+
+
+@dataclass(frozen=True)
+class Seam:
+    """Where tests and simulations reach into an executor: delays, reordering, faults, a slower drive.
+
+    `delay_us_max`: every completion is held back by a random time up to this (so they also come out of order), from `seed`.
+    `read_bytes_per_s`, `write_bytes_per_s`: speed of each drive; reads and writes share its time (0: as it is).
+    """
+
+    delay_us_max: int = 0
+    seed: int = 0
+    fault: Fault | None = None
+    read_bytes_per_s: float = 0.0
+    write_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class DriveStats:
+    """What one drive has done since the executor was opened. Bytes are those the drive confirmed."""
+
+    path: str
+    bytes_read: int
+    bytes_written: int
+    reads: int
+    writes: int
+    retries: int
+    short_transfers: int
+    errors: int
+    in_flight_max: int
+
+
+@dataclass(frozen=True)
+class ExecutorStats:
+    """Counters since the executor was opened; times in seconds.
+
+    `wait_s` is time that callers spent blocked in `Ticket.wait`; `compute_s` the time of verify, update and copy on workers.
+    `rereads` counts runs that were read again because a checksum did not match; `checksum_failures` those that still did not.
+    `registered` says whether the slab's pages are registered with io_uring, `huge_bytes` how much of it huge pages back.
+    """
+
+    backend: str
+    drives: tuple[DriveStats, ...]
+    jobs_submitted: int
+    jobs_done: int
+    jobs_failed: int
+    updates: int
+    gates_opened: int
+    gates_escaped: int
+    rereads: int
+    checksum_failures: int
+    wait_s: float
+    compute_s: float
+    pool_bytes: int
+    huge_bytes: int
+    registered: bool
+    spans_dropped: int
+    extra: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from all drives."""
+        return sum(drive.bytes_read for drive in self.drives)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written to all drives."""
+        return sum(drive.bytes_written for drive in self.drives)
+
+    @property
+    def retries(self) -> int:
+        """Requests sent again after EAGAIN or EINTR."""
+        return sum(drive.retries for drive in self.drives)
+
+    @property
+    def short_transfers(self) -> int:
+        """Transfers that came back short and were resumed."""
+        return sum(drive.short_transfers for drive in self.drives)
+
+
+@runtime_checkable
+class Ticket(Protocol):
+    """A submission in flight. Dropping a ticket does not cancel its jobs."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every job has ended, well or not. Reads one word: never blocks, never calls into the executor."""
+        ...
+
+    @property
+    def filled(self) -> bool:
+        """Whether every copy from or to a caller's memory has been made (or will never be). Comes before `done`."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """Whether a job has failed already. `wait` raises its error."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until done; makes the gates that it depends on escape.
+
+        Blocks with the GIL released; Ctrl-C works. Raises the typed AioError of the first failed job, every time;
+        TimeoutError after `timeout` seconds.
+        """
+        ...
+
+    def wait_filled(self, timeout: float | None = None) -> None:
+        """As `wait`, but only until `filled`: targets hold their data, sources and gradients may be reused.
+
+        The write-back may still be in flight, and may still fail.
+        """
+        ...
+
+
+@runtime_checkable
+class Gate(Protocol):
+    """Holds a submission back until its targets exist, or until it escapes."""
+
+    @property
+    def escaped(self) -> bool:
+        """Whether the gate's work has gone ahead, or will, without targets."""
+        ...
+
+    def open(self, bases: Sequence[int]) -> bool:
+        """Let the gated work run with ptr[0] += bases[job.base]. Never blocks.
+
+        True: it will fill the targets. False: it had escaped (updates ran without the copy, fetches were skipped), so
+        fetch again without a gate. Raises ValueError if it was opened before or a job's base is out of range.
+        """
+        ...
+
+
+class Executor(Protocol):
+    """Runs jobs on chunks; see the module's promises. Safe to call from any thread of the process that made it."""
+
+    @property
+    def backend(self) -> str:
+        """One of "io_uring", "threads" (both native) and "python"."""
+        ...
+
+    @property
+    def backend_reason(self) -> str:
+        """Why this backend and not the one before it in io_uring > threads > python; "" if it is the best one."""
+        ...
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the slab that holds the slots."""
+        ...
+
+    def define(self, chunks: npt.NDArray[np.void]) -> npt.NDArray[np.int32]:
+        """Make chunks known (plan.CHUNK) and return their ids.
+
+        Memory that they point to (resident sections, sums) stays the caller's and must live until `drop`.
+        Raises ValueError for misaligned or overlapping sections, unknown drives, runs larger than the slots.
+        """
+        ...
+
+    def drop(self, ids: npt.NDArray[np.int32]) -> None:
+        """Forget chunks; ids may be reused. Raises ValueError if jobs on them are pending."""
+        ...
+
+    def submit(
+        self,
+        jobs: npt.NDArray[np.void],
+        segs: npt.NDArray[np.void] | None = None,
+        hypers: npt.NDArray[np.void] | None = None,
+        *,
+        priority: Priority,
+        gate: Gate | None = None,
+    ) -> Ticket:
+        """Queue the jobs (plan.JOB) of one unit; the arrays are copied. Never blocks on I/O.
+
+        Memory behind ptr and grad must live until the ticket is done. Raises ValueError for a plan that cannot run,
+        AioClosedError after close or in a forked child.
+        """
+        ...
+
+    def gate(self) -> Gate:
+        """A new closed gate, to be given to `submit`."""
+        ...
+
+    def hold_gates(self, held: bool) -> None:
+        """While held, no gate escapes for being idle: a forward runs, and will open them. Waiting for one still does."""
+        ...
+
+    def release_gates(self) -> None:
+        """Make all closed gates escape now."""
+        ...
+
+    def invalid(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint32]:
+        """For each chunk the mask of its invalid sections (0: valid)."""
+        ...
+
+    def fault(self) -> AioError | None:
+        """The first fault of any job since the executor was opened, also one whose ticket nobody waited for."""
+        ...
+
+    def stats(self) -> ExecutorStats:
+        """Counters so far."""
+        ...
+
+    def spans(self, enable: bool) -> None:
+        """Start or stop recording spans."""
+        ...
+
+    def take_spans(self) -> npt.NDArray[np.void]:
+        """The spans recorded since the last call (SPAN); at most the newest 65,536 are kept."""
+        ...
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Make all gates escape and block until no job is pending. Raises TimeoutError; faults stay on their tickets."""
+        ...
+
+    def close(self, *, drain: bool = True) -> None:
+        """End the executor: run what is pending (or cancel what has not started), join its threads, free its pools.
+
+        Cancelled jobs fail their tickets with AioClosedError. Idempotent.
+        """
+        ...
+
+
+def spans_empty() -> npt.NDArray[np.void]:
+    """No spans, of the right dtype."""
+    empty: npt.NDArray[Any] = np.zeros(0, dtype=SPAN)
+    return empty

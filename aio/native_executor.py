@@ -1,0 +1,316 @@
+"""The native executor: threads of native/executor*.c, which never take the GIL, behind the protocol of `executor.py`."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity.aio import checks, plan
+from infinity.aio.executor import SPAN, DriveStats, ExecutorStats, Gate, PoolSpec, Priority, Seam, spans_empty
+from infinity.aio.native_core import Core, NativeGate, NativeTicket, load_native, load_uring
+from infinity.aio.swap_file import SwapFile
+from infinity.errors import AioClosedError, AioError
+
+_SPANS_MAX = 65_536
+_SEAM_KINDS = {"errno": 1, "short": 2, "zero": 3, "bitflip": 4}
+
+
+def _config(
+    ffi: Any,
+    drive_count: int,
+    small: PoolSpec,
+    large: PoolSpec,
+    *,
+    uring: bool,
+    verify: bool,
+    workers: int,
+    block_bytes: int,
+    depth: int,
+    threads_per_drive: int,
+    hold_s: float,
+    seam: Seam | None,
+) -> Any:
+    config = ffi.new("inf_exec_config *")
+    config.uring = uring
+    config.verify = verify
+    config.workers = workers
+    config.depth = depth
+    config.threads_per_drive = threads_per_drive
+    config.small_count, config.small_bytes = small.count, small.bytes
+    config.large_count, config.large_bytes = large.count, large.bytes
+    config.drive_count = drive_count
+    config.block_bytes = block_bytes
+    config.hold_ns = int(hold_s * 1e9)
+    if seam is not None:
+        config.seam.seed = seam.seed & (2**64 - 1)
+        config.seam.delay_us_max = seam.delay_us_max
+        config.seam.read_bytes_per_s = seam.read_bytes_per_s
+        config.seam.write_bytes_per_s = seam.write_bytes_per_s
+        if seam.fault is not None:
+            config.seam.fault_nth = seam.fault.nth
+            config.seam.fault_kind = _SEAM_KINDS[seam.fault.kind]
+            config.seam.fault_op = 0 if seam.fault.op == "read" else 1
+            config.seam.fault_errno = seam.fault.errno
+            config.seam.fault_persistent = seam.fault.persistent
+    return config
+
+
+@final
+class NativeExecutor:
+    """`executor.Executor` on native threads.
+
+    backend: "io_uring" (one ring and thread per drive) or "threads" (`threads_per_drive` of them with pread and pwrite).
+    Raises OSError when the backend cannot be had here, ImportError when the extension was not built. Use
+    `infinity.aio.open_executor`, which steps down.
+    """
+
+    def __init__(
+        self,
+        drives: Sequence[SwapFile],
+        *,
+        small: PoolSpec,
+        large: PoolSpec,
+        backend: str = "io_uring",
+        verify: bool = True,
+        workers: int = 1,
+        block_bytes: int = 1 << 20,
+        depth: int = 32,
+        threads_per_drive: int = 8,
+        hold_s: float = 0.02,
+        seam: Seam | None = None,
+        backend_reason: str = "",
+    ) -> None:
+        checks.check_options(
+            small,
+            large,
+            workers=workers,
+            block_bytes=block_bytes,
+            depth=depth,
+            threads_per_drive=threads_per_drive,
+        )
+        ffi, lib = load_native()
+        self.backend = backend
+        self.backend_reason = backend_reason
+        if backend == "io_uring":
+            load_uring(ffi, lib)
+        config = _config(
+            ffi,
+            len(drives),
+            small,
+            large,
+            uring=backend == "io_uring",
+            verify=verify,
+            workers=workers,
+            block_bytes=block_bytes,
+            depth=depth,
+            threads_per_drive=threads_per_drive,
+            hold_s=hold_s,
+            seam=seam,
+        )
+        why = ffi.new("char[512]")
+        error = ffi.new("int32_t *")
+        files = ffi.new("int32_t[]", [drive.fd for drive in drives])
+        pointer = lib.inf_executor_open(config, files, error, why, 512)
+        if pointer == ffi.NULL:
+            text = ffi.string(why).decode(errors="replace")
+            raise OSError(-error[0], f"cannot open an executor with backend {backend!r}: {text}")
+        self._core = Core(ffi, lib, pointer, drives)
+        self.pool_bytes = int(lib.inf_executor_pool_bytes(pointer))
+
+    def define(self, chunks: npt.NDArray[np.void]) -> npt.NDArray[np.int32]:
+        """See `Executor.define`."""
+        core = self._core
+        core.check()
+        records = checks.as_records(chunks, plan.CHUNK, "chunk")
+        checks.check_chunks(records, len(core.drives))
+        ids = np.full(len(records), -1, dtype=np.int32)
+        error = core.lib.inf_executor_define(
+            core.pointer,
+            core.ffi.from_buffer(records),
+            len(records),
+            core.ffi.cast("int32_t *", ids.ctypes.data),
+        )
+        if error == -errno.ENOMEM:
+            raise MemoryError(f"no memory for {len(records)} chunks")
+        if error:
+            raise ValueError("the native executor refuses a chunk: its itemsizes do not match its format")
+        return ids
+
+    def drop(self, ids: npt.NDArray[np.int32]) -> None:
+        """See `Executor.drop`."""
+        core = self._core
+        core.check()
+        wanted = np.ascontiguousarray(ids, dtype=np.int32)
+        error = core.lib.inf_executor_drop(
+            core.pointer, core.ffi.from_buffer("int32_t[]", wanted), len(wanted)
+        )
+        if error:
+            raise ValueError("cannot drop: a chunk has pending jobs, or is not defined")
+
+    def submit(
+        self,
+        jobs: npt.NDArray[np.void],
+        segs: npt.NDArray[np.void] | None = None,
+        hypers: npt.NDArray[np.void] | None = None,
+        *,
+        priority: Priority,
+        gate: Gate | None = None,
+    ) -> NativeTicket:
+        """See `Executor.submit`."""
+        core = self._core
+        core.check()
+        ffi = core.ffi
+        job_records = checks.as_records(jobs, plan.JOB, "job")
+        seg_records = checks.as_records(segs, plan.SEG, "seg")
+        hyper_records = checks.as_records(hypers, plan.HYPER, "hyper")
+        if gate is not None and (not isinstance(gate, NativeGate) or gate._core is not core):
+            raise ValueError("the gate is of another executor")
+        error = ffi.new("int64_t *")
+        pointer = core.lib.inf_executor_submit(
+            core.pointer,
+            ffi.from_buffer(job_records),
+            len(job_records),
+            ffi.from_buffer(seg_records),
+            len(seg_records),
+            ffi.from_buffer(hyper_records),
+            len(hyper_records),
+            int(priority),
+            ffi.NULL if gate is None else gate._pointer,
+            error,
+        )
+        if pointer == ffi.NULL:
+            raise _submit_error(int(error[0]))
+        return NativeTicket(core, pointer)
+
+    def gate(self) -> NativeGate:
+        """See `Executor.gate`."""
+        self._core.check()
+        pointer = self._core.lib.inf_gate_new(self._core.pointer)
+        if pointer == self._core.ffi.NULL:
+            raise MemoryError("no memory for a gate")
+        return NativeGate(self._core, pointer)
+
+    def hold_gates(self, held: bool) -> None:
+        """See `Executor.hold_gates`."""
+        self._core.check()
+        self._core.lib.inf_executor_hold_gates(self._core.pointer, held)
+
+    def release_gates(self) -> None:
+        """See `Executor.release_gates`."""
+        self._core.check()
+        self._core.lib.inf_executor_release_gates(self._core.pointer)
+
+    def invalid(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint32]:
+        """See `Executor.invalid`."""
+        core = self._core
+        core.check()
+        wanted = np.ascontiguousarray(ids, dtype=np.int32)
+        masks = np.zeros(len(wanted), dtype=np.uint32)
+        error = core.lib.inf_executor_invalid(
+            core.pointer,
+            core.ffi.from_buffer("int32_t[]", wanted),
+            len(wanted),
+            core.ffi.cast("uint32_t *", masks.ctypes.data),
+        )
+        if error:
+            raise ValueError("a chunk is not defined")
+        return masks
+
+    def fault(self) -> AioError | None:
+        """See `Executor.fault`."""
+        if self._core.forked:
+            return None
+        record = self._core.ffi.new("inf_fault *")
+        if not self._core.lib.inf_executor_fault(self._core.pointer, record):
+            return None
+        return self._core.fault(record)
+
+    def stats(self) -> ExecutorStats:
+        """See `Executor.stats`. Also after `close`."""
+        core = self._core
+        if core.forked:
+            core.check()
+        counters = core.ffi.new("inf_exec_stats *")
+        per_drive = core.ffi.new("inf_drive_stats[]", max(1, len(core.drives)))
+        core.lib.inf_executor_stats(core.pointer, counters, per_drive)
+        drives = tuple(
+            DriveStats(
+                path=path,
+                bytes_read=drive.bytes_read,
+                bytes_written=drive.bytes_written,
+                reads=drive.reads,
+                writes=drive.writes,
+                retries=drive.retries,
+                short_transfers=drive.short_transfers,
+                errors=drive.errors,
+                in_flight_max=drive.in_flight_max,
+            )
+            for path, drive in zip(core.paths, per_drive, strict=False)
+        )
+        return ExecutorStats(
+            backend=self.backend,
+            drives=drives,
+            jobs_submitted=counters.jobs_submitted,
+            jobs_done=counters.jobs_done,
+            jobs_failed=counters.jobs_failed,
+            updates=counters.updates,
+            gates_opened=counters.gates_opened,
+            gates_escaped=counters.gates_escaped,
+            rereads=counters.rereads,
+            checksum_failures=counters.checksum_failures,
+            wait_s=counters.wait_ns / 1e9,
+            compute_s=counters.compute_ns / 1e9,
+            pool_bytes=self.pool_bytes,
+            huge_bytes=int(core.lib.inf_executor_huge_bytes(core.pointer)),
+            registered=bool(core.lib.inf_executor_registered(core.pointer)),
+            spans_dropped=counters.spans_dropped,
+            extra={"submissions_live": counters.submissions_live, "chunks_live": counters.chunks_live},
+        )
+
+    def spans(self, enable: bool) -> None:
+        """See `Executor.spans`."""
+        self._core.check()
+        if self._core.lib.inf_executor_spans(self._core.pointer, enable):
+            raise MemoryError("no memory for spans")
+
+    def take_spans(self) -> npt.NDArray[np.void]:
+        """See `Executor.take_spans`."""
+        core = self._core
+        if core.forked:
+            return spans_empty()
+        spans = np.zeros(_SPANS_MAX, dtype=SPAN)
+        count = core.lib.inf_executor_take_spans(
+            core.pointer, core.ffi.cast("inf_span *", spans.ctypes.data), _SPANS_MAX
+        )
+        taken: npt.NDArray[np.void] = spans[:count].copy()
+        return taken
+
+    def drain(self, timeout: float | None = None) -> None:
+        """See `Executor.drain`."""
+        self._core.check()
+        self._core.lib.inf_executor_release_gates(self._core.pointer)
+        if not self._core.wait_idle(timeout):
+            raise TimeoutError(f"jobs are pending after {timeout} s")
+
+    def close(self, *, drain: bool = True) -> None:
+        """See `Executor.close`."""
+        self._core.stop(drain=drain)
+
+    def __enter__(self) -> NativeExecutor:
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        self.close(drain=kind is None)
+
+
+def _submit_error(error: int) -> Exception:
+    if error > 0:
+        index, what = (error - 1) >> 4, (error - 1) & 15
+        return ValueError(f"job {index} {checks.JOB_WRONG[what]}")
+    if error == -errno.ENOMEM:
+        return MemoryError("no memory for a submission")
+    return AioClosedError("the executor is being closed")

@@ -1,0 +1,387 @@
+"""The executor without a compiler: Python threads that interpret the same arrays, with the same promises.
+
+preadv and pwritev release the GIL while the drive works; beside a busy Python loop this executor is still 2 to 7 times
+slower than the native one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity.aio import checks, plan
+from infinity.aio.executor import SPAN, ExecutorStats, Gate, PoolSpec, Priority, Seam
+from infinity.aio.python_engine import SPANS_MAX, Engine
+from infinity.aio.python_records import (
+    GATE_CLOSED,
+    GATE_ESCAPED,
+    GATE_OPEN,
+    Chunk,
+    GateState,
+    Run,
+    Submission,
+    TicketState,
+)
+from infinity.aio.python_transfer import Kernel
+from infinity.aio.swap_file import SwapFile
+from infinity.errors import AioClosedError, AioError
+
+__all__ = ["Kernel", "PythonExecutor"]
+
+log = logging.getLogger("infinity.aio")
+CANCEL_S = 30.0
+
+
+class PythonTicket:
+    """`executor.Ticket` of the Python executor."""
+
+    def __init__(self, executor: PythonExecutor, state: TicketState) -> None:
+        self._executor = executor
+        self._state = state
+
+    @property
+    def done(self) -> bool:
+        """See `Ticket.done`."""
+        return self._state.done
+
+    @property
+    def filled(self) -> bool:
+        """See `Ticket.filled`."""
+        return self._state.filled
+
+    @property
+    def failed(self) -> bool:
+        """See `Ticket.failed`."""
+        return self._state.failed
+
+    def wait(self, timeout: float | None = None) -> None:
+        """See `Ticket.wait`."""
+        self._wait("done", timeout)
+
+    def wait_filled(self, timeout: float | None = None) -> None:
+        """See `Ticket.wait_filled`."""
+        self._wait("filled", timeout)
+
+    def _wait(self, word: str, timeout: float | None) -> None:
+        if not getattr(self._state, word):
+            self._executor._block(self._state, word, timeout)
+        if self._state.fault is not None:
+            raise self._state.fault.to_error(self._executor._paths)
+
+
+class PythonGate:
+    """`executor.Gate` of the Python executor."""
+
+    def __init__(self, executor: PythonExecutor, state: GateState) -> None:
+        self._executor = executor
+        self._state = state
+
+    @property
+    def escaped(self) -> bool:
+        """See `Gate.escaped`."""
+        return self._state.state == GATE_ESCAPED
+
+    def open(self, bases: Sequence[int]) -> bool:
+        """See `Gate.open`."""
+        self._executor._check()
+        engine, gate = self._executor._engine, self._state
+        with engine.lock:
+            engine.escaping = False
+            if gate.state == GATE_ESCAPED:
+                return False
+            if gate.state == GATE_OPEN:
+                raise ValueError("the gate was opened before; a gate opens once")
+            if any(run.base >= len(bases) for submission in gate.submissions for run in submission.runs):
+                raise ValueError(f"the gate's jobs need more than the {len(bases)} bases given")
+            gate.bases = [int(base) for base in bases]
+            engine.let_go(gate, GATE_OPEN)
+            engine.pump()
+        return True
+
+    def __del__(self) -> None:
+        engine = self._executor._engine
+        if self._executor._forked or self._state.state != GATE_CLOSED or not self._state.submissions:
+            return
+        with engine.lock:  # nobody can open it any more
+            if self._state.state == GATE_CLOSED:
+                engine.let_go(self._state, GATE_ESCAPED)
+                engine.pump()
+
+
+@final
+class PythonExecutor:
+    """`executor.Executor` in Python. `kernel` does the updates; without it a submission that has one is a ValueError."""
+
+    backend = "python"
+
+    def __init__(
+        self,
+        drives: Sequence[SwapFile],
+        *,
+        small: PoolSpec,
+        large: PoolSpec,
+        verify: bool = True,
+        workers: int = 1,
+        threads_per_drive: int = 8,
+        hold_s: float = 0.02,
+        seam: Seam | None = None,
+        kernel: Kernel | None = None,
+        backend_reason: str = "",
+    ) -> None:
+        checks.check_options(
+            small, large, workers=workers, block_bytes=1 << 20, depth=32, threads_per_drive=threads_per_drive
+        )
+        self.backend_reason = backend_reason
+        self.pool_bytes = small.count * small.bytes + large.count * large.bytes
+        self._paths = [drive.path for drive in drives]
+        self._drives = tuple(drives)
+        self._kernel = kernel
+        self._closed = False
+        self._forked = False
+        self._wait_s = 0.0
+        self._chunk_next = 0
+        self._engine = Engine(
+            drives,
+            small,
+            large,
+            verify=verify,
+            workers=workers,
+            threads_per_drive=threads_per_drive,
+            hold_s=hold_s,
+            seam=seam,
+            kernel=kernel,
+        )
+        self._huge_bytes = self._engine.slab.huge_bytes() if self._engine.slab else 0
+        _EXECUTORS.add(self)
+
+    def _check(self) -> None:
+        if self._forked:
+            raise AioClosedError(
+                "the executor belongs to the parent of this process; open one after the fork"
+            )
+        if self._closed:
+            raise AioClosedError("the executor is closed")
+
+    def define(self, chunks: npt.NDArray[np.void]) -> npt.NDArray[np.int32]:
+        """See `Executor.define`."""
+        self._check()
+        records = checks.as_records(chunks, plan.CHUNK, "chunk")
+        checks.check_chunks(records, len(self._drives))
+        engine = self._engine
+        with engine.lock:
+            first = self._chunk_next
+            self._chunk_next += len(records)
+            for index, record in enumerate(records):
+                engine.chunks[first + index] = Chunk(first + index, record.copy())
+        return np.arange(first, first + len(records), dtype=np.int32)
+
+    def drop(self, ids: npt.NDArray[np.int32]) -> None:
+        """See `Executor.drop`."""
+        self._check()
+        engine = self._engine
+        with engine.lock:
+            for index in ids:
+                chunk = engine.chunks.get(int(index))
+                if chunk is None or chunk.fifo:
+                    raise ValueError("cannot drop: a chunk has pending jobs, or is not defined")
+            for index in ids:
+                engine.chunks.pop(int(index), None)
+
+    def submit(
+        self,
+        jobs: npt.NDArray[np.void],
+        segs: npt.NDArray[np.void] | None = None,
+        hypers: npt.NDArray[np.void] | None = None,
+        *,
+        priority: Priority,
+        gate: Gate | None = None,
+    ) -> PythonTicket:
+        """See `Executor.submit`."""
+        self._check()
+        job_records = checks.as_records(jobs, plan.JOB, "job")
+        if gate is not None and (not isinstance(gate, PythonGate) or gate._executor is not self):
+            raise ValueError("the gate is of another executor")
+        state = TicketState()
+        submission = Submission(state, gate._state if gate is not None else None, 0)
+        submission.segs = checks.as_records(segs, plan.SEG, "seg").copy()
+        submission.hypers = checks.as_records(hypers, plan.HYPER, "hyper").copy()
+        engine = self._engine
+        with engine.lock:
+            if engine.shut:
+                raise AioClosedError("the executor is being closed")
+            for index, job in enumerate(job_records):
+                self._check_job(index, job, submission)
+                chunk = engine.chunks[int(job["chunk"])]
+                submission.runs.append(Run(submission, chunk, job, int(priority)))
+            if submission.runs:
+                state.submission = submission
+                engine.enter(submission)
+            else:
+                state.done = state.filled = True
+        return PythonTicket(self, state)
+
+    def _check_job(self, index: int, job: np.void, submission: Submission) -> None:
+        chunk = self._engine.chunks.get(int(job["chunk"]))
+        bases = None
+        if submission.gate is not None:
+            bases = len(submission.gate.bases) if submission.gate.state == GATE_OPEN else 1 << 31
+        pools = [pool.spec.bytes for pool in self._engine.pools if pool.spec.count]
+        wrong = checks.job_wrong(
+            job, chunk and chunk.record, len(submission.segs), bases, max(pools, default=0)
+        )
+        if wrong:
+            raise ValueError(f"job {index} {checks.JOB_WRONG[wrong]}")
+        if job["kind"] == plan.JobKind.UPDATE and self._kernel is None:
+            raise ValueError(
+                f"job {index} is an UPDATE, and this Python executor was opened without a kernel"
+            )
+
+    def gate(self) -> PythonGate:
+        """See `Executor.gate`."""
+        self._check()
+        return PythonGate(self, GateState(GATE_ESCAPED if self._engine.shut else GATE_CLOSED))
+
+    def hold_gates(self, held: bool) -> None:
+        """See `Executor.hold_gates`."""
+        self._check()
+        self._engine.hold(held)
+
+    def release_gates(self) -> None:
+        """See `Executor.release_gates`."""
+        self._check()
+        with self._engine.lock:
+            self._engine.escape()
+
+    def invalid(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint32]:
+        """See `Executor.invalid`."""
+        self._check()
+        with self._engine.lock:
+            chunks = [self._engine.chunks.get(int(index)) for index in ids]
+            if None in chunks:
+                raise ValueError("a chunk is not defined")
+            return np.array([chunk.invalid for chunk in chunks if chunk is not None], dtype=np.uint32)
+
+    def fault(self) -> AioError | None:
+        """See `Executor.fault`."""
+        record = self._engine.first_fault
+        return record.to_error(self._paths) if record is not None else None
+
+    def stats(self) -> ExecutorStats:
+        """See `Executor.stats`. Also after `close`."""
+        if self._forked:
+            self._check()
+        engine = self._engine
+        with engine.lock:
+            counts = dict(engine.counts)
+        return ExecutorStats(
+            backend=self.backend,
+            drives=tuple(channel.stats() for channel in engine.channels),
+            jobs_submitted=counts["submitted"],
+            jobs_done=counts["done"],
+            jobs_failed=counts["failed"],
+            updates=counts["updates"],
+            gates_opened=counts["opened"],
+            gates_escaped=counts["escaped"],
+            rereads=counts["rereads"],
+            checksum_failures=counts["checksums"],
+            wait_s=self._wait_s,
+            compute_s=engine.compute_s,
+            pool_bytes=self.pool_bytes,
+            huge_bytes=self._huge_bytes,
+            registered=False,
+            spans_dropped=engine.spans_dropped,
+            extra={"chunks_live": len(engine.chunks)},
+        )
+
+    def spans(self, enable: bool) -> None:
+        """See `Executor.spans`."""
+        self._check()
+        with self._engine.lock:
+            self._engine.spans = deque(maxlen=SPANS_MAX) if enable else None
+
+    def take_spans(self) -> npt.NDArray[np.void]:
+        """See `Executor.take_spans`."""
+        with self._engine.lock:
+            taken = list(self._engine.spans or ())
+            if self._engine.spans is not None:
+                self._engine.spans.clear()
+        return np.array(taken, dtype=SPAN)
+
+    def _block(self, state: TicketState, word: str, timeout: float | None) -> None:
+        self._check()
+        start = time.monotonic()
+        engine = self._engine
+        with engine.lock:
+            if state.submission is not None:
+                engine.escape_for(state.submission)
+            ended = engine.done.wait_for(lambda: getattr(state, word), timeout)
+            self._wait_s += time.monotonic() - start
+        if not ended:
+            raise TimeoutError(f"the ticket is not {word} after {timeout} s")
+
+    def drain(self, timeout: float | None = None) -> None:
+        """See `Executor.drain`."""
+        self._check()
+        engine = self._engine
+        with engine.lock:
+            engine.escape()
+            if not engine.done.wait_for(lambda: engine.pending == 0, timeout):
+                raise TimeoutError(f"jobs are pending after {timeout} s")
+
+    def close(self, *, drain: bool = True) -> None:
+        """See `Executor.close`."""
+        if self._closed or self._forked:
+            return
+        engine = self._engine
+        with engine.lock:
+            engine.shut = True
+            engine.cancelled = not drain
+            engine.escape()
+            if not engine.done.wait_for(lambda: engine.pending == 0, None if drain else CANCEL_S):
+                log.error(
+                    "closing: a drive does not answer after %.0f s; its buffers are left alone", CANCEL_S
+                )
+                return
+            engine.stopping = True
+            engine.work.notify_all()
+        for thread in engine.threads:
+            thread.join()
+        self._closed = True
+        if engine.slab is not None:
+            engine.slab.close()
+
+    def __enter__(self) -> PythonExecutor:
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        self.close(drain=kind is None)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):
+            self.close(drain=False)
+
+
+_EXECUTORS: weakref.WeakSet[PythonExecutor] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for executor in list(_EXECUTORS):
+        executor.close(drain=False)
+
+
+def _mark_forked() -> None:
+    for executor in _EXECUTORS:
+        executor._forked = True
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_mark_forked)

@@ -1,0 +1,1 @@
+"""Tensor operations with a torch reference each."""

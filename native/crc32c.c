@@ -1,0 +1,367 @@
+/* CRC-32C (Castagnoli polynomial 0x1EDC6F41, reflected 0x82F63B78) on the CPU's instructions.
+ *
+ * A crc instruction has latency 3 and throughput 1, so one stream of it leaves two thirds of the unit idle; a carry-less
+ * multiplication folds 16 bytes of a message onto later ones and runs on another port. Four implementations:
+ *
+ *   portable  eight tables, 8 bytes a step
+ *   streams   three interleaved streams of the crc instruction (SSE4.2, ARMv8 CRC)
+ *   clmul     three such streams and, in the same loop, 128-bit folding of a fourth part
+ *   vpclmul   512-bit folding alone (AVX-512 with VPCLMULQDQ)
+ *
+ * All constants are powers of x modulo the polynomial and are computed at load, not copied from anywhere.
+ *
+ * [Note: reflected arithmetic]
+ * A 32-bit value holds a polynomial with bit 31 = x^0 and bit 0 = x^31; a 64-bit value likewise with x^63 at bit 0, so a
+ * 32-bit value in its low half stands for itself times x^32. A carry-less product of two such has its lowest bit one
+ * place below the top of the double width, which is one more factor of x. Two facts follow:
+ *   - the crc instruction turns a state s and a 64-bit word w into (s * x^32 + w) * x^32 mod P, reading s in the low half;
+ *     hence crc64(0, clmul(a, b)) = a * b * x^33 mod P for 32-bit a and b. Moving a state past L bytes multiplies it by
+ *     x^(8L), so the constant to multiply with is x^(8L - 33).
+ *   - to move a 128-bit accumulator (lo, hi) past D bits: lo * x^(D+64) + hi * x^D. With a constant in the low half of 64
+ *     bits (x^32 too many) and the product's extra x, the constants are x^(D+31) for lo and x^(D-33) for hi.
+ */
+#include "infinity.h"
+
+#include <string.h>
+
+#if defined(__x86_64__)
+#define INF_CRC_X86 1
+#include <immintrin.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#define INF_CRC_ARM 1
+#include <arm_acle.h>
+#include <sys/auxv.h>
+#endif
+
+#define POLY 0x82F63B78u
+#define X_TO_0 0x80000000u /* the polynomial 1 */
+
+/* ---- arithmetic modulo P, slow, for constants ------------------------------------------------------------------ */
+
+static uint32_t times_x(uint32_t a) {
+    return (a >> 1) ^ ((a & 1u) ? POLY : 0u);
+}
+
+static uint32_t multiply(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    for (uint32_t bit = X_TO_0; bit != 0; bit >>= 1) {
+        if (a & bit) product ^= b;
+        b = times_x(b);
+    }
+    return product;
+}
+
+static uint32_t x_to(uint64_t power) {
+    uint32_t result = X_TO_0, square = X_TO_0 >> 1;
+    for (; power != 0; power >>= 1) {
+        if (power & 1u) result = multiply(result, square);
+        square = multiply(square, square);
+    }
+    return result;
+}
+
+/* Table rows of the portable version: row k moves a byte past k more bytes. */
+static uint32_t byte_table[8][256];
+
+static void make_byte_table(void) {
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        uint32_t state = byte;
+        for (int bit = 0; bit < 8; bit++) state = times_x(state);
+        byte_table[0][byte] = state;
+    }
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        for (int row = 1; row < 8; row++) {
+            const uint32_t before = byte_table[row - 1][byte];
+            byte_table[row][byte] = (before >> 8) ^ byte_table[0][before & 0xFFu];
+        }
+    }
+}
+
+static inline uint64_t load64(const uint8_t *data) {
+    uint64_t word;
+    memcpy(&word, data, sizeof word);
+    return word;
+}
+
+/* ---- portable -------------------------------------------------------------------------------------------------- */
+
+static uint32_t crc_portable(uint32_t state, const uint8_t *data, size_t size) {
+    for (; size >= 8; size -= 8, data += 8) {
+        const uint64_t word = load64(data) ^ state;
+        state = 0;
+        for (int i = 0; i < 8; i++) state ^= byte_table[7 - i][(word >> (8 * i)) & 0xFFu];
+    }
+    for (; size > 0; size--, data++) state = (state >> 8) ^ byte_table[0][(state ^ *data) & 0xFFu];
+    return state;
+}
+
+/* ---- streams of the crc instruction ---------------------------------------------------------------------------- */
+
+enum {
+    STREAM_LONG = 2720, /* bytes of each of three streams; three of them fill half a 16 KiB piece */
+    STREAM_SHORT = 256,
+};
+static uint32_t past_long, past_short; /* x^(8L), for `multiply` */
+
+#if defined(INF_CRC_X86)
+#define CRC_TARGET __attribute__((target("sse4.2")))
+#define CRC64(state, word) _mm_crc32_u64(state, word)
+#define CRC8(state, byte) _mm_crc32_u8((uint32_t)(state), byte)
+#elif defined(INF_CRC_ARM)
+#if defined(__clang__)
+#define CRC_TARGET __attribute__((target("crc")))
+#else
+#define CRC_TARGET __attribute__((target("+crc")))
+#endif
+#define CRC64(state, word) __crc32cd((uint32_t)(state), word)
+#define CRC8(state, byte) __crc32cb((uint32_t)(state), byte)
+#endif
+
+#if defined(CRC_TARGET)
+CRC_TARGET static inline uint32_t crc_one_stream(uint32_t state, const uint8_t *data, size_t size) {
+    uint64_t wide = state;
+    for (; size >= 8; size -= 8, data += 8) wide = CRC64(wide, load64(data));
+    state = (uint32_t)wide;
+    for (; size > 0; size--, data++) state = CRC8(state, *data);
+    return state;
+}
+
+CRC_TARGET static inline uint32_t crc_three_streams(uint32_t state, const uint8_t *data, size_t stream,
+                                                    uint32_t past) {
+    uint64_t a = state, b = 0, c = 0;
+    for (size_t i = 0; i < stream; i += 8) {
+        a = CRC64(a, load64(data + i));
+        b = CRC64(b, load64(data + stream + i));
+        c = CRC64(c, load64(data + 2 * stream + i));
+    }
+    const uint32_t ab = multiply((uint32_t)a, past) ^ (uint32_t)b;
+    return multiply(ab, past) ^ (uint32_t)c;
+}
+
+CRC_TARGET static uint32_t crc_streams(uint32_t state, const uint8_t *data, size_t size) {
+    for (; size >= 3 * STREAM_LONG; size -= 3 * STREAM_LONG, data += 3 * STREAM_LONG) {
+        state = crc_three_streams(state, data, STREAM_LONG, past_long);
+    }
+    for (; size >= 3 * STREAM_SHORT; size -= 3 * STREAM_SHORT, data += 3 * STREAM_SHORT) {
+        state = crc_three_streams(state, data, STREAM_SHORT, past_short);
+    }
+    return crc_one_stream(state, data, size);
+}
+#endif
+
+#if defined(INF_CRC_X86)
+
+/* ---- three streams beside 128-bit folding ----------------------------------------------------------------------- *
+ *
+ * A block is [folded: 64 n bytes][stream: 24 n][stream: 24 n][stream: 24 n]: per iteration 8 multiplications on port 5
+ * and 9 crc instructions on port 1 move 136 bytes. n = 120 makes a block of 16,320 bytes, one 16 KiB piece less 64.
+ */
+
+enum { FOLD_BYTES = 64, STREAM_STEP = 24, ITERATION_BYTES = FOLD_BYTES + 3 * STREAM_STEP };
+enum { ITERATIONS_LONG = 120, ITERATIONS_SHORT = 12 };
+
+#define CLMUL_TARGET __attribute__((target("sse4.2,pclmul")))
+
+typedef struct {
+    uint32_t past_one, past_two, past_three; /* x^(8 * 24 n * k - 33): past k streams */
+} block_constants;
+static block_constants block_long, block_short;
+static uint64_t fold_512[2] __attribute__((aligned(16))); /* past 64 bytes */
+static uint64_t fold_384[2] __attribute__((aligned(16)));
+static uint64_t fold_256[2] __attribute__((aligned(16)));
+static uint64_t fold_128[2] __attribute__((aligned(16)));
+
+static void make_fold(uint64_t fold[2], uint64_t bits) {
+    fold[0] = x_to(bits + 31);
+    fold[1] = x_to(bits - 33);
+}
+
+static block_constants make_block_constants(uint64_t iterations) {
+    const uint64_t stream_bits = 8 * STREAM_STEP * iterations;
+    return (block_constants){x_to(stream_bits - 33), x_to(2 * stream_bits - 33), x_to(3 * stream_bits - 33)};
+}
+
+CLMUL_TARGET static inline __m128i fold(__m128i from, __m128i onto, const uint64_t constants[2]) {
+    const __m128i by = _mm_load_si128((const __m128i *)constants);
+    const __m128i lo = _mm_clmulepi64_si128(from, by, 0x00);
+    const __m128i hi = _mm_clmulepi64_si128(from, by, 0x11);
+    return _mm_xor_si128(_mm_xor_si128(lo, hi), onto);
+}
+
+CLMUL_TARGET static inline __m128i load128(const uint8_t *data) {
+    return _mm_loadu_si128((const __m128i *)data);
+}
+
+/* The state after the 16 bytes that an accumulator stands for. */
+CLMUL_TARGET static inline uint32_t finish128(__m128i accumulator) {
+    const uint64_t lo = (uint64_t)_mm_cvtsi128_si64(accumulator);
+    const uint64_t hi = (uint64_t)_mm_extract_epi64(accumulator, 1);
+    return (uint32_t)_mm_crc32_u64(_mm_crc32_u64(0, lo), hi);
+}
+
+CLMUL_TARGET static inline uint32_t finish512(__m128i x0, __m128i x1, __m128i x2, __m128i x3) {
+    return finish128(fold(x0, fold(x1, fold(x2, x3, fold_128), fold_256), fold_384));
+}
+
+/* The state times x^(8L), for past = x^(8L - 33). */
+CLMUL_TARGET static inline uint32_t move_past(uint64_t state, uint32_t past) {
+    const __m128i product = _mm_clmulepi64_si128(_mm_cvtsi64_si128((long long)(uint32_t)state),
+                                                 _mm_cvtsi64_si128((long long)past), 0x00);
+    return (uint32_t)_mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(product));
+}
+
+CLMUL_TARGET static inline uint32_t crc_block(uint32_t state, const uint8_t *data, size_t iterations,
+                                              const block_constants *constants) {
+    const size_t stream = STREAM_STEP * iterations;
+    const uint8_t *folded = data;
+    const uint8_t *words = data + FOLD_BYTES * iterations;
+    __m128i x0 = _mm_setzero_si128(), x1 = x0, x2 = x0, x3 = x0;
+    uint64_t a = 0, b = 0, c = 0;
+    __m128i first = _mm_cvtsi32_si128((int)state);
+    for (size_t k = 0; k < iterations; k++, folded += FOLD_BYTES, words += STREAM_STEP) {
+        x0 = fold(x0, _mm_xor_si128(load128(folded), first), fold_512);
+        x1 = fold(x1, load128(folded + 16), fold_512);
+        a = _mm_crc32_u64(a, load64(words));
+        b = _mm_crc32_u64(b, load64(words + stream));
+        c = _mm_crc32_u64(c, load64(words + 2 * stream));
+        x2 = fold(x2, load128(folded + 32), fold_512);
+        a = _mm_crc32_u64(a, load64(words + 8));
+        b = _mm_crc32_u64(b, load64(words + stream + 8));
+        c = _mm_crc32_u64(c, load64(words + 2 * stream + 8));
+        x3 = fold(x3, load128(folded + 48), fold_512);
+        a = _mm_crc32_u64(a, load64(words + 16));
+        b = _mm_crc32_u64(b, load64(words + stream + 16));
+        c = _mm_crc32_u64(c, load64(words + 2 * stream + 16));
+        first = _mm_setzero_si128();
+    }
+    return move_past(finish512(x0, x1, x2, x3), constants->past_three) ^ move_past(a, constants->past_two) ^
+           move_past(b, constants->past_one) ^ (uint32_t)c;
+}
+
+CLMUL_TARGET static uint32_t crc_clmul(uint32_t state, const uint8_t *data, size_t size) {
+    const size_t block = ITERATION_BYTES * ITERATIONS_LONG, block_small = ITERATION_BYTES * ITERATIONS_SHORT;
+    for (; size >= block; size -= block, data += block) state = crc_block(state, data, ITERATIONS_LONG, &block_long);
+    for (; size >= block_small; size -= block_small, data += block_small) {
+        state = crc_block(state, data, ITERATIONS_SHORT, &block_short);
+    }
+    uint64_t wide = state;
+    for (; size >= 8; size -= 8, data += 8) wide = _mm_crc32_u64(wide, load64(data));
+    state = (uint32_t)wide;
+    for (; size > 0; size--, data++) state = _mm_crc32_u8(state, *data);
+    return state;
+}
+
+/* ---- 512-bit folding ------------------------------------------------------------------------------------------- */
+
+#if defined(INF_EMULATE_VPCLMUL) /* tests, on machines without the instruction: four 128-bit products */
+#define VPCLMUL_TARGET __attribute__((target("sse4.2,pclmul,avx512f,avx512dq,avx512vl")))
+VPCLMUL_TARGET static inline __m512i clmul512(__m512i a, __m512i b, int high) {
+    __m512i out = _mm512_setzero_si512();
+#define LANE(i)                                                                                              \
+    do {                                                                                                     \
+        const __m128i x = _mm512_extracti64x2_epi64(a, i), y = _mm512_extracti64x2_epi64(b, i);              \
+        out = _mm512_inserti64x2(out, high ? _mm_clmulepi64_si128(x, y, 0x11) : _mm_clmulepi64_si128(x, y, 0x00), i); \
+    } while (0)
+    LANE(0);
+    LANE(1);
+    LANE(2);
+    LANE(3);
+#undef LANE
+    return out;
+}
+#define CLMUL512_LO(a, b) clmul512(a, b, 0)
+#define CLMUL512_HI(a, b) clmul512(a, b, 1)
+#else
+#define VPCLMUL_TARGET __attribute__((target("sse4.2,pclmul,avx512f,avx512dq,avx512vl,vpclmulqdq")))
+#define CLMUL512_LO(a, b) _mm512_clmulepi64_epi128(a, b, 0x00)
+#define CLMUL512_HI(a, b) _mm512_clmulepi64_epi128(a, b, 0x11)
+#endif
+
+static uint64_t fold_2048[2] __attribute__((aligned(16))); /* past 256 bytes */
+static uint64_t fold_1536[2] __attribute__((aligned(16)));
+static uint64_t fold_1024[2] __attribute__((aligned(16)));
+
+VPCLMUL_TARGET static inline __m512i fold_wide(__m512i from, __m512i onto, const uint64_t constants[2]) {
+    const __m512i by = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)constants));
+    return _mm512_ternarylogic_epi64(CLMUL512_LO(from, by), CLMUL512_HI(from, by), onto, 0x96); /* three-way xor */
+}
+
+VPCLMUL_TARGET static uint32_t crc_vpclmul(uint32_t state, const uint8_t *data, size_t size) {
+    if (size < 256) return crc_clmul(state, data, size);
+    __m512i z0 = _mm512_xor_si512(_mm512_loadu_si512(data), _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)state)));
+    __m512i z1 = _mm512_loadu_si512(data + 64);
+    __m512i z2 = _mm512_loadu_si512(data + 128);
+    __m512i z3 = _mm512_loadu_si512(data + 192);
+    for (size -= 256, data += 256; size >= 256; size -= 256, data += 256) {
+        z0 = fold_wide(z0, _mm512_loadu_si512(data), fold_2048);
+        z1 = fold_wide(z1, _mm512_loadu_si512(data + 64), fold_2048);
+        z2 = fold_wide(z2, _mm512_loadu_si512(data + 128), fold_2048);
+        z3 = fold_wide(z3, _mm512_loadu_si512(data + 192), fold_2048);
+    }
+    z3 = fold_wide(z2, z3, fold_512);
+    z3 = fold_wide(z1, z3, fold_1024);
+    z3 = fold_wide(z0, z3, fold_1536);
+    for (; size >= 64; size -= 64, data += 64) z3 = fold_wide(z3, _mm512_loadu_si512(data), fold_512);
+    state = finish512(_mm512_extracti64x2_epi64(z3, 0), _mm512_extracti64x2_epi64(z3, 1),
+                      _mm512_extracti64x2_epi64(z3, 2), _mm512_extracti64x2_epi64(z3, 3));
+    return crc_clmul(state, data, size);
+}
+#endif
+
+/* ---- dispatch -------------------------------------------------------------------------------------------------- */
+
+typedef uint32_t crc_fn(uint32_t state, const uint8_t *data, size_t size);
+
+static const char *const CRC_NAME[INF_CRC_COUNT] = {"portable", "streams", "clmul", "vpclmul"};
+static crc_fn *crc_table[INF_CRC_COUNT]; /* NULL where the machine lacks it */
+static int32_t crc_best;
+
+__attribute__((constructor)) static void crc_choose_best(void) {
+    make_byte_table();
+    past_long = x_to(8 * STREAM_LONG);
+    past_short = x_to(8 * STREAM_SHORT);
+    crc_table[INF_CRC_PORTABLE] = crc_portable;
+#if defined(INF_CRC_X86)
+    __builtin_cpu_init();
+    block_long = make_block_constants(ITERATIONS_LONG);
+    block_short = make_block_constants(ITERATIONS_SHORT);
+    make_fold(fold_128, 128);
+    make_fold(fold_256, 256);
+    make_fold(fold_384, 384);
+    make_fold(fold_512, 512);
+    make_fold(fold_1024, 1024);
+    make_fold(fold_1536, 1536);
+    make_fold(fold_2048, 2048);
+    if (__builtin_cpu_supports("sse4.2")) {
+        crc_table[INF_CRC_STREAMS] = crc_streams;
+        if (__builtin_cpu_supports("pclmul")) {
+            crc_table[INF_CRC_CLMUL] = crc_clmul;
+            int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                       __builtin_cpu_supports("avx512vl");
+#if !defined(INF_EMULATE_VPCLMUL)
+            wide = wide && __builtin_cpu_supports("vpclmulqdq");
+#endif
+            if (wide) crc_table[INF_CRC_VPCLMUL] = crc_vpclmul;
+        }
+    }
+#elif defined(INF_CRC_ARM)
+    if (getauxval(AT_HWCAP) & (1UL << 7)) crc_table[INF_CRC_STREAMS] = crc_streams; /* HWCAP_CRC32 */
+#endif
+    for (int32_t i = 0; i < INF_CRC_COUNT; i++) {
+        if (crc_table[i] != NULL) crc_best = i;
+    }
+}
+
+uint32_t inf_crc32c(uint32_t seed, const void *data, size_t size_bytes) {
+    return ~crc_table[crc_best](~seed, data, size_bytes);
+}
+
+const char *inf_crc32c_name(int32_t variant) {
+    if (variant == -1) return CRC_NAME[crc_best];
+    return variant >= 0 && variant < INF_CRC_COUNT ? CRC_NAME[variant] : NULL;
+}
+
+uint32_t inf_crc32c_with(int32_t variant, uint32_t seed, const void *data, size_t size_bytes, int32_t *ok) {
+    *ok = variant >= 0 && variant < INF_CRC_COUNT && crc_table[variant] != NULL;
+    return *ok ? ~crc_table[variant](~seed, data, size_bytes) : 0;
+}

@@ -1,0 +1,277 @@
+/* Opening, ending and observing an executor. */
+#include "executor.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define SPAN_COUNT 65536
+
+/* ---- shared with the other files ---- */
+
+int64_t inf_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+void inf_deadline(struct timespec *deadline, int64_t at_ns) {
+    deadline->tv_sec = (time_t)(at_ns / 1000000000);
+    deadline->tv_nsec = (long)(at_ns % 1000000000);
+}
+
+int32_t inf_cond_init(pthread_cond_t *cond) {
+    pthread_condattr_t attributes;
+    int error = pthread_condattr_init(&attributes);
+    if (error != 0) return -error;
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    error = pthread_cond_init(cond, &attributes);
+    pthread_condattr_destroy(&attributes);
+    return -error;
+}
+
+/* Signals are for Python's main thread: ours take none. */
+int32_t inf_thread_start(pthread_t *thread, void *(*run)(void *), void *argument) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(thread, NULL, run, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return -error;
+}
+
+void inf_queue_push(inf_queue *queue, inf_run *run) {
+    run->next = NULL;
+    if (queue->head == NULL) queue->head = run;
+    else queue->tail->next = run;
+    queue->tail = run;
+}
+
+inf_run *inf_queue_pop(inf_queue *queue) {
+    inf_run *run = queue->head;
+    if (run != NULL) queue->head = run->next;
+    return run;
+}
+
+void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, int64_t start_ns, int64_t bytes) {
+    inf_span *span = &ex->spans[ex->span_count++ % SPAN_COUNT];
+    *span = (inf_span){.track = track,
+                       .drive = track <= INF_TRACK_WRITE ? run->chunk->plan.drive : -1,
+                       .chunk = run->chunk->id,
+                       .priority = run->priority,
+                       .start_ns = start_ns,
+                       .end_ns = inf_now_ns(),
+                       .bytes = bytes};
+}
+
+/* ---- opening ---- */
+
+static int32_t pools_make(struct inf_executor *ex) {
+    const inf_exec_config *config = &ex->config;
+    int64_t small_total = config->small_count * config->small_bytes;
+    ex->slab_bytes = small_total + config->large_count * config->large_bytes;
+    if (ex->slab_bytes > 0) {
+        uint64_t address = 0;
+        int32_t error = inf_slab_map((uint64_t)ex->slab_bytes, &address);
+        if (error != 0) return error;
+        ex->slab = (uint8_t *)(uintptr_t)address;
+        ex->huge_bytes = inf_slab_huge_bytes(address, (uint64_t)ex->slab_bytes);
+    }
+    for (int32_t i = 0; i < 2; i++) {
+        inf_pool *pool = &ex->pools[i];
+        pool->count = pool->free_count = i == 0 ? config->small_count : config->large_count;
+        pool->bytes = pool->count == 0 ? 0 : i == 0 ? config->small_bytes : config->large_bytes;
+        pool->base = ex->slab == NULL ? NULL : ex->slab + (i == 0 ? 0 : small_total);
+        pool->free = calloc((size_t)pool->count + 1, sizeof *pool->free);
+        if (pool->free == NULL) return -ENOMEM;
+        for (int32_t s = 0; s < pool->count; s++) pool->free[s] = pool->count - 1 - s;
+    }
+    return 0;
+}
+
+static int32_t drives_make(struct inf_executor *ex, const int32_t *fds) {
+    ex->drives = calloc((size_t)ex->config.drive_count + 1, sizeof *ex->drives);
+    if (ex->drives == NULL) return -ENOMEM;
+    for (int32_t d = 0; d < ex->config.drive_count; d++) {
+        inf_drive *drive = &ex->drives[d];
+        *drive = (inf_drive){.ex = ex, .index = d, .fd = fds[d], .event_fd = -1};
+        drive->requests = calloc((size_t)ex->config.depth, sizeof *drive->requests);
+        if (drive->requests == NULL) return -ENOMEM;
+        for (int32_t r = 0; r < ex->config.depth; r++) {
+            drive->requests[r].next = drive->free;
+            drive->free = &drive->requests[r];
+        }
+    }
+    return 0;
+}
+
+static int32_t threads_make(struct inf_executor *ex, char *why, size_t why_bytes) {
+    int32_t error = 0;
+    for (int32_t d = 0; d < ex->config.drive_count && error == 0; d++) error = ex->backend->start(&ex->drives[d]);
+    if (error != 0) {
+        snprintf(why, why_bytes, "%s: %s", ex->backend->name, strerror(-error));
+        return error;
+    }
+    ex->workers = calloc((size_t)ex->config.workers, sizeof *ex->workers);
+    ex->worker_threads = calloc((size_t)ex->config.workers, sizeof *ex->worker_threads);
+    if (ex->workers == NULL || ex->worker_threads == NULL) return -ENOMEM;
+    for (int32_t w = 0; w < ex->config.workers; w++) {
+        ex->workers[w].ex = ex;
+        error = inf_thread_start(&ex->worker_threads[w], inf_worker_main, &ex->workers[w]);
+        if (error != 0) return error;
+        ex->workers_started++;
+    }
+    if (!ex->seam_on) return 0;
+    error = inf_thread_start(&ex->seam_thread, inf_seam_main, ex);
+    ex->seam_started = error == 0;
+    return error;
+}
+
+inf_executor *inf_executor_open(const inf_exec_config *config, const int32_t *fds, int32_t *error, char *why,
+                                int32_t why_bytes) {
+    struct inf_executor *ex = calloc(1, sizeof *ex);
+    *error = -ENOMEM;
+    if (ex == NULL) return NULL;
+    ex->config = *config;
+    ex->holds = 1;
+    ex->backend = config->uring ? &inf_backend_uring : &inf_backend_threads;
+    if (!config->uring && ex->config.depth > config->threads_per_drive) ex->config.depth = config->threads_per_drive;
+    const inf_seam *seam = &config->seam;
+    ex->seam_on = seam->delay_us_max > 0 || seam->fault_kind != INF_SEAM_NONE || seam->read_bytes_per_s > 0 ||
+                  seam->write_bytes_per_s > 0;
+    ex->seam_random = seam->seed * 0x9E3779B97F4A7C15u | 1u;
+    pthread_mutex_init(&ex->lock, NULL);
+    *error = inf_cond_init(&ex->done);
+    if (*error == 0) *error = inf_cond_init(&ex->work);
+    if (*error == 0) *error = inf_cond_init(&ex->seam_wake);
+    if (*error == 0) *error = pools_make(ex);
+    if (*error == 0) *error = drives_make(ex, fds);
+    if (*error == 0) *error = threads_make(ex, why, (size_t)why_bytes);
+    if (*error == 0) return ex;
+    if (why[0] == '\0') snprintf(why, (size_t)why_bytes, "%s", strerror(-*error));
+    inf_executor_stop(ex);
+    inf_executor_free(ex);
+    return NULL;
+}
+
+/* ---- ending ---- */
+
+void inf_executor_shut(inf_executor *ex, int32_t cancel) {
+    pthread_mutex_lock(&ex->lock);
+    ex->shut = true;
+    if (cancel) ex->cancelled = true;
+    inf_gates_escape(ex, UINT64_MAX);
+    for (int32_t d = 0; d < ex->config.drive_count && cancel; d++) inf_drive_cancel(&ex->drives[d]);
+    inf_pump(ex);
+    pthread_mutex_unlock(&ex->lock);
+}
+
+int32_t inf_executor_wait_idle(inf_executor *ex, int64_t timeout_ns) {
+    struct timespec deadline;
+    inf_deadline(&deadline, inf_now_ns() + timeout_ns);
+    pthread_mutex_lock(&ex->lock);
+    while (ex->pending > 0) {
+        if (pthread_cond_timedwait(&ex->done, &ex->lock, &deadline) == ETIMEDOUT) break;
+    }
+    int32_t idle = ex->pending == 0;
+    pthread_mutex_unlock(&ex->lock);
+    return idle;
+}
+
+void inf_executor_stop(inf_executor *ex) {
+    if (ex->stopped) return;
+    ex->stopped = true;
+    pthread_mutex_lock(&ex->lock);
+    ex->shut = true;
+    ex->stopping = true;
+    pthread_cond_broadcast(&ex->work);
+    pthread_cond_broadcast(&ex->seam_wake);
+    pthread_mutex_unlock(&ex->lock);
+    for (int32_t w = 0; w < ex->workers_started; w++) pthread_join(ex->worker_threads[w], NULL);
+    if (ex->seam_started) pthread_join(ex->seam_thread, NULL);
+    for (int32_t d = 0; d < ex->config.drive_count && ex->drives != NULL; d++) ex->backend->stop(&ex->drives[d]);
+    for (int32_t w = 0; w < ex->workers_started; w++) free(ex->workers[w].scratch);
+    if (ex->slab != NULL) inf_slab_unmap((uint64_t)(uintptr_t)ex->slab, (uint64_t)ex->slab_bytes);
+    ex->slab = NULL;
+}
+
+static void executor_destroy(struct inf_executor *ex) {
+    for (int32_t d = 0; d < ex->config.drive_count && ex->drives != NULL; d++) free(ex->drives[d].requests);
+    for (int32_t c = 0; c < ex->chunk_count; c++) free(ex->chunks[c]);
+    free(ex->drives);
+    free(ex->chunks);
+    free(ex->chunks_free);
+    free(ex->pools[0].free);
+    free(ex->pools[1].free);
+    free(ex->workers);
+    free(ex->worker_threads);
+    free(ex->spans);
+    pthread_cond_destroy(&ex->done);
+    pthread_cond_destroy(&ex->work);
+    pthread_cond_destroy(&ex->seam_wake);
+    pthread_mutex_destroy(&ex->lock);
+    free(ex);
+}
+
+void inf_executor_let_go(struct inf_executor *ex) {
+    bool last = --ex->holds == 0;
+    pthread_mutex_unlock(&ex->lock);
+    if (last) executor_destroy(ex);
+}
+
+void inf_executor_free(inf_executor *ex) {
+    pthread_mutex_lock(&ex->lock);
+    inf_executor_let_go(ex);
+}
+
+/* ---- observing ---- */
+
+int64_t inf_executor_pool_bytes(const inf_executor *ex) { return ex->slab_bytes; }
+
+int64_t inf_executor_huge_bytes(const inf_executor *ex) { return ex->huge_bytes; }
+
+int32_t inf_executor_registered(const inf_executor *ex) { return ex->registered; }
+
+void inf_executor_stats(inf_executor *ex, inf_exec_stats *stats, inf_drive_stats *drives) {
+    pthread_mutex_lock(&ex->lock);
+    *stats = ex->stats;
+    for (int32_t d = 0; d < ex->config.drive_count; d++) drives[d] = ex->drives[d].stats;
+    pthread_mutex_unlock(&ex->lock);
+}
+
+int32_t inf_executor_spans(inf_executor *ex, int32_t enable) {
+    inf_span *spans = enable ? calloc(SPAN_COUNT, sizeof *spans) : NULL;
+    if (enable && spans == NULL) return -ENOMEM;
+    pthread_mutex_lock(&ex->lock);
+    if (enable && ex->spans == NULL) {
+        ex->spans = spans;
+        spans = NULL;
+        ex->span_count = 0;
+    }
+    ex->spans_on = enable != 0;
+    pthread_mutex_unlock(&ex->lock);
+    free(spans);
+    return 0;
+}
+
+int32_t inf_executor_take_spans(inf_executor *ex, inf_span *spans, int32_t count_max) {
+    pthread_mutex_lock(&ex->lock);
+    uint64_t kept = ex->span_count < SPAN_COUNT ? ex->span_count : SPAN_COUNT;
+    if (kept > (uint64_t)count_max) kept = (uint64_t)count_max;
+    for (uint64_t i = 0; i < kept; i++) spans[i] = ex->spans[(ex->span_count - kept + i) % SPAN_COUNT];
+    ex->stats.spans_dropped += ex->span_count - kept;
+    ex->span_count = 0;
+    pthread_mutex_unlock(&ex->lock);
+    return (int32_t)kept;
+}
+
+int32_t inf_executor_fault(inf_executor *ex, inf_fault *fault) {
+    pthread_mutex_lock(&ex->lock);
+    int32_t faulted = ex->faulted;
+    if (faulted) *fault = ex->fault;
+    pthread_mutex_unlock(&ex->lock);
+    return faulted;
+}

@@ -1,0 +1,148 @@
+/* The executor's interface for cffi; also included by executor.h, so that there is one text. No preprocessor here. */
+
+typedef struct inf_executor inf_executor;
+typedef struct inf_ticket inf_ticket;
+typedef struct inf_gate inf_gate;
+
+/* Why a job failed; `op` is 0 read, 1 write, -1 neither. offset and length are bytes in the drive's file. */
+typedef struct {
+    int32_t kind; /* 1 errno, 2 short, 3 checksum, 4 no space, 5 closed, 6 bad plan */
+    int32_t op;
+    int32_t drive;
+    int32_t error; /* errno, 0 = none */
+    int64_t offset;
+    int64_t length;
+    uint64_t key;
+    int32_t chunk;
+    int32_t earlier; /* 1 = of an earlier job, which left the chunk invalid */
+    int32_t section;
+    int32_t piece;
+} inf_fault;
+
+typedef struct {
+    uint64_t bytes_read;
+    uint64_t bytes_written;
+    uint64_t reads;
+    uint64_t writes;
+    uint64_t retries;
+    uint64_t short_transfers;
+    uint64_t errors;
+    uint64_t in_flight_max;
+} inf_drive_stats;
+
+typedef struct {
+    uint64_t jobs_submitted;
+    uint64_t jobs_done;
+    uint64_t jobs_failed;
+    uint64_t updates;
+    uint64_t gates_opened;
+    uint64_t gates_escaped;
+    uint64_t rereads;
+    uint64_t checksum_failures;
+    uint64_t wait_ns;
+    uint64_t compute_ns;
+    uint64_t spans_dropped;
+    uint64_t submissions_live;
+    uint64_t chunks_live;
+} inf_exec_stats;
+
+typedef struct {
+    int32_t track;
+    int32_t drive;
+    int32_t chunk;
+    int32_t priority;
+    int64_t start_ns;
+    int64_t end_ns;
+    int64_t bytes;
+} inf_span;
+
+/* See aio/executor.py Seam and Fault. fault_kind: 0 none, 1 errno, 2 short, 3 zero, 4 bitflip. */
+typedef struct {
+    uint64_t seed;
+    int64_t delay_us_max;
+    double read_bytes_per_s;
+    double write_bytes_per_s;
+    int64_t fault_nth;
+    int32_t fault_kind;
+    int32_t fault_op;
+    int32_t fault_errno;
+    int32_t fault_persistent;
+} inf_seam;
+
+typedef struct {
+    int32_t uring; /* 1 io_uring, 0 threads */
+    int32_t verify;
+    int32_t workers;
+    int32_t depth;
+    int32_t threads_per_drive;
+    int32_t small_count;
+    int32_t large_count;
+    int32_t drive_count;
+    int64_t small_bytes;
+    int64_t large_bytes;
+    int64_t block_bytes;
+    int64_t hold_ns;
+    inf_seam seam;
+} inf_exec_config;
+
+/* ---- slab ---- */
+
+/* Anonymous memory, 2 MiB aligned, MADV_HUGEPAGE, MADV_DONTFORK, every page touched. 0, or a negative errno. */
+int32_t inf_slab_map(uint64_t size_bytes, uint64_t *address);
+void inf_slab_unmap(uint64_t address, uint64_t size_bytes);
+/* Bytes of the slab that huge pages back, from /proc/self/smaps; -1 when that cannot be read. */
+int64_t inf_slab_huge_bytes(uint64_t address, uint64_t size_bytes);
+
+/* ---- io_uring by function pointers ---- */
+
+/* Opens the shared object that carries liburing and looks every symbol up. 0, or -1 with the reason in `why`. */
+int32_t inf_uring_load(const char *path, char *why, int32_t why_bytes);
+/* Tries to make a ring on a thread of its own. 0 or a negative errno. */
+int32_t inf_uring_probe(void);
+
+/* ---- executor ---- */
+
+/* NULL with the reason in `why` and a negative errno in *error. */
+inf_executor *inf_executor_open(const inf_exec_config *config, const int32_t *fds, int32_t *error, char *why,
+                                int32_t why_bytes);
+/* Ends intake and makes all gates escape; `cancel`: what has not started fails. */
+void inf_executor_shut(inf_executor *ex, int32_t cancel);
+/* 1 when no job is pending, 0 after timeout_ns. */
+int32_t inf_executor_wait_idle(inf_executor *ex, int64_t timeout_ns);
+/* Joins the threads and frees the pools; only when idle. */
+void inf_executor_stop(inf_executor *ex);
+/* After stop. The memory goes with the last ticket or gate, which may be released later. */
+void inf_executor_free(inf_executor *ex);
+
+/* Chunks were checked by the caller (aio/checks.py). 0, or a negative errno: none is defined then. */
+int32_t inf_executor_define(inf_executor *ex, const void *chunks, int32_t count, int32_t *ids);
+/* 0; -EBUSY when jobs are pending on one, -EINVAL for an unknown id: none is dropped then. */
+int32_t inf_executor_drop(inf_executor *ex, const int32_t *ids, int32_t count);
+int32_t inf_executor_invalid(inf_executor *ex, const int32_t *ids, int32_t count, uint32_t *masks);
+
+/* NULL with *error: a negative errno, or 1 + (index of the job << 4 | what) for a job that cannot run. */
+inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_count, const void *segs,
+                                int32_t seg_count, const void *hypers, int32_t hyper_count, int32_t priority,
+                                inf_gate *gate, int64_t *error);
+void inf_executor_release_gates(inf_executor *ex);
+void inf_executor_hold_gates(inf_executor *ex, int32_t held);
+int64_t inf_executor_pool_bytes(const inf_executor *ex);
+int64_t inf_executor_huge_bytes(const inf_executor *ex);
+int32_t inf_executor_registered(const inf_executor *ex);
+void inf_executor_stats(inf_executor *ex, inf_exec_stats *stats, inf_drive_stats *drives);
+int32_t inf_executor_spans(inf_executor *ex, int32_t enable);
+int32_t inf_executor_take_spans(inf_executor *ex, inf_span *spans, int32_t count_max);
+int32_t inf_executor_fault(inf_executor *ex, inf_fault *fault);
+
+/* Words: [0] done (0 pending, 1 well, 2 failed), [1] filled, [2] failed already. Valid until the release. */
+const uint32_t *inf_ticket_words(const inf_ticket *ticket);
+/* word 0 or 1; 1 when it is set, 0 after timeout_ns. `escape`: make the gates that it depends on escape first. */
+int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int64_t timeout_ns, int32_t escape);
+int32_t inf_ticket_fault(inf_executor *ex, const inf_ticket *ticket, inf_fault *fault);
+void inf_ticket_release(inf_executor *ex, inf_ticket *ticket);
+
+inf_gate *inf_gate_new(inf_executor *ex);
+/* 1 opened, 0 it had escaped, -EALREADY, -ERANGE (a job's base is past `count`). */
+int32_t inf_gate_open(inf_executor *ex, inf_gate *gate, const uint64_t *bases, int32_t count);
+int32_t inf_gate_escaped(inf_executor *ex, const inf_gate *gate);
+void inf_gate_release(inf_executor *ex, inf_gate *gate);

@@ -1,0 +1,306 @@
+/* The executor's inside: what its files share. The interface is executor.cdef.h.
+ *
+ *   submit -> chunk FIFO -> [gate] -> slot -> read -> compute -> write -> done
+ *                                          drive    workers    drive
+ *
+ * One mutex guards everything. At 1 MiB a block and 10 GB/s that is 20,000 short critical sections a second, which is
+ * nothing beside what they order; and there is no lock order to get wrong. Threads: per drive one (io_uring) or several
+ * (threads) that move blocks, and workers that verify, update, copy. None of them knows Python.
+ *
+ * A job is on at most one queue at a time (`next`), besides the FIFO of its chunk (`fifo_next`). A job holds at most one
+ * slot and takes it before anything else, so there is no cycle of waiting.
+ *
+ * Functions marked [locked] want the mutex held and keep it.
+ */
+#ifndef INF_EXECUTOR_H
+#define INF_EXECUTOR_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#include "infinity.h"
+
+#include "executor.cdef.h"
+
+#define INF_PRIORITY_COUNT 3
+#define INF_RANGE_MAX INF_SECTION_MAX
+#define INF_ALIGN 4096
+#define INF_SECTOR 512
+/* io_uring takes no registered buffer above 1 GiB, and no request that spans two. */
+#define INF_PIECE_BYTES ((int64_t)1 << 30)
+/* In a job's mask: move the slot as it is; no copy, no checksum. For measuring drives. */
+#define INF_MASK_MOVE_ONLY 0x80000000u
+
+enum { INF_OP_READ = 0, INF_OP_WRITE = 1, INF_OP_COUNT = 2 };
+enum { INF_FAULT_ERRNO = 1, INF_FAULT_SHORT, INF_FAULT_CHECKSUM, INF_FAULT_NO_SPACE, INF_FAULT_CLOSED, INF_FAULT_PLAN };
+enum { INF_SEAM_NONE = 0, INF_SEAM_ERRNO, INF_SEAM_SHORT, INF_SEAM_ZERO, INF_SEAM_BITFLIP };
+enum { INF_TRACK_READ = 0, INF_TRACK_WRITE, INF_TRACK_UPDATE, INF_TRACK_COPY };
+enum { INF_GATE_CLOSED = 0, INF_GATE_OPEN, INF_GATE_ESCAPED };
+
+typedef enum {
+    INF_WAITING,  /* behind another job of its chunk, or behind a gate */
+    INF_STARTING, /* on the list that inf_pump works off */
+    INF_SLOT,     /* waits for a slot */
+    INF_READING,
+    INF_COMPUTING,
+    INF_WRITING,
+    INF_DONE
+} inf_state;
+
+typedef struct inf_run inf_run;
+typedef struct inf_submission inf_submission;
+typedef struct inf_drive inf_drive;
+
+typedef struct {
+    inf_run *head;
+    inf_run *tail;
+} inf_queue;
+
+typedef struct {
+    inf_chunk plan;
+    inf_run *fifo_head;
+    inf_run *fifo_tail;
+    uint32_t invalid; /* sections whose contents are lost */
+    inf_fault fault;  /* why */
+    int32_t id;
+} inf_chunk_record;
+
+/* Bytes that lie together in the file and in the slot. */
+typedef struct {
+    int64_t file_at;
+    int64_t slot_at;
+    int64_t bytes;
+} inf_range;
+
+/* A job in flight. */
+struct inf_run {
+    inf_run *next;
+    inf_run *fifo_next;
+    inf_submission *submission;
+    inf_chunk_record *chunk;
+    uint8_t *slot;
+    inf_job job;
+    inf_state state;
+    int32_t slot_index;
+    int32_t pool;
+    int32_t priority;
+    int32_t range_count;
+    int32_t cursor; /* next block: range, and position in it */
+    int64_t position;
+    int32_t blocks_in_flight;
+    bool filled;
+    bool faulted;
+    bool reread;
+    bool slot_lost; /* a broken ring may still write into it */
+    int64_t start_ns;
+    int64_t section_slot[INF_SECTION_MAX]; /* where a section lies in the slot; -1 = not in it */
+    inf_range ranges[INF_RANGE_MAX];
+    inf_fault fault;
+};
+
+struct inf_ticket {
+    uint32_t words[4];
+    inf_submission *submission; /* NULL once done */
+    inf_fault fault;
+    bool released;
+};
+
+struct inf_gate {
+    inf_gate *next; /* of the closed gates that hold a submission, oldest first */
+    inf_submission *first;
+    uint64_t *bases;
+    uint64_t order; /* of its first submission; 0 = none yet */
+    int32_t base_count;
+    int32_t base_max; /* highest index that a job uses, -1 = none */
+    int32_t state;
+    int32_t users; /* Python's hold and the submissions that are not done */
+};
+
+struct inf_submission {
+    inf_submission *next; /* all live ones */
+    inf_submission *previous;
+    inf_submission *gate_next;
+    inf_ticket *ticket;
+    inf_gate *gate;
+    uint64_t order;
+    inf_seg *segs;
+    inf_hyper *hypers;
+    int32_t hyper_count;
+    int32_t job_count;
+    int32_t pending;
+    int32_t unfilled;
+    bool escaped;
+    inf_run runs[];
+};
+
+/* One request to a drive: a block of a job. */
+typedef struct inf_request inf_request;
+struct inf_request {
+    inf_request *next; /* free, to be sent again, or held back by the seam */
+    inf_drive *drive;
+    inf_run *run;
+    uint8_t *data;
+    int64_t offset;
+    int64_t bytes;  /* that are left of the block */
+    int64_t ask;    /* that the backend transfers now: `bytes`, or less when the seam says so */
+    int64_t due_ns; /* seam */
+    int64_t result;
+    int32_t op;
+    int32_t tries;
+    int32_t inject; /* INF_SEAM_* */
+    bool busy;
+};
+
+typedef struct {
+    inf_queue jobs[INF_OP_COUNT][INF_PRIORITY_COUNT];
+    int32_t in_flight[INF_OP_COUNT];
+    int32_t last_op;
+} inf_drive_queue;
+
+struct inf_drive {
+    struct inf_executor *ex;
+    inf_drive_queue queue;
+    inf_request *requests;
+    inf_request *free;
+    inf_request *again;
+    pthread_cond_t wake; /* threads */
+    pthread_t *threads;
+    void *ring; /* io_uring's state */
+    inf_drive_stats stats;
+    int64_t clock_ns; /* seam: when the throttled drive is free again */
+    int32_t thread_count;
+    int32_t index;
+    int32_t fd;
+    int32_t event_fd;
+    int32_t dead; /* errno after the ring broke: every request fails with it */
+    uint32_t kicks; /* counts wakes, so that a thread about to sleep sees that it must not */
+    bool sleeping;
+};
+
+typedef struct {
+    int32_t *free;
+    int32_t free_count;
+    int32_t count; /* slots that work: a broken ring may keep some */
+    int64_t bytes;
+    uint8_t *base;
+    inf_queue waiting[INF_PRIORITY_COUNT];
+    int32_t waiting_count;
+} inf_pool;
+
+/* A backend moves blocks: it takes requests with inf_drive_take and gives them back with inf_drive_done. */
+typedef struct {
+    const char *name;
+    int32_t (*start)(inf_drive *drive); /* 0 or a negative errno; returns when its threads are ready */
+    void (*wake)(inf_drive *drive);     /* [locked] work has come */
+    void (*stop)(inf_drive *drive);     /* after ex->stopping was set: joins the threads */
+} inf_backend;
+
+typedef struct {
+    struct inf_executor *ex;
+    uint32_t *scratch;
+    size_t scratch_words;
+} inf_worker;
+
+struct inf_executor {
+    pthread_mutex_t lock;
+    pthread_cond_t done;   /* a word of a ticket was set, or nothing is pending */
+    pthread_cond_t work;   /* for workers */
+    pthread_cond_t seam_wake;
+    const inf_backend *backend;
+    inf_exec_config config;
+    inf_chunk_record **chunks;
+    int32_t *chunks_free;
+    int32_t chunk_count;
+    int32_t chunk_free_count;
+    inf_pool pools[2]; /* small, large */
+    uint8_t *slab;
+    int64_t slab_bytes;
+    int64_t huge_bytes;
+    inf_drive *drives;
+    inf_queue starting;
+    inf_queue compute[INF_PRIORITY_COUNT];
+    int32_t compute_count;
+    int64_t active; /* jobs past their FIFO and gate, not done */
+    int64_t pending;
+    int64_t idle_since_ns;
+    inf_submission *live;
+    inf_gate *gates;
+    inf_gate *gates_tail;
+    uint64_t order;
+    inf_worker *workers;
+    pthread_t *worker_threads;
+    inf_request *held; /* seam: by due time */
+    pthread_t seam_thread;
+    uint64_t seam_random;
+    int64_t seam_seen[INF_OP_COUNT];
+    inf_span *spans;
+    uint64_t span_count; /* since the last take */
+    inf_exec_stats stats;
+    inf_fault fault;
+    int64_t holds; /* Python's: the executor, its tickets and gates, let go in any order */
+    int32_t workers_started;
+    bool seam_started;
+    bool seam_on;
+    bool spans_on;
+    bool faulted;
+    bool registered;
+    bool gates_held; /* somebody is on the way to open them: no gate escapes for being idle */
+    bool escaping; /* gates escape one after another until someone opens one */
+    bool shut;
+    bool cancelled;
+    bool stopping;
+    bool stopped;
+};
+
+extern const inf_backend inf_backend_uring;
+extern const inf_backend inf_backend_threads;
+
+static inline int64_t inf_align_up(int64_t bytes) {
+    return (bytes + INF_ALIGN - 1) & ~(int64_t)(INF_ALIGN - 1);
+}
+
+/* executor.c */
+void inf_executor_let_go(struct inf_executor *ex); /* one hold less; frees with the last. [locked], unlocks */
+int64_t inf_now_ns(void);
+void inf_deadline(struct timespec *deadline, int64_t at_ns);
+int32_t inf_cond_init(pthread_cond_t *cond); /* waits by CLOCK_MONOTONIC */
+int32_t inf_thread_start(pthread_t *thread, void *(*run)(void *), void *argument); /* 0 or a negative errno */
+void inf_queue_push(inf_queue *queue, inf_run *run);
+inf_run *inf_queue_pop(inf_queue *queue);
+void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, int64_t start_ns, int64_t bytes); /* [locked] */
+
+/* executor_jobs.c, all [locked] */
+void inf_run_consider(struct inf_executor *ex, inf_run *run); /* starts it if FIFO and gate allow */
+void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t offset, int64_t length);
+void inf_run_moved(struct inf_executor *ex, inf_run *run); /* its last block came back */
+void inf_run_finish(struct inf_executor *ex, inf_run *run);
+void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad);
+void inf_pump(struct inf_executor *ex); /* whoever changed something calls it before unlocking */
+
+/* executor_compute.c */
+void *inf_worker_main(void *worker);
+void inf_run_queue_compute(struct inf_executor *ex, inf_run *run); /* [locked] */
+
+/* executor_gates.c, [locked] */
+void inf_gate_attach(struct inf_executor *ex, inf_gate *gate, inf_submission *submission);
+void inf_gate_drop_user(inf_gate *gate);
+void inf_gates_escape(struct inf_executor *ex, uint64_t order_max);
+void inf_gates_escape_for(struct inf_executor *ex, inf_submission *submission);
+bool inf_gate_escape_oldest(struct inf_executor *ex);
+
+/* executor_drive.c, [locked] */
+void inf_drive_queue_run(struct inf_executor *ex, inf_run *run, int32_t op);
+inf_request *inf_drive_take(inf_drive *drive);
+void inf_drive_done(inf_drive *drive, inf_request *request, int64_t result);
+void inf_drive_cancel(inf_drive *drive);
+void inf_drive_break(inf_drive *drive, int32_t error); /* fails all that is in flight; the ring is gone */
+void *inf_seam_main(void *executor);
+
+#endif

@@ -1,0 +1,129 @@
+/* Workers: verify, update, copy and checksum. They also keep the time after which a closed gate escapes. */
+#include "executor.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static uint8_t *pointer(uint64_t address) { return (uint8_t *)(uintptr_t)address; }
+
+static uint8_t *section_address(const inf_run *run, int32_t section) {
+    if (run->section_slot[section] >= 0) return run->slot + run->section_slot[section];
+    return pointer(run->chunk->plan.section_ptr[section]);
+}
+
+static int64_t compute_fetch(const struct inf_executor *ex, const inf_run *run) {
+    const inf_chunk *chunk = &run->chunk->plan;
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        if (!(run->job.mask >> s & 1u)) continue;
+        int64_t bad =
+            inf_section_fetch(chunk, s, section_address(run, s), pointer(run->job.ptr[s]), ex->config.verify);
+        if (bad >= 0) return s * inf_piece_count(chunk) + bad;
+        if (bad != INF_OK) return bad;
+    }
+    return INF_OK;
+}
+
+static int64_t compute_store(const inf_run *run) {
+    const inf_chunk *chunk = &run->chunk->plan;
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        if (run->job.mask >> s & 1u) {
+            inf_section_store(chunk, s, pointer(run->job.ptr[s]), section_address(run, s));
+        }
+    }
+    return INF_OK;
+}
+
+static int64_t compute_update(const struct inf_executor *ex, inf_worker *worker, const inf_run *run) {
+    const inf_chunk *chunk = &run->chunk->plan;
+    size_t words = (size_t)(chunk->section_count * inf_piece_count(chunk));
+    if (worker->scratch_words < words) { /* in the first updates only */
+        uint32_t *scratch = realloc(worker->scratch, words * sizeof *scratch);
+        if (scratch == NULL) return INF_BAD_PLAN;
+        worker->scratch = scratch;
+        worker->scratch_words = words;
+    }
+    uint8_t *sections[INF_SECTION_MAX] = {NULL};
+    for (int32_t s = 0; s < chunk->section_count; s++) sections[s] = section_address(run, s);
+    const inf_submission *submission = run->submission;
+    return inf_chunk_update(chunk, sections, submission->segs + run->job.seg_first, run->job.seg_count,
+                            submission->hypers, submission->hyper_count, pointer(run->job.ptr[0]),
+                            ex->config.verify, worker->scratch);
+}
+
+static int64_t compute(const struct inf_executor *ex, inf_worker *worker, const inf_run *run) {
+    switch (run->job.kind) {
+    case INF_JOB_FETCH: return compute_fetch(ex, run);
+    case INF_JOB_STORE: return compute_store(run);
+    default: return compute_update(ex, worker, run);
+    }
+}
+
+static int64_t compute_bytes(const inf_run *run) {
+    int64_t bytes = 0;
+    for (int32_t s = 0; s < run->chunk->plan.section_count; s++) {
+        if (run->job.kind == INF_JOB_UPDATE || (run->job.mask >> s & 1u)) bytes += inf_section_bytes(&run->chunk->plan, s);
+    }
+    return bytes;
+}
+
+void inf_run_queue_compute(struct inf_executor *ex, inf_run *run) {
+    run->state = INF_COMPUTING;
+    inf_queue_push(&ex->compute[run->priority], run);
+    ex->compute_count++;
+    pthread_cond_signal(&ex->work);
+}
+
+static inf_run *compute_next(struct inf_executor *ex) {
+    for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
+        inf_run *run = inf_queue_pop(&ex->compute[p]);
+        if (run == NULL) continue;
+        ex->compute_count--;
+        return run;
+    }
+    return NULL;
+}
+
+static void wait_for_work(struct inf_executor *ex) {
+    if (ex->gates == NULL || ex->active > 0 || ex->gates_held) {
+        pthread_cond_wait(&ex->work, &ex->lock);
+        return;
+    }
+    int64_t due_ns = ex->idle_since_ns + ex->config.hold_ns;
+    if (inf_now_ns() >= due_ns) {
+        ex->escaping = true;
+        inf_gate_escape_oldest(ex);
+        inf_pump(ex);
+        return;
+    }
+    struct timespec deadline;
+    inf_deadline(&deadline, due_ns);
+    pthread_cond_timedwait(&ex->work, &ex->lock, &deadline);
+}
+
+void *inf_worker_main(void *argument) {
+    inf_worker *worker = argument;
+    struct inf_executor *ex = worker->ex;
+    pthread_mutex_lock(&ex->lock);
+    for (;;) {
+        inf_run *run = compute_next(ex);
+        if (run == NULL) {
+            if (ex->stopping) break;
+            wait_for_work(ex);
+            continue;
+        }
+        pthread_mutex_unlock(&ex->lock);
+        int64_t start_ns = inf_now_ns();
+        int64_t bad = compute(ex, worker, run);
+        int64_t end_ns = inf_now_ns();
+        pthread_mutex_lock(&ex->lock);
+        ex->stats.compute_ns += (uint64_t)(end_ns - start_ns);
+        if (ex->spans_on) {
+            inf_span_add(ex, run, run->job.kind == INF_JOB_UPDATE ? INF_TRACK_UPDATE : INF_TRACK_COPY, start_ns,
+                         compute_bytes(run));
+        }
+        inf_run_computed(ex, run, bad);
+        inf_pump(ex);
+    }
+    pthread_mutex_unlock(&ex->lock);
+    return NULL;
+}

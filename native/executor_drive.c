@@ -1,0 +1,286 @@
+/* A drive's queue: which block goes next, and what its result means. Also the seam of tests. All [locked]. */
+#include "executor.h"
+
+#include <assert.h>
+#include <errno.h>
+
+/* EAGAIN, EINTR and transfers that make no progress are tried this often. */
+#define TRIES_MAX 256
+
+/* ---- choosing ---- */
+
+static int32_t first_class(const inf_drive_queue *queue, int32_t op) {
+    for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
+        if (queue->jobs[op][p].head != NULL) return p;
+    }
+    return -1;
+}
+
+/* Reads and writes have half of the depth each while both want it, so both always progress; a quarter of the reads'
+ * share is kept free for a demand that may come. */
+static bool may_send(const inf_drive *drive, int32_t op, int32_t class) {
+    const inf_drive_queue *queue = &drive->queue;
+    int32_t other = 1 - op;
+    int32_t cap = drive->ex->config.depth;
+    if (queue->in_flight[other] > 0 || first_class(queue, other) >= 0) cap = cap / 2 > 0 ? cap / 2 : 1;
+    if (op == INF_OP_READ && class != 0 && cap >= 4) cap -= cap / 4;
+    return class >= 0 && queue->in_flight[op] < cap;
+}
+
+/* The operation whose turn it is, or -1. */
+static int32_t choose_op(const inf_drive *drive) {
+    const inf_drive_queue *queue = &drive->queue;
+    int32_t read_class = first_class(queue, INF_OP_READ);
+    bool read = may_send(drive, INF_OP_READ, read_class);
+    bool write = may_send(drive, INF_OP_WRITE, first_class(queue, INF_OP_WRITE));
+    if (!read || !write) return read ? INF_OP_READ : write ? INF_OP_WRITE : -1;
+    if (read_class == 0) return INF_OP_READ;
+    if (queue->in_flight[0] != queue->in_flight[1]) return queue->in_flight[0] < queue->in_flight[1] ? 0 : 1;
+    return 1 - queue->last_op;
+}
+
+static bool issued_whole(const inf_run *run) { return run->cursor >= run->range_count; }
+
+static void next_block(inf_drive *drive, inf_request *request, inf_run *run, int32_t op) {
+    const struct inf_executor *ex = drive->ex;
+    const inf_range *range = &run->ranges[run->cursor];
+    int64_t bytes = range->bytes - run->position;
+    if (bytes > ex->config.block_bytes) bytes = ex->config.block_bytes;
+    uint8_t *data = run->slot + range->slot_at + run->position;
+    int64_t in_piece = INF_PIECE_BYTES - (data - ex->slab) % INF_PIECE_BYTES;
+    if (bytes > in_piece) bytes = in_piece;
+    *request = (inf_request){.drive = drive,
+                             .run = run,
+                             .data = data,
+                             .offset = range->file_at + run->position,
+                             .bytes = bytes,
+                             .op = op,
+                             .busy = true};
+    run->position += bytes;
+    run->blocks_in_flight++;
+    if (run->position == range->bytes) {
+        run->cursor++;
+        run->position = 0;
+    }
+}
+
+/* ---- the seam ---- */
+
+static uint64_t seam_next(struct inf_executor *ex) {
+    uint64_t x = ex->seam_random;
+    x ^= x << 13;
+    x ^= x >> 7;
+    x ^= x << 17;
+    return ex->seam_random = x;
+}
+
+/* The bit that a fault flips: the same in a write before it is sent and in a read after it came. */
+static void flip(const inf_request *request) { request->data[request->bytes / 3] ^= 0x10; }
+
+static void seam_inject(struct inf_executor *ex, inf_request *request) {
+    const inf_seam *seam = &ex->config.seam;
+    request->inject = INF_SEAM_NONE;
+    request->ask = request->bytes;
+    int64_t nth = ex->seam_seen[request->op]++;
+    if (seam->fault_kind == INF_SEAM_NONE || seam->fault_op != request->op) return;
+    if (nth != seam->fault_nth && !(seam->fault_persistent && nth > seam->fault_nth)) return;
+    request->inject = seam->fault_kind;
+    if (seam->fault_kind == INF_SEAM_SHORT && request->bytes >= 2 * INF_SECTOR) {
+        request->ask = request->bytes / 2 & ~(int64_t)(INF_SECTOR - 1);
+    }
+    if (seam->fault_kind == INF_SEAM_BITFLIP && request->op == INF_OP_WRITE) flip(request);
+}
+
+static bool seam_holds(const struct inf_executor *ex) {
+    const inf_seam *seam = &ex->config.seam;
+    return seam->delay_us_max > 0 || seam->read_bytes_per_s > 0 || seam->write_bytes_per_s > 0;
+}
+
+static void seam_hold(struct inf_executor *ex, inf_drive *drive, inf_request *request, int64_t result) {
+    const inf_seam *seam = &ex->config.seam;
+    int64_t now_ns = inf_now_ns();
+    double speed = request->op == INF_OP_READ ? seam->read_bytes_per_s : seam->write_bytes_per_s;
+    if (drive->clock_ns < now_ns) drive->clock_ns = now_ns;
+    if (speed > 0) drive->clock_ns += (int64_t)((double)request->ask / speed * 1e9);
+    request->due_ns = speed > 0 ? drive->clock_ns : now_ns;
+    if (seam->delay_us_max > 0) {
+        request->due_ns += (int64_t)(seam_next(ex) % ((uint64_t)seam->delay_us_max * 1000 + 1));
+    }
+    request->result = result;
+    inf_request **at = &ex->held;
+    while (*at != NULL && (*at)->due_ns <= request->due_ns) at = &(*at)->next;
+    request->next = *at;
+    *at = request;
+    pthread_cond_signal(&ex->seam_wake);
+}
+
+/* ---- results ---- */
+
+static void run_blames(inf_drive *drive, const inf_request *request, int32_t kind, int32_t error) {
+    inf_run *run = request->run;
+    if (error == ENOSPC || error == EFBIG || error == EDQUOT) kind = INF_FAULT_NO_SPACE;
+    drive->stats.errors++;
+    inf_run_fail(run, kind, request->op, error, request->offset, request->bytes);
+    inf_queue *queue = &drive->queue.jobs[request->op][run->priority];
+    if (queue->head == run) inf_queue_pop(queue); /* only a queue's head is partly issued */
+}
+
+/* True when the request must be sent again: after EAGAIN or EINTR, or for the rest of a short transfer. */
+static bool result_again(inf_drive *drive, inf_request *request, int64_t result) {
+    bool read = request->op == INF_OP_READ;
+    if (result < 0) {
+        bool passing = result == -EAGAIN || result == -EINTR;
+        if (passing && request->tries++ < TRIES_MAX && !request->run->faulted) {
+            drive->stats.retries++;
+            return true;
+        }
+        run_blames(drive, request, INF_FAULT_ERRNO, (int32_t)-result);
+        return false;
+    }
+    if (result == 0) {
+        run_blames(drive, request, read ? INF_FAULT_SHORT : INF_FAULT_NO_SPACE, read ? 0 : ENOSPC);
+        return false;
+    }
+    if (request->inject == INF_SEAM_SHORT && result > request->bytes / 2) result = request->bytes / 2;
+    bool whole = result >= request->bytes;
+    /* O_DIRECT wants the rest aligned: a part of a sector is moved again. */
+    int64_t moved = whole ? request->bytes : result & ~(int64_t)(INF_SECTOR - 1);
+    *(read ? &drive->stats.bytes_read : &drive->stats.bytes_written) += (uint64_t)moved;
+    if (whole) {
+        if (read && request->inject == INF_SEAM_BITFLIP) flip(request);
+        return false;
+    }
+    drive->stats.short_transfers++;
+    if (moved == 0 && request->tries++ >= TRIES_MAX) {
+        run_blames(drive, request, INF_FAULT_SHORT, 0);
+        return false;
+    }
+    request->data += moved;
+    request->offset += moved;
+    request->bytes -= moved;
+    return !request->run->faulted;
+}
+
+static void request_end(inf_drive *drive, inf_request *request) {
+    inf_run *run = request->run;
+    drive->queue.in_flight[request->op]--;
+    request->busy = false;
+    request->next = drive->free;
+    drive->free = request;
+    run->blocks_in_flight--;
+    if (run->blocks_in_flight == 0 && (run->faulted || issued_whole(run))) inf_run_moved(drive->ex, run);
+}
+
+static void request_result(inf_drive *drive, inf_request *request, int64_t result) {
+    if (result_again(drive, request, result)) {
+        request->next = drive->again;
+        drive->again = request;
+    } else {
+        request_end(drive, request);
+    }
+    if (drive->again != NULL || choose_op(drive) >= 0) drive->ex->backend->wake(drive);
+}
+
+void inf_drive_done(inf_drive *drive, inf_request *request, int64_t result) {
+    struct inf_executor *ex = drive->ex;
+    if (ex->seam_on && seam_holds(ex)) seam_hold(ex, drive, request, result);
+    else request_result(drive, request, result);
+}
+
+void *inf_seam_main(void *argument) {
+    struct inf_executor *ex = argument;
+    pthread_mutex_lock(&ex->lock);
+    while (!ex->stopping || ex->held != NULL) {
+        inf_request *request = ex->held;
+        if (request == NULL) {
+            pthread_cond_wait(&ex->seam_wake, &ex->lock);
+        } else if (inf_now_ns() < request->due_ns) {
+            struct timespec deadline;
+            inf_deadline(&deadline, request->due_ns);
+            pthread_cond_timedwait(&ex->seam_wake, &ex->lock, &deadline);
+        } else {
+            ex->held = request->next;
+            request_result(request->drive, request, request->result);
+            inf_pump(ex);
+        }
+    }
+    pthread_mutex_unlock(&ex->lock);
+    return NULL;
+}
+
+/* ---- what backends and jobs call ---- */
+
+void inf_drive_queue_run(struct inf_executor *ex, inf_run *run, int32_t op) {
+    inf_drive *drive = &ex->drives[run->chunk->plan.drive];
+    run->cursor = 0;
+    run->position = 0;
+    run->start_ns = inf_now_ns();
+    if (drive->dead != 0) {
+        inf_run_fail(run, INF_FAULT_ERRNO, op, drive->dead, run->ranges[0].file_at, run->ranges[0].bytes);
+        inf_run_finish(ex, run);
+        return;
+    }
+    inf_queue_push(&drive->queue.jobs[op][run->priority], run);
+    ex->backend->wake(drive);
+}
+
+inf_request *inf_drive_take(inf_drive *drive) {
+    struct inf_executor *ex = drive->ex;
+    for (;;) {
+        inf_request *request = drive->again;
+        if (request != NULL) {
+            drive->again = request->next;
+        } else {
+            int32_t op = drive->free == NULL ? -1 : choose_op(drive);
+            if (op < 0) return NULL;
+            inf_queue *queue = &drive->queue.jobs[op][first_class(&drive->queue, op)];
+            inf_run *run = queue->head;
+            request = drive->free;
+            drive->free = request->next;
+            next_block(drive, request, run, op);
+            if (issued_whole(run)) inf_queue_pop(queue);
+            drive->queue.last_op = op;
+            drive->queue.in_flight[op]++;
+            uint64_t in_flight = (uint64_t)(drive->queue.in_flight[0] + drive->queue.in_flight[1]);
+            if (in_flight > drive->stats.in_flight_max) drive->stats.in_flight_max = in_flight;
+        }
+        *(request->op == INF_OP_READ ? &drive->stats.reads : &drive->stats.writes) += 1;
+        request->ask = request->bytes;
+        if (ex->seam_on) seam_inject(ex, request);
+        if (request->inject != INF_SEAM_ERRNO && request->inject != INF_SEAM_ZERO) return request;
+        inf_drive_done(drive, request, request->inject == INF_SEAM_ZERO ? 0 : -ex->config.seam.fault_errno);
+    }
+}
+
+static void queued_fail(inf_drive *drive, int32_t kind, int32_t error) {
+    for (int32_t op = 0; op < INF_OP_COUNT; op++) {
+        for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
+            inf_run *run;
+            while ((run = inf_queue_pop(&drive->queue.jobs[op][p])) != NULL) {
+                inf_run_fail(run, kind, op, error, run->ranges[0].file_at, run->ranges[0].bytes);
+                if (run->blocks_in_flight == 0) inf_run_moved(drive->ex, run);
+            }
+        }
+    }
+}
+
+void inf_drive_cancel(inf_drive *drive) { queued_fail(drive, INF_FAULT_CLOSED, 0); }
+
+void inf_drive_break(inf_drive *drive, int32_t error) {
+    inf_request **at = &drive->ex->held; /* the kernel is through with these */
+    while (*at != NULL) {
+        if ((*at)->drive == drive) *at = (*at)->next;
+        else at = &(*at)->next;
+    }
+    drive->dead = error;
+    drive->again = NULL;
+    queued_fail(drive, INF_FAULT_ERRNO, error);
+    for (int32_t i = 0; i < drive->ex->config.depth; i++) {
+        inf_request *request = &drive->requests[i];
+        if (!request->busy) continue;
+        /* The kernel may still move these bytes: the slot must never be used again. */
+        request->run->slot_lost = true;
+        inf_run_fail(request->run, INF_FAULT_ERRNO, request->op, error, request->offset, request->bytes);
+        request_end(drive, request);
+    }
+}

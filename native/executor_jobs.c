@@ -1,0 +1,296 @@
+/* The life of a job: from the chunk's FIFO through slot, read, compute and write to its ticket. All [locked]. */
+#include "executor.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <stdlib.h>
+
+static uint32_t sections_all(const inf_chunk *chunk) { return (1u << chunk->section_count) - 1u; }
+
+static uint32_t sections_used(const inf_run *run) {
+    uint32_t all = sections_all(&run->chunk->plan);
+    return run->job.kind == INF_JOB_UPDATE ? all : run->job.mask & all;
+}
+
+/* Lays the job's sections out in its slot; sections that lie together in the file become one range. */
+static void plan_ranges(inf_run *run) {
+    const inf_chunk *chunk = &run->chunk->plan;
+    uint32_t used = sections_used(run);
+    int64_t slot_at = 0;
+    run->range_count = 0;
+    for (int32_t s = 0; s < INF_SECTION_MAX; s++) {
+        run->section_slot[s] = -1;
+        if (s >= chunk->section_count || !(used >> s & 1u) || inf_section_resident(chunk, s)) continue;
+        int64_t bytes = inf_align_up(inf_section_bytes(chunk, s));
+        int64_t file_at = chunk->file_offset + chunk->section_at[s];
+        inf_range *last = run->range_count > 0 ? &run->ranges[run->range_count - 1] : NULL;
+        run->section_slot[s] = slot_at;
+        if (last != NULL && last->file_at + last->bytes == file_at) {
+            last->bytes += bytes;
+        } else {
+            run->ranges[run->range_count++] = (inf_range){file_at, slot_at, bytes};
+        }
+        slot_at += bytes;
+    }
+}
+
+void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t offset, int64_t length) {
+    if (run->faulted) return; /* the first fault is the cause, later ones its consequences */
+    run->faulted = true;
+    run->fault = (inf_fault){.kind = kind,
+                             .op = op,
+                             .drive = run->chunk->plan.drive,
+                             .error = error,
+                             .offset = offset,
+                             .length = length,
+                             .key = run->chunk->plan.key,
+                             .chunk = run->chunk->id,
+                             .section = -1,
+                             .piece = -1};
+}
+
+void inf_run_consider(struct inf_executor *ex, inf_run *run) {
+    const inf_submission *submission = run->submission;
+    if (run->state != INF_WAITING || run->chunk->fifo_head != run) return;
+    if (submission->gate != NULL && submission->gate->state == INF_GATE_CLOSED && !submission->escaped) return;
+    run->state = INF_STARTING;
+    ex->active++;
+    inf_queue_push(&ex->starting, run);
+}
+
+static void run_start(struct inf_executor *ex, inf_run *run) {
+    const inf_submission *submission = run->submission;
+    if (ex->cancelled) {
+        inf_run_fail(run, INF_FAULT_CLOSED, -1, 0, 0, 0);
+        inf_run_finish(ex, run);
+        return;
+    }
+    if (submission->escaped) {
+        if (run->job.kind == INF_JOB_FETCH) {
+            inf_run_finish(ex, run);
+            return;
+        }
+        if (run->job.kind == INF_JOB_UPDATE) run->job.ptr[0] = 0;
+    } else if (submission->gate != NULL && run->job.base >= 0) {
+        run->job.ptr[0] += submission->gate->bases[run->job.base];
+    }
+    if (run->job.kind != INF_JOB_STORE && (run->chunk->invalid & sections_used(run)) != 0) {
+        run->fault = run->chunk->fault;
+        run->fault.earlier = 1;
+        run->faulted = true;
+        inf_run_finish(ex, run);
+        return;
+    }
+    plan_ranges(run);
+    if (run->range_count == 0) {
+        inf_run_queue_compute(ex, run);
+        return;
+    }
+    run->state = INF_SLOT;
+    inf_queue_push(&ex->pools[run->pool].waiting[run->priority], run);
+    ex->pools[run->pool].waiting_count++;
+}
+
+static void run_with_slot(struct inf_executor *ex, inf_run *run) {
+    if (run->job.kind != INF_JOB_STORE) {
+        run->state = INF_READING;
+        inf_drive_queue_run(ex, run, INF_OP_READ);
+    } else if (run->job.mask & INF_MASK_MOVE_ONLY) {
+        run->state = INF_WRITING;
+        inf_drive_queue_run(ex, run, INF_OP_WRITE);
+    } else {
+        inf_run_queue_compute(ex, run);
+    }
+}
+
+static void pool_dispatch(struct inf_executor *ex, int32_t index) {
+    inf_pool *pool = &ex->pools[index];
+    for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
+        while (pool->waiting[p].head != NULL && (pool->free_count > 0 || ex->cancelled || pool->count == 0)) {
+            inf_run *run = inf_queue_pop(&pool->waiting[p]);
+            pool->waiting_count--;
+            if (ex->cancelled || pool->count == 0) {
+                inf_run_fail(run, ex->cancelled ? INF_FAULT_CLOSED : INF_FAULT_ERRNO, -1, ex->cancelled ? 0 : EIO, 0, 0);
+                inf_run_finish(ex, run);
+                continue;
+            }
+            run->slot_index = pool->free[--pool->free_count];
+            run->slot = pool->base + (int64_t)run->slot_index * pool->bytes;
+            run_with_slot(ex, run);
+        }
+    }
+}
+
+/* While nobody opens gates they follow each other without a pause, as long as slots and workers are free. */
+static bool gates_may_flow(const struct inf_executor *ex) {
+    return ex->escaping && !ex->gates_held && ex->gates != NULL && ex->pools[0].waiting_count + ex->pools[1].waiting_count == 0 &&
+           ex->compute_count < 8;
+}
+
+void inf_pump(struct inf_executor *ex) {
+    for (;;) {
+        inf_run *run;
+        while ((run = inf_queue_pop(&ex->starting)) != NULL) run_start(ex, run);
+        pool_dispatch(ex, 0);
+        pool_dispatch(ex, 1);
+        if (ex->starting.head != NULL) continue;
+        if (!gates_may_flow(ex) || !inf_gate_escape_oldest(ex)) return;
+    }
+}
+
+static bool fetch_computes(const struct inf_executor *ex, const inf_run *run) {
+    if (run->job.mask & INF_MASK_MOVE_ONLY) return false;
+    if (ex->config.verify && run->chunk->plan.sums_ptr != 0) return true;
+    for (int32_t s = 0; s < run->chunk->plan.section_count; s++) {
+        if ((run->job.mask >> s & 1u) && run->job.ptr[s] != 0) return true;
+    }
+    return false;
+}
+
+static int64_t run_bytes(const inf_run *run) {
+    int64_t bytes = 0;
+    for (int32_t r = 0; r < run->range_count; r++) bytes += run->ranges[r].bytes;
+    return bytes;
+}
+
+void inf_run_moved(struct inf_executor *ex, inf_run *run) {
+    bool reading = run->state == INF_READING;
+    assert(run->blocks_in_flight == 0 && (reading || run->state == INF_WRITING));
+    if (ex->spans_on) inf_span_add(ex, run, reading ? INF_TRACK_READ : INF_TRACK_WRITE, run->start_ns, run_bytes(run));
+    if (run->faulted || !reading) {
+        inf_run_finish(ex, run);
+    } else if (run->job.kind == INF_JOB_FETCH && !fetch_computes(ex, run)) {
+        inf_run_finish(ex, run);
+    } else {
+        inf_run_queue_compute(ex, run);
+    }
+}
+
+/* Targets hold their data and sources are free again; tells the ticket when all of its jobs are so far. */
+static void run_filled(struct inf_executor *ex, inf_run *run) {
+    inf_submission *submission = run->submission;
+    if (run->filled) return;
+    run->filled = true;
+    if (--submission->unfilled > 0) return;
+    __atomic_store_n(&submission->ticket->words[1], 1u, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&ex->done);
+}
+
+static void checksum_failed(struct inf_executor *ex, inf_run *run, int64_t bad) {
+    const inf_chunk *chunk = &run->chunk->plan;
+    int64_t pieces = inf_piece_count(chunk);
+    int32_t section = (int32_t)(bad / pieces);
+    int64_t first = bad % pieces * chunk->piece_numel;
+    int64_t numel = chunk->numel - first < chunk->piece_numel ? chunk->numel - first : chunk->piece_numel;
+    int64_t at = chunk->section_at[section] < 0 ? 0 : chunk->file_offset + chunk->section_at[section];
+    ex->stats.checksum_failures++;
+    inf_run_fail(run, INF_FAULT_CHECKSUM, INF_OP_READ, 0, at + first * chunk->itemsize[section],
+                 numel * chunk->itemsize[section]);
+    run->fault.section = section;
+    run->fault.piece = (int32_t)(bad % pieces);
+}
+
+void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad) {
+    if (bad == INF_OK) {
+        if (run->job.kind == INF_JOB_UPDATE) ex->stats.updates++;
+        run_filled(ex, run);
+        if (run->job.kind == INF_JOB_FETCH || run->range_count == 0) {
+            inf_run_finish(ex, run);
+        } else if (ex->cancelled) {
+            inf_run_fail(run, INF_FAULT_CLOSED, -1, 0, 0, 0);
+            inf_run_finish(ex, run);
+        } else {
+            run->state = INF_WRITING;
+            inf_drive_queue_run(ex, run, INF_OP_WRITE);
+        }
+        return;
+    }
+    if (bad >= 0 && !run->reread && run->range_count > 0 && !ex->cancelled) {
+        /* A transfer gone wrong is mended by another one; what lies wrong on the drive is not. */
+        run->reread = true;
+        ex->stats.rereads++;
+        run->state = INF_READING;
+        inf_drive_queue_run(ex, run, INF_OP_READ);
+        return;
+    }
+    if (bad >= 0) {
+        checksum_failed(ex, run, bad);
+    } else {
+        inf_run_fail(run, INF_FAULT_PLAN, -1, EINVAL, 0, 0);
+    }
+    inf_run_finish(ex, run);
+}
+
+static void slot_release(struct inf_executor *ex, inf_run *run) {
+    if (run->slot == NULL) return;
+    inf_pool *pool = &ex->pools[run->pool];
+    if (run->slot_lost) {
+        pool->count--;
+    } else {
+        pool->free[pool->free_count++] = run->slot_index;
+    }
+    run->slot = NULL;
+}
+
+static void chunk_settle(inf_run *run) {
+    inf_chunk_record *chunk = run->chunk;
+    bool store = run->job.kind == INF_JOB_STORE;
+    if (!run->faulted) {
+        if (store) chunk->invalid &= ~sections_used(run);
+        return;
+    }
+    bool untouched = run->fault.earlier || run->fault.kind == INF_FAULT_PLAN;
+    if (run->job.kind == INF_JOB_FETCH || untouched) return;
+    chunk->invalid |= store ? sections_used(run) : sections_all(&chunk->plan);
+    chunk->fault = run->fault;
+}
+
+static void submission_done(struct inf_executor *ex, inf_submission *submission) {
+    inf_ticket *ticket = submission->ticket;
+    if (submission->previous != NULL) submission->previous->next = submission->next;
+    if (submission->next != NULL) submission->next->previous = submission->previous;
+    if (ex->live == submission) ex->live = submission->next;
+    ex->stats.submissions_live--;
+    if (submission->gate != NULL) inf_gate_drop_user(submission->gate);
+    ticket->submission = NULL;
+    __atomic_store_n(&ticket->words[0], ticket->words[2] ? 2u : 1u, __ATOMIC_RELEASE);
+    if (ticket->released) free(ticket);
+    free(submission->segs);
+    free(submission->hypers);
+    free(submission);
+    pthread_cond_broadcast(&ex->done);
+}
+
+/* Ends a job. Its memory may be gone afterwards: callers must not touch `run` again. */
+void inf_run_finish(struct inf_executor *ex, inf_run *run) {
+    inf_submission *submission = run->submission;
+    inf_chunk_record *chunk = run->chunk;
+    assert(chunk->fifo_head == run && run->state != INF_DONE && run->blocks_in_flight == 0);
+    run->state = INF_DONE;
+    slot_release(ex, run);
+    chunk_settle(run);
+    chunk->fifo_head = run->fifo_next;
+    if (chunk->fifo_head == NULL) chunk->fifo_tail = NULL;
+    else inf_run_consider(ex, chunk->fifo_head);
+    ex->stats.jobs_done++;
+    if (run->faulted) {
+        ex->stats.jobs_failed++;
+        if (!ex->faulted && run->fault.kind != INF_FAULT_CLOSED) {
+            ex->faulted = true;
+            ex->fault = run->fault;
+        }
+        if (!submission->ticket->words[2]) {
+            submission->ticket->fault = run->fault;
+            __atomic_store_n(&submission->ticket->words[2], 1u, __ATOMIC_RELEASE);
+        }
+    }
+    run_filled(ex, run);
+    ex->active--;
+    ex->pending--;
+    if (ex->active == 0) {
+        ex->idle_since_ns = inf_now_ns();
+        if (ex->gates != NULL) pthread_cond_signal(&ex->work); /* a worker keeps the time of gates */
+    }
+    if (--submission->pending == 0) submission_done(ex, submission);
+    if (ex->pending == 0) pthread_cond_broadcast(&ex->done);
+}

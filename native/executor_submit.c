@@ -1,0 +1,206 @@
+/* Intake: chunks are made known, jobs are checked, copied and put into the FIFOs of their chunks. */
+#include "executor.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* What is wrong with a job; aio/native_executor.py has the sentences. */
+enum { BAD_CHUNK = 1, BAD_KIND, BAD_MASK, BAD_BASE, BAD_SEGS, BAD_STORE_GATE, BAD_SIZE, BAD_FORMAT };
+
+/* ---- chunks ---- */
+
+static int32_t chunks_grow(struct inf_executor *ex, int32_t more) {
+    if (ex->chunk_free_count >= more) return 0;
+    int64_t count = (int64_t)ex->chunk_count + more;
+    if (count > INT32_MAX) return -ENOMEM;
+    inf_chunk_record **chunks = realloc(ex->chunks, (size_t)count * sizeof *chunks);
+    if (chunks == NULL) return -ENOMEM;
+    ex->chunks = chunks;
+    int32_t *ids = realloc(ex->chunks_free, (size_t)count * sizeof *ids);
+    if (ids == NULL) return -ENOMEM;
+    ex->chunks_free = ids;
+    memmove(ids + more, ids, (size_t)ex->chunk_free_count * sizeof *ids);
+    for (int32_t i = 0; i < more; i++) {
+        chunks[ex->chunk_count + i] = NULL;
+        ids[i] = (int32_t)count - 1 - i; /* taken from the end: low ids first */
+    }
+    ex->chunk_free_count += more;
+    ex->chunk_count = (int32_t)count;
+    return 0;
+}
+
+int32_t inf_executor_define(inf_executor *ex, const void *chunks, int32_t count, int32_t *ids) {
+    const inf_chunk *plans = chunks;
+    if (count <= 0) return 0;
+    inf_chunk_record **records = calloc((size_t)count, sizeof *records);
+    int32_t error = records == NULL ? -ENOMEM : 0;
+    for (int32_t i = 0; i < count && error == 0; i++) {
+        bool valid = inf_chunk_valid(&plans[i]) && plans[i].drive < ex->config.drive_count;
+        if (!valid) error = -EINVAL;
+        else if ((records[i] = calloc(1, sizeof **records)) == NULL) error = -ENOMEM;
+    }
+    pthread_mutex_lock(&ex->lock);
+    if (error == 0) error = ex->shut ? -ESHUTDOWN : chunks_grow(ex, count);
+    for (int32_t i = 0; i < count && error == 0; i++) {
+        int32_t id = ex->chunks_free[--ex->chunk_free_count];
+        records[i]->plan = plans[i];
+        records[i]->id = ids[i] = id;
+        ex->chunks[id] = records[i];
+    }
+    if (error == 0) ex->stats.chunks_live += (uint64_t)count;
+    pthread_mutex_unlock(&ex->lock);
+    for (int32_t i = 0; i < count && error != 0 && records != NULL; i++) free(records[i]);
+    free(records);
+    return error;
+}
+
+static inf_chunk_record *chunk_of(const struct inf_executor *ex, int32_t id) {
+    return id >= 0 && id < ex->chunk_count ? ex->chunks[id] : NULL;
+}
+
+int32_t inf_executor_drop(inf_executor *ex, const int32_t *ids, int32_t count) {
+    int32_t error = 0;
+    pthread_mutex_lock(&ex->lock);
+    for (int32_t i = 0; i < count && error == 0; i++) {
+        const inf_chunk_record *chunk = chunk_of(ex, ids[i]);
+        if (chunk == NULL) error = -EINVAL;
+        else if (chunk->fifo_head != NULL) error = -EBUSY;
+    }
+    for (int32_t i = 0; i < count && error == 0; i++) {
+        if (ex->chunks[ids[i]] == NULL) continue; /* named twice */
+        free(ex->chunks[ids[i]]);
+        ex->chunks[ids[i]] = NULL;
+        ex->chunks_free[ex->chunk_free_count++] = ids[i];
+        ex->stats.chunks_live--;
+    }
+    pthread_mutex_unlock(&ex->lock);
+    return error;
+}
+
+int32_t inf_executor_invalid(inf_executor *ex, const int32_t *ids, int32_t count, uint32_t *masks) {
+    int32_t error = 0;
+    pthread_mutex_lock(&ex->lock);
+    for (int32_t i = 0; i < count; i++) {
+        const inf_chunk_record *chunk = chunk_of(ex, ids[i]);
+        if (chunk == NULL) error = -EINVAL;
+        masks[i] = chunk == NULL ? 0 : chunk->invalid;
+    }
+    pthread_mutex_unlock(&ex->lock);
+    return error;
+}
+
+/* ---- jobs ---- */
+
+static int64_t slot_bytes(const inf_chunk *chunk, const inf_job *job) {
+    int64_t bytes = 0;
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        bool used = job->kind == INF_JOB_UPDATE || (job->mask >> s & 1u);
+        if (used && !inf_section_resident(chunk, s)) bytes += inf_align_up(inf_section_bytes(chunk, s));
+    }
+    return bytes;
+}
+
+/* The pool whose slots hold that many bytes; -1 when none does. */
+static int32_t pool_for(const struct inf_executor *ex, int64_t bytes) {
+    for (int32_t i = 0; i < 2; i++) {
+        if ((ex->config.small_count > 0 || i == 1) && bytes <= ex->pools[i].bytes) return i;
+    }
+    return bytes == 0 ? 0 : -1;
+}
+
+static int32_t job_wrong(const struct inf_executor *ex, const inf_job *job, int32_t seg_count, bool gated) {
+    const inf_chunk_record *record = chunk_of(ex, job->chunk);
+    if (record == NULL) return BAD_CHUNK;
+    const inf_chunk *chunk = &record->plan;
+    if (job->kind < INF_JOB_FETCH || job->kind > INF_JOB_UPDATE) return BAD_KIND;
+    uint32_t known = ((1u << chunk->section_count) - 1u) | INF_MASK_MOVE_ONLY;
+    bool update = job->kind == INF_JOB_UPDATE;
+    if (!update && ((job->mask & ~known) != 0 || (job->mask & ~INF_MASK_MOVE_ONLY) == 0)) return BAD_MASK;
+    if (job->base < -1 || (job->base >= 0 && !gated)) return BAD_BASE;
+    if (job->kind == INF_JOB_STORE && job->base >= 0) return BAD_STORE_GATE;
+    if (update && chunk->format == INF_FORMAT_RAW) return BAD_FORMAT;
+    if (update) {
+        int64_t end = (int64_t)job->seg_first + job->seg_count;
+        if (job->seg_first < 0 || job->seg_count < 0 || end > seg_count) return BAD_SEGS;
+    }
+    int64_t bytes = slot_bytes(chunk, job);
+    return bytes > 0 && pool_for(ex, bytes) < 0 ? BAD_SIZE : 0;
+}
+
+static void *copy_of(const void *source, int32_t count, size_t size) {
+    size_t bytes = (size_t)(count > 0 ? count : 1) * size;
+    void *copy = malloc(bytes);
+    if (copy != NULL && count > 0) memcpy(copy, source, (size_t)count * size);
+    return copy;
+}
+
+static void run_init(struct inf_executor *ex, inf_submission *submission, int32_t index, const inf_job *job,
+                     int32_t priority) {
+    inf_run *run = &submission->runs[index];
+    *run = (inf_run){.submission = submission,
+                     .chunk = ex->chunks[job->chunk],
+                     .job = *job,
+                     .state = INF_WAITING,
+                     .priority = priority};
+    run->pool = pool_for(ex, slot_bytes(&run->chunk->plan, job));
+    if (run->chunk->fifo_tail != NULL) run->chunk->fifo_tail->fifo_next = run;
+    else run->chunk->fifo_head = run;
+    run->chunk->fifo_tail = run;
+}
+
+static void submission_enter(struct inf_executor *ex, inf_submission *submission, const inf_job *jobs,
+                             int32_t priority, inf_gate *gate) {
+    submission->order = ++ex->order;
+    submission->next = ex->live;
+    if (ex->live != NULL) ex->live->previous = submission;
+    ex->live = submission;
+    ex->stats.submissions_live++;
+    ex->stats.jobs_submitted += (uint64_t)submission->job_count;
+    ex->pending += submission->job_count;
+    for (int32_t j = 0; j < submission->job_count; j++) run_init(ex, submission, j, &jobs[j], priority);
+    if (gate != NULL) inf_gate_attach(ex, gate, submission);
+    for (int32_t j = 0; j < submission->job_count; j++) inf_run_consider(ex, &submission->runs[j]);
+    inf_pump(ex);
+}
+
+inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_count, const void *segs,
+                                int32_t seg_count, const void *hypers, int32_t hyper_count, int32_t priority,
+                                inf_gate *gate, int64_t *error) {
+    const inf_job *plans = jobs;
+    inf_ticket *ticket = calloc(1, sizeof *ticket);
+    inf_submission *submission = calloc(1, sizeof *submission + (size_t)job_count * sizeof(inf_run));
+    *error = ticket == NULL || submission == NULL ? -ENOMEM : 0;
+    if (submission != NULL) {
+        submission->segs = copy_of(segs, seg_count, sizeof(inf_seg));
+        submission->hypers = copy_of(hypers, hyper_count, sizeof(inf_hyper));
+        if (submission->segs == NULL || submission->hypers == NULL) *error = -ENOMEM;
+    }
+    pthread_mutex_lock(&ex->lock);
+    if (*error == 0 && ex->shut) *error = -ESHUTDOWN;
+    for (int32_t j = 0; j < job_count && *error == 0; j++) {
+        int32_t what = job_wrong(ex, &plans[j], seg_count, gate != NULL);
+        if (what == 0 && gate != NULL && gate->state == INF_GATE_OPEN && plans[j].base >= gate->base_count) what = BAD_BASE;
+        if (what != 0) *error = 1 + ((int64_t)j << 4 | what);
+    }
+    if (*error == 0 && job_count > 0) {
+        ticket->submission = submission;
+        submission->ticket = ticket;
+        submission->job_count = submission->pending = submission->unfilled = job_count;
+        submission->hyper_count = hyper_count;
+        submission_enter(ex, submission, plans, priority, gate);
+        submission = NULL; /* the executor's now */
+    } else if (*error == 0) {
+        ticket->words[0] = ticket->words[1] = 1;
+    }
+    if (*error == 0) ex->holds++; /* the ticket's */
+    pthread_mutex_unlock(&ex->lock);
+    if (submission != NULL) {
+        free(submission->segs);
+        free(submission->hypers);
+        free(submission);
+    }
+    if (*error == 0) return ticket;
+    free(ticket);
+    return NULL;
+}

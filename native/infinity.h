@@ -1,0 +1,149 @@
+/* infinity: shared declarations of the native extension `infinity._native`.
+ *
+ * The structs mirror the numpy dtypes of aio/plan.py byte for byte (tests/unit/native/test_plan_layout.py compares
+ * every offset). They hold no padding: wide members come first. Addresses travel as uint64_t so that a numpy
+ * array is a plan. Little-endian machines only: sections are read by integer offsets and go to drives as they lie.
+ */
+#ifndef INFINITY_H
+#define INFINITY_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "infinity needs a little-endian machine"
+#endif
+
+#define INF_SECTION_MAX 4
+#define INF_LOG_MAX 8
+
+enum { INF_FORMAT_RAW = 0, INF_FORMAT_SPLIT = 1, INF_FORMAT_FP32 = 2 };
+enum { INF_JOB_FETCH = 1, INF_JOB_STORE = 2, INF_JOB_UPDATE = 3 };
+enum { INF_GRAD_BF16 = 0, INF_GRAD_FP32 = 1 };
+enum { INF_LOG_MUL = 0, INF_LOG_DIV = 1 };
+
+/* What the passes over a chunk return when no (section, piece) is to blame. */
+enum { INF_OK = -1, INF_BAD_PLAN = -2 };
+
+/* A fixed-size piece of a shard. Its run on the drive is one contiguous range that holds the sections that are not
+ * resident, in order, each 4096-aligned. `section_at[s]` is the offset in the run, -1 when the section is resident. */
+typedef struct {
+    uint64_t key;        /* unique; seeds the checksums together with generation */
+    uint64_t generation;
+    int64_t numel;
+    int64_t file_offset; /* bytes; of the run, -1 = none */
+    int64_t run_bytes;   /* 0 = wholly resident */
+    int32_t drive;       /* -1 = none */
+    int32_t format;      /* INF_FORMAT_* */
+    int32_t section_count;
+    int32_t piece_numel; /* elements covered by one checksum of one section */
+    int32_t itemsize[INF_SECTION_MAX];
+    int64_t section_at[INF_SECTION_MAX];
+    uint64_t section_ptr[INF_SECTION_MAX]; /* address when resident, else 0 */
+    uint64_t sums_ptr;                     /* uint32_t[section_count][piece_count]; 0 = no checksums */
+} inf_chunk;
+
+typedef struct {
+    int32_t chunk;
+    int32_t kind;  /* INF_JOB_* */
+    uint32_t mask; /* bit s = section s */
+    int32_t base;  /* index into the gate's bases, -1 = ptr[0] is absolute */
+    int32_t seg_first;
+    int32_t seg_count;
+    uint64_t ptr[INF_SECTION_MAX];
+} inf_job;
+
+/* A range of a chunk that one parameter's gradient updates. The segments of a chunk ascend and do not overlap. */
+typedef struct {
+    int64_t start; /* element in the chunk */
+    int64_t numel;
+    uint64_t grad; /* address of the gradient of element `start`, aligned to its own size */
+    int32_t grad_dtype;
+    int32_t hyper; /* index into the submission's inf_hyper array */
+} inf_seg;
+
+/* AdamW's scalars, computed in double and rounded once; `log` is replayed on the fp32 gradient first. */
+typedef struct {
+    float decay; /* 1 - lr * weight_decay */
+    float beta1;
+    float one_minus_beta1;
+    float beta2;
+    float one_minus_beta2;
+    float eps;
+    float bc2_sqrt;  /* sqrt(1 - beta2 ** step) */
+    float step_size; /* lr / (1 - beta1 ** step) */
+    int32_t log_count;
+    int32_t log_kind[INF_LOG_MAX]; /* INF_LOG_* */
+    float log_value[INF_LOG_MAX];
+} inf_hyper;
+
+/* ---- chunk geometry -------------------------------------------------------------------------------------------- */
+
+static inline int64_t inf_piece_count(const inf_chunk *chunk) {
+    return (chunk->numel + chunk->piece_numel - 1) / chunk->piece_numel;
+}
+
+static inline int64_t inf_section_bytes(const inf_chunk *chunk, int32_t section) {
+    return chunk->numel * chunk->itemsize[section];
+}
+
+static inline int inf_section_resident(const inf_chunk *chunk, int32_t section) {
+    return chunk->section_at[section] < 0;
+}
+
+/* 1 when the fields agree with each other (sizes positive, sections inside the run, itemsizes as the format says). */
+int32_t inf_chunk_valid(const inf_chunk *chunk);
+
+/* ---- checksums (crc32c.c) -------------------------------------------------------------------------------------- */
+
+/* CRC-32C (Castagnoli), chained as zlib's crc32: crc(crc(0, a), b) == crc(0, ab). Any alignment. */
+uint32_t inf_crc32c(uint32_t seed, const void *data, size_t size_bytes);
+
+/* Implementations, best last; `inf_crc32c_with` returns 0 in *ok where the machine lacks one. For tests, benches. */
+enum { INF_CRC_PORTABLE = 0, INF_CRC_STREAMS = 1, INF_CRC_CLMUL = 2, INF_CRC_VPCLMUL = 3, INF_CRC_COUNT = 4 };
+const char *inf_crc32c_name(int32_t variant); /* NULL past the last; variant -1 = the one in use */
+uint32_t inf_crc32c_with(int32_t variant, uint32_t seed, const void *data, size_t size_bytes, int32_t *ok);
+
+/* What a piece's checksum starts from, so that stale or misdirected data of the right shape does not pass. */
+uint32_t inf_sum_seed(uint64_t generation, uint64_t key, int32_t section, int64_t piece);
+
+/* ---- passes over a chunk (chunk_pass.c). None of them blocks, allocates or touches a drive. --------------------- */
+
+/* FETCH of one section: verify piece by piece, copy to `to` (NULL: only verify). Resident sections and chunks without
+ * checksums are only copied. Returns INF_OK or the first bad piece (`to` then holds a part). */
+int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to, int32_t verify);
+
+/* STORE of one section: copy `from` (NULL: zeros; `from == to`: in place) to `to` and set its checksums. */
+void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to);
+
+/* UPDATE: one fused pass: verify a piece of every section -> kernel on segments that meet it -> new checksum.
+ *
+ * section[s]: where the sections lie now (the run's buffer, or section_ptr when resident). out0: where section 0 is
+ * copied to after the update, or NULL. sums_scratch: uint32_t[section_count * piece_count], unused when sums_ptr is 0.
+ * Returns INF_OK, after which *sums_ptr holds the new checksums; INF_BAD_PLAN, nothing touched; or
+ * section * piece_count + piece of the first mismatch. Then *sums_ptr and resident sections are as before and the
+ * run's buffer is spoilt: read the run again and redo. (So in a chunk that mixes resident and other sections all
+ * pieces are verified before the first is updated: resident sections cannot be read again.)
+ * A piece that no segment meets keeps its checksum. */
+int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
+                         int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
+                         int32_t verify, uint32_t *sums_scratch);
+
+/* ---- kernels (adamw.c) ----------------------------------------------------------------------------------------- */
+
+/* The kernels' instruction set: "portable", "avx2" or "avx512"; the best the machine has unless selected. */
+const char *inf_isa(void);
+int32_t inf_isa_select(const char *name); /* 1, or 0 where the machine lacks it. Not while a kernel runs. */
+
+/* In place on [numel] elements, pointers aligned to their element. grad_dtype: INF_GRAD_*. Denormals are kept
+ * whatever the thread's floating-point mode is. */
+void inf_adamw_split(uint16_t *hi, int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad,
+                     int32_t grad_dtype, int64_t numel, const inf_hyper *hyper);
+void inf_adamw_fp32(float *param, float *exp_avg, float *exp_avg_sq, const void *grad, int32_t grad_dtype,
+                    int64_t numel, const inf_hyper *hyper);
+
+/* fp32 master <-> (hi, lo). NaN becomes 0x7FC00000, everything else round-trips. */
+void inf_split_master(const float *master, uint16_t *hi, int16_t *lo, int64_t numel);
+void inf_join_master(const uint16_t *hi, const int16_t *lo, float *master, int64_t numel);
+
+#endif

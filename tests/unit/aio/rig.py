@@ -1,0 +1,219 @@
+"""A rig for executors: swap files, chunks of the `exact` state, and AdamW in numpy as the oracle.
+
+Chunks are small (4096 elements, 48 KiB) and blocks smaller (8 KiB), so
+that a run is several requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity import aio
+from infinity.aio import plan
+from infinity.aio.native_core import load_native, load_uring
+from infinity.aio.native_executor import NativeExecutor
+from infinity.aio.python_executor import PythonExecutor
+
+Array = npt.NDArray[Any]
+
+NUMEL = 4096
+PIECE = 2048
+ITEMSIZES = (2, 2, 4, 4)
+DTYPES = (np.uint16, np.int16, np.float32, np.float32)
+RUN_BYTES = 12 * NUMEL
+
+
+def adamw(fmt: int, sections: list[Array], grad: Array, hyper: Any) -> None:
+    """The contract's AdamW, one rounding per operation; the injected kernel of Python executors and the oracle of all."""
+    one = np.float32
+    g = (grad.astype(np.uint32) << 16).view(np.float32) if grad.dtype == np.uint16 else grad
+    with np.errstate(all="ignore"):
+        for k in range(int(hyper["log_count"])):
+            value = one(hyper["log_value"][k])
+            g = g / value if hyper["log_kind"][k] else g * value
+        hi, lo, m, v = sections if fmt == plan.Format.SPLIT else (sections[0], None, sections[1], sections[2])
+        if lo is None:
+            p = hi.copy()
+        else:
+            p = ((hi.astype(np.uint32) << 16) + lo.astype(np.int32).view(np.uint32)).view(np.float32)
+        p = p * one(hyper["decay"])
+        m[:] = m * one(hyper["beta1"]) + g * one(hyper["one_minus_beta1"])
+        v[:] = v * one(hyper["beta2"]) + (g * g) * one(hyper["one_minus_beta2"])
+        p = p - (m / (np.sqrt(v) / one(hyper["bc2_sqrt"]) + one(hyper["eps"]))) * one(hyper["step_size"])
+    if lo is None:
+        hi[:] = p
+        return
+    bits = np.where(np.isnan(p), np.uint32(0x7FC00000), p.view(np.uint32))
+    hi[:] = ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
+    lo[:] = (bits & np.uint32(0xFFFF)).astype(np.uint16).view(np.int16)
+
+
+def hyper_record(step: int = 1) -> Array:
+    """One HYPER record of a plain AdamW step."""
+    record = np.zeros(1, dtype=plan.HYPER)
+    lr, beta1, beta2 = 1e-2, 0.9, 0.99
+    record["decay"] = 1 - lr * 0.01
+    record["beta1"], record["one_minus_beta1"] = beta1, 1 - beta1
+    record["beta2"], record["one_minus_beta2"] = beta2, 1 - beta2
+    record["eps"] = 1e-8
+    record["bc2_sqrt"] = (1 - beta2**step) ** 0.5
+    record["step_size"] = lr / (1 - beta1**step)
+    return record
+
+
+class Rig:
+    """Chunks on drives, an executor, and what each chunk must hold."""
+
+    def __init__(
+        self,
+        directory: Path,
+        backend: str,
+        *,
+        chunk_count: int = 6,
+        drive_count: int = 1,
+        resident: Sequence[int] = (),
+        checksums: bool = True,
+        pools: tuple[int, int] = (3, 3),
+        **options: Any,
+    ) -> None:
+        self.files = [aio.SwapFile.create(directory) for _ in range(drive_count)]
+        for file in self.files:
+            file.grow(chunk_count * RUN_BYTES)
+        small = aio.PoolSpec(pools[0], 2 * NUMEL)
+        large = aio.PoolSpec(pools[1], RUN_BYTES)
+        self.executor: aio.Executor
+        if backend == "python":
+            options.pop("block_bytes", None)
+            options.pop("depth", None)
+            self.executor = PythonExecutor(
+                self.files, small=small, large=large, kernel=adamw, threads_per_drive=4, **options
+            )
+        else:
+            options.setdefault("block_bytes", 8192)
+            options.setdefault("depth", 8)
+            self.executor = NativeExecutor(self.files, small=small, large=large, backend=backend, **options)
+        self.sums = np.zeros((chunk_count, 4, NUMEL // PIECE), dtype=np.uint32)
+        self.memory: list[list[Array | None]] = [
+            [np.zeros(NUMEL, dtype) if s in resident else None for s, dtype in enumerate(DTYPES)]
+            for _ in range(chunk_count)
+        ]
+        self.chunks = np.concatenate([self.chunk_record(i, checksums=checksums) for i in range(chunk_count)])
+        self.ids = self.executor.define(self.chunks)
+        self._keep: list[Any] = []
+
+    def chunk_record(self, index: int, *, checksums: bool) -> Array:
+        """The CHUNK record of one chunk; its run holds what is not resident."""
+        record = np.zeros(1, dtype=plan.CHUNK)
+        at = 0
+        drive = index % len(self.files)
+        for s, size in enumerate(ITEMSIZES):
+            memory = self.memory[index][s]
+            record["section_at"][0, s] = -1 if memory is not None else at
+            record["section_ptr"][0, s] = memory.ctypes.data if memory is not None else 0
+            at += 0 if memory is not None else size * NUMEL
+        record["key"], record["numel"], record["piece_numel"] = index + 1000, NUMEL, PIECE
+        record["file_offset"] = index * RUN_BYTES if at else -1
+        record["run_bytes"], record["drive"] = at, drive if at else -1
+        record["format"], record["section_count"], record["itemsize"] = plan.Format.SPLIT, 4, ITEMSIZES
+        record["sums_ptr"] = self.sums[index].ctypes.data if checksums else 0
+        return record
+
+    def store(self, values: dict[int, list[Array]], *, mask: int = 15, priority: int = 0) -> aio.Ticket:
+        """STORE whole chunks (or the masked sections of them)."""
+        jobs = np.zeros(len(values), dtype=plan.JOB)
+        for job, (index, arrays) in zip(jobs, values.items(), strict=True):
+            job["chunk"], job["kind"], job["mask"], job["base"] = (
+                self.ids[index],
+                plan.JobKind.STORE,
+                mask,
+                -1,
+            )
+            job["ptr"] = [array.ctypes.data for array in arrays]
+        self._keep.append(values)
+        return self.executor.submit(jobs, priority=aio.Priority(priority))
+
+    def fetch(
+        self, indexes: Sequence[int], *, mask: int = 15, priority: int = 0, gate: Any = None
+    ) -> tuple[aio.Ticket, list[list[Array]]]:
+        """FETCH into fresh arrays, which are filled when the ticket is."""
+        targets = [[np.zeros(NUMEL, dtype) for dtype in DTYPES] for _ in indexes]
+        jobs = np.zeros(len(indexes), dtype=plan.JOB)
+        for job, index, arrays in zip(jobs, indexes, targets, strict=True):
+            job["chunk"], job["kind"], job["mask"], job["base"] = (
+                self.ids[index],
+                plan.JobKind.FETCH,
+                mask,
+                -1,
+            )
+            job["ptr"] = [array.ctypes.data for array in arrays]
+        self._keep.append(targets)
+        return self.executor.submit(jobs, priority=aio.Priority(priority), gate=gate), targets
+
+    def read(self, index: int) -> list[Array]:
+        """FETCH one chunk and wait."""
+        ticket, targets = self.fetch([index])
+        ticket.wait()
+        return targets[0]
+
+    def update(
+        self, grads: dict[int, Array], *, gate: Any = None, target: Array | None = None, step: int = 1
+    ) -> aio.Ticket:
+        """UPDATE chunks with one segment each; with a gate ptr[0] is relative to base 0."""
+        jobs = np.zeros(len(grads), dtype=plan.JOB)
+        segs = np.zeros(len(grads), dtype=plan.SEG)
+        for n, (index, grad) in enumerate(grads.items()):
+            jobs[n]["chunk"], jobs[n]["kind"], jobs[n]["base"] = self.ids[index], plan.JobKind.UPDATE, -1
+            jobs[n]["seg_first"], jobs[n]["seg_count"] = n, 1
+            if target is not None:
+                jobs[n]["base"] = 0 if gate is not None else -1
+                jobs[n]["ptr"][0] = n * 2 * NUMEL + (0 if gate is not None else target.ctypes.data)
+            segs[n]["numel"], segs[n]["grad"] = NUMEL, grad.ctypes.data
+            segs[n]["grad_dtype"] = plan.GradDtype.FP32 if grad.dtype == np.float32 else plan.GradDtype.BF16
+        self._keep.append((grads, target))
+        return self.executor.submit(
+            jobs, segs, hyper_record(step), priority=aio.Priority.WRITEBACK, gate=gate
+        )
+
+    def close(self) -> None:
+        """Close executor and files."""
+        self.executor.close(drain=False)
+        for file in self.files:
+            file.close()
+
+
+def random_chunk(rng: np.random.Generator) -> list[Array]:
+    """Plausible states: finite parameters, small moments."""
+    hi = rng.integers(0x3C00, 0x4000, NUMEL).astype(np.uint16)
+    lo = rng.integers(-32768, 32767, NUMEL).astype(np.int16)
+    m = rng.standard_normal(NUMEL).astype(np.float32) * np.float32(0.01)
+    v = rng.random(NUMEL).astype(np.float32) * np.float32(0.01)
+    return [hi, lo, m, v]
+
+
+def same(first: Sequence[Array], second: Sequence[Array]) -> bool:
+    """Bitwise."""
+    return all(a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))
+
+
+def _backends() -> list[str]:
+    names = ["python"]
+    try:
+        ffi, lib = load_native()
+    except ImportError:
+        return names
+    names.insert(0, "threads")
+    try:
+        load_uring(ffi, lib)
+        if lib.inf_uring_probe() == 0:
+            names.insert(0, "io_uring")
+    except OSError:
+        pass
+    return names
+
+
+BACKENDS = _backends()

@@ -1,0 +1,320 @@
+"""Opening, closing, forking, exiting, waiting: nothing hangs, nothing crashes, nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infinity import aio
+from infinity.aio import plan
+from infinity.errors import AioClosedError
+from tests.unit.aio.rig import NUMEL, RUN_BYTES, random_chunk, same
+
+ROOT = Path(__file__).parents[3]
+SLOW = aio.Seam(read_bytes_per_s=2e6, write_bytes_per_s=2e6)
+
+
+def run_python(code: str, *, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter at the root of the project."""
+    return subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        cwd=ROOT,
+    )
+
+
+def preamble(backend: str, directory: Path, options: str = "") -> str:
+    return f"""
+import os, signal, sys, threading, time
+from pathlib import Path
+import numpy as np
+from infinity import aio
+from infinity.errors import *
+from tests.unit.aio.rig import *
+rig = Rig(Path({str(directory)!r}), {backend!r}, {options})
+rng = np.random.default_rng(0)
+values = {{i: random_chunk(rng) for i in range(6)}}
+"""
+
+
+def test_close_runs_what_is_pending(make_rig, rng):
+    rig = make_rig(seam=aio.Seam(delay_us_max=3000, seed=1))
+    tickets = [rig.store({i: random_chunk(rng)}) for i in range(6)]
+    rig.executor.close()
+    assert all(ticket.done and not ticket.failed for ticket in tickets)
+    rig.executor.close()
+
+
+def test_close_without_drain_cancels_what_has_not_started(make_rig, rng):
+    rig = make_rig(chunk_count=40, seam=SLOW, pools=(1, 2))
+    ticket = rig.store({i: random_chunk(rng) for i in range(40)})
+    gated = rig.fetch([0], gate=rig.executor.gate())[0]
+    start = time.monotonic()
+    rig.executor.close(drain=False)
+    assert time.monotonic() - start < 0.5 * 40 * RUN_BYTES / 2e6
+    for cancelled in (ticket, gated):
+        assert cancelled.done
+        with pytest.raises(AioClosedError):
+            cancelled.wait()
+
+
+def test_after_close_everything_raises_but_looking_does_not(make_rig, rng):
+    rig = make_rig()
+    ticket = rig.store({0: random_chunk(rng)})
+    gate = rig.executor.gate()
+    rig.executor.close()
+    ticket.wait()
+    assert ticket.done
+    assert rig.executor.stats().jobs_done == 1
+    assert rig.executor.fault() is None
+    jobs = np.zeros(1, dtype=plan.JOB)
+    for call in (
+        lambda: rig.executor.submit(jobs, priority=aio.Priority.DEMAND),
+        lambda: rig.executor.define(rig.chunks),
+        lambda: rig.executor.drop(rig.ids),
+        rig.executor.gate,
+        rig.executor.drain,
+        rig.executor.release_gates,
+        lambda: gate.open([]),
+        lambda: rig.executor.invalid(rig.ids),
+    ):
+        with pytest.raises(AioClosedError):
+            call()
+
+
+def test_tickets_outlive_their_executor(make_rig, rng):
+    rig = make_rig()
+    tickets = [rig.store({i: random_chunk(rng)}) for i in range(6)]
+    rig.close()
+    rig.executor = make_rig().executor
+    gc.collect()
+    assert all(ticket.done for ticket in tickets)
+    for ticket in tickets:
+        with contextlib.suppress(AioClosedError):
+            ticket.wait()
+
+
+def test_a_wait_times_out_and_can_be_repeated(make_rig, rng):
+    rig = make_rig(seam=SLOW)
+    ticket = rig.store({i: random_chunk(rng) for i in range(6)})
+    with pytest.raises(TimeoutError):
+        ticket.wait(0.01)
+    with pytest.raises(TimeoutError):
+        rig.executor.drain(0.01)
+    ticket.wait(20)
+    rig.executor.drain(20)
+
+
+def test_a_waiting_thread_leaves_the_interpreter_to_others(make_rig, rng):
+    rig = make_rig(seam=SLOW)
+    ticks = 0
+    ended = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not ended.is_set():
+            ticks += 1
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = time.monotonic()
+    rig.store({i: random_chunk(rng) for i in range(6)}).wait(20)
+    took = time.monotonic() - start
+    ended.set()
+    thread.join()
+    assert took > 0.1
+    assert ticks > 10
+
+
+def test_a_busy_interpreter_does_not_stop_the_pipeline(make_rig, rng):
+    rig = make_rig()
+    if rig.executor.backend == "python":
+        pytest.skip("Python threads need the interpreter")
+    ended = threading.Event()
+
+    def spin() -> None:
+        while not ended.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    tickets = []
+    for step in range(1, 4):
+        rig.store({i: random_chunk(rng) for i in range(6)}).wait_filled()
+        tickets.append(rig.update({i: np.ones(NUMEL, np.float32) for i in range(6)}, step=step))
+    for ticket in tickets:
+        ticket.wait(20)
+    ended.set()
+    thread.join()
+
+
+def test_demand_passes_prefetch_and_writeback(make_rig, rng):
+    rig = make_rig(chunk_count=40, seam=SLOW)
+    rig.store({0: random_chunk(rng)}).wait()
+    behind = rig.fetch(range(1, 40), priority=1)[0]
+    start = time.monotonic()
+    rig.fetch([0], mask=1)[0].wait(20)
+    took = time.monotonic() - start
+    assert not behind.done
+    assert took < 0.5 * 39 * RUN_BYTES / 2e6
+    rig.executor.close(drain=False)
+
+
+def test_writes_progress_beside_endless_reads(make_rig, rng):
+    rig = make_rig(chunk_count=40, seam=aio.Seam(read_bytes_per_s=2e7))
+    rig.store({i: random_chunk(rng) for i in range(40)}).wait()
+    reads = [rig.fetch(range(1, 40), mask=1)[0] for _ in range(30)]
+    rig.store({0: random_chunk(rng)}, priority=2).wait(20)
+    assert not reads[-1].done
+    reads[-1].wait(20)
+
+
+def test_memory_does_not_grow_after_warm_up(make_rig, rng):
+    rig = make_rig()
+    values = {i: random_chunk(rng) for i in range(6)}
+    grads = {i: np.ones(NUMEL, dtype=np.float32) for i in range(6)}
+
+    def rounds(count: int) -> int:
+        for _ in range(count):
+            rig.store(values).wait()
+            rig.update(grads).wait()
+            rig.fetch(range(6))[0].wait()
+            rig._keep.clear()
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmRSS"):
+                return int(line.split()[1])
+        return 0
+
+    before = rounds(20)
+    assert rounds(60) - before < 2048
+    assert rig.executor.stats().extra.get("submissions_live", 0) == 0
+
+
+def test_pools_take_no_more_than_they_were_given(make_rig):
+    rig = make_rig(pools=(4, 5))
+    assert rig.executor.pool_bytes == 4 * 2 * NUMEL + 5 * RUN_BYTES
+    assert rig.executor.stats().pool_bytes == rig.executor.pool_bytes
+
+
+def test_many_threads_may_submit_at_once(make_rig, rng):
+    rig = make_rig(chunk_count=8)
+    values = {i: random_chunk(rng) for i in range(8)}
+    rig.store(values).wait()
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(20):
+            wrong.extend([] if same(rig.read(index), values[index]) else [index])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_gets_errors_and_the_parent_goes_on(backend, tmp_path):
+    done = run_python(
+        preamble(backend, tmp_path, "seam=aio.Seam(delay_us_max=20000)")
+        + """
+ticket = rig.store(values)
+gate = rig.executor.gate()
+child = os.fork()
+if child == 0:
+    code = 0
+    for call in (ticket.wait, rig.executor.gate, rig.executor.drain, lambda: gate.open([]), lambda: rig.fetch([0])):
+        try:
+            call()
+            code = 1
+        except AioClosedError:
+            pass
+    rig.executor.close()
+    del ticket, gate
+    import gc; gc.collect()
+    sys.exit(code)
+assert os.waitpid(child, 0)[1] == 0
+ticket.wait(20)
+assert all(same(rig.read(i), values[i]) for i in range(6))
+rig.close()
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_interpreter_exits_with_requests_in_flight(backend, tmp_path):
+    done = run_python(
+        preamble(backend, tmp_path, "seam=aio.Seam(read_bytes_per_s=1e6, write_bytes_per_s=1e6)")
+        + """
+ticket = rig.store(values)
+gated = rig.fetch([0], gate=rig.executor.gate())
+print("end")
+""",
+        timeout=20,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["end"]
+    assert done.stderr == ""
+
+
+def test_an_executor_that_is_dropped_ends_its_threads(backend, tmp_path):
+    done = run_python(
+        preamble(backend, tmp_path, "seam=aio.Seam(delay_us_max=20000)")
+        + """
+import gc
+count = lambda: len(os.listdir("/proc/self/task"))
+before = count()
+rig.store(values)
+rig.executor = None
+gc.collect()
+assert before - count() >= 3, (before, count())
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_ends_a_wait(backend, tmp_path):
+    done = run_python(
+        preamble(backend, tmp_path, "seam=aio.Seam(write_bytes_per_s=1e5)")
+        + """
+ticket = rig.store(values)
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+start = time.monotonic()
+try:
+    ticket.wait()
+except KeyboardInterrupt:
+    print("interrupted", time.monotonic() - start < 2)
+rig.executor.close(drain=False)
+""",
+        timeout=30,
+    )
+    assert done.stdout.split() == ["interrupted", "True"], done.stderr
+
+
+def test_kill_leaves_no_file_and_frees_the_space(backend, tmp_path):
+    code = (
+        preamble(backend, tmp_path) + "rig.store(values).wait(); print('ready', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline().strip() == "ready"
+        assert list(tmp_path.iterdir()) == []
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait(20)
+    assert list(tmp_path.iterdir()) == []

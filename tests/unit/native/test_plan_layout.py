@@ -1,0 +1,61 @@
+"""aio/plan.py and native/infinity.h describe the same bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.aio import plan
+from infinity.native import ffi, lib
+
+STRUCTS = [("inf_chunk", plan.CHUNK), ("inf_job", plan.JOB), ("inf_seg", plan.SEG), ("inf_hyper", plan.HYPER)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), STRUCTS)
+def test_every_field_of_a_struct_has_the_offset_and_size_of_its_dtype(
+    name: str, dtype: np.dtype[Any]
+) -> None:
+    assert ffi.sizeof(name) == dtype.itemsize
+    assert dict(ffi.typeof(name).fields).keys() == set(dtype.names or ())
+    for field, kind in ffi.typeof(name).fields:
+        assert dtype.fields is not None
+        field_dtype, offset = dtype.fields[field][:2]
+        assert kind.offset == offset, field
+        assert ffi.sizeof(kind.type) == field_dtype.itemsize, field
+
+
+@pytest.mark.parametrize(("name", "dtype"), STRUCTS)
+def test_structs_hold_no_padding(name: str, dtype: np.dtype[Any]) -> None:
+    assert dtype.fields is not None
+    assert sum(field[0].itemsize for field in dtype.fields.values()) == ffi.sizeof(name)
+
+
+U64 = st.integers(0, 2**64 - 1)
+
+
+@given(U64, U64, st.integers(0, 3), st.integers(0, 2**40))
+def test_python_and_c_seed_a_checksum_alike(generation: int, key: int, section: int, piece: int) -> None:
+    assert plan.sum_seed(generation, key, section, piece) == lib.inf_sum_seed(generation, key, section, piece)
+
+
+def test_neighbouring_places_seed_different_checksums() -> None:
+    seeds = {
+        plan.sum_seed(generation, key, section, piece)
+        for generation in range(4)
+        for key in range(8)
+        for section in range(4)
+        for piece in range(48)
+    }
+    assert len(seeds) == 4 * 8 * 4 * 48
+
+
+def test_section_boundaries_are_4096_aligned_for_every_multiple_of_a_group() -> None:
+    for itemsizes in plan.SECTION_ITEMSIZES.values():
+        for itemsize in itemsizes:
+            assert plan.GROUP_NUMEL * itemsize % plan.ALIGNMENT_BYTES == 0
+    assert plan.CHUNK_NUMEL % plan.GROUP_NUMEL == 0
+    assert plan.CHUNK_NUMEL % plan.PIECE_NUMEL == 0
