@@ -1,0 +1,1 @@
+"""Collectives over torch.distributed."""

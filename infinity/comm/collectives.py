@@ -1,0 +1,69 @@
+"""Collectives over torch.distributed, as the engine needs them: all-gather of shards, mean of gradients, agreement.
+
+With one rank nothing is called. Every rank calls the same collectives in the same order; shards are equal in size by
+layout, so no rank waits for another's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+class Comm:
+    """This process's place among the ranks that share a model.
+
+    reduce_dtype: gradients are summed over ranks in this dtype (None: as they are).
+    """
+
+    def __init__(self, *, reduce_dtype: torch.dtype | None = None) -> None:
+        live = dist.is_available() and dist.is_initialized()
+        self.world = dist.get_world_size() if live else 1
+        self.rank = dist.get_rank() if live else 0
+        self._reduce_dtype = reduce_dtype
+
+    def all_gather(self, flat: torch.Tensor, shard_numel: int) -> None:
+        """Complete `flat` [world * shard_numel] in place from the shards that the ranks hold in it. Blocks."""
+        if self.world == 1:
+            return
+        with torch.no_grad():
+            shard = flat[self.rank * shard_numel : (self.rank + 1) * shard_numel].clone()
+            dist.all_gather_into_tensor(flat, shard)
+
+    def reduce_mean(self, whole: torch.Tensor, shard_numel: int) -> torch.Tensor:
+        """The mean over ranks of `whole` [world * shard_numel]; returns this rank's shard in the same dtype. Blocks.
+
+        The sum is taken in `reduce_dtype`; `whole` is used up.
+        """
+        dtype = self._reduce_dtype or whole.dtype
+        source = whole.to(dtype)
+        shard = torch.empty(shard_numel, dtype=dtype)
+        dist.reduce_scatter_tensor(shard, source, op=dist.ReduceOp.SUM)
+        return shard.div_(self.world).to(whole.dtype)
+
+    def sum_floats(self, values: list[float]) -> list[float]:
+        """The sum over ranks of each value, in double, in the order of ranks: the same on every rank. Blocks."""
+        if self.world == 1:
+            return values
+        mine = torch.tensor(values, dtype=torch.float64)
+        everyone = torch.empty(self.world * len(values), dtype=torch.float64)
+        dist.all_gather_into_tensor(everyone, mine)
+        total = torch.zeros(len(values), dtype=torch.float64)
+        for row in everyone.view(self.world, -1):
+            total += row
+        return [float(value) for value in total]
+
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether it is set on any rank. Blocks."""
+        if self.world == 1 or not flags:
+            return list(flags)
+        mine = torch.tensor(list(flags), dtype=torch.uint8)
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        return [bool(flag) for flag in mine]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.world > 1:
+            dist.barrier()

@@ -1,0 +1,1 @@
+"""Parameters: units, at-rest and gathered forms, gradient stand-ins, trace and schedule."""

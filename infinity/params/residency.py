@@ -1,0 +1,354 @@
+"""Residency: which units are gathered, what is fetched ahead, what is evicted. The life cycle asks, this decides.
+
+    demand(u)  -> start reading u if nobody has -> start reading what the schedule wants next -> wait for u
+
+A released unit stays gathered until its buffer is wanted, so the units at a turning point (last in forward, first in
+backward; last in backward, first in the next forward) are not read twice. When room is wanted, the idle unit whose
+next use is farthest goes; a prefetch never evicts a unit that is needed sooner than what it brings.
+
+Between `opt.step()` and the next forward a unit's values are on their way: its update was submitted behind a *gate*.
+Filling such a unit means opening the gate with the unit's buffers as targets: the update hands the new parameters over
+as it computes them. A gate that escaped (no forward came) has updated the states at rest, and the unit is read as ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from infinity.aio import Executor, Gate, Priority, Ticket
+from infinity.comm.collectives import Comm
+from infinity.params import gathered
+from infinity.params.gradients import GradientMemory
+from infinity.params.rest import Rest
+from infinity.params.schedule import NEVER, Phase, Schedule
+from infinity.params.stand_in import GradBook, GradSlot
+from infinity.params.unit import Flat, Param, Unit
+from infinity.telemetry import Timeline
+
+AHEAD = 2
+"""Units that are gathered ahead of the one in use."""
+
+
+@dataclasses.dataclass
+class PendingUpdate:
+    """An update of a unit that was submitted and whose gate may still be closed."""
+
+    ticket: Ticket
+    gate: Gate
+    opened: bool = False
+
+
+class UnitResidency:
+    """The real residency (see `params.unit.Residency`), over an executor. One thread uses it at a time.
+
+    gathered_bytes_max bounds what is gathered, prefetches included, as far as units in use allow: room for AHEAD + 1
+    of the largest units. keep: units are never evicted (parameters on the device tier).
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        *,
+        rest: Rest,
+        executor: Executor,
+        gradients: GradientMemory,
+        book: GradBook,
+        comm: Comm,
+        keep: bool,
+        timeline: Timeline,
+    ) -> None:
+        self.units = units
+        self.schedule = Schedule()
+        self.wait_s = 0.0
+        self.demands = 0
+        self.demand_reads = 0
+        self._rest = rest
+        self._executor = executor
+        self._gradients = gradients
+        self._book = book
+        self._comm = comm
+        self._keep = keep
+        self._timeline = timeline
+        self._fills: dict[Unit, list[Ticket]] = {}
+        self._held: set[Unit] = set()  # gathered or filling
+        self._held_bytes = 0
+        self.gathered_bytes_max = (AHEAD + 1) * max((unit.size_bytes for unit in units), default=0)
+        self.gathered_bytes_peak = 0
+        self._updates: dict[Unit, PendingUpdate] = {}
+        self._fresh: dict[Unit, dict[Param, torch.Tensor]] = {}  # several ranks: gradients not yet reduced
+        self._in_backward = False
+        self._current: Unit | None = None  # being demanded: nobody holds it yet, and it must not go
+        self.on_demand: Callable[[], None] = lambda: None  # raises sticky faults, and after close
+
+    # -- gather and release --------------------------------------------------------------------------------------------
+
+    def demand(self, unit: Unit) -> None:
+        """Block until the unit is gathered with its current values."""
+        self.on_demand()
+        self.demands += 1
+        self._current = unit
+        self.schedule.demand(unit.index)
+        ready = unit.gathered and unit not in self._fills
+        if not ready and unit not in self._held:
+            self.demand_reads += 1
+            self._start_fill(unit, Priority.DEMAND)
+        self.prefetch_ahead()
+        if not ready:
+            self._finish_fill(unit)
+        self._current = None
+
+    def idle(self, unit: Unit) -> None:  # noqa: ARG002 - the protocol says which; room is wanted of any
+        """The unit may be evicted; it stays until its room is wanted."""
+        if not self._keep and self._held_bytes > self.gathered_bytes_max:
+            self._make_room(0, NEVER)
+
+    def _start_fill(self, unit: Unit, priority: Priority) -> None:
+        """Allocate the unit's buffers and start filling them. Does not block."""
+        self._make_room(unit.size_bytes, NEVER)
+        gathered.allocate(unit)
+        self._held.add(unit)
+        self._held_bytes += unit.size_bytes
+        self.gathered_bytes_peak = max(self.gathered_bytes_peak, self._held_bytes)
+        update = self._updates.get(unit)
+        if update is not None and not update.opened:
+            update.opened = True
+            if update.gate.open([self._target(flat) for flat in unit.flats]):
+                self._fills[unit] = [update.ticket]
+                return
+        self._fills[unit] = [
+            self._rest.fetch(flat, 0, self._target(flat), priority=priority) for flat in unit.flats
+        ]
+
+    def _target(self, flat: Flat) -> int:
+        """Where this rank's shard lies in the gathered flat."""
+        return flat.tensor.data_ptr() + self._comm.rank * flat.layout.shard_numel * flat.layout.itemsize
+
+    def _finish_fill(self, unit: Unit) -> None:
+        """Wait for the unit's reads; on several ranks gather the shards. After a fault the unit is evicted."""
+        tickets = self._fills.pop(unit)
+        start_ns = time.monotonic_ns()
+        try:
+            for ticket in tickets:
+                ticket.wait_filled()
+            if self._comm.world > 1:
+                for flat in unit.flats:
+                    self._comm.all_gather(flat.tensor, flat.layout.shard_numel)
+        except BaseException:
+            self._forget(unit)
+            raise
+        end_ns = time.monotonic_ns()
+        self.wait_s += (end_ns - start_ns) / 1e9
+        if end_ns - start_ns > 20_000:
+            self._timeline.add("wait", unit.name, start_ns, end_ns)
+        gathered.mark_filled(unit)
+
+    def _forget(self, unit: Unit) -> None:
+        self._fills.pop(unit, None)
+        self._held.discard(unit)
+        self._held_bytes -= unit.size_bytes
+        gathered.evict(unit)
+
+    def prefetch_ahead(self) -> None:
+        """Start reading the units that the schedule wants next, as far as there is room. Does not block."""
+        for index in self.schedule.upcoming(AHEAD + 1):
+            unit = self.units[index]
+            if unit in self._held:
+                continue
+            if not self._make_room(unit.size_bytes, self.schedule.distance(index)):
+                return
+            self._start_fill(unit, Priority.PREFETCH)
+
+    def _make_room(self, size_bytes: int, distance: int) -> bool:
+        """Evict idle units, farthest next use first, until `size_bytes` more fit; only such as are needed later than
+        `distance`. Returns whether they fit."""
+        if self._keep:
+            return True
+        while self._held_bytes + size_bytes > self.gathered_bytes_max:
+            victims = [unit for unit in self._held if self._may_evict(unit)]
+            far = max(
+                victims, key=lambda unit: (self.schedule.distance(unit.index), unit.index), default=None
+            )
+            if far is None or (distance is not NEVER and self.schedule.distance(far.index) <= distance):
+                return False
+            self._forget(far)
+        return True
+
+    def _may_evict(self, unit: Unit) -> bool:
+        """Idle, and nothing is on its way into its buffers."""
+        if unit.refs or unit is self._current:
+            return False
+        return all(ticket.filled for ticket in self._fills.get(unit, ()))
+
+    def discard(self, unit: Unit) -> None:
+        """The gathered values were overwritten and nobody uses them: read them again when they are wanted."""
+        if unit in self._held:
+            self._settle(unit)
+            self._forget(unit)
+
+    # -- phases ----------------------------------------------------------------------------------------------------------
+
+    def forward_start(self) -> None:
+        """The outermost forward begins: a training forward when gradients are enabled."""
+        if not self._in_backward:
+            self.schedule.start(Phase.TRAIN if torch.is_grad_enabled() else Phase.EVAL)
+            if self._updates:
+                self._executor.hold_gates(True)
+
+    def forward_end(self) -> None:
+        """The outermost forward has returned or raised."""
+        if not self._in_backward:
+            self.schedule.end()
+            if self._updates:
+                self._executor.hold_gates(False)
+
+    def backward_start(self) -> None:
+        """A backward begins."""
+        self._in_backward = True
+        self.schedule.start(Phase.BACKWARD)
+
+    def backward_end(self) -> None:
+        """A backward has ended: gradients that no Use claimed are reduced, in the order of units."""
+        self._in_backward = False
+        self.schedule.end()
+        if self._comm.world > 1:
+            waiting = self._comm.any_of([bool(self._fresh.get(unit)) for unit in self.units])
+            for unit, has_some in zip(self.units, waiting, strict=True):
+                if has_some:
+                    self._reduce(unit)
+
+    def reset(self) -> None:
+        """Forget what an interrupted forward or backward left."""
+        self._in_backward = False
+        self._fresh.clear()
+        self._executor.hold_gates(False)
+        self.schedule.abandon()
+
+    # -- gradients ---------------------------------------------------------------------------------------------------------
+
+    def slot(self, param: Param) -> GradSlot:
+        """The gradient slot of a parameter; made when it is first wanted."""
+        if param.grad is None:
+            param.grad = self._book.add(
+                param.name, param.shape, self._gradients.of(param), param.flat.tensor.device
+            )
+        return param.grad
+
+    def drain(self, param: Param, grad: torch.Tensor) -> None:
+        """Take one fresh gradient: into its slot, or, on several ranks, until its unit is reduced."""
+        if self._comm.world == 1:
+            self._accumulate(param, grad)
+            return
+        fresh = self._fresh.setdefault(param.unit, {})
+        fresh[param] = fresh[param] + grad if param in fresh else grad
+
+    def unit_done(self, unit: Unit) -> None:
+        """Several ranks: mean of the unit's gradients over the ranks, each rank keeping its shard."""
+        if self._comm.world > 1 and self._fresh.get(unit):
+            self._reduce(unit)
+
+    def _accumulate(self, param: Param, grad: torch.Tensor) -> None:
+        slot = self.slot(param)
+        slot.reconcile(param.at_rest.grad)
+        slot.accumulate(grad)
+        param.at_rest.grad = slot.stand_in
+
+    def _reduce(self, unit: Unit) -> None:
+        fresh = self._fresh.pop(unit, {})
+        for flat in unit.flats:
+            present = self._comm.any_of([param in fresh for param in flat.params])
+            if not any(present):
+                continue
+            dtype = self._gradients.dtype(flat)
+            whole = torch.zeros(flat.layout.numel, dtype=dtype)
+            for param in flat.params:
+                if param in fresh:
+                    whole[param.offset : param.offset + param.numel].copy_(fresh[param].reshape(-1))
+            shard = self._comm.reduce_mean(whole, flat.layout.shard_numel)
+            for param, has_grad in zip(flat.params, present, strict=True):
+                if has_grad:
+                    start, _, numel = flat.layout.shard_range(param.slot_index, self._comm.rank)
+                    self._accumulate(param, shard[start : start + numel])
+
+    # -- updates -----------------------------------------------------------------------------------------------------------
+
+    def hand_over(self, unit: Unit, ticket: Ticket, gate: Gate) -> None:
+        """An update of the unit was submitted behind `gate`. If the unit is gathered it becomes the gate's target."""
+        unit.generation += 1
+        update = PendingUpdate(ticket, gate)
+        self._updates[unit] = update
+        if unit not in self._held:
+            return
+        self._settle(unit)
+        gathered.invalidate(unit)
+        update.opened = True
+        if gate.open([self._target(flat) for flat in unit.flats]):
+            self._fills[unit] = [ticket]
+        else:  # it escaped while this thread was held up: read the values that the update left at rest
+            self._fills[unit] = [
+                self._rest.fetch(flat, 0, self._target(flat), priority=Priority.PREFETCH)
+                for flat in unit.flats
+            ]
+
+    def _settle(self, unit: Unit) -> None:
+        """Finish a fill that nobody has waited for."""
+        if unit in self._fills:
+            self._finish_fill(unit)
+
+    def updates_ended(self) -> None:
+        """Every update that was submitted has been waited for."""
+        self._updates.clear()
+
+    # -- single values ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def borrowed(self, unit: Unit) -> Iterator[None]:
+        """The unit is gathered inside, without a trace in the schedule."""
+        self.on_demand()
+        if unit not in self._held:
+            self._start_fill(unit, Priority.DEMAND)
+        self._settle(unit)
+        unit.refs += 1
+        try:
+            yield
+        finally:
+            unit.refs -= 1
+            if unit.refs == 0:
+                self.idle(unit)
+
+    def read(self, param: Param) -> torch.Tensor:
+        """The current value [param.shape] as an ordinary CPU tensor; waits for pending updates of its unit."""
+        with self.borrowed(param.unit), torch.no_grad():
+            start = param.offset
+            return param.flat.tensor[start : start + param.numel].view(param.shape).to("cpu", copy=True)
+
+    def write(self, param: Param, value: torch.Tensor) -> None:
+        """Set the value, master included. value: [param.shape], any floating dtype (cast as copy_ does)."""
+        self.on_demand()
+        flat_value = value.detach().to("cpu", param.dtype).reshape(-1).contiguous()
+        assert flat_value.numel() == param.numel
+        self._settle(param.unit)
+        start, source, numel = param.flat.layout.shard_range(param.slot_index, self._comm.rank)
+        if numel:
+            self._rest.overwrite(param.flat, start, flat_value[source : source + numel])
+        unit = param.unit
+        unit.generation += 1
+        if unit in self._held:
+            if unit.refs == 0 and not self._keep:
+                self._forget(unit)
+            else:
+                with torch.no_grad():
+                    param.flat.tensor[param.offset : param.offset + param.numel].copy_(flat_value)
+                gathered.mark_filled(unit)
+
+    def close(self) -> None:
+        """Evict everything. Pending work must have been waited for."""
+        self._fills.clear()
+        self._updates.clear()
+        self._fresh.clear()
+        for unit in list(self._held):
+            self._forget(unit)

@@ -1,0 +1,266 @@
+"""States at rest: the chunks of every flat, where their sections lie, and how they are read and written whole.
+
+Before an optimizer exists a flat has one section, the parameter (`Format.RAW`). Building an optimizer gives the flats
+that it holds their state sections: `convert` moves what must move and zeroes what is new. What rests where is the
+placement plan's decision (infinity.memory.placement); here it is only carried out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity.aio import Executor, Priority, Slab, Ticket
+from infinity.aio.plan import CHUNK, JOB, PIECE_NUMEL, Format, JobKind, piece_count
+from infinity.memory.layout import Section, sections_of
+from infinity.memory.swap_space import Place, SwapSpace
+from infinity.params.unit import Flat
+from infinity.sizes import round_up
+
+
+@dataclasses.dataclass(eq=False)
+class FlatRest:
+    """One rank's shard of a flat at rest: chunk records, their ids in the executor, their places on NVMe.
+
+    `sections` and `records["section_*"]` agree; a section of a chunk is resident (an address) or in the chunk's run.
+    """
+
+    flat: Flat
+    format: Format
+    sections: tuple[Section, ...]
+    records: npt.NDArray[Any]  # CHUNK [chunks]
+    ids: npt.NDArray[np.int32]  # [chunks]
+    places: list[Place | None]
+    sums: npt.NDArray[np.uint32]  # [chunks, sections, pieces]
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Element of the shard at which each chunk starts."""
+        starts: npt.NDArray[np.int64] = np.array(
+            [span.start for span in self.flat.layout.chunks], dtype=np.int64
+        )
+        return starts
+
+
+class Rest:
+    """All flats of a model at rest. Not safe from several threads at once.
+
+    sums_on: keep checksums, which the executor then verifies.
+    """
+
+    def __init__(self, executor: Executor, space: SwapSpace | None, *, sums_on: bool) -> None:
+        self._executor = executor
+        self._space = space
+        self._sums_on = sums_on
+        self._slabs: list[Slab] = []
+        self._flats: dict[Flat, FlatRest] = {}
+        self._key = 0
+        self.nvme_bytes = 0
+        self.resident_bytes = 0
+
+    def __getitem__(self, flat: Flat) -> FlatRest:
+        return self._flats[flat]
+
+    def create(self, flats: Sequence[Flat], masks: Sequence[Sequence[int]]) -> None:
+        """Give each flat its parameter section. `masks[flat][chunk] & 1` puts it on NVMe; else it is resident.
+
+        Contents are undefined until written. Raises: SwapFullError; then nothing was created.
+        """
+        self._define(flats, [Format.RAW] * len(flats), [[mask & 1 for mask in row] for row in masks], {})
+
+    def convert(
+        self, flats: Sequence[Flat], formats: Sequence[Format], masks: Sequence[Sequence[int]]
+    ) -> None:
+        """Change formats and places; parameters keep their values, new sections start as zeros. Blocks.
+
+        Raises: SwapFullError before anything changed; AioError when moving a parameter fails.
+        """
+        changed = [
+            index
+            for index, flat in enumerate(flats)
+            if self._flats[flat].format is not formats[index] or self._masks_of(flat) != list(masks[index])
+        ]
+        old = {flats[index]: self._flats[flats[index]] for index in changed}
+        keep = {
+            flat: [int(record["section_ptr"][0]) for record in rest.records] for flat, rest in old.items()
+        }  # a parameter that is resident and stays so keeps its memory: nothing is held twice
+        self._define(
+            [flats[index] for index in changed],
+            [formats[index] for index in changed],
+            [masks[index] for index in changed],
+            keep,
+        )
+        for flat, before in old.items():
+            self._carry_over(flat, before)
+
+    def fetch(self, flat: Flat, section: int, address: int, *, priority: Priority) -> Ticket:
+        """Start copying one section of the shard to `address`, which holds shard_numel elements. Does not block."""
+        return self._move(flat, JobKind.FETCH, section, address, priority)
+
+    def store(self, flat: Flat, section: int, address: int) -> Ticket:
+        """Start writing one section of the shard from `address` (0: zeros). Does not block."""
+        return self._move(flat, JobKind.STORE, section, address, Priority.DEMAND)
+
+    def overwrite(self, flat: Flat, start: int, values: torch.Tensor) -> None:
+        """Replace elements [start, start + len) of the shard's parameter; the rest of a split master becomes 0. Blocks.
+
+        values: 1-D CPU tensor of the parameter's dtype. Other elements of the chunks it touches stay as they are; in an
+        optimizer's chunk the moments do, too.
+        """
+        rest = self._flats[flat]
+        end = start + values.numel()
+        touched = [
+            i
+            for i, span in enumerate(flat.layout.chunks)
+            if span.start < end and start < span.start + span.numel
+        ]
+        sections = (0, 1) if rest.format is Format.SPLIT else (0,)
+        first = flat.layout.chunks[touched[0]].start
+        last = flat.layout.chunks[touched[-1]]
+        numel = last.start + last.numel - first
+        # int16 stands for `lo`; both sections of a split master have two bytes.
+        buffers = [
+            torch.empty(numel, dtype=flat.dtype if section == 0 else torch.int16) for section in sections
+        ]
+        addresses = [buffer.data_ptr() - first * buffer.element_size() for buffer in buffers]
+        for kind in (JobKind.FETCH, JobKind.STORE):
+            jobs = np.zeros(len(touched), dtype=JOB)
+            jobs["chunk"] = rest.ids[touched]
+            jobs["kind"] = kind
+            jobs["mask"] = sum(1 << section for section in sections)
+            jobs["base"] = -1
+            for section, address in zip(sections, addresses, strict=True):
+                at = rest.starts[touched] * rest.sections[section].itemsize + address
+                jobs["ptr"][:, section] = at.astype(np.uint64)
+            self._executor.submit(jobs, priority=Priority.DEMAND).wait()
+            if kind is JobKind.FETCH:
+                buffers[0][start - first : end - first] = values
+                for buffer in buffers[1:]:
+                    buffer[start - first : end - first] = 0
+
+    def close(self) -> None:
+        """Forget the chunks and free the resident memory. The executor must be idle or closed."""
+        self._flats.clear()
+        for slab in self._slabs:
+            slab.close()
+        self._slabs.clear()
+
+    def _move(self, flat: Flat, kind: JobKind, section: int, address: int, priority: Priority) -> Ticket:
+        rest = self._flats[flat]
+        jobs = np.zeros(len(rest.ids), dtype=JOB)
+        jobs["chunk"] = rest.ids
+        jobs["kind"] = kind
+        jobs["mask"] = 1 << section
+        jobs["base"] = -1
+        if address:
+            itemsize = rest.sections[section].itemsize
+            jobs["ptr"][:, section] = address + rest.starts.astype(np.uint64) * np.uint64(itemsize)
+        return self._executor.submit(jobs, priority=priority)
+
+    def _masks_of(self, flat: Flat) -> list[int]:
+        rest = self._flats[flat]
+        count = len(rest.sections)
+        return [sum(1 << s for s in range(count) if record["section_at"][s] >= 0) for record in rest.records]
+
+    def _define(
+        self,
+        flats: Sequence[Flat],
+        formats: Sequence[Format],
+        masks: Sequence[Sequence[int]],
+        keep: dict[Flat, list[int]],
+    ) -> None:
+        """Make chunk records for `flats`, reserve their space, and make them known to the executor."""
+        made = [self._records(flat, fmt, row) for flat, fmt, row in zip(flats, formats, masks, strict=True)]
+        runs = [int(size) for rest in made for size in rest.records["run_bytes"] if size]
+        places = iter(self._space.reserve(runs) if self._space is not None else [])
+        self._place_resident(made, keep)
+        for rest in made:
+            for index, record in enumerate(rest.records):
+                if record["run_bytes"]:
+                    place = next(places)
+                    rest.places[index] = place
+                    record["drive"], record["file_offset"] = place.drive, place.offset
+                    self.nvme_bytes += place.size_bytes
+            rest.ids = self._executor.define(rest.records)
+            self._flats[rest.flat] = rest
+
+    def _records(self, flat: Flat, state_format: Format, masks: Sequence[int]) -> FlatRest:
+        sections = sections_of(state_format, flat.layout.itemsize)
+        spans = flat.layout.chunks
+        records = np.zeros(len(spans), dtype=CHUNK)
+        pieces = piece_count(max(span.numel for span in spans))
+        sums: npt.NDArray[np.uint32] = np.zeros((len(spans), len(sections) * pieces), dtype=np.uint32)
+        for index, (span, mask, record) in enumerate(zip(spans, masks, records, strict=True)):
+            self._key += 1
+            record["key"] = self._key
+            record["numel"] = span.numel
+            record["drive"] = record["file_offset"] = -1
+            record["format"] = state_format
+            record["section_count"] = len(sections)
+            record["piece_numel"] = PIECE_NUMEL
+            record["section_at"] = -1
+            run = 0
+            for s, section in enumerate(sections):
+                record["itemsize"][s] = section.itemsize
+                if mask >> s & 1:
+                    record["section_at"][s] = run
+                    run += span.numel * section.itemsize
+            record["run_bytes"] = run
+            if self._sums_on:
+                record["sums_ptr"] = sums[index].ctypes.data
+        return FlatRest(
+            flat, state_format, sections, records, np.zeros(0, np.int32), [None] * len(spans), sums
+        )
+
+    def _place_resident(self, made: list[FlatRest], keep: dict[Flat, list[int]]) -> None:
+        """Give every resident section an address: the kept one, or one in a new slab for all of `made`."""
+        wanted: list[tuple[npt.NDArray[Any], int, int]] = []
+        for rest in made:
+            kept = keep.get(rest.flat, [0] * len(rest.records))
+            for index, record in enumerate(rest.records):
+                for s, section in enumerate(rest.sections):
+                    if record["section_at"][s] >= 0:
+                        continue
+                    if s == 0 and kept[index]:
+                        record["section_ptr"][0] = kept[index]
+                    else:
+                        wanted.append((record, s, int(record["numel"]) * section.itemsize))
+        size_bytes = sum(round_up(size, 64) for _, _, size in wanted)
+        if not size_bytes:
+            return
+        slab = Slab(size_bytes)
+        self._slabs.append(slab)
+        self.resident_bytes += size_bytes
+        address = slab.address
+        for record, s, size in wanted:
+            record["section_ptr"][s] = address
+            address += round_up(size, 64)
+
+    def _carry_over(self, flat: Flat, before: FlatRest) -> None:
+        """Move the parameter from its old chunks to the new ones, zero the other sections, free the old chunks."""
+        now = self._flats[flat]
+        moved = now.records["section_ptr"][:, 0] != before.records["section_ptr"][:, 0]
+        tickets = []
+        if np.any(moved | (now.records["section_ptr"][:, 0] == 0)):
+            buffer = torch.empty(flat.layout.shard_numel, dtype=flat.dtype)
+            self._flats[flat] = before
+            self.fetch(flat, 0, buffer.data_ptr(), priority=Priority.DEMAND).wait()
+            self._flats[flat] = now
+            tickets.append(self.store(flat, 0, buffer.data_ptr()))
+        else:
+            buffer = None
+        tickets += [self.store(flat, section, 0) for section in range(1, len(now.sections))]
+        for ticket in tickets:
+            ticket.wait()
+        del buffer
+        self._executor.drop(before.ids)
+        for place in before.places:
+            if place is not None:
+                assert self._space is not None
+                self._space.free(place)
+                self.nvme_bytes -= place.size_bytes

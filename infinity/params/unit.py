@@ -1,0 +1,121 @@
+"""Units, flats and parameters: the nouns that the life cycle and the step share.
+
+A unit is what is gathered and released together. It has one flat per (dtype, trainable): a one-dimensional device
+tensor whose storage is resized to nothing when the unit is evicted and filled again when it is gathered. The
+gathered parameters are views of it. What the module and the optimizer hold is `Param.at_rest`, which has no storage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from infinity.memory.layout import FlatLayout
+
+if TYPE_CHECKING:
+    from infinity.params.at_rest import AtRestParameter
+    from infinity.params.stand_in import GradSlot
+
+
+@dataclasses.dataclass(eq=False)
+class Param:
+    """One distinct parameter of a model; tied weights are one Param with several sites."""
+
+    index: int
+    name: str
+    names: tuple[str, ...]  # every qualified name under which the module tree holds it
+    sites: list[tuple[torch.nn.Module, str]]
+    shape: torch.Size
+    dtype: torch.dtype
+    numel: int
+    offset: int  # elements from the start of its flat
+    flat: Flat
+    unit: Unit
+    slot_index: int  # position in flat.params
+    at_rest: AtRestParameter = dataclasses.field(init=False)
+    gathered: torch.nn.Parameter = dataclasses.field(init=False)
+    grad: GradSlot | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Flat:
+    """The parameters of a unit that share a dtype and are trainable or not, as one tensor."""
+
+    unit: Unit
+    index: int
+    dtype: torch.dtype
+    trainable: bool
+    layout: FlatLayout
+    tensor: torch.Tensor  # [layout.numel] of dtype on the compute device
+    params: list[Param] = dataclasses.field(default_factory=list)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the gathered flat."""
+        return self.layout.numel * self.layout.itemsize
+
+
+@dataclasses.dataclass(eq=False)
+class Unit:
+    """Parameters that are gathered and released together."""
+
+    index: int
+    name: str
+    modules: tuple[torch.nn.Module, ...]
+    flats: list[Flat] = dataclasses.field(default_factory=list)
+    params: list[Param] = dataclasses.field(default_factory=list)
+    refs: int = 0  # active Uses and frames; the unit may be evicted only at 0
+    gathered: bool = False
+    generation: int = 0  # counts the optimizer steps and writes that changed its values
+    filled_generation: int = -1  # the generation that the flats hold, or held when evicted
+    engine: Any = None  # the handle that owns it; layers below pass it on and never look inside
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its gathered flats."""
+        return sum(flat.size_bytes for flat in self.flats)
+
+
+class Residency(Protocol):
+    """Who decides what is gathered, and moves it. The life cycle asks; it never decides.
+
+    All calls come from the thread that runs forward or backward.
+    """
+
+    def demand(self, unit: Unit) -> None:
+        """Block until the unit is gathered: storages allocated and filled with its current values."""
+
+    def idle(self, unit: Unit) -> None:
+        """The unit's reference count fell to 0: it may be evicted, now or later."""
+
+    def drain(self, param: Param, grad: torch.Tensor) -> None:
+        """Take one fresh gradient [param.shape] and make the stand-in the at-rest parameter's `.grad`."""
+
+    def unit_done(self, unit: Unit) -> None:
+        """No further gradient of this unit comes from the Use that just finished."""
+
+    def read(self, param: Param) -> torch.Tensor:
+        """The current value as an ordinary CPU tensor; waits for pending updates."""
+
+    def write(self, param: Param, value: torch.Tensor) -> None:
+        """Set the value, master included; waits for pending updates."""
+
+    def forward_start(self) -> None:
+        """The outermost forward begins."""
+
+    def forward_end(self) -> None:
+        """The outermost forward has returned or raised."""
+
+    def backward_start(self) -> None:
+        """A backward over this model's graph begins."""
+
+    def backward_end(self) -> None:
+        """A backward over this model's graph has ended."""
+
+    def discard(self, unit: Unit) -> None:
+        """The gathered values were overwritten and `unit.refs` is 0: fill them again at the next demand."""
+
+    def reset(self) -> None:
+        """Forget what an interrupted forward or backward left."""

@@ -1,0 +1,1 @@
+"""Runtime: hooks and the life cycle of gathered parameters."""

@@ -1,0 +1,92 @@
+"""`gather()`: parameters that are readable and writable for a while, outside of forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from infinity._torch_compat import bump_version
+from infinity.params.at_rest import AtRestParameter
+from infinity.params.unit import Param
+from infinity.runtime.slots import Window
+
+if TYPE_CHECKING:
+    from infinity.runtime.lifecycle import Lifecycle
+
+Gatherable = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
+
+
+def chosen_params(lifecycle: Lifecycle, what: Gatherable) -> list[Param]:
+    """The offloaded parameters that `what` names: a module, a parameter, or an iterable of parameters.
+
+    Parameters that are not offloaded (adapters added later) are readable anyway and are left out.
+    Raises: ValueError when a parameter belongs to another model, or is none of this.
+    """
+    if isinstance(what, torch.nn.Module):
+        what = what.parameters()
+    tensors = [what] if isinstance(what, torch.Tensor) else list(what)
+    chosen: dict[Param, None] = {}
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"gather() takes a module, a parameter or an iterable of parameters; this holds a "
+                f"{type(tensor).__name__}. Named parameters: gather(p for _, p in model.named_parameters())"
+            )
+        if not isinstance(tensor, AtRestParameter):
+            continue
+        link = tensor.infinity_link
+        if link.owner is not lifecycle:
+            raise ValueError(f"{link.param.name} belongs to another model; gather it with that model's handle")
+        chosen[link.param] = None
+    return list(chosen)
+
+
+@contextmanager
+def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
+    """Inside, the chosen parameters are readable and writable; writes are kept, also when the body raises."""
+    params = [param for param in chosen_params(lifecycle, what) if param not in lifecycle.windows]
+    units = list({param.unit: None for param in params})
+    held = []
+    opened: list[Window] = []
+    try:
+        for unit in units:
+            slots = lifecycle.slots_of(unit)
+            slots.hold()
+            held.append(slots)
+        for param in params:
+            window = Window(param)
+            if window.tensor.requires_grad:
+                lifecycle.drain_into(window)
+            lifecycle.windows[param] = window
+            lifecycle.slots_of(param.unit).windows.append(window)
+            opened.append(window)
+        yield
+    finally:
+        try:
+            _close(lifecycle, opened)
+        finally:
+            for slots in reversed(held):
+                slots.release()
+
+
+def _close(lifecycle: Lifecycle, opened: list[Window]) -> None:
+    """Keep what was written through the windows. All are closed even if a write fails; the first failure is raised."""
+    failure: BaseException | None = None
+    for window in opened:
+        param = window.param
+        slots = lifecycle.slots_of(param.unit)
+        slots.note_window_writes()
+        slots.windows.remove(window)
+        del lifecycle.windows[param]
+        written = window.written
+        bump_version(window.tensor)
+        if written:
+            try:
+                lifecycle.residency.write(param, window.tensor.detach())
+            except BaseException as error:
+                failure = failure or error
+    if failure is not None:
+        raise failure

@@ -1,0 +1,125 @@
+"""Putting parameters at rest into a module tree, and taking the engine's dicts out again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from infinity._torch_compat import dynamo_disable
+from infinity.params import gathered
+from infinity.params.at_rest import AtRestParameter
+from infinity.params.unit import Param, Unit
+from infinity.runtime.module_dict import ModuleParameters
+
+if TYPE_CHECKING:
+    from infinity.runtime.lifecycle import Lifecycle
+
+
+_CAPTURE_DEPTH = 3
+"""How deep in containers a captured parameter is looked for."""
+
+
+@dataclasses.dataclass(eq=False)
+class Installed:
+    """What was put where."""
+
+    owned: dict[torch.nn.Module, ModuleParameters]
+    modules_of: dict[Unit, list[torch.nn.Module]]
+
+
+def install(model: torch.nn.Module, units: list[Unit], lifecycle: Lifecycle) -> Installed:
+    """Make at-rest and gathered parameters for all of `units` and put the at-rest ones into their slots."""
+    replaced: dict[int, AtRestParameter] = {}
+    originals: list[torch.Tensor] = []  # alive until the end, so that an id names one object
+    for unit in units:
+        for param in unit.params:
+            module, attr = param.sites[0]
+            if module._parameters[attr] is not None and module._parameters[attr].grad is not None:  # type: ignore[union-attr]
+                raise ValueError(
+                    f"{param.name} has a gradient, which offloading would lose: call `model.zero_grad()` first"
+                )
+    for unit in units:
+        _install_unit(unit, lifecycle, replaced, originals)
+    _replace_captured(model, replaced)
+    in_forward = dynamo_disable(lifecycle.in_forward)
+    owned: dict[torch.nn.Module, ModuleParameters] = {}
+    modules_of: dict[Unit, list[torch.nn.Module]] = {}
+    for unit in units:
+        modules = list({module: None for param in unit.params for module, _ in param.sites})
+        modules_of[unit] = modules
+        for module in modules:
+            if module not in owned:
+                owned[module] = ModuleParameters(module._parameters, in_forward)
+                module.__dict__["_parameters"] = owned[module]
+    return Installed(owned, modules_of)
+
+
+def _install_unit(
+    unit: Unit, lifecycle: Lifecycle, replaced: dict[int, AtRestParameter], originals: list[torch.Tensor]
+) -> None:
+    first = {param: _original(param) for param in unit.params}
+    gathered.bind(unit, requires_grad={param: original.requires_grad for param, original in first.items()})
+    for param, original in first.items():
+        at_rest = AtRestParameter(param, param.flat.tensor.device, original.requires_grad)
+        _carry_over(original, at_rest, param)
+        at_rest.infinity_link.owner = lifecycle
+        param.at_rest = at_rest
+        for module, attr in param.sites:
+            site = module._parameters[attr]
+            assert site is not None
+            originals.append(site)
+            replaced[id(site)] = at_rest
+            setattr(module, attr, at_rest)  # not by the dict: nn.RNNBase keeps a list of its own
+
+
+def _original(param: Param) -> torch.nn.Parameter:
+    module, attr = param.sites[0]
+    original = module._parameters[attr]
+    assert original is not None, f"{param.name} is not in its module"
+    return original
+
+
+def _carry_over(original: torch.nn.Parameter, at_rest: AtRestParameter, param: Param) -> None:
+    """Attributes and hooks that users put on the original parameter."""
+    for target in (at_rest, param.gathered):
+        target.__dict__.update(original.__dict__)
+    for hook in (original._backward_hooks or {}).values():
+        at_rest.register_hook(hook)
+
+
+def _replace_captured(model: torch.nn.Module, replaced: dict[int, AtRestParameter]) -> None:
+    """Modules that keep lists, tuples or dicts of their parameters get those at rest: else they train old copies."""
+    for module in model.modules():
+        for name, value in list(module.__dict__.items()):
+            if name.startswith("_parameters") or name == "_modules":
+                continue
+            swapped = _swap(value, replaced)
+            if swapped is not value:
+                module.__dict__[name] = swapped
+
+
+def _swap(value: Any, replaced: dict[int, AtRestParameter], depth: int = 0) -> Any:
+    if isinstance(value, torch.Tensor):
+        return replaced.get(id(value), value)
+    if depth == _CAPTURE_DEPTH:
+        return value
+    if type(value) is list:
+        for index, item in enumerate(value):
+            value[index] = _swap(item, replaced, depth + 1)
+    elif type(value) is tuple:
+        parts = [_swap(item, replaced, depth + 1) for item in value]
+        if any(new is not old for new, old in zip(parts, value, strict=True)):
+            return tuple(parts)
+    elif type(value) is dict:
+        for key, item in list(value.items()):
+            value[key] = _swap(item, replaced, depth + 1)
+    return value
+
+
+def uninstall(installed: Installed) -> None:
+    """Put ordinary dicts back; the at-rest parameters stay in their slots."""
+    for module, parameters in installed.owned.items():
+        if module.__dict__.get("_parameters") is parameters:
+            module.__dict__["_parameters"] = parameters.copy()

@@ -1,0 +1,356 @@
+"""The life cycle of offloaded parameters: hooks on the modules, frames for running forwards, Uses for backward.
+
+    forward   pre hook: push a frame, gather the module's units | post hook: leave a Use on the graph, release
+    lookup    `self.wte.weight` of a unit that no frame holds: gathered at once, held by the innermost frame
+    backward  see `runtime.backward`
+    between   `gather()` opens windows, `state_dict` copies, everything else raises `ParameterReleased`
+
+The life cycle decides when a unit must be gathered; the residency decides what else is. References to a unit are
+active Uses, active frames and open windows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from infinity._torch_compat import (
+    NO_TASK,
+    address_of,
+    calling_module_frame,
+    dynamo_disable,
+    graph_task_id,
+    is_running,
+    sequence_number,
+)
+from infinity.errors import EngineClosed, ParameterReleased
+from infinity.params.unit import Param, Residency, Unit
+from infinity.runtime import tensors
+from infinity.runtime.backward import Backward, Use
+from infinity.runtime.gather import Gatherable, open_windows
+from infinity.runtime.install import Installed, install, uninstall
+from infinity.runtime.slots import UnitSlots, Window
+from infinity.runtime.state_dict import Check, hook_state_dict
+
+
+@dataclasses.dataclass(eq=False)
+class Frame:
+    """A hooked module whose forward is running."""
+
+    module: torch.nn.Module
+    caller: FrameType | None  # the Python frame of its __call__; tells whether it still runs
+    first_node: int  # sequence number of the first autograd node that it can make
+    outermost: bool
+    held: list[UnitSlots] = dataclasses.field(default_factory=list)
+    use: Use | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is still running. KeyboardInterrupt leaves frames behind."""
+        return self.caller is None or is_running(self.caller)
+
+
+class Lifecycle:
+    """The life cycle of one model's offloaded parameters. Made by `attach`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        units: list[Unit],
+        residency: Residency,
+        *,
+        where: Callable[[Param], str] | None = None,
+        check_state_dict: Check | None = None,
+    ) -> None:
+        self.model = model
+        self.units = units
+        self.residency = residency
+        self.closed = False
+        self.windows: dict[Param, Window] = {}
+        self._where = where
+        self._lock = threading.RLock()
+        self._frames: list[Frame] = []
+        self._thread = 0
+        self._backward = Backward(residency, self._lock)
+        self._drained: set[Param] = set()
+        self._installed: Installed = install(model, units, self)
+        self._slots: dict[Unit, UnitSlots] = {
+            unit: UnitSlots(
+                unit,
+                residency,
+                [(module, self._installed.owned[module]) for module in self._installed.modules_of[unit]],
+            )
+            for unit in units
+        }
+        for unit in units:
+            for param in unit.params:
+                self._drain(param)
+        self._hooked: dict[torch.nn.Module, list[UnitSlots]] = {}
+        self._attributes: dict[torch.nn.Module, tensors.AttributeWatch] = {}
+        self._handles: list[RemovableHandle] = self._hook_modules()
+        self._handles += hook_state_dict(
+            model, self._installed.owned, (param for unit in units for param in unit.params), residency, check_state_dict
+        )
+
+    # -- what the engine and users call --------------------------------------------------------------------------------
+
+    def gather(self, params: Gatherable) -> AbstractContextManager[None]:
+        """Inside, `params` (a module, a parameter, or parameters) are readable and writable; writes are kept.
+
+        Blocks until they are gathered. Views kept past the end are undefined.
+        """
+        self._require_open("gather()")
+        if self._frames and not self._frames[-1].alive and graph_task_id() == NO_TASK:
+            self._reset()
+        return open_windows(self, params)
+
+    def reset(self) -> None:
+        """Release everything that interrupted forwards and backwards left. Not to be called while one runs."""
+        with self._lock:
+            self._reset()
+
+    def detach(self) -> None:
+        """Remove the hooks. The module keeps its at-rest parameters, which raise EngineClosed from now on."""
+        if self.closed:
+            return
+        with self._lock:
+            self._reset()
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            uninstall(self._installed)
+            self.closed = True
+
+    def slots_of(self, unit: Unit) -> UnitSlots:
+        """The references to `unit`."""
+        return self._slots[unit]
+
+    def drain_into(self, window: Window) -> None:
+        """Drain the gradients that reach an open window."""
+        window.tensor.register_post_accumulate_grad_hook(self._backward.drain_hook(window.param))
+
+    # -- Owner of the at-rest parameters ---------------------------------------------------------------------------------
+
+    def readable(self, param: Param) -> torch.Tensor | None:
+        """The gathered parameter inside forward, its window inside `gather()`, None elsewhere."""
+        inside = self.in_forward(param)
+        if inside is not None:
+            return inside
+        window = self.windows.get(param)
+        return window.tensor if window is not None else None
+
+    def in_forward(self, param: Param) -> torch.Tensor | None:
+        """The gathered parameter if a forward runs, gathered at once and held by the innermost frame if need be."""
+        if not self._frames:
+            return None
+        frame = self._frames[-1]
+        if not frame.alive:
+            return None
+        slots = self._slots[param.unit]
+        if not slots.in_forward:
+            with self._lock:
+                slots.enter()
+                frame.held.append(slots)
+        return param.gathered
+
+    def where(self, param: Param) -> str:
+        """Where the values rest, for messages."""
+        return self._where(param) if self._where is not None else "its tier"
+
+    def take_gradient(self, param: Param, grad: torch.Tensor) -> None:
+        """`parameter.grad = tensor`: the tensor becomes the whole gradient."""
+        param.at_rest.grad = None
+        self.residency.drain(param, grad.detach())
+
+    def set_requires_grad(self, param: Param, flag: bool) -> None:
+        """Mirror `requires_grad` on the gathered parameter and its window."""
+        param.gathered.requires_grad_(flag)
+        window = self.windows.get(param)
+        if window is not None:
+            window.tensor.requires_grad_(flag)
+        self._drain(param)
+
+    def load(self, param: Param, value: torch.Tensor) -> None:
+        """Set the values from a state dict. value: the shape is checked, the dtype is cast as `copy_` does."""
+        with torch.no_grad():
+            self.residency.write(param, value.detach().expand(param.shape))
+
+    # -- forward -----------------------------------------------------------------------------------------------------------
+
+    def _hook_modules(self) -> list[RemovableHandle]:
+        """Hook the modules of units, and all above them: those hold what they look up themselves."""
+        for unit in self.units:
+            for module in unit.modules:
+                self._hooked.setdefault(module, []).append(self._slots[unit])
+        for module in self._hooked:
+            self._attributes[module] = tensors.AttributeWatch(module)
+        named = dict(self.model.named_modules(remove_duplicate=False))
+        below = [name for name, module in named.items() if self._hooked.get(module)]
+        for name in below:
+            parts = name.split(".") if name else []
+            for depth in range(len(parts)):
+                self._hooked.setdefault(named[".".join(parts[:depth])], [])
+        self._hooked.setdefault(self.model, [])
+        before = dynamo_disable(self._before_forward)
+        after = dynamo_disable(self._after_forward)
+        handles = []
+        for module in self._hooked:
+            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        return handles
+
+    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self._lock:
+            outermost = self._find_place(module)
+            frame = Frame(module, calling_module_frame(), sequence_number(), outermost)
+            self._frames.append(frame)  # before anything can raise: the post hook is always called, and pops it
+            for slots in self._hooked[module]:
+                slots.enter()
+                frame.held.append(slots)
+            if torch.is_grad_enabled():
+                frame.use = Use(self._backward)
+                frame.use.listen(tensors.in_arguments(args, kwargs))
+
+    def _find_place(self, module: torch.nn.Module) -> bool:
+        """Whether this forward is the outermost one; clears what an interrupted one left, if so."""
+        in_backward = graph_task_id() != NO_TASK
+        if self._frames:
+            if in_backward or self._hooked[module]:
+                self._check_thread(in_backward)
+                return False
+            # A module above the units: few enough to look whether the frames below still run.
+            if self._frames[-1].alive:
+                self._check_thread(in_backward)
+                return False
+        if in_backward:  # recompute
+            return False
+        if self._frames or self._backward.running:
+            self._reset()
+        self._thread = threading.get_ident()
+        self.residency.forward_start()
+        return True
+
+    def _check_thread(self, in_backward: bool) -> None:
+        if not in_backward and threading.get_ident() != self._thread:
+            raise RuntimeError(
+                "two threads run forward of one offloaded model; its units are gathered for one forward at a time"
+            )
+
+    def _after_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        with self._lock:
+            frame = self._pop(module)
+            if frame is None:
+                return
+            try:
+                if frame.held and output is not None:
+                    self._leave_use(frame, output)
+            finally:
+                try:
+                    self._leave_units(frame, check=True)
+                finally:
+                    if frame.outermost:
+                        self.residency.forward_end()
+
+    def _pop(self, module: torch.nn.Module) -> Frame | None:
+        """The frame of this call, and off the stack what an exception left above it. None: it never got one."""
+        caller = calling_module_frame()
+        for index in range(len(self._frames) - 1, -1, -1):
+            frame = self._frames[index]
+            if frame.module is module and (frame.caller is None or caller is None or frame.caller is caller):
+                for stale in reversed(self._frames[index + 1 :]):
+                    self._leave_units(stale, check=False)
+                del self._frames[index:]
+                return frame
+        return None
+
+    def _leave_use(self, frame: Frame, output: Any) -> None:
+        """Let backward gather the frame's units again; keep gathered what the output still shows."""
+        found = tensors.in_output(output)
+        watch = self._attributes.get(frame.module)
+        if watch is not None:
+            found += watch.found()
+        use = frame.use or Use(self._backward)
+        use.held = tuple(frame.held)
+        use.bind(found, frame.first_node)
+        for tensor in found:
+            param = self._param_shown_by(tensor, frame)
+            if param is None:
+                continue
+            if not self._frames:
+                raise ParameterReleased(
+                    f"the output of {type(frame.module).__name__} is {param.name}, or a view of it, whose values are "
+                    "released when forward ends; return a copy (`.clone()`)"
+                )
+            slots = self._slots[param.unit]
+            above = self._frames[-1]
+            if slots not in above.held:
+                slots.enter()
+                above.held.append(slots)
+
+    def _param_shown_by(self, tensor: torch.Tensor, frame: Frame) -> Param | None:
+        """The parameter of the frame's units whose storage `tensor` shares."""
+        address = address_of(tensor)
+        if address == 0:
+            return None
+        for slots in frame.held:
+            for flat in slots.unit.flats:
+                offset = address - address_of(flat.tensor)
+                if 0 <= offset < flat.size_bytes:
+                    start = offset // flat.layout.itemsize
+                    return next((p for p in reversed(flat.params) if p.offset <= start), flat.params[0])
+        return None
+
+    def _leave_units(self, frame: Frame, *, check: bool) -> None:
+        """Release what the frame holds. All are released even when a check raises; the first error is raised."""
+        failure: Exception | None = None
+        while frame.held:
+            try:
+                frame.held.pop().leave(check=check)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _reset(self) -> None:
+        frames, self._frames = self._frames, []
+        for frame in reversed(frames):
+            self._leave_units(frame, check=False)
+        self._backward.reset()
+        self.residency.reset()
+
+    def _drain(self, param: Param) -> None:
+        """Drain the parameter's gradients from now on, if it can have some."""
+        if param.gathered.requires_grad and param not in self._drained:
+            self._drained.add(param)
+            hook = self._backward.drain_hook(param)
+            param.gathered.register_post_accumulate_grad_hook(hook)
+
+    def _require_open(self, what: str) -> None:
+        if self.closed:
+            raise EngineClosed(f"{what}: the engine of this model was closed, and its parameters' values with it")
+
+
+def attach(
+    model: torch.nn.Module,
+    units: list[Unit],
+    residency: Residency,
+    *,
+    where: Callable[[Param], str] | None = None,
+    check_state_dict: Check | None = None,
+) -> Lifecycle:
+    """Replace the parameters of `units` in `model` by parameters at rest, and run their life cycle with hooks.
+
+    The residency must already hold the values: the original parameters are dropped here. Sets `at_rest` and `gathered`
+    of every Param. where: names the tier of a parameter in errors. check_state_dict: see `runtime.state_dict.Check`.
+    Raises: ValueError when a parameter already has a gradient.
+    """
+    return Lifecycle(model, units, residency, where=where, check_state_dict=check_state_dict)

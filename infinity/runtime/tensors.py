@@ -1,0 +1,105 @@
+"""Finding the tensors in what a module takes and gives back."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type})
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
+_OBJECTS_MAX = 10_000  # an output that is a whole object graph is not searched further
+
+
+def in_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Tensors among the arguments and in their tuples, lists and dicts.
+
+    Not in other objects: a KV cache would be searched by every block, and a missed input only delays a release.
+    """
+    found: list[torch.Tensor] = []
+    pending: list[Any] = [*args, *kwargs.values()]
+    for value in pending:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            pending.extend(value)
+        elif isinstance(value, dict):
+            pending.extend(value.values())
+    return found
+
+
+def in_output(output: Any) -> list[torch.Tensor]:
+    """Every tensor in a module's output: containers, dataclasses and objects with a `__dict__` are searched.
+
+    None may be missed: backward gathers the unit when it reaches one of them.
+    """
+    if isinstance(output, torch.Tensor):
+        return [output]
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    pending: list[Any] = [output]
+    for value in pending:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+            continue
+        if type(value) in _ATOMS or id(value) in seen or len(seen) > _OBJECTS_MAX:
+            continue
+        seen.add(id(value))
+        pending.extend(_parts(value))
+    return found
+
+
+def _parts(value: Any) -> list[Any]:
+    """What an object holds: items of a container, attributes of anything but modules, classes and functions."""
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return list(value)
+    parts: list[Any] = []
+    if isinstance(value, dict):
+        parts.extend(value.values())
+    if isinstance(value, (torch.nn.Module, type, *_FUNCTIONS)):
+        return parts
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        parts.extend(attributes.values())
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        parts.extend(getattr(value, name) for name in names if hasattr(value, name))
+    return parts
+
+
+class AttributeWatch:
+    """Finds tensors with a graph that modules keep as attributes (`self.aux_loss = ...`): outputs by another door.
+
+    Reading every attribute of every module at each call would cost more than the rest of the hooks. Looked at are
+    those that held None or a tensor when a module was last listed; a module is listed anew when it has more attributes.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._watched = [self._list(inner.__dict__) for inner in module.modules()]
+
+    @staticmethod
+    def _list(attributes: dict[str, Any]) -> tuple[dict[str, Any], int, tuple[str, ...]]:
+        names = tuple(
+            name
+            for name, value in attributes.items()
+            if name not in _MODULE_ATTRIBUTES and (value is None or isinstance(value, torch.Tensor))
+        )
+        return attributes, len(attributes), names
+
+    def found(self) -> list[torch.Tensor]:
+        """The tensors with a graph that lie there now."""
+        found = []
+        for index, (attributes, count, names) in enumerate(self._watched):
+            if len(attributes) != count:
+                self._watched[index] = self._list(attributes)
+                names = self._watched[index][2]
+            for name in names:
+                value = attributes.get(name)
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    found.append(value)
+        return found
+
+
+_MODULE_ATTRIBUTES = frozenset(torch.nn.Module().__dict__)

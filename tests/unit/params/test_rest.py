@@ -1,0 +1,92 @@
+"""States at rest, on every executor: what is stored comes back, and formats change without losing parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.aio import PoolSpec, Priority, open_executor
+from infinity.aio.plan import Format
+from infinity.memory.layout import CHUNK_NUMEL, plan_flat
+from infinity.memory.swap_space import SwapSpace
+from infinity.ops.adamw import update_numpy_sections
+from infinity.params.rest import Rest
+from infinity.params.unit import Flat, Unit
+
+LARGE_BYTES = CHUNK_NUMEL * 12
+NUMELS = (CHUNK_NUMEL + 5000, 77, 12_345)
+
+
+def make_flat(unit: Unit, index: int, dtype: torch.dtype) -> Flat:
+    layout = plan_flat(NUMELS, dtype.itemsize)
+    return Flat(unit, index, dtype, True, layout, torch.empty(0, dtype=dtype))
+
+
+@contextmanager
+def make_rest(directory: Path, backend: str) -> Iterator[Rest]:
+    space = SwapSpace([directory])
+    executor = open_executor(
+        space.files,
+        small=PoolSpec(4, CHUNK_NUMEL * 4),
+        large=PoolSpec(2, LARGE_BYTES),
+        backend=backend,
+        kernel=update_numpy_sections,
+    )
+    rest = Rest(executor, space, sums_on=True)
+    try:
+        yield rest
+    finally:
+        executor.close()
+        rest.close()
+        space.close()
+
+
+@pytest.fixture(params=["io_uring", "threads", "python"])
+def rest(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rest]:
+    with make_rest(tmp_path, request.param) as made:
+        yield made
+
+
+def fetched(rest: Rest, flat: Flat, section: int, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.full((flat.layout.shard_numel,), 7, dtype=dtype)
+    rest.fetch(flat, section, out.data_ptr(), priority=Priority.DEMAND).wait()
+    return out
+
+
+@pytest.mark.parametrize("mask_before", [0, 1])
+@pytest.mark.parametrize("mask_after", [0, 0b1111, 0b1110, 0b0001])
+def test_a_parameter_survives_every_change_of_place_and_format(
+    rest: Rest, mask_before: int, mask_after: int
+) -> None:
+    unit = Unit(0, "u", ())
+    flat = make_flat(unit, 0, torch.bfloat16)
+    chunks = len(flat.layout.chunks)
+    values = torch.randn(flat.layout.shard_numel).bfloat16()
+    rest.create([flat], [[mask_before] * chunks])
+    rest.store(flat, 0, values.data_ptr()).wait()
+    rest.convert([flat], [Format.SPLIT], [[mask_after] * chunks])
+    assert torch.equal(fetched(rest, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16))
+    for section, dtype in ((1, torch.int16), (2, torch.float32), (3, torch.float32)):
+        assert not fetched(rest, flat, section, dtype).any()
+
+
+def test_overwriting_some_elements_leaves_the_others_and_resets_their_master(rest: Rest) -> None:
+    flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
+    chunks = len(flat.layout.chunks)
+    values = torch.randn(flat.layout.shard_numel).bfloat16()
+    rest.create([flat], [[1] * chunks])
+    rest.store(flat, 0, values.data_ptr()).wait()
+    rest.convert([flat], [Format.SPLIT], [[0b1111] * chunks])
+    low = torch.randint(-30000, 30000, (flat.layout.shard_numel,), dtype=torch.int16)
+    rest.store(flat, 1, low.data_ptr()).wait()
+    start = CHUNK_NUMEL - 100
+    new = torch.randn(3000).bfloat16()
+    rest.overwrite(flat, start, new)
+    values[start : start + 3000] = new
+    low[start : start + 3000] = 0
+    assert torch.equal(fetched(rest, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16))
+    assert torch.equal(fetched(rest, flat, 1, torch.int16), low)
