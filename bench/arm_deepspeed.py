@@ -1,0 +1,152 @@
+"""One run of R1 under DeepSpeed ZeRO-Infinity on the CPU, tuned by hand; prints one JSON line.
+
+Started by compare_deepspeed.py inside DeepSpeed's own environment. Everything rests on NVMe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import meter
+import r1
+import torch
+
+
+def find_free_port() -> int:
+    """A TCP port on the loopback interface that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def single_process_environment() -> None:
+    """Be rank 0 of 1 without a launcher. Set before anything asks for the accelerator."""
+    port = str(find_free_port())
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+    )
+
+
+def build_ops() -> None:
+    """Compile DeepSpeed's extensions into TORCH_EXTENSIONS_DIR, so that no measured run does."""
+    from deepspeed.ops.op_builder import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        AsyncIOBuilder,
+        CPUAdamBuilder,
+        ShareMemCommBuilder,
+    )
+
+    for builder in (AsyncIOBuilder(), CPUAdamBuilder(), ShareMemCommBuilder()):
+        if not builder.is_compatible(verbose=True):
+            raise SystemExit(f"DeepSpeed cannot build {builder.NAME} here: install libaio-dev, g++ and ninja")
+        builder.load(verbose=False)
+
+
+def tuned_config(workload: r1.Workload, swap_dir: str) -> dict[str, Any]:
+    """The fastest configuration found by hand that holds the promise of "everything on NVMe".
+
+    ``buffer_size`` is the only value that follows the model: every parameter must fit one buffer.
+    """
+    buffer_size = math.ceil(workload.largest_parameter * 1.0132 / 1e5) * 100_000
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": workload.micro_batches,
+        "gradient_clipping": workload.clip,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": workload.lr, "weight_decay": workload.weight_decay}},
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": 20_000_000,
+            "stage3_max_reuse_distance": 0,
+            "stage3_max_live_parameters": 30_000_000,
+            "stage3_prefetch_bucket_size": 20_000_000,
+            "reduce_bucket_size": 10_000_000,
+            "stage3_param_persistence_threshold": 10_000,
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": swap_dir,
+                "buffer_count": 12,
+                "pipeline_read": True,
+                "pipeline_write": True,
+            },
+            "offload_param": {
+                "device": "nvme",
+                "nvme_path": swap_dir,
+                "buffer_count": 16,
+                "buffer_size": buffer_size,
+                "max_in_cpu": 0,
+            },
+        },
+        "aio": {"block_size": 1 << 20, "queue_depth": 32},
+        "steps_per_print": 1_000_000,
+        "wall_clock_breakdown": False,
+    }
+
+
+def build_engine(workload: r1.Workload, swap_dir: str) -> Any:
+    """The DeepSpeed engine around R1. Parameters go to NVMe as they are built: no full copy exists in RAM."""
+    config = tuned_config(workload, swap_dir)
+    with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+        model = r1.construct(workload)
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
+            r1.fill(name, parameter.data, workload.seed)
+    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    r1.renew_rotary(model)
+    return engine
+
+
+def run(workload: r1.Workload, swap_dir: str) -> dict[str, Any]:
+    """Train and measure. Blocks until done."""
+    began = time.perf_counter()
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    engine = build_engine(workload, swap_dir)
+    batches = r1.micro_batches(workload)
+
+    def step() -> float:
+        total = 0.0
+        for tokens in batches:
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            total += float(loss.detach())
+        return total / len(batches)
+
+    record = meter.measure(
+        step,
+        flush=lambda: None,  # engine.step() returns only when its writes have completed
+        warmup=workload.warmup,
+        steps=workload.steps,
+        parameters=workload.parameters,
+        setup_s=time.perf_counter() - began,
+    )
+    return {"arm": "deepspeed", "version": deepspeed.__version__, "torch": torch.__version__, **record}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", help="swap directory")
+    parser.add_argument("--build-ops", action="store_true", help="only compile DeepSpeed's extensions")
+    r1.add_arguments(parser)
+    args = parser.parse_args()
+    meter.die_with_parent()
+    single_process_environment()
+    if args.build_ops:
+        build_ops()
+        return 0
+    if not args.dir:
+        parser.error("--dir is needed")
+    meter.report(run(r1.from_arguments(args), args.dir))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""infinity beside DeepSpeed ZeRO-Infinity: the same model, the same drive, alternating runs.
+
+    python bench/compare_deepspeed.py --dir /mnt/nvme0
+
+DeepSpeed lives in an environment of its own, made on the first run. See bench/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import harness
+import r1
+
+DEEPSPEED = "0.19.8"
+TORCH = "2.13.0"
+VENV = harness.BENCH / ".venv-deepspeed"
+ARMS = ("infinity", "deepspeed")
+INSTALL_TIMEOUT_S = 3600
+ARM_TIMEOUT_S = 7200
+# DeepSpeed's files: fp32 parameter and two moments (12), fp32 gradient (4), bf16 parameter (2).
+SWAP_BYTES_PER_PARAM = 18
+SPARE_BYTES = 4_000_000_000
+
+
+def check_build_tools() -> None:
+    """Raise BenchError naming the Debian package for the first missing piece that DeepSpeed compiles with."""
+    if shutil.which("g++") is None:
+        raise harness.BenchError("DeepSpeed compiles its extensions: apt-get install g++")
+    source = "#include <libaio.h>\nint main(void) { return io_queue_release(0); }\n"
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["g++", "-x", "c", "-", "-laio", "-o", f"{folder}/probe"]
+        found = (
+            subprocess.run(command, input=source, text=True, capture_output=True, check=False).returncode == 0
+        )
+    if not found:
+        raise harness.BenchError("DeepSpeed's NVMe engine needs libaio's headers: apt-get install libaio-dev")
+
+
+def deepspeed_environment() -> dict[str, str]:
+    """Environment variables of the DeepSpeed arm: on the CPU, extensions kept in its own virtual environment."""
+    return harness.environment(
+        DS_ACCELERATOR="cpu",
+        TORCH_EXTENSIONS_DIR=str(VENV / "torch_extensions"),
+        MAX_JOBS=str(os.cpu_count() or 1),
+        PATH=f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+    )
+
+
+def prepare_deepspeed(pip_arguments: Sequence[str]) -> None:
+    """Make DeepSpeed's environment unless a complete one with these versions is there. Blocks for minutes."""
+    wanted = {
+        "deepspeed": DEEPSPEED,
+        "torch": TORCH,
+        "transformers": importlib.metadata.version("transformers"),
+        "python": sys.version.split()[0],
+    }
+    stamp = VENV / "ready.json"
+    if stamp.exists() and json.loads(stamp.read_text()) == wanted:
+        return
+    check_build_tools()
+    harness.note(
+        f"making DeepSpeed's environment in {VENV} (minutes, about 1.5 GB with the CPU build of torch) ..."
+    )
+    began = time.perf_counter()
+    shutil.rmtree(VENV, ignore_errors=True)
+    harness.run_command([sys.executable, "-m", "venv", str(VENV)], harness.environment(), timeout_s=300)
+    (VENV / ".gitignore").write_text("*\n")
+    pip = [str(VENV / "bin" / "python"), "-m", "pip", "install", "-q", "--prefer-binary", *pip_arguments]
+    env = deepspeed_environment()
+    # torch first and without build isolation: DeepSpeed's setup imports the torch it will run with.
+    tools = [f"torch=={TORCH}", "numpy", "setuptools", "wheel", "ninja", "psutil", "py-cpuinfo"]
+    for packages in (
+        tools,
+        ["--no-build-isolation", f"deepspeed=={DEEPSPEED}"],
+        [f"transformers=={wanted['transformers']}"],
+    ):
+        harness.run_command([*pip, *packages], env, timeout_s=INSTALL_TIMEOUT_S)
+    harness.note("compiling DeepSpeed's extensions ...")
+    build = [str(VENV / "bin" / "python"), str(harness.BENCH / "arm_deepspeed.py"), "--build-ops"]
+    harness.run_command(build, env, timeout_s=INSTALL_TIMEOUT_S)
+    stamp.write_text(json.dumps(wanted))
+    harness.note(f"DeepSpeed's environment took {time.perf_counter() - began:.0f} s")
+
+
+def run_arm(arm: str, workload: r1.Workload, directory: Path) -> dict[str, Any]:
+    """Run one arm in a fresh process and a fresh swap directory; returns its record. Blocks until it ends."""
+    if arm == "deepspeed":
+        python, env = str(VENV / "bin" / "python"), deepspeed_environment()
+    else:
+        python, env = sys.executable, harness.environment(PYTHONPATH=str(harness.ROOT))
+    options = [f"--hidden={workload.hidden}", f"--layers={workload.layers}", f"--micro-batches={workload.micro_batches}",
+               f"--steps={workload.steps}", f"--warmup={workload.warmup}"]  # fmt: skip
+    # What the arm before left in the page cache must not be written during this one.
+    os.sync()
+    with harness.scratch(directory) as swap:
+        command = [python, str(harness.BENCH / f"arm_{arm}.py"), f"--dir={swap}", *options]
+        return harness.last_json_line(harness.run_command(command, env, timeout_s=ARM_TIMEOUT_S))
+
+
+def summarise(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians per arm, the ratio of each pair, and how far the two losses are apart."""
+    summary: dict[str, Any] = {"arms": {}}
+    for arm in ARMS:
+        mine = [record for record in records if record["arm"] == arm]
+        if mine:
+            summary["arms"][arm] = {
+                "s_per_step": vars(harness.Summary.of([r["s_per_step"] for r in mine])),
+                "read_bytes_per_param": harness.Summary.of([r["read_bytes_per_param"] for r in mine]).median,
+                "write_bytes_per_param": harness.Summary.of(
+                    [r["write_bytes_per_param"] for r in mine]
+                ).median,
+                "peak_rss_bytes": max(r["peak_rss_bytes"] for r in mine),
+                "peak_rss_steps_bytes": max(r["peak_rss_steps_bytes"] for r in mine),
+                "last_loss": mine[-1]["losses"][-1],
+            }
+    ours = [r for r in records if r["arm"] == "infinity"]
+    theirs = [r for r in records if r["arm"] == "deepspeed"]
+    pairs = list(zip(ours, theirs, strict=False))
+    if pairs:
+        summary["speedup"] = vars(harness.Summary.of([b["s_per_step"] / a["s_per_step"] for a, b in pairs]))
+        losses = zip(pairs[0][0]["losses"], pairs[0][1]["losses"], strict=True)
+        summary["loss_difference"] = max(abs(a - b) for a, b in losses)
+    return summary
+
+
+def show(workload: r1.Workload, summary: dict[str, Any]) -> None:
+    """Print the summary for people."""
+    columns = [
+        "arm",
+        "s/step (min–max)",
+        "read B/param",
+        "write B/param",
+        "peak RSS GB",
+        "in steps GB",
+        "last loss",
+    ]
+    rows = [
+        [
+            arm,
+            harness.Summary(**values["s_per_step"]).text(),
+            f"{values['read_bytes_per_param']:.2f}",
+            f"{values['write_bytes_per_param']:.2f}",
+            f"{values['peak_rss_bytes'] / 1e9:.2f}",
+            f"{values['peak_rss_steps_bytes'] / 1e9:.2f}",
+            f"{values['last_loss']:.4f}",
+        ]
+        for arm, values in summary["arms"].items()
+    ]
+    title = (
+        f"R1: {workload.parameters / 1e6:.0f}M parameters, hidden {workload.hidden}, {workload.layers} layers, "
+        f"{workload.micro_batches} micro-batch(es) of 1 x {workload.tokens}, {workload.steps} steps"
+    )
+    harness.print_table(title, columns, rows)
+    if "speedup" in summary:
+        ratio = harness.Summary(**summary["speedup"])
+        print(f"DeepSpeed / infinity, time per step, {ratio.count} pair(s): {ratio.text()}")
+        print(f"largest difference between the two losses of a step: {summary['loss_difference']:.4f}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dir", type=Path, required=True, help="swap directory, on the drive to measure")
+    parser.add_argument("--rounds", type=int, default=3, help="alternating rounds (%(default)s)")
+    parser.add_argument("--only", choices=ARMS, help="run one arm only")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument("--results", type=Path, default=harness.RESULTS / "compare_deepspeed.jsonl",
+                        help="JSON lines file to append to (bench/results/compare_deepspeed.jsonl)")  # fmt: skip
+    parser.add_argument(
+        "--pip-args", default="", help="more arguments for pip when DeepSpeed's environment is made"
+    )
+    r1.add_arguments(parser)
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error("--rounds: give at least 1")
+    return args
+
+
+def main() -> int:
+    args = parse()
+    workload = r1.from_arguments(args)
+    arms = (args.only,) if args.only else ARMS
+    harness.check_directory(args.dir, SWAP_BYTES_PER_PARAM * workload.parameters + SPARE_BYTES)
+    if "deepspeed" in arms:
+        prepare_deepspeed(args.pip_args.split())
+    run = harness.now()
+    records: list[dict[str, Any]] = []
+    about = {"run": run, "workload": workload.describe(), "machine": harness.machine()}
+    for number in range(args.rounds):
+        for arm in arms:
+            began = time.perf_counter()
+            record = run_arm(arm, workload, args.dir)
+            took = time.perf_counter() - began
+            records.append(record)
+            # Written at once: an interrupted run keeps the rounds it completed.
+            harness.append_line(args.results, {**about, "round": number, **record})
+            harness.note(
+                f"round {number + 1}/{args.rounds} {arm}: {record['s_per_step']:.2f} s/step ({took:.0f} s)"
+            )
+    summary = summarise(records)
+    if args.json:
+        print(json.dumps({**about, **summary}))
+    else:
+        show(workload, summary)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))

@@ -1,0 +1,197 @@
+"""Running two arms side by side: scratch directories, subprocesses that end with us, ratios, tables, result lines."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+BENCH = Path(__file__).resolve().parent
+ROOT = BENCH.parent
+RESULTS = BENCH / "results"
+_LOG_TAIL = 4000
+
+
+class BenchError(Exception):
+    """A comparison cannot be made or an arm failed; the message says what to do. Shown without a traceback."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Median and extremes of a few measurements.
+
+    With n independent pairs the extremes enclose the true median with probability 1 - 2**(1 - n).
+    """
+
+    median: float
+    least: float
+    most: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Summary:
+        if not values:
+            raise ValueError("nothing was measured")
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+    @property
+    def coverage(self) -> float:
+        return 1.0 - 2.0 ** (1 - self.count)
+
+    def text(self, digits: int = 2) -> str:
+        if self.count == 1:
+            return f"{self.median:.{digits}f}"
+        return f"{self.median:.{digits}f} ({self.least:.{digits}f}–{self.most:.{digits}f})"
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def clean_up_on_signals() -> None:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that scratch directories and arms go as they do on Ctrl-C."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
+
+
+@contextlib.contextmanager
+def scratch(parent: Path) -> Iterator[Path]:
+    """A private directory under ``parent``, removed on the way out however that is taken."""
+    path = Path(tempfile.mkdtemp(prefix="infinity-bench-", dir=parent))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def check_directory(directory: Path, needed_bytes: int) -> None:
+    """Raise BenchError unless ``directory`` can be written to and has ``needed_bytes`` free."""
+    if not directory.is_dir() or not os.access(directory, os.W_OK):
+        raise BenchError(f"{directory} is not a directory that can be written to: give another --dir")
+    free = shutil.disk_usage(directory).free
+    if free < needed_bytes:
+        raise BenchError(
+            f"{directory} has {free / 1e9:.1f} GB free and this run needs {needed_bytes / 1e9:.1f} GB: "
+            "give another --dir, or a smaller workload"
+        )
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This process's environment without the variables that would leak one Python's packages into another."""
+    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    return {**{name: value for name, value in os.environ.items() if name not in dropped}, **changes}
+
+
+def run_command(
+    command: Sequence[str], env: Mapping[str, str], *, timeout_s: float, cwd: Path | None = None
+) -> str:
+    """Run a command to its end and return its standard output.
+
+    It runs in a session of its own, which is killed as a whole when we are interrupted or time runs out.
+    Raises BenchError with the end of its output when it fails.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as expired:
+            raise BenchError(f"{' '.join(command)} took more than {timeout_s:.0f} s") from expired
+        finally:
+            _kill_session(process)
+        if process.returncode != 0:
+            log.seek(0)
+            tail = (log.read() + output)[-_LOG_TAIL:]
+            raise BenchError(f"{' '.join(command)} ended with {process.returncode}:\n{tail}")
+        return output
+
+
+def _kill_session(process: subprocess.Popen[str]) -> None:
+    """End whatever of the session that ``process`` leads is still alive, and reap it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def last_json_line(output: str) -> dict[str, Any]:
+    """The record that an arm printed; other lines are its libraries' chatter. Raises BenchError without one."""
+    for line in reversed(output.splitlines()):
+        if line.startswith("{"):
+            record: dict[str, Any] = json.loads(line)
+            return record
+    raise BenchError(f"the arm printed no JSON line:\n{output[-_LOG_TAIL:]}")
+
+
+def now() -> str:
+    """The time of a run, as its identifier: UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def machine() -> dict[str, Any]:
+    """What a reader needs to judge numbers, and nothing that names a host."""
+    model = "unknown"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {"cpu": model, "cores": os.cpu_count(), "memory_bytes": memory, "kernel": platform.release()}
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one JSON line to a results file, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def note(text: str) -> None:
+    """Tell the person who waits what goes on; standard output is for results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table with rich where it is installed and output is a terminal, else in plain columns."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        Console = None  # type: ignore[assignment, misc]  # noqa: N806
+    if Console is not None and sys.stdout.isatty():
+        table = Table(*columns, title=title)
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    widths = [max(len(line[i]) for line in [columns, *rows]) for i in range(len(columns))]
+    print(title)
+    for line in [columns, ["-" * width for width in widths], *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def run_main(main: Any) -> int:
+    """Run a command's ``main()``; faults that are the user's to mend end in one line and status 1."""
+    clean_up_on_signals()
+    try:
+        return int(main())
+    except (BenchError, ValueError) as error:
+        note(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        note("interrupted; scratch files and processes are gone")
+        return 130

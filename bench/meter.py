@@ -1,0 +1,97 @@
+"""What one arm of a comparison measures about itself: wall time, NVMe bytes and peak memory.
+
+Imports the standard library only: it also runs in the environments of other engines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when the orchestrator dies, so that a killed run leaves no arm behind."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def io_bytes() -> tuple[int, int]:
+    """Bytes this process (all its threads) has had read from and written to storage."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def peak_rss_bytes() -> int:
+    """The high-water mark of this process's resident memory since its start or the last reset."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmHWM line")
+
+
+def reset_peak_rss() -> None:
+    """Set the high-water mark to what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure(
+    step: Callable[[], float],
+    *,
+    flush: Callable[[], None],
+    warmup: int,
+    steps: int,
+    parameters: int,
+    setup_s: float,
+) -> dict[str, Any]:
+    """Run ``warmup`` + ``steps`` steps and return one arm's JSON record.
+
+    ``step`` runs one optimizer step and returns its loss; ``flush`` returns when no work of earlier steps is
+    pending. It is called before the first measured step and after the last, and its time is counted, so work
+    that an engine defers past ``step`` is neither given to it nor taken from it.
+    """
+    losses = [step() for _ in range(warmup)]
+    flush()
+    gc.collect()
+    os.sync()
+    peak_setup = peak_rss_bytes()
+    reset_peak_rss()
+    read_before, written_before = io_bytes()
+    seconds: list[float] = []
+    began = time.perf_counter()
+    mark = began
+    for _ in range(steps):
+        losses.append(step())
+        now = time.perf_counter()
+        seconds.append(now - mark)
+        mark = now
+    flush()
+    total = time.perf_counter() - began
+    read_after, written_after = io_bytes()
+    peak_steps = peak_rss_bytes()
+    moved = parameters * steps
+    return {
+        "s_per_step": total / steps,
+        "step_s": [round(s, 4) for s in seconds],
+        "flush_s": round(total - sum(seconds), 4),
+        "read_bytes_per_param": (read_after - read_before) / moved,
+        "write_bytes_per_param": (written_after - written_before) / moved,
+        "peak_rss_bytes": max(peak_setup, peak_steps),
+        "peak_rss_steps_bytes": peak_steps,
+        "setup_s": round(setup_s, 2),
+        "losses": losses,
+    }
+
+
+def report(record: dict[str, Any]) -> None:
+    """Print the record as the one JSON line that the orchestrator looks for."""
+    print("\n" + json.dumps(record), flush=True)

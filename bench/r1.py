@@ -1,0 +1,162 @@
+"""R1, the reference workload: a Llama-shaped causal LM on one fixed batch of random tokens.
+
+Runs in any environment that has torch and transformers; every arm of a comparison builds the same model from
+here, filled with the same values, so that their losses can be set side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import zlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+HEAD_DIM = 64
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained and for how long. Sizes other than R1's keep its proportions."""
+
+    hidden: int = 1024
+    layers: int = 12
+    vocab: int = 8192
+    tokens: int = 128
+    micro_batches: int = 1
+    warmup: int = 3
+    steps: int = 8
+    seed: int = 0
+    lr: float = 1e-4
+    weight_decay: float = 0.01
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.hidden <= 0 or self.hidden % HEAD_DIM:
+            raise ValueError(f"hidden={self.hidden}: give a positive multiple of {HEAD_DIM}")
+        for name, least in (
+            ("layers", 1),
+            ("vocab", 2),
+            ("tokens", 2),
+            ("micro_batches", 1),
+            ("steps", 1),
+            ("warmup", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: give at least {least}")
+
+    @property
+    def intermediate(self) -> int:
+        """Width of the MLP: 2816 at hidden 1024."""
+        return self.hidden * 11 // 4
+
+    @property
+    def heads(self) -> int:
+        return self.hidden // HEAD_DIM
+
+    @property
+    def largest_parameter(self) -> int:
+        """Elements of the largest parameter."""
+        return self.hidden * max(self.vocab, self.intermediate)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters (the input and output embeddings are untied)."""
+        layer = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return 2 * self.vocab * self.hidden + self.layers * layer + self.hidden
+
+    def config(self) -> LlamaConfig:
+        """The transformers configuration of the model."""
+        return LlamaConfig(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            max_position_embeddings=max(2048, self.tokens),
+            tie_word_embeddings=False,
+            use_cache=False,
+            dtype="bfloat16",
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The fields and the parameter count, for a results file."""
+        return {**asdict(self), "parameters": self.parameters}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose a workload; ``from_arguments`` reads them back."""
+    default = Workload()
+    parser.add_argument("--hidden", type=int, default=default.hidden, help="hidden size (R1: %(default)s)")
+    parser.add_argument("--layers", type=int, default=default.layers, help="layers (R1: %(default)s)")
+    parser.add_argument(
+        "--micro-batches", type=int, default=default.micro_batches, help="per step (R1: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=default.steps, help="measured steps (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=default.warmup, help="steps before them (%(default)s)")
+
+
+def from_arguments(args: argparse.Namespace) -> Workload:
+    """The workload that parsed arguments ask for. Raises ValueError for impossible sizes."""
+    return Workload(
+        hidden=args.hidden,
+        layers=args.layers,
+        micro_batches=args.micro_batches,
+        steps=args.steps,
+        warmup=args.warmup,
+    )
+
+
+def construct(workload: Workload) -> LlamaForCausalLM:
+    """Run the model's constructor in bf16 on whatever device or parameter hooks are current."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = LlamaForCausalLM(workload.config())
+    finally:
+        torch.set_default_dtype(before)
+    model.train()
+    return model
+
+
+def build_on_meta(workload: Workload) -> LlamaForCausalLM:
+    """The model with bf16 parameters on the meta device (no storage) and its rotary tables in fp32 on the CPU."""
+    with torch.device("meta"):
+        model = construct(workload)
+    renew_rotary(model)
+    return model
+
+
+def renew_rotary(model: LlamaForCausalLM) -> None:
+    """Give the model rotary tables in fp32 on the CPU.
+
+    They are non-persistent buffers: a build on meta leaves them empty, and engines that cast a whole module
+    round them to bf16, which would make the arms compute different models.
+    """
+    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
+
+
+@torch.no_grad()
+def fill(name: str, tensor: torch.Tensor, seed: int = 0) -> None:
+    """Write parameter ``name``'s first values into ``tensor``, in place and in its own dtype.
+
+    Keyed on (seed, name): any order and any grouping of calls gives the same model, and no fp32 copy is made.
+    """
+    if name.endswith("norm.weight") or "layernorm" in name:
+        tensor.fill_(1.0)
+        return
+    generator = torch.Generator(device=tensor.device)
+    generator.manual_seed((seed << 32) | zlib.crc32(name.encode()))
+    tensor.normal_(0.0, INIT_STD, generator=generator)
+
+
+def micro_batches(workload: Workload) -> list[torch.Tensor]:
+    """The token batches of one step, each int64 of shape [1, tokens]; every step uses the same ones."""
+    generator = torch.Generator().manual_seed(workload.seed + 1)
+    shape = (workload.micro_batches, 1, workload.tokens)
+    return list(torch.randint(0, workload.vocab, shape, generator=generator).unbind(0))

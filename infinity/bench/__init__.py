@@ -1,0 +1,1 @@
+"""Measuring what a drive gives as swap: `python -m infinity.bench`."""

@@ -1,0 +1,1 @@
+"""The command `infinity`: bench, train, doctor."""

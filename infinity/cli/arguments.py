@@ -1,0 +1,64 @@
+"""The arguments of `infinity train`, apart from the code that needs torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+TRAIN = (
+    "Fine-tune a Hugging Face causal language model with its states in CPU memory or on NVMe. "
+    "Writes metrics.jsonl, trace.json, loss.png and the trained model, which from_pretrained loads, to --out. "
+    "The last part of the text (--holdout, 5 %) is never trained on; the held-out loss is measured on it."
+)
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments to `parser`; defaults suit a small model and a short run."""
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face model directory, or a GGUF file")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the results go")
+    _add_text(parser)
+    _add_placement(parser)
+    _add_training(parser)
+
+
+def _add_text(parser: argparse.ArgumentParser) -> None:
+    text = parser.add_argument_group("text (one of)")
+    source = text.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", type=Path, metavar="FILE", help="plain text, UTF-8")
+    source.add_argument("--jsonl", type=Path, metavar="FILE", help="JSON lines; the text is in --column")
+    source.add_argument("--sqlite", type=Path, metavar="FILE", help="SQLite database; the text is what --query yields")
+    text.add_argument("--column", default="text", metavar="NAME", help="the field of each JSON line (text)")
+    text.add_argument("--query", metavar="SQL", help="a SELECT; the columns of a row are joined by a blank, rows by a line end")
+    text.add_argument("--holdout", type=float, default=0.05, metavar="SHARE", help="share of the text that is held out, "
+                      "its last part (0.05)")  # fmt: skip
+
+
+def _add_placement(parser: argparse.ArgumentParser) -> None:
+    tiers = ("device", "cpu", "nvme")
+    place = parser.add_argument_group("placement (never changes the numbers)")
+    place.add_argument("--params", choices=tiers, default="cpu", help="the lowest tier where parameters may rest (cpu)")
+    place.add_argument("--optim", choices=tiers, default="cpu", help="the lowest tier where optimizer states may rest (cpu)")
+    place.add_argument("--nvme", action="append", metavar="DIR", help="directory on an NVMe drive; repeat for several drives")
+    place.add_argument("--ram", metavar="SIZE", help='what offloading may hold in memory: "512MiB", "min" (a share of the machine)')
+    place.add_argument("--io-backend", choices=("auto", "io_uring", "threads"), default="auto")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    train = parser.add_argument_group("training")
+    train.add_argument("--steps", type=int, default=20, help="optimizer steps (20)")
+    train.add_argument("--batch", type=int, default=2, help="sequences per micro-batch (2)")
+    train.add_argument("--seq", type=int, default=128, help="tokens per sequence (128)")
+    train.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (1)")
+    train.add_argument("--lr", type=float, default=3e-5, help="peak learning rate (3e-5)")
+    train.add_argument("--warmup", type=int, default=0, help="steps of linear warm-up, then linear decay to a tenth (0)")
+    train.add_argument("--weight-decay", type=float, default=0.01)
+    train.add_argument("--clip", type=float, default=1.0, help="gradient norm; 0 does not clip (1.0)")
+    train.add_argument("--seed", type=int, default=0, help="order of the text and sampling (0)")
+    train.add_argument("--eval-every", type=int, default=0, metavar="STEPS", help="held-out loss every so many steps; "
+                       "it is always measured before and after (0)")  # fmt: skip
+    train.add_argument("--eval-batches", type=int, default=8, help="micro-batches of a held-out measurement (8)")
+    train.add_argument("--prompt", default=None, help="continue this text before and after training")
+    train.add_argument("--prompt-tokens", type=int, default=24, help="length of the continuation (24)")
+    train.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    train.add_argument("--no-save", action="store_true", help="do not write the trained model")
+    train.add_argument("--no-trace", action="store_true", help="record no timeline")

@@ -1,0 +1,153 @@
+"""The text of `infinity train`: read, split into a training and a held-out part, cut into sequences of tokens.
+
+    lines of text -> [ training part | held-out part (the last --holdout share of the characters) ]
+                  -> tokens -> windows [seq], consecutive and disjoint -> shuffled by --seed, batch after batch
+
+The held-out part is never trained on, and it is the text's end rather than a random choice, so no sentence next to a
+held-out one was seen in training. Only as much is tokenised as the run can use, so a large file costs no more than a small one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+Tokenize = Callable[[list[str]], list[list[int]]]
+"""Lines to token ids, without special tokens."""
+
+_LINES_AT_ONCE = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Windows of tokens. Shapes: train [windows, seq], held_out [windows, seq], int64."""
+
+    train: torch.Tensor
+    held_out: torch.Tensor
+
+    def batches(self, batch: int, seed: int) -> Iterator[torch.Tensor]:
+        """Training batches [batch, seq] without end: every window once per pass, each pass in an order of its own."""
+        passes = 0
+        order: list[int] = []
+        while True:
+            chosen: list[int] = []
+            while len(chosen) < batch:
+                if not order:
+                    generator = torch.Generator().manual_seed(seed + passes)
+                    order = torch.randperm(len(self.train), generator=generator).tolist()
+                    passes += 1
+                chosen.append(order.pop())
+            yield self.train[chosen]
+
+    def held_out_batches(self, batch: int) -> Iterator[torch.Tensor]:
+        """The held-out windows in order, in batches of at most `batch`."""
+        yield from self.held_out.split(batch)
+
+
+def build_corpus(options: argparse.Namespace, tokenize: Tokenize) -> Corpus:
+    """Read and tokenise what `options` name.
+
+    Raises: ValueError when the text is missing, unreadable or too short for one held-out and one training window.
+    """
+    lines = read_lines(options)
+    train_lines, held_lines = split_held_out(lines, options.holdout)
+    wanted = options.steps * options.batch * options.accumulate
+    # Eight times what is needed, so that the windows are drawn from more than the text's beginning.
+    train = windows(train_lines, tokenize, options.seq, max(8 * wanted, 256))
+    held_out = windows(held_lines, tokenize, options.seq, options.eval_batches * options.batch)
+    for label, found in (("training", train), ("held-out", held_out)):
+        if not len(found):
+            raise ValueError(
+                f"the {label} part of the text has fewer than --seq {options.seq} tokens; "
+                "use more text, a smaller --seq, or another --holdout"
+            )
+    return Corpus(train, held_out)
+
+
+def read_lines(options: argparse.Namespace) -> list[str]:
+    """The text's lines that are not blank. Raises: ValueError naming file and cause."""
+    if options.query is not None and options.sqlite is None:
+        raise ValueError("--query goes with --sqlite FILE")
+    try:
+        if options.sqlite is not None:
+            if options.query is None:
+                raise ValueError('--sqlite needs --query, for example --query "SELECT text FROM pages"')
+            lines = _read_sqlite(options.sqlite, options.query)
+        elif options.jsonl is not None:
+            lines = _read_jsonl(options.jsonl, options.column)
+        else:
+            lines = options.text.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{options.text or options.jsonl} is not UTF-8 text: {error}") from None
+    except OSError as error:
+        raise ValueError(f"cannot read the text: {error}") from None
+    kept = [line for line in lines if line.strip()]
+    if not kept:
+        raise ValueError("the text is empty")
+    return kept
+
+
+def _read_sqlite(path: Path, query: str) -> list[str]:
+    if not path.is_file():
+        raise ValueError(f"--sqlite {path}: there is no such file")
+    # Read-only: a query that writes fails instead of changing somebody's data.
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    try:
+        rows = connection.execute(query)
+        return [" ".join(str(value) for value in row if value not in (None, "")) for row in rows]
+    except sqlite3.Error as error:
+        raise ValueError(f"--sqlite {path} --query {query!r}: {error}") from None
+    finally:
+        connection.close()
+
+
+def _read_jsonl(path: Path, column: str) -> list[str]:
+    lines: list[str] = []
+    with path.open(encoding="utf-8") as file:
+        for number, row in enumerate(file, 1):
+            if not row.strip():
+                continue
+            try:
+                record = json.loads(row)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number} is not JSON: {error}") from None
+            if not isinstance(record, dict) or not isinstance(record.get(column), str):
+                raise ValueError(f"{path}:{number} has no text in {column!r}; name the field with --column")
+            lines.extend(record[column].splitlines())
+    return lines
+
+
+def split_held_out(lines: Sequence[str], share: float) -> tuple[list[str], list[str]]:
+    """(training lines, held-out lines): the last lines that make up `share` of the characters, at least one line."""
+    if not 0 < share < 1:
+        raise ValueError(f"--holdout {share} must lie between 0 and 1")
+    wanted = share * sum(len(line) for line in lines)
+    held = 0
+    at = len(lines)
+    while at > 0 and (held < wanted or at == len(lines)):
+        at -= 1
+        held += len(lines[at])
+    if at == 0:
+        # One long line is the whole text: cut inside it.
+        text = "\n".join(lines)
+        cut = int(len(text) * (1 - share))
+        return [text[:cut]], [text[cut:]]
+    return list(lines[:at]), list(lines[at:])
+
+
+def windows(lines: Sequence[str], tokenize: Tokenize, seq: int, count_max: int) -> torch.Tensor:
+    """The first `count_max` windows [count, seq] of the lines' tokens; fewer when the text ends."""
+    tokens: list[int] = []
+    for start in range(0, len(lines), _LINES_AT_ONCE):
+        if len(tokens) >= count_max * seq:
+            break
+        for ids in tokenize([f"{line}\n" for line in lines[start : start + _LINES_AT_ONCE]]):
+            tokens.extend(ids)
+    count = min(len(tokens) // seq, count_max)
+    return torch.tensor(tokens[: count * seq], dtype=torch.int64).reshape(count, seq)

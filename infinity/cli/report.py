@@ -1,0 +1,198 @@
+"""What `infinity train` tells at its end: figures per step, limits and η, a table, a plot.
+
+The limits are those of any schedule and of the deferred one, for the bytes that really moved:
+
+    t_io       = read / B_r + written / B_w                 reads and writes share a drive's time
+    t_floor    = max(t_compute, t_io)
+    t_deferred = max(t_first_forward, t_io of states) + max(rest of t_compute, t_io of parameters in backward)
+
+since with a deferred update nothing can be updated before backward ends. B_r and B_w are measured in the same run; compute
+times are those of the loop less the time it waited for I/O, so interference with the update is counted as compute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from infinity.sizes import format_size
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step. Times in seconds: forward and backward over all micro-batches, io_wait inside them."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    tokens: int
+    step_s: float
+    first_forward_s: float
+    compute_s: float
+    io_wait_s: float
+    bytes_read: int
+    bytes_written: int
+    ram_bytes: int
+    rss_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For metrics.jsonl."""
+        record = dataclasses.asdict(self)
+        record["tokens_per_s"] = self.tokens / self.step_s if self.step_s else 0.0
+        return record
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Seconds per step that the drives and the computation allow, for any schedule and for the deferred one."""
+
+    floor_s: float
+    deferred_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Steady:
+    """Means over the steps after the first, which is slower: it traces and fills pools."""
+
+    steps: int
+    step_s: float
+    first_forward_s: float
+    compute_s: float
+    io_wait_s: float
+    bytes_read: float
+    bytes_written: float
+    tokens_per_s: float
+
+
+def steady(records: Sequence[StepRecord]) -> Steady:
+    """Means over `records` without the first (with it, if there is no other). Raises: ValueError without records."""
+    if not records:
+        raise ValueError("no step was done")
+    used = records[1:] or records
+    total_s = sum(record.step_s for record in used)
+
+    def mean(name: str) -> float:
+        return statistics.fmean(getattr(record, name) for record in used)
+
+    return Steady(
+        steps=len(used),
+        step_s=mean("step_s"),
+        first_forward_s=mean("first_forward_s"),
+        compute_s=mean("compute_s"),
+        io_wait_s=mean("io_wait_s"),
+        bytes_read=mean("bytes_read"),
+        bytes_written=mean("bytes_written"),
+        tokens_per_s=sum(record.tokens for record in used) / total_s if total_s else 0.0,
+    )
+
+
+def limits(mean: Steady, *, read_bytes_per_s: float, write_bytes_per_s: float, micro_batches: int) -> Limits:
+    """The limits of a step. Of 10 + 4k bytes read per parameter with k micro-batches, 12 are states (the update and the
+    first forward); the rest are parameters read again for later passes."""
+    states_share = 12 / (10 + 4 * micro_batches)
+    io_states_s = mean.bytes_read * states_share / read_bytes_per_s + mean.bytes_written / write_bytes_per_s
+    io_rest_s = mean.bytes_read * (1 - states_share) / read_bytes_per_s
+    rest_compute_s = mean.compute_s - mean.first_forward_s
+    return Limits(
+        floor_s=max(mean.compute_s, io_states_s + io_rest_s),
+        deferred_s=max(mean.first_forward_s, io_states_s) + max(rest_compute_s, io_rest_s),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Everything about a finished run. `drives`: figures of the swap measurement, None when nothing rests on NVMe."""
+
+    params: int
+    micro_batches: int
+    held_out: tuple[float, float]
+    mean: Steady
+    limits: Limits | None
+    drives: Mapping[str, float] | None
+    engine: Mapping[str, Any]
+    peak_rss_loading_bytes: int
+    peak_rss_training_bytes: int
+    texts: tuple[str, str] | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For metrics.jsonl."""
+        record = dataclasses.asdict(self)
+        record["read_bytes_per_param"] = self.mean.bytes_read / self.params
+        record["written_bytes_per_param"] = self.mean.bytes_written / self.params
+        if self.limits is not None:
+            record["eta_floor"] = self.limits.floor_s / self.mean.step_s
+            record["eta_deferred"] = self.limits.deferred_s / self.mean.step_s
+        return record
+
+
+def show_summary(console: Console, summary: Summary) -> None:
+    """Print the table, and the text before and after."""
+    mean, engine = summary.mean, summary.engine
+    table = Table(title="What the run did", title_justify="left", show_header=False)
+    table.add_column("", style="bold")
+    table.add_column("", overflow="fold")
+    before, after = summary.held_out
+    table.add_row("held-out loss", f"{before:.4f} before, {after:.4f} after")
+    table.add_row("time per step", f"{mean.step_s:.2f} s, {mean.tokens_per_s:.0f} tokens/s (mean of {mean.steps} steps)")
+    table.add_row("waiting on I/O", f"{mean.io_wait_s:.2f} s of each step ({_share(mean.io_wait_s, mean.step_s)})")
+    table.add_row(
+        "NVMe traffic per step",
+        f"{mean.bytes_read / summary.params:.1f} B read, {mean.bytes_written / summary.params:.1f} B written per parameter "
+        f"({format_size(mean.bytes_read)}, {format_size(mean.bytes_written)})",
+    )
+    if summary.drives is not None and summary.limits is not None:
+        table.add_row(
+            "drive, measured before",
+            "read {read_gbps:.1f}, write {write_gbps:.1f}, mixed {mixed_gbps:.1f} GB/s".format(**summary.drives),
+        )
+        limit = summary.limits
+        table.add_row("limit of any schedule", f"{limit.floor_s:.2f} s per step: η = {limit.floor_s / mean.step_s:.2f}")
+        table.add_row("limit of the deferred one", f"{limit.deferred_s:.2f} s per step: η = {limit.deferred_s / mean.step_s:.2f}")
+    table.add_row("parameters", f"{summary.params / 1e6:.1f} M; states {format_size(summary.params * 12)} at rest")
+    table.add_row(
+        "memory for offloading",
+        f"{format_size(engine['ram_bytes'])} (at most what --ram allows), {format_size(engine['nvme_bytes'])} on NVMe",
+    )
+    table.add_row(
+        "peak RSS",
+        f"{format_size(summary.peak_rss_training_bytes)} in training (torch, gathered units, activations and all), "
+        f"{format_size(summary.peak_rss_loading_bytes)} before",
+    )
+    table.add_row("I/O backend", str(engine["backend"]))
+    console.print(table)
+    if summary.texts is not None:
+        console.print("[bold]before:[/bold]", end=" ")
+        console.print(summary.texts[0], markup=False, highlight=False)
+        console.print("[bold]after:[/bold] ", end=" ")
+        console.print(summary.texts[1], markup=False, highlight=False)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def plot_loss(records: Sequence[StepRecord], held_out: Sequence[tuple[int, float]], path: Path) -> bool:
+    """Draw training and held-out loss over steps; False when matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([record.step for record in records], [record.loss for record in records], label="training", alpha=0.7)
+    axes.plot(
+        [step for step, _ in held_out], [loss for _, loss in held_out], "o-", label="held out", linewidth=2
+    )
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    return True

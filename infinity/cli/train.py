@@ -1,0 +1,326 @@
+"""`infinity train`: an ordinary training loop over an offloaded model, with a report.
+
+The loop is what a user would write; around it are only measurements. Results in --out:
+
+    metrics.jsonl   one record per line: run, step ..., held_out ..., summary (by "kind")
+    trace.json      the timeline, for https://ui.perfetto.dev
+    loss.png        training and held-out loss (needs matplotlib)
+    *.safetensors, config.json, tokenizer ...: the trained model; from_pretrained(out) loads it
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+import torch
+from rich.console import Console
+
+import infinity as inf
+from infinity.bench import hardware
+from infinity.bench.swap import measure_swap
+from infinity.cli import hf_model
+from infinity.cli.corpus import Corpus, build_corpus
+from infinity.cli.display import StepDisplay, step_display
+from infinity.cli.report import StepRecord, Summary, limits, plot_loss, show_summary, steady
+from infinity.errors import InfinityError
+from infinity.sizes import MIB
+from infinity.telemetry import configure_logging
+
+SCHEMA = "infinity.train/1"
+_BENCH_BYTES = 512 * MIB
+
+
+def run_train(options: argparse.Namespace, console: Console | None = None) -> int:
+    """Train as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake, 130 after Ctrl-C."""
+    configure_logging()
+    console = console or Console()
+    try:
+        _check(options)
+        with ExitStack() as stack:
+            return _Run(options, console, stack).run()
+    except KeyboardInterrupt:
+        console.print("interrupted; what was measured so far is in " + str(options.out))
+        return 130
+    except ValueError as error:
+        console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        return 2
+    except (InfinityError, OSError) as error:
+        console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        return 1
+
+
+def _check(options: argparse.Namespace) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("infinity train runs on one rank in this release; use inf.offload in a script for several")
+    for name in ("steps", "batch", "seq", "accumulate", "eval_batches", "prompt_tokens"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
+    for name in ("lr", "clip", "weight_decay", "warmup", "eval_every"):
+        if getattr(options, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must not be negative")
+
+
+def learning_rate(step: int, warmup: int, steps: int) -> float:
+    """Share of the peak rate at `step` (from 0): linear warm-up, then linear decay to a tenth at the last step."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if steps - 1 <= warmup:
+        return 1.0
+    return 1.0 - 0.9 * min((step - warmup) / (steps - 1 - warmup), 1.0)
+
+
+class _Metrics:
+    """metrics.jsonl, written line by line so that an interrupted run keeps what it had."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("w", encoding="utf-8", buffering=1)
+
+    def add(self, kind: str, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"kind": kind, **record}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclasses.dataclass
+class _Phase:
+    """Times of one step's passes, in seconds. `waited_s` is the part in which they waited for I/O."""
+
+    first_forward_s: float = 0.0
+    compute_s: float = 0.0
+    waited_s: float = 0.0
+
+
+class _Run:
+    """One run, phase after phase; `stack` closes what it opens, in reverse order, whatever happens."""
+
+    def __init__(self, options: argparse.Namespace, console: Console, stack: ExitStack) -> None:
+        self.options = options
+        self.console = console
+        self.policy = inf.Policy(
+            params=options.params,
+            optim=options.optim,
+            nvme=options.nvme or (),
+            ram=options.ram,
+            io_backend=options.io_backend,
+        )
+        self.pretrained = hf_model.find_pretrained(options.model)
+        self.corpus: Corpus = build_corpus(options, self.pretrained.tokenize)
+        options.out.mkdir(parents=True, exist_ok=True)
+        self.metrics = _Metrics(options.out / "metrics.jsonl")
+        stack.callback(self.metrics.close)
+        self.drives = self._measure_drives()
+        torch.manual_seed(options.seed)
+        self.model: Any = hf_model.offload_pretrained(
+            self.pretrained, self.policy, checkpointing=options.checkpointing
+        )
+        self.handle = inf.handle(self.model)
+        stack.callback(self.handle.close)
+        self.params = self.handle.stats().params
+        self.optimizer = inf.AdamW(self.model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate(step, options.warmup, options.steps)
+        )
+        self.records: list[StepRecord] = []
+        self.held_out: list[tuple[int, float]] = []
+
+    def run(self) -> int:
+        """Measure, train, measure, save, report."""
+        options = self.options
+        self.metrics.add("run", self._description())
+        self._say(f"{self.params / 1e6:.1f} M parameters; {len(self.corpus.train)} training and "
+                  f"{len(self.corpus.held_out)} held-out windows of {options.seq} tokens")  # fmt: skip
+        text_before = self._continue()
+        self._measure_held_out(0)
+        peak_before = peak_rss_bytes()
+        reset_peak_rss()
+        try:
+            with step_display(self.console, options.steps) as display:
+                self._train(display)
+            self.handle.flush()
+            peak_training = peak_rss_bytes()
+            self._measure_held_out(options.steps)
+        finally:
+            self._leave_files()
+        text_after = self._continue()
+        if not options.no_save:
+            hf_model.save_pretrained(self.model, self.pretrained.tokenizer, options.out)
+            self._say(f"the trained model is in {options.out}")
+        summary = self._summary(peak_before, peak_training, (text_before, text_after))
+        self.metrics.add("summary", summary.as_dict())
+        show_summary(self.console, summary)
+        return 0
+
+    def _train(self, display: StepDisplay) -> None:
+        options = self.options
+        batches = self.corpus.batches(options.batch, options.seed)
+        last = self.handle.stats()
+        for step in range(1, options.steps + 1):
+            start = time.monotonic()
+            phase, loss = self._passes(batches)
+            norm = None
+            if options.clip:
+                norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip))
+            rate = float(self.scheduler.get_last_lr()[0])
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            evaluates = bool(options.eval_every) and step % options.eval_every == 0 and step < options.steps
+            if evaluates:
+                # The measurement must not be charged for this step's update, nor the next step relieved of it.
+                self.handle.flush()
+            now = self.handle.stats()
+            record = StepRecord(
+                step=step,
+                loss=loss,
+                lr=rate,
+                grad_norm=norm,
+                tokens=options.batch * options.seq * options.accumulate,
+                step_s=time.monotonic() - start,
+                first_forward_s=phase.first_forward_s,
+                compute_s=phase.compute_s,
+                io_wait_s=now.io_wait_s + now.update_wait_s - last.io_wait_s - last.update_wait_s,
+                bytes_read=now.bytes_read - last.bytes_read,
+                bytes_written=now.bytes_written - last.bytes_written,
+                ram_bytes=now.ram_bytes,
+                rss_bytes=psutil.Process().memory_info().rss,
+            )
+            self.records.append(record)
+            self.metrics.add("step", record.as_dict())
+            display.show(record)
+            if evaluates:
+                display.say(f"step {step}: held-out loss {self._measure_held_out(step):.4f}")
+            last = self.handle.stats() if evaluates else now
+
+    def _passes(self, batches: Iterator[torch.Tensor]) -> tuple[_Phase, float]:
+        """Forward and backward of every micro-batch; (times, mean loss)."""
+        phase = _Phase()
+        total = 0.0
+        count = self.options.accumulate
+        for index in range(count):
+            ids = next(batches)
+            waited, start = self.handle.stats().io_wait_s, time.monotonic()
+            loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+            forward_s = time.monotonic() - start - (self.handle.stats().io_wait_s - waited)
+            (loss / count).backward()
+            waited = self.handle.stats().io_wait_s - waited
+            phase.compute_s += time.monotonic() - start - waited
+            phase.waited_s += waited
+            if index == 0:
+                phase.first_forward_s = forward_s
+            total += float(loss.detach())
+        return phase, total / count
+
+    def _measure_held_out(self, step: int) -> float:
+        """Mean loss per window of the held-out part; recorded."""
+        self.model.eval()
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for ids in self.corpus.held_out_batches(self.options.batch):
+                total += float(self.model(input_ids=ids, labels=ids, use_cache=False).loss) * len(ids)
+                count += len(ids)
+        self.model.train()
+        loss = total / count
+        self.held_out.append((step, loss))
+        self.metrics.add("held_out", {"step": step, "loss": loss, "windows": count})
+        if step == 0:
+            self._say(f"held-out loss before: {loss:.4f}")
+        return loss
+
+    def _continue(self) -> str:
+        if not self.options.prompt:
+            return ""
+        return hf_model.continue_text(
+            self.model, self.pretrained.tokenizer, self.options.prompt, self.options.prompt_tokens
+        )
+
+    def _measure_drives(self) -> dict[str, float] | None:
+        """Bandwidth of the drives in use, in GB/s; None when nothing rests on NVMe."""
+        if not self.policy.directories:
+            return None
+        self._say("measuring the drive")
+        figures = measure_swap(
+            self.policy.directories,
+            size_bytes=_BENCH_BYTES,
+            backend=self.policy.io_backend,
+            rounds=3,
+            phase_s=1.0,
+        )
+        return {
+            "read_gbps": figures.read.gbps,
+            "write_gbps": figures.write.gbps,
+            "mixed_gbps": figures.mixed.gbps,
+        }
+
+    def _leave_files(self) -> None:
+        """What is worth keeping also of a run that was interrupted."""
+        if not self.options.no_trace:
+            self.handle.trace(self.options.out / "trace.json")
+        if self.records and not plot_loss(self.records, self.held_out, self.options.out / "loss.png"):
+            self._say("no loss.png: matplotlib is not installed (pip install 'infinity-offload[plot]')")
+
+    def _description(self) -> dict[str, Any]:
+        options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(self.options).items()}
+        drives = [hardware.drive(path) for path in self.policy.directories]
+        return {
+            "schema": SCHEMA,
+            "version": inf.__version__,
+            "options": options,
+            "hardware": {**hardware.machine(), "drives": drives},
+            "torch": torch.__version__,
+            "params": self.params,
+            "bandwidth": self.drives,
+        }
+
+    def _summary(self, peak_before: int, peak_training: int, texts: tuple[str, str]) -> Summary:
+        mean = steady(self.records)
+        limit = None
+        if self.drives is not None and all(math.isfinite(value) for value in self.drives.values()):
+            limit = limits(
+                mean,
+                read_bytes_per_s=self.drives["read_gbps"] * 1e9,
+                write_bytes_per_s=self.drives["write_gbps"] * 1e9,
+                micro_batches=self.options.accumulate,
+            )
+        return Summary(
+            params=self.params,
+            micro_batches=self.options.accumulate,
+            held_out=(self.held_out[0][1], self.held_out[-1][1]),
+            mean=mean,
+            limits=limit,
+            drives=self.drives,
+            engine=self.handle.stats().as_dict(),
+            peak_rss_loading_bytes=peak_before,
+            peak_rss_training_bytes=peak_training,
+            texts=texts if self.options.prompt else None,
+        )
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process has had resident since its start or `reset_peak_rss` (VmHWM)."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return int(psutil.Process().memory_info().rss)
+
+
+def reset_peak_rss() -> bool:
+    """Let VmHWM start again from what is resident now; False where the kernel does not allow it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True

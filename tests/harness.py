@@ -1,0 +1,178 @@
+"""One training, twice: as the plain reference loop, and offloaded under a policy; and their comparison, bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity as inf
+from infinity.aio import Seam
+from infinity.engine import offload
+from tests import models
+from tests.reference import ReferenceAdamW
+
+Between = Callable[[nn.Module, int], Any]
+"""Something done to the model between micro-batches, or before a step; numbers that it returns are compared."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What is trained, and how. Hashable: reference runs are cached."""
+
+    factory: Callable[[], nn.Module]
+    steps: int = 4
+    accumulation: int = 2
+    max_norm: float | None = 1.0
+    lr: float = 1e-2
+    weight_decay: float = 0.1
+    dtype: torch.dtype = torch.bfloat16
+    grad_dtype: torch.dtype | None = None
+    checkpointing: bool | None = None  # use_reentrant
+    groups: bool = False  # no weight decay on vectors, as trainers do
+    before: Between | None = None  # called before every step; gradients are cleared after it
+    between: Between | None = None  # called after every micro-batch
+    rows: int = 2
+
+    @property
+    def batches(self) -> list[models.Batch]:
+        """One batch per micro-batch."""
+        return models.token_batches(self.steps * self.accumulation, rows=self.rows)
+
+    def lr_at(self, step: int) -> float:
+        """A schedule that changes the rate at every step: warm-up, then decay."""
+        return self.lr * min(1.0, (step + 1) / 3) * 0.97**step
+
+    def model(self) -> nn.Module:
+        """The fresh model."""
+        model: Any = models.make(self.factory, dtype=self.dtype)
+        if self.checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": self.checkpointing})
+            if any(not parameter.requires_grad for parameter in model.parameters()):
+                model.enable_input_require_grads()
+        return model
+
+    def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """The parameters that are trained, in one group or two."""
+        params = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not self.groups:
+            return [{"params": params}]
+        return [
+            {"params": [parameter for parameter in params if parameter.ndim > 1], "lr": 1.0},
+            {
+                "params": [parameter for parameter in params if parameter.ndim <= 1],
+                "lr": 1.0,
+                "weight_decay": 0.0,
+            },
+        ]
+
+
+@dataclasses.dataclass
+class Result:
+    """What a training gave."""
+
+    losses: list[float]
+    norms: list[float]
+    seen: list[Any]  # what `before` and `between` returned
+    params: dict[str, torch.Tensor]
+    stats: Any = None
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Sums are ordered by the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@functools.lru_cache(maxsize=64)
+def reference(training: Training) -> Result:
+    """The plain loop."""
+    with one_thread():
+        model = training.model()
+        optimizer = ReferenceAdamW(
+            training.param_groups(model),
+            lr=training.lr,
+            weight_decay=training.weight_decay,
+            grad_dtype=training.grad_dtype,
+        )
+        losses, norms, seen = _loop(
+            training, model, optimizer, lambda: optimizer.clip(training.max_norm or 0.0)
+        )
+        params = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        return Result(losses, norms, seen, params)
+
+
+def offloaded(training: Training, policy: inf.Policy, *, seam: Seam | None = None) -> Result:
+    """The same training through the engine."""
+    with one_thread():
+        model = offload(training.model(), policy, _seam=seam)
+        handle = inf.handle(model)
+        try:
+            optimizer = inf.AdamW(
+                training.param_groups(model), lr=training.lr, weight_decay=training.weight_decay
+            )
+            clip = functools.partial(_clip, model, training.max_norm)
+            losses, norms, seen = _loop(training, model, optimizer, clip)
+            state = model.state_dict()
+            names = [name for name, _ in model.named_parameters()]
+            return Result(losses, norms, seen, {name: state[name].clone() for name in names}, handle.stats())
+        finally:
+            handle.close()
+
+
+def _clip(model: nn.Module, max_norm: float | None) -> torch.Tensor:
+    assert max_norm is not None
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def _loop(
+    training: Training, model: nn.Module, optimizer: Any, clip: Callable[[], torch.Tensor]
+) -> tuple[list[float], list[float], list[Any]]:
+    losses, norms, seen = [], [], []
+    batches = iter(training.batches)
+    base = [group["lr"] if training.groups else 1.0 for group in optimizer.param_groups]
+    for step in range(training.steps):
+        for group, scale in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = training.lr_at(step) * scale
+        if training.before is not None:
+            seen.append(training.before(model, step))
+            optimizer.zero_grad()
+        for _ in range(training.accumulation):
+            loss = models.loss_of(model, next(batches)) / training.accumulation
+            loss.backward()
+            losses.append(loss.item())
+            if training.between is not None:
+                seen.append(training.between(model, step))
+        if training.max_norm is not None:
+            norms.append(clip().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, seen
+
+
+def assert_equal(ours: Result, theirs: Result) -> None:
+    """Losses, norms and final parameters are the same bits."""
+    assert ours.losses == theirs.losses
+    assert ours.norms == theirs.norms
+    assert ours.seen == theirs.seen
+    different = [
+        name
+        for name, value in theirs.params.items()
+        if not torch.equal(_bits(ours.params[name]), _bits(value))
+    ]
+    assert ours.params.keys() == theirs.params.keys()
+    assert not different, f"{len(different)} of {len(theirs.params)} parameters differ: {different[:5]}"
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().view(torch.int16 if value.element_size() == 2 else torch.int32)

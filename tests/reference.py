@@ -1,0 +1,143 @@
+"""The loop that the engine must equal bit for bit: plain torch, everything in memory.
+
+bf16 (or fp32) parameters; gradients as autograd leaves and accumulates them, or accumulated in fp32; raised to fp32;
+clipped by torch.nn.utils.clip_grad_norm_ on the fp32 gradients; AdamW on fp32 masters with operations that round once,
+in this order; bf16 parameters written back with the rounding of the split master (to nearest, ties away from zero).
+A parameter whose gradient is None is left alone: no decay, no moments, no step count.
+
+It shares no code with the engine: it is what design says, written down a second time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def f32(value: float) -> float:
+    """A double rounded once to fp32."""
+    return float(np.float32(value))
+
+
+def round_ties_away(master: torch.Tensor) -> torch.Tensor:
+    """fp32 -> bf16, to nearest with ties away from zero; NaN becomes 0x7FC0."""
+    bits = master.view(torch.int32).clone()
+    bits[master.isnan()] = 0x7FC00000
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+@dataclasses.dataclass
+class State:
+    """What AdamW keeps for one parameter."""
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    step: int = 0
+
+
+class ReferenceAdamW:
+    """Clipping and AdamW over fp32 masters of ordinary parameters.
+
+    `param_groups` are dictionaries as in torch.optim, so torch's schedulers can drive it through `proxy`.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        grad_dtype: torch.dtype | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self.param_groups = [{**defaults, **group, "params": list(group["params"])} for group in groups]
+        self.params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
+        self.states: dict[nn.Parameter, State] = {}
+        self._wide: dict[nn.Parameter, torch.Tensor] = {}  # gradients accumulated in fp32
+        self._clipped: dict[nn.Parameter, torch.Tensor] | None = None
+        if grad_dtype is torch.float32:
+            for param in self.params:
+                if param.requires_grad and param.dtype is not torch.float32:
+                    param.register_post_accumulate_grad_hook(self._widen)
+
+    def _widen(self, param: torch.Tensor) -> None:
+        assert isinstance(param, nn.Parameter)
+        assert param.grad is not None
+        if param in self._wide:
+            self._wide[param].add_(param.grad)
+        else:
+            self._wide[param] = param.grad.to(torch.float32, copy=True)
+        param.grad = None
+
+    def gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        """The fp32 gradients of the parameters that have one; clipped if `clip` was called."""
+        if self._clipped is not None:
+            return self._clipped
+        held = {param: self._wide.get(param, param.grad) for param in self.params}
+        return {param: grad.to(torch.float32, copy=True) for param, grad in held.items() if grad is not None}
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """torch.nn.utils.clip_grad_norm_ on the fp32 gradients; returns its norm."""
+        grads = self.gradients()
+        carriers = [nn.Parameter(torch.empty_like(grad)) for grad in grads.values()]
+        for carrier, grad in zip(carriers, grads.values(), strict=True):
+            carrier.grad = grad
+        total = torch.nn.utils.get_total_norm(list(grads.values()))
+        kinds = {param.dtype for param in grads}
+        if len(kinds) > 1:
+            # torch takes norms dtype by dtype, and a loop over bf16 and fp32 gradients has two kinds.
+            by_kind = torch.utils._foreach_utils._group_tensors_by_device_and_dtype(
+                [[param.detach() for param in grads]], True
+            )
+            order = [index for (_, (_, indices)) in by_kind.items() for index in indices]
+            values = list(grads.values())
+            total = torch.linalg.vector_norm(
+                torch.stack([torch.linalg.vector_norm(values[index]) for index in order])
+            )
+        torch.nn.utils.clip_grads_with_norm_(carriers, max_norm, total)
+        self._clipped = grads
+        return total
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One AdamW step."""
+        grads = self.gradients()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param in grads:
+                    self._update(param, grads[param], group)
+        self._clipped = None
+
+    def _update(self, param: nn.Parameter, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.states.get(param)
+        if state is None:
+            master = param.detach().to(torch.float32, copy=True)
+            state = self.states[param] = State(master, torch.zeros_like(master), torch.zeros_like(master))
+        state.step += 1
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        p, m, v = state.master, state.exp_avg, state.exp_avg_sq
+        p.mul_(f32(1.0 - lr * group["weight_decay"]))
+        m.mul_(f32(beta1))
+        m.add_(grad * f32(1.0 - beta1))
+        v.mul_(f32(beta2))
+        v.add_((grad * grad) * f32(1.0 - beta2))
+        root = torch.from_numpy(np.sqrt(v.numpy()))  # torch.sqrt on CPU is off by one ulp now and then
+        denominator = root / f32(math.sqrt(1.0 - beta2**state.step)) + f32(group["eps"])
+        p.sub_((m / denominator) * f32(lr / (1.0 - beta1**state.step)))
+        param.data.copy_(round_ties_away(p) if param.dtype is torch.bfloat16 else p)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self._wide.clear()
+        self._clipped = None
+        for param in self.params:
+            param.grad = None

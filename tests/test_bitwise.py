@@ -1,0 +1,178 @@
+"""Placement never changes the numbers: losses, norms and parameters are the reference loop's bits under every policy."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity as inf
+from infinity.aio import Seam
+from tests import harness, models
+from tests.harness import Training
+
+TWENTY = Training(models.llama, steps=20)
+
+
+def wide_llama() -> nn.Module:
+    """Two layers whose units take several chunks each."""
+    return models.llama(layers=2, hidden=288)
+
+
+def policy(tmp_path: Path, **values: Any) -> inf.Policy:
+    """A policy, with two NVMe directories if a tier needs them."""
+    if "nvme" in values.values():
+        places = [tmp_path / "a", tmp_path / "b"]
+        for place in places:
+            place.mkdir(exist_ok=True)
+        values.setdefault("nvme", places)
+    return inf.Policy(**values)
+
+
+PLACEMENTS = {
+    "all in memory": {"params": "device", "optim": "cpu"},
+    "cpu": {"params": "cpu", "optim": "cpu"},
+    "cpu min": {"params": "cpu", "optim": "cpu", "ram": "min"},
+    "optimizer on nvme": {"params": "device", "optim": "nvme", "ram": "min"},
+    "parameters in cpu, optimizer on nvme": {"params": "cpu", "optim": "nvme", "ram": "min"},
+    "parameters on nvme, optimizer in cpu": {"params": "nvme", "optim": "cpu", "ram": "min"},
+    "nvme min": {"params": "nvme", "optim": "nvme", "ram": "min"},
+    "nvme generous": {"params": "nvme", "optim": "nvme"},
+    "nvme io_uring": {"params": "nvme", "optim": "nvme", "ram": "min", "io_backend": "io_uring"},
+    "nvme threads": {"params": "nvme", "optim": "nvme", "ram": "min", "io_backend": "threads"},
+    "nvme unverified": {"params": "nvme", "optim": "nvme", "ram": "min", "verify": "off"},
+    "small units": {"params": "nvme", "optim": "nvme", "ram": "min", "unit_bytes_max": 8192},
+    "whole model one unit": {"params": "nvme", "optim": "nvme", "ram": "min", "units": ["LlamaForCausalLM"]},
+}
+
+
+def run(training: Training, chosen: inf.Policy, seam: Seam | None = None) -> harness.Result:
+    """Train offloaded; skip where the machine cannot have the backend that the policy forces."""
+    try:
+        return harness.offloaded(training, chosen, seam=seam)
+    except OSError as error:
+        if chosen.io_backend == "io_uring" and "cannot be had" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_twenty_steps_are_the_reference_loops_bits_wherever_states_rest(name: str, tmp_path: Path) -> None:
+    result = run(TWENTY, policy(tmp_path, **PLACEMENTS[name]))
+    harness.assert_equal(result, harness.reference(TWENTY))
+    assert min(result.norms) < max(result.norms)
+    if "nvme" in PLACEMENTS[name].values() and PLACEMENTS[name].get("ram") == "min":
+        assert result.stats.bytes_read > 0
+        assert result.stats.bytes_written > 0
+
+
+@pytest.mark.parametrize("backend", ["io_uring", "threads"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_delays_and_reordering_change_no_bits(backend: str, seed: int, tmp_path: Path) -> None:
+    chosen = policy(tmp_path, params="nvme", optim="nvme", ram="min", io_backend=backend)
+    result = run(TWENTY, chosen, Seam(delay_us_max=1500, seed=seed))
+    harness.assert_equal(result, harness.reference(TWENTY))
+
+
+def dawdle(model: nn.Module, step: int) -> None:
+    """Sometimes long enough that updates finish with nobody waiting for them."""
+    time.sleep((0.0, 0.06, 0.002)[step % 3])
+
+
+def test_pauses_between_steps_change_no_bits(tmp_path: Path) -> None:
+    training = Training(models.llama, steps=6, before=dawdle)
+    result = run(training, policy(tmp_path, params="nvme", optim="nvme", ram="min"))
+    harness.assert_equal(result, harness.reference(training))
+    assert result.stats.gates_escaped > 0
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_a_budget_that_keeps_a_part_in_memory_changes_no_bits(share: float, tmp_path: Path) -> None:
+    training = Training(wide_llama, steps=3)
+    least = run(training, policy(tmp_path, params="nvme", optim="nvme", ram="min"))
+    harness.assert_equal(least, harness.reference(training))
+    ram = int(least.stats.ram_min_bytes + share * 12 * least.stats.params)
+    more = run(training, policy(tmp_path, params="nvme", optim="nvme", ram=ram))
+    harness.assert_equal(more, harness.reference(training))
+    assert 0 < more.stats.nvme_bytes < least.stats.nvme_bytes
+    assert more.stats.bytes_read < least.stats.bytes_read
+
+
+def test_units_of_many_chunks_under_delays_change_no_bits(tmp_path: Path) -> None:
+    training = Training(wide_llama, steps=3)
+    chosen = policy(tmp_path, params="nvme", optim="nvme", ram="min")
+    harness.assert_equal(run(training, chosen, Seam(delay_us_max=3000, seed=7)), harness.reference(training))
+
+
+VARIANTS = {
+    "gradients accumulated in fp32": (Training(models.llama, accumulation=3, grad_dtype=torch.float32), {}),
+    "fp32 parameters": (Training(models.llama, dtype=torch.float32), {}),
+    "no clipping": (Training(models.llama, max_norm=None), {}),
+    "one micro-batch": (Training(models.llama, accumulation=1), {}),
+    "two groups": (Training(models.gpt2, groups=True), {}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_the_loop_are_the_reference_loops_bits(name: str, tmp_path: Path) -> None:
+    training, values = VARIANTS[name]
+    chosen = policy(
+        tmp_path, params="nvme", optim="nvme", ram="min", grad_dtype=training.grad_dtype, **values
+    )
+    harness.assert_equal(run(training, chosen), harness.reference(training))
+
+
+def test_fp32_parameters_among_bf16_ones_are_the_reference_loops_bits(tmp_path: Path) -> None:
+    training = Training(MixedDtypes, dtype=torch.bfloat16, weight_decay=0.05)
+    result = run(training, policy(tmp_path, params="nvme", optim="nvme", ram="min"))
+    harness.assert_equal(result, harness.reference(training))
+    assert {value.dtype for value in result.params.values()} == {torch.bfloat16, torch.float32}
+
+
+class MixedDtypes(models.ListMoe):
+    """A model that keeps its norms and router in fp32, whatever it is cast to."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=16, experts=4)
+        for block in self.blocks:
+            block.gate.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        for block in self.blocks:
+            block.gate.float()  # type: ignore[union-attr, operator]
+        return self
+
+
+def test_the_loop_stays_near_torch_adamw_on_fp32_masters() -> None:
+    """The one difference is rounding: torch fuses operations, and rounds ties of bf16 to even."""
+    training = Training(models.llama, steps=20, lr=1e-3)
+    with harness.one_thread():
+        model = training.model()
+        masters = [nn.Parameter(parameter.detach().float()) for parameter in model.parameters()]
+        optimizer = torch.optim.AdamW(masters, lr=training.lr, weight_decay=training.weight_decay)
+        losses = []
+        batches = iter(training.batches)
+        for step in range(training.steps):
+            optimizer.param_groups[0]["lr"] = training.lr_at(step)
+            for _ in range(training.accumulation):
+                loss = models.loss_of(model, next(batches)) / training.accumulation
+                loss.backward()
+                losses.append(loss.item())
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                assert parameter.grad is not None
+                master.grad = parameter.grad.float()
+                parameter.grad = None
+            torch.nn.utils.clip_grad_norm_(masters, 1.0)
+            optimizer.step()
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.data.copy_(master.data)
+    ours = harness.offloaded(training, inf.Policy(params="cpu", optim="cpu"))
+    assert ours.losses == pytest.approx(losses, rel=2e-3)
+    for name, parameter in model.named_parameters():
+        difference = (ours.params[name].float() - parameter.float()).abs()
+        assert difference.mean() < 2e-4, name

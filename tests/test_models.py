@@ -1,0 +1,257 @@
+"""Every model family, with checkpointing of both kinds, accumulation, evaluation and generation in between, and
+exceptions in forward and backward: the reference loop's bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity as inf
+from tests import harness, models
+from tests.harness import Training
+
+BATCH = models.token_batches(1, seed=99)[0]
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> inf.Policy:
+    """Everything on NVMe with the least RAM."""
+    return inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
+
+
+def check(training: Training, policy: inf.Policy) -> harness.Result:
+    result = harness.offloaded(training, policy)
+    harness.assert_equal(result, harness.reference(training))
+    return result
+
+
+@pytest.mark.parametrize("case", models.CASES, ids=lambda case: case.name)
+def test_models_train_as_the_plain_loop_does(case: models.Case, nvme: inf.Policy) -> None:
+    check(Training(case.factory, groups=case.name != "lora"), nvme)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    "case", [case for case in models.CASES if case.checkpoints], ids=lambda case: case.name
+)
+def test_models_train_with_checkpointing(case: models.Case, use_reentrant: bool, nvme: inf.Policy) -> None:
+    if case.name == "albert" and use_reentrant:
+        pytest.skip("ALBERT shares one layer, which reentrant checkpointing of transformers does not support")
+    check(Training(case.factory, steps=3, checkpointing=use_reentrant), nvme)
+
+
+def evaluate(model: nn.Module, step: int) -> list[Any]:
+    """Evaluation between forward and the next one: eval mode, no_grad, and generation where the model has it."""
+    seen: list[Any] = []
+    model.eval()
+    with torch.no_grad():
+        seen.append(models.loss_of(model, BATCH).item())
+    generate = getattr(model, "generate", None)
+    if generate is not None and hasattr(getattr(model, "config", None), "vocab_size"):
+        tokens = generate(
+            input_ids=BATCH["input_ids"], max_new_tokens=4, do_sample=False, num_beams=1 + step % 2
+        )
+        seen.append(tokens.tolist())
+    with torch.inference_mode():
+        seen.append(models.loss_of(model, BATCH).item())
+    model.train()
+    return seen
+
+
+@pytest.mark.parametrize("case", models.CASES, ids=lambda case: case.name)
+def test_evaluation_and_generation_in_between_change_nothing(case: models.Case, nvme: inf.Policy) -> None:
+    between = evaluate if case.generates else evaluate_only
+    check(Training(case.factory, steps=2, between=between), nvme)
+
+
+def evaluate_only(model: nn.Module, step: int) -> list[float]:
+    """Evaluation without generation."""
+    model.eval()
+    with torch.no_grad():
+        seen = [models.loss_of(model, BATCH).item()]
+    model.train()
+    return seen
+
+
+class Planned(Exception):  # noqa: N818 - a test's own signal
+    """Raised on purpose."""
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers, in order."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return [child for found in lists for child in found.children()]
+
+
+def fail_in_forward(model: nn.Module, step: int) -> None:
+    """A forward that raises in the middle of the model."""
+
+    def explode(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        raise KeyboardInterrupt if step % 2 else Planned
+
+    handle = blocks_of(model)[-1].register_forward_hook(explode, with_kwargs=True)
+    try:
+        with pytest.raises((Planned, KeyboardInterrupt)):
+            models.loss_of(model, BATCH)
+    finally:
+        handle.remove()
+
+
+def fail_in_backward(model: nn.Module, step: int) -> None:
+    """A backward that raises in the middle of the model."""
+
+    def explode(grad: torch.Tensor) -> None:
+        raise Planned
+
+    def arm(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        tensor.register_hook(explode)
+
+    handle = blocks_of(model)[0].register_forward_hook(arm, with_kwargs=True)
+    try:
+        loss = models.loss_of(model, BATCH)
+        with pytest.raises(Planned):
+            loss.backward()
+    finally:
+        handle.remove()
+
+
+FAILING = [
+    case for case in models.CASES if case.name in ("llama", "t5", "mixtral", "lora", "list_moe", "external")
+]
+
+
+@pytest.mark.parametrize("before", [fail_in_forward, fail_in_backward])
+@pytest.mark.parametrize("case", FAILING, ids=lambda case: case.name)
+def test_exceptions_leave_a_clean_state(case: models.Case, before: harness.Between, nvme: inf.Policy) -> None:
+    check(Training(case.factory, steps=3, before=before), nvme)
+
+
+def fail_under_checkpointing(model: nn.Module, step: int) -> None:
+    """A backward that raises while a block is recomputed."""
+    calls = 0
+
+    def explode(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise Planned
+
+    handle = blocks_of(model)[1].register_forward_hook(explode, with_kwargs=True)
+    try:
+        loss = models.loss_of(model, BATCH)
+        with pytest.raises(Planned):
+            loss.backward()
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_an_exception_in_recompute_leaves_a_clean_state(use_reentrant: bool, nvme: inf.Policy) -> None:
+    check(Training(models.llama, steps=3, checkpointing=use_reentrant, before=fail_under_checkpointing), nvme)
+
+
+def test_two_forwards_then_two_backwards_in_either_order(nvme: inf.Policy) -> None:
+    for turned in (False, True):
+
+        def both(model: nn.Module, optimizer: Any, turned: bool = turned) -> list[float]:
+            batches = models.token_batches(2, seed=5)
+            losses = [models.loss_of(model, batch) for batch in batches]
+            for loss in reversed(losses) if turned else losses:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return [loss.item() for loss in losses]
+
+        assert train_by_hand(both, nvme) == train_by_hand(both, None)
+
+
+def test_a_loss_summed_over_forwards_and_a_retained_graph(nvme: inf.Policy) -> None:
+    def summed(model: nn.Module, optimizer: Any) -> list[float]:
+        batches = models.token_batches(2, seed=6)
+        loss = models.loss_of(model, batches[0]) + models.loss_of(model, batches[1])
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss.item()]
+
+    assert train_by_hand(summed, nvme) == train_by_hand(summed, None)
+
+
+def test_a_step_between_forward_and_backward_raises_as_in_torch(nvme: inf.Policy) -> None:
+    def stale(model: nn.Module, optimizer: Any) -> list[float]:
+        models.loss_of(model, BATCH).backward()
+        loss = models.loss_of(model, BATCH)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        optimizer.zero_grad()
+        return [models.loss_of(model, BATCH).item()]
+
+    with harness.one_thread():
+        model = inf.offload(models.make(models.llama), nvme)
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            stale(model, optimizer)
+        inf.handle(model).close()
+
+
+def train_by_hand(one_step: Any, policy: inf.Policy | None) -> list[list[float]]:
+    """Three calls of `one_step(model, optimizer)` on a Llama, offloaded or plain; what they return, then a loss."""
+    from tests.reference import ReferenceAdamW
+
+    with harness.one_thread():
+        model = models.make(models.llama)
+        if policy is None:
+            return [
+                one_step(model, ReferenceAdamW([{"params": model.parameters()}], lr=1e-2)) for _ in range(3)
+            ]
+        inf.offload(model, policy)
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        try:
+            return [one_step(model, optimizer) for _ in range(3)]
+        finally:
+            inf.handle(model).close()
+
+
+def test_a_gradient_is_scaled_zeroed_and_replaced_as_in_torch(nvme: inf.Policy) -> None:
+    def edited(model: nn.Module, optimizer: Any) -> list[float]:
+        models.loss_of(model, BATCH).backward()
+        params = dict(model.named_parameters())
+        plain = not isinstance(optimizer, inf.AdamW)
+        params["lm_head.weight"].grad = (
+            torch.full_like(params["lm_head.weight"].grad, 0.5, device="cpu")
+            if plain
+            else torch.full(params["lm_head.weight"].shape, 0.5, dtype=torch.bfloat16)
+        )
+        params["model.norm.weight"].grad = None
+        params["model.embed_tokens.weight"].grad *= 0.5  # a power of two: exact in bf16 as well
+        params["model.layers.0.mlp.up_proj.weight"].grad.zero_()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [models.loss_of(model, BATCH).item()]
+
+    assert train_by_hand(edited, nvme) == train_by_hand(edited, None)
+
+
+def test_freezing_after_offload_and_unfreezing(nvme: inf.Policy) -> None:
+    def toggled(model: nn.Module, optimizer: Any) -> list[float]:
+        layer: Any = model.model.layers[1]  # type: ignore[union-attr, index]
+        layer.requires_grad_(False)
+        loss = models.loss_of(model, BATCH)
+        loss.backward()
+        assert all(parameter.grad is None for parameter in layer.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        layer.requires_grad_(True)
+        models.loss_of(model, BATCH).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss.item()]
+
+    assert train_by_hand(toggled, nvme) == train_by_hand(toggled, None)
