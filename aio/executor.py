@@ -196,7 +196,7 @@ class Ticket(Protocol):
         ...
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until done; makes the gates that it depends on escape.
+        """Block until done; makes the gates that it depends on escape, and its jobs demands.
 
         Blocks with the GIL released; Ctrl-C works. Raises the typed AioError of the first failed job, every time;
         TimeoutError after `timeout` seconds.

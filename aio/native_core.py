@@ -156,8 +156,7 @@ class NativeTicket:
         self._wait(1, timeout)
 
     def _wait(self, word: int, timeout: float | None) -> None:
-        if not self._words[word]:
-            self._block(word, timeout)
+        self._block(word, timeout)  # also when it is done: C reads the word so that what was copied is seen
         if self._words[2]:
             record = self._core.ffi.new("inf_fault *")
             self._core.lib.inf_ticket_fault(self._core.pointer, self._pointer, record)
@@ -165,7 +164,10 @@ class NativeTicket:
 
     def _block(self, word: int, timeout: float | None) -> None:
         core = self._core
-        core.check()
+        if not self._words[word]:
+            core.check()
+        elif core.forked:
+            return
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = SLICE_S if deadline is None else min(SLICE_S, max(0.0, deadline - time.monotonic()))

@@ -117,6 +117,8 @@ class NativeExecutor:
         pointer = lib.inf_executor_open(config, files, error, why, 512)
         if pointer == ffi.NULL:
             text = ffi.string(why).decode(errors="replace")
+            if text.startswith("no memory"):
+                raise MemoryError(text)
             raise OSError(-error[0], f"cannot open an executor with backend {backend!r}: {text}")
         self._core = Core(ffi, lib, pointer, drives)
         self.pool_bytes = int(lib.inf_executor_pool_bytes(pointer))

@@ -147,7 +147,13 @@ class Engine:
                         run.slot = pool.free.pop()
                         self._ready[run.priority].append(run)
             waiting = any(queue for pool in self.pools for queue in pool.waiting)
-            if self._held or not self.escaping or not self.gates or waiting or sum(map(len, self._ready)) >= 8:
+            if (
+                self._held
+                or not self.escaping
+                or not self.gates
+                or waiting
+                or sum(map(len, self._ready)) >= 8
+            ):
                 break
             self.let_go(self.gates[0], GATE_ESCAPED)
         # One more than there is work for keeps the time of gates.
@@ -158,6 +164,7 @@ class Engine:
         gate.state = state
         if gate in self.gates:
             self.gates.remove(gate)
+        self.escaping = self.escaping and bool(self.gates)  # what comes next is held again
         self.counts["escaped" if state == GATE_ESCAPED else "opened"] += 1
         for submission in gate.submissions:
             submission.escaped = state == GATE_ESCAPED
@@ -184,6 +191,22 @@ class Engine:
                     break
         if order:
             self.escape(order)
+
+    def promote(self, submission: Submission) -> None:
+        """Somebody waits for it: its jobs, and those before them on their chunks, are demands now. [locked]"""
+        for run in submission.runs:
+            for before in list(run.chunk.fifo) if not run.done else ():
+                self._promote(before)
+                if before is run:
+                    break
+
+    def _promote(self, run: Run) -> None:
+        for pool_queues in (self._ready, *(pool.waiting for pool in self.pools)):
+            if run in pool_queues[run.priority]:
+                pool_queues[run.priority].remove(run)
+                pool_queues[Priority.DEMAND].append(run)
+                break
+        run.priority = Priority.DEMAND
 
     # ---- threads ----
 

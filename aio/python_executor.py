@@ -323,6 +323,8 @@ class PythonExecutor:
         with engine.lock:
             if state.submission is not None:
                 engine.escape_for(state.submission)
+                engine.promote(state.submission)
+                engine.pump()
             ended = engine.done.wait_for(lambda: getattr(state, word), timeout)
             self._wait_s += time.monotonic() - start
         if not ended:

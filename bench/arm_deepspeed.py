@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -32,6 +33,14 @@ def single_process_environment() -> None:
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
     )
+
+
+def unlink_shared_memory() -> None:
+    """Take away the name of the 69 MB buffer that DeepSpeed leaves in shared memory; the mapping stays in use."""
+    for path in Path("/dev/shm").glob(
+        f"deepspeed_allreduce_buffer_{os.getuid()}_*_{os.environ['MASTER_PORT']}_*"
+    ):
+        path.unlink(missing_ok=True)
 
 
 def build_ops() -> None:
@@ -106,6 +115,7 @@ def run(workload: r1.Workload, swap_dir: str) -> dict[str, Any]:
     """Train and measure. Blocks until done."""
     began = time.perf_counter()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    unlink_shared_memory()
     engine = build_engine(workload, swap_dir)
     batches = r1.micro_batches(workload)
 
@@ -135,14 +145,16 @@ def main() -> int:
     parser.add_argument("--build-ops", action="store_true", help="only compile DeepSpeed's extensions")
     r1.add_arguments(parser)
     args = parser.parse_args()
-    meter.die_with_parent()
     single_process_environment()
     if args.build_ops:
         build_ops()
         return 0
     if not args.dir:
         parser.error("--dir is needed")
-    meter.report(run(r1.from_arguments(args), args.dir))
+    try:
+        meter.report(run(r1.from_arguments(args), args.dir))
+    finally:
+        unlink_shared_memory()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return 0

@@ -52,7 +52,6 @@ def main() -> int:
     parser.add_argument("--dir", required=True, help="swap directory")
     r1.add_arguments(parser)
     args = parser.parse_args()
-    meter.die_with_parent()
     meter.report(run(r1.from_arguments(args), args.dir))
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import json
 import os
@@ -23,6 +24,8 @@ BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 RESULTS = BENCH / "results"
 _LOG_TAIL = 4000
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class BenchError(Exception):
@@ -95,6 +98,12 @@ def environment(**changes: str) -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if name not in dropped}, **changes}
 
 
+def _die_with_parent() -> None:
+    """Have the kernel end this child when its parent dies, even of SIGKILL. Called between fork and exec."""
+    if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
 def run_command(
     command: Sequence[str], env: Mapping[str, str], *, timeout_s: float, cwd: Path | None = None
 ) -> str:
@@ -107,6 +116,7 @@ def run_command(
         process = subprocess.Popen(
             command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
             start_new_session=True,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509 - safe: this process has one thread
         )  # fmt: skip
         try:
             output, _ = process.communicate(timeout=timeout_s)

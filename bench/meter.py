@@ -5,24 +5,13 @@ Imports the standard library only: it also runs in the environments of other eng
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process when the orchestrator dies, so that a killed run leaves no arm behind."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def io_bytes() -> tuple[int, int]:

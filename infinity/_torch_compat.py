@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -122,9 +123,9 @@ def calling_module_frame() -> FrameType | None:
     return None
 
 
-def is_running(wanted: FrameType) -> bool:
-    """Whether `wanted` is on the Python stack of this thread."""
-    frame: FrameType | None = sys._getframe(1)
+def is_running(wanted: FrameType, thread: int) -> bool:
+    """Whether `wanted` is on the Python stack of `thread`."""
+    frame: FrameType | None = sys._getframe(1) if thread == get_ident() else sys._current_frames().get(thread)
     while frame is not None:
         if frame is wanted:
             return True

@@ -56,6 +56,20 @@ inf_run *inf_queue_pop(inf_queue *queue) {
     return run;
 }
 
+bool inf_queue_remove(inf_queue *queue, inf_run *run) {
+    inf_run *before = NULL;
+    inf_run *at = queue->head;
+    while (at != NULL && at != run) {
+        before = at;
+        at = at->next;
+    }
+    if (at == NULL) return false;
+    if (before == NULL) queue->head = at->next;
+    else before->next = at->next;
+    if (queue->tail == at) queue->tail = before;
+    return true;
+}
+
 void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, int64_t start_ns, int64_t bytes) {
     inf_span *span = &ex->spans[ex->span_count++ % SPAN_COUNT];
     *span = (inf_span){.track = track,
@@ -69,14 +83,17 @@ void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, in
 
 /* ---- opening ---- */
 
-static int32_t pools_make(struct inf_executor *ex) {
+static int32_t pools_make(struct inf_executor *ex, char *why, size_t why_bytes) {
     const inf_exec_config *config = &ex->config;
     int64_t small_total = config->small_count * config->small_bytes;
     ex->slab_bytes = small_total + config->large_count * config->large_bytes;
     if (ex->slab_bytes > 0) {
         uint64_t address = 0;
         int32_t error = inf_slab_map((uint64_t)ex->slab_bytes, &address);
-        if (error != 0) return error;
+        if (error != 0) {
+            snprintf(why, why_bytes, "no memory for pools of %lld bytes", (long long)ex->slab_bytes);
+            return error;
+        }
         ex->slab = (uint8_t *)(uintptr_t)address;
         ex->huge_bytes = inf_slab_huge_bytes(address, (uint64_t)ex->slab_bytes);
     }
@@ -147,7 +164,7 @@ inf_executor *inf_executor_open(const inf_exec_config *config, const int32_t *fd
     *error = inf_cond_init(&ex->done);
     if (*error == 0) *error = inf_cond_init(&ex->work);
     if (*error == 0) *error = inf_cond_init(&ex->seam_wake);
-    if (*error == 0) *error = pools_make(ex);
+    if (*error == 0) *error = pools_make(ex, why, (size_t)why_bytes);
     if (*error == 0) *error = drives_make(ex, fds);
     if (*error == 0) *error = threads_make(ex, why, (size_t)why_bytes);
     if (*error == 0) return ex;

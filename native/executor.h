@@ -274,6 +274,7 @@ int32_t inf_cond_init(pthread_cond_t *cond); /* waits by CLOCK_MONOTONIC */
 int32_t inf_thread_start(pthread_t *thread, void *(*run)(void *), void *argument); /* 0 or a negative errno */
 void inf_queue_push(inf_queue *queue, inf_run *run);
 inf_run *inf_queue_pop(inf_queue *queue);
+bool inf_queue_remove(inf_queue *queue, inf_run *run); /* false: it was not on it */
 void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, int64_t start_ns, int64_t bytes); /* [locked] */
 
 /* executor_jobs.c, all [locked] */
@@ -282,6 +283,7 @@ void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t
 void inf_run_moved(struct inf_executor *ex, inf_run *run); /* its last block came back */
 void inf_run_finish(struct inf_executor *ex, inf_run *run);
 void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad);
+void inf_promote(struct inf_executor *ex, inf_submission *submission); /* somebody waits for it: demand */
 void inf_pump(struct inf_executor *ex); /* whoever changed something calls it before unlocking */
 
 /* executor_compute.c */

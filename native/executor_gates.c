@@ -60,6 +60,7 @@ static void gate_let_go(struct inf_executor *ex, inf_gate *gate, int32_t state) 
         for (int32_t j = 0; j < submission->job_count; j++) inf_run_consider(ex, &submission->runs[j]);
     }
     gate->first = NULL;
+    if (ex->gates == NULL) ex->escaping = false; /* what comes next is held again */
     if (state == INF_GATE_ESCAPED) ex->stats.gates_escaped++;
 }
 
@@ -176,6 +177,7 @@ int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int6
     pthread_mutex_lock(&ex->lock);
     if (escape && ticket->submission != NULL) {
         inf_gates_escape_for(ex, ticket->submission);
+        inf_promote(ex, ticket->submission);
         inf_pump(ex);
     }
     while (!word_set(ticket, word)) {

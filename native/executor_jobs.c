@@ -121,6 +121,43 @@ static void pool_dispatch(struct inf_executor *ex, int32_t index) {
     }
 }
 
+/* Moves a job to the queue of demands, wherever it waits. One that is partly with the drive stays: it is first there. */
+static void run_promote(struct inf_executor *ex, inf_run *run) {
+    int32_t priority = run->priority;
+    inf_queue *from = NULL;
+    inf_queue *to = NULL;
+    if (priority == 0 || run->state == INF_DONE) return;
+    if (run->state == INF_SLOT) {
+        from = &ex->pools[run->pool].waiting[priority];
+        to = &ex->pools[run->pool].waiting[0];
+    } else if (run->state == INF_COMPUTING) {
+        from = &ex->compute[priority];
+        to = &ex->compute[0];
+    } else if (run->state == INF_READING || run->state == INF_WRITING) {
+        inf_drive_queue *queue = &ex->drives[run->chunk->plan.drive].queue;
+        int32_t op = run->state == INF_READING ? INF_OP_READ : INF_OP_WRITE;
+        if (run->cursor == 0 && run->position == 0) from = &queue->jobs[op][priority];
+        to = &queue->jobs[op][0];
+        if (from == NULL) return;
+    }
+    if (from != NULL && !inf_queue_remove(from, run)) return;
+    run->priority = 0;
+    if (from != NULL) inf_queue_push(to, run);
+}
+
+void inf_promote(struct inf_executor *ex, inf_submission *submission) {
+    for (int32_t j = 0; j < submission->job_count; j++) {
+        inf_run *run = &submission->runs[j];
+        if (run->state == INF_DONE) continue;
+        inf_run *before = run->chunk->fifo_head;
+        while (before != NULL && before != run) {
+            run_promote(ex, before);
+            before = before->fifo_next;
+        }
+        run_promote(ex, run);
+    }
+}
+
 /* While nobody opens gates they follow each other without a pause, as long as slots and workers are free. */
 static bool gates_may_flow(const struct inf_executor *ex) {
     return ex->escaping && !ex->gates_held && ex->gates != NULL && ex->pools[0].waiting_count + ex->pools[1].waiting_count == 0 &&

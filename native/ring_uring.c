@@ -64,6 +64,8 @@ typedef struct {
     void (*cq_advance)(void *ring, unsigned count);
     int (*register_buffers)(void *ring, const struct iovec *pieces, unsigned count);
     int (*register_files)(void *ring, const int *files, unsigned count);
+    int (*unregister_buffers)(void *ring);
+    int (*unregister_files)(void *ring);
 } uring_api;
 
 static uring_api api;
@@ -74,6 +76,7 @@ static int32_t api_load(const char *path, char *why, size_t why_bytes) {
     static const char *const names[] = {
         "io_uring_queue_init_params", "io_uring_queue_exit", "io_uring_get_sqe",          "io_uring_submit_and_wait",
         "io_uring_peek_batch_cqe",    "io_uring_cq_advance", "io_uring_register_buffers", "io_uring_register_files",
+        "io_uring_unregister_buffers", "io_uring_unregister_files",
     };
     void *functions[sizeof names / sizeof *names];
     _Static_assert(sizeof functions == sizeof api, "one name for every pointer, in order");
@@ -169,6 +172,13 @@ static int32_t ring_open(inf_drive *drive, uring_state *state) {
     }
     state->fixed = slab_register(drive->ex, state);
     return 0;
+}
+
+/* The kernel ends a ring some time after its exit: what it holds (the file's space, locked pages) is given back here. */
+static void ring_close(uring_state *state, bool broken) {
+    if (!broken) api.unregister_files(&state->storage);
+    if (!broken && state->fixed) api.unregister_buffers(&state->storage);
+    api.queue_exit(&state->storage);
 }
 
 static uring_sqe *sqe_new(uring_state *state) {
@@ -272,7 +282,7 @@ static void *uring_main(void *argument) {
         if (broken == 0) reap(drive, state);
     }
     pthread_mutex_unlock(&ex->lock);
-    api.queue_exit(&state->storage);
+    ring_close(state, broken != 0);
     if (broken != 0) {
         pthread_mutex_lock(&ex->lock);
         inf_drive_break(drive, -broken);

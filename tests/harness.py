@@ -104,6 +104,7 @@ def reference(training: Training) -> Result:
             lr=training.lr,
             weight_decay=training.weight_decay,
             grad_dtype=training.grad_dtype,
+            order=model.parameters(),
         )
         losses, norms, seen = _loop(
             training, model, optimizer, lambda: optimizer.clip(training.max_norm or 0.0)

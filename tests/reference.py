@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ class State:
 class ReferenceAdamW:
     """Clipping and AdamW over fp32 masters of ordinary parameters.
 
-    `param_groups` are dictionaries as in torch.optim, so torch's schedulers can drive it through `proxy`.
+    `order`: the parameters as the loop hands them to clip_grad_norm_ (`model.parameters()`), if groups order them anew.
     """
 
     def __init__(
@@ -57,10 +57,13 @@ class ReferenceAdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         grad_dtype: torch.dtype | None = None,
+        order: Iterable[nn.Parameter] | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.param_groups = [{**defaults, **group, "params": list(group["params"])} for group in groups]
         self.params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
+        if order is not None:  # that in which norms are added
+            self.params = [param for param in order if any(param is held for held in self.params)]
         self.states: dict[nn.Parameter, State] = {}
         self._wide: dict[nn.Parameter, torch.Tensor] = {}  # gradients accumulated in fp32
         self._clipped: dict[nn.Parameter, torch.Tensor] | None = None

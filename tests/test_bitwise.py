@@ -175,4 +175,4 @@ def test_the_loop_stays_near_torch_adamw_on_fp32_masters() -> None:
     assert ours.losses == pytest.approx(losses, rel=2e-3)
     for name, parameter in model.named_parameters():
         difference = (ours.params[name].float() - parameter.float()).abs()
-        assert difference.mean() < 2e-4, name
+        assert difference.mean() < 1e-3, name

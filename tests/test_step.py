@@ -234,7 +234,11 @@ def test_leaving_the_interpreter_with_updates_in_flight_is_clean(tmp_path: Path)
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

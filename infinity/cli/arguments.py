@@ -39,7 +39,8 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     place.add_argument("--params", choices=tiers, default="cpu", help="the lowest tier where parameters may rest (cpu)")
     place.add_argument("--optim", choices=tiers, default="cpu", help="the lowest tier where optimizer states may rest (cpu)")
     place.add_argument("--nvme", action="append", metavar="DIR", help="directory on an NVMe drive; repeat for several drives")
-    place.add_argument("--ram", metavar="SIZE", help='what offloading may hold in memory: "512MiB", "min" (a share of the machine)')
+    place.add_argument("--ram", metavar="SIZE", help='what offloading may hold in memory: "512MiB", or "min" '
+                       "(a share of what the machine leaves)")  # fmt: skip
     place.add_argument("--io-backend", choices=("auto", "io_uring", "threads"), default="auto")
 
 

@@ -7,9 +7,15 @@ layout, so no rank waits for another's shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+# torch 2.13 renamed both; the floor is 2.10.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Comm:
@@ -30,7 +36,7 @@ class Comm:
             return
         with torch.no_grad():
             shard = flat[self.rank * shard_numel : (self.rank + 1) * shard_numel].clone()
-            dist.all_gather_into_tensor(flat, shard)
+            _all_gather(flat, shard)
 
     def reduce_mean(self, whole: torch.Tensor, shard_numel: int) -> torch.Tensor:
         """The mean over ranks of `whole` [world * shard_numel]; returns this rank's shard in the same dtype. Blocks.
@@ -40,7 +46,7 @@ class Comm:
         dtype = self._reduce_dtype or whole.dtype
         source = whole.to(dtype)
         shard = torch.empty(shard_numel, dtype=dtype)
-        dist.reduce_scatter_tensor(shard, source, op=dist.ReduceOp.SUM)
+        _reduce_scatter(shard, source, op=dist.ReduceOp.SUM)
         return shard.div_(self.world).to(whole.dtype)
 
     def sum_floats(self, values: list[float]) -> list[float]:
@@ -49,7 +55,7 @@ class Comm:
             return values
         mine = torch.tensor(values, dtype=torch.float64)
         everyone = torch.empty(self.world * len(values), dtype=torch.float64)
-        dist.all_gather_into_tensor(everyone, mine)
+        _all_gather(everyone, mine)
         total = torch.zeros(len(values), dtype=torch.float64)
         for row in everyone.view(self.world, -1):
             total += row

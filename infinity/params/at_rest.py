@@ -353,15 +353,16 @@ METADATA: frozenset[Any] = frozenset(
         for name in (
             "size stride dim ndimension numel nelement element_size is_contiguous is_floating_point is_complex "
             "is_signed is_conj is_neg is_inference is_same_size storage_offset get_device __len__ dim_order "
-            "has_names type_as _is_view _is_zerotensor is_coalesced _has_symbolic_sizes_strides is_set_to "
+            "has_names _is_view _is_zerotensor is_coalesced _has_symbolic_sizes_strides is_set_to "
             "is_distributed"
         ).split()
-        if hasattr(Tensor, name) and name != "type_as"
+        if hasattr(Tensor, name)
     }
     | {Tensor.grad.__delete__}  # type: ignore[attr-defined]
     | {
         getattr(torch, name)
-        for name in "numel is_floating_point is_complex is_conj is_neg is_inference is_signed is_same_size".split()
+        for name in "numel is_floating_point is_complex is_conj is_neg is_inference is_signed is_same_size "
+        "_has_compatible_shallow_copy_type".split()
     }
     | ({Tensor.grad_dtype.__set__} if hasattr(Tensor, "grad_dtype") else set())  # type: ignore[attr-defined]
 )

@@ -96,11 +96,11 @@ class Backward:
                 held = 0
                 try:
                     for slots in use.held:
-                        slots.hold()
+                        slots.enter()
                         held += 1
                 except BaseException:
                     for slots in use.held[:held]:
-                        slots.release()
+                        slots.leave(check=False)
                     raise
                 use.active = True
             use.task = graph_task_id()
@@ -134,7 +134,7 @@ class Backward:
                 for use in uses:
                     use.active = False
                     for slots in use.held:
-                        slots.release()
+                        slots.leave(check=False)
 
     def _end_task(self, task: int) -> None:
         with self._lock:
@@ -147,8 +147,14 @@ class Backward:
         use.active = False
         for slots in use.held:
             self._residency.unit_done(slots.unit)
+        failure: Exception | None = None
         for slots in use.held:
-            slots.release()
+            try:
+                slots.leave()
+            except Exception as error:  # a weight was written in recompute; the other units are released first
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def drain_hook(self, param: Param) -> Callable[[torch.Tensor], None]:
         """A post-accumulate hook that hands the gradient of a gathered parameter to the residency."""

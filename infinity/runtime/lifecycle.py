@@ -46,6 +46,7 @@ class Frame:
 
     module: torch.nn.Module
     caller: FrameType | None  # the Python frame of its __call__; tells whether it still runs
+    thread: int
     first_node: int  # sequence number of the first autograd node that it can make
     outermost: bool
     held: list[UnitSlots] = dataclasses.field(default_factory=list)
@@ -53,8 +54,13 @@ class Frame:
 
     @property
     def alive(self) -> bool:
-        """Whether it is still running. KeyboardInterrupt leaves frames behind."""
-        return self.caller is None or is_running(self.caller)
+        """Whether it still runs, in whatever thread. KeyboardInterrupt leaves frames behind."""
+        return self.caller is None or is_running(self.caller, self.thread)
+
+    @property
+    def running_here(self) -> bool:
+        """Whether it still runs, in this thread."""
+        return self.thread == threading.get_ident() and self.alive
 
 
 class Lifecycle:
@@ -77,7 +83,6 @@ class Lifecycle:
         self._where = where
         self._lock = threading.RLock()
         self._frames: list[Frame] = []
-        self._thread = 0
         self._backward = Backward(residency, self._lock)
         self._drained: set[Param] = set()
         self._installed: Installed = install(model, units, self)
@@ -147,14 +152,17 @@ class Lifecycle:
         return window.tensor if window is not None else None
 
     def in_forward(self, param: Param) -> torch.Tensor | None:
-        """The gathered parameter if a forward runs, gathered at once and held by the innermost frame if need be."""
-        if not self._frames:
-            return None
-        frame = self._frames[-1]
-        if not frame.alive:
-            return None
+        """The gathered parameter if a forward runs, gathered at once and held by the innermost frame if need be.
+
+        Recompute inside backward may run without a frame: the Use of the call is active then, and holds the unit.
+        """
         slots = self._slots[param.unit]
-        if not slots.in_forward:
+        if not self._frames:
+            return param.gathered if slots.entered and graph_task_id() != NO_TASK else None
+        frame = self._frames[-1]
+        if not frame.running_here:
+            return None
+        if not slots.entered:
             with self._lock:
                 slots.enter()
                 frame.held.append(slots)
@@ -209,7 +217,7 @@ class Lifecycle:
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self._lock:
             outermost = self._find_place(module)
-            frame = Frame(module, calling_module_frame(), sequence_number(), outermost)
+            frame = Frame(module, calling_module_frame(), threading.get_ident(), sequence_number(), outermost)
             self._frames.append(frame)  # before anything can raise: the post hook is always called, and pops it
             for slots in self._hooked[module]:
                 slots.enter()
@@ -222,23 +230,19 @@ class Lifecycle:
         """Whether this forward is the outermost one; clears what an interrupted one left, if so."""
         in_backward = graph_task_id() != NO_TASK
         if self._frames:
-            if in_backward or self._hooked[module]:
-                self._check_thread(in_backward)
-                return False
-            # A module above the units: few enough to look whether the frames below still run.
-            if self._frames[-1].alive:
+            # Modules above the units are few enough to look whether the frames below still run.
+            if in_backward or self._hooked[module] or self._frames[-1].alive:
                 self._check_thread(in_backward)
                 return False
         if in_backward:  # recompute
             return False
         if self._frames or self._backward.running:
             self._reset()
-        self._thread = threading.get_ident()
         self.residency.forward_start()
         return True
 
     def _check_thread(self, in_backward: bool) -> None:
-        if not in_backward and threading.get_ident() != self._thread:
+        if not in_backward and threading.get_ident() != self._frames[-1].thread:
             raise RuntimeError(
                 "two threads run forward of one offloaded model; its units are gathered for one forward at a time"
             )

@@ -1,7 +1,8 @@
 """One unit as the life cycle holds it: reference count, the slots of its modules, and the checks on both.
 
     hold / release   count a reference; the first makes the residency gather the unit, the last lets it evict
-    enter / leave    the same for a frame (a forward that is running), and the gathered parameters lie in the slots
+    enter / leave    the same for a running forward or an active Use, and the gathered parameters lie in the slots:
+                     recompute may call `forward` itself, past all hooks, and finds them there
 
 Checks: on the way in, every slot still has the at-rest parameter that the engine put there. On the way out, no
 version counter has moved: a weight written in forward would be lost at the next eviction.
@@ -51,7 +52,7 @@ class UnitSlots:
         self.unit = unit
         self.windows: list[Window] = []
         self._residency = residency
-        self._frames = 0  # the running forwards among the references
+        self._entered = 0  # the frames and Uses among the references
         self._versions: list[int] = []
         self._stamped_generation: int | None = None
         self._spoilt = False
@@ -65,9 +66,9 @@ class UnitSlots:
         ]
 
     @property
-    def in_forward(self) -> bool:
-        """Whether a running forward holds the unit."""
-        return self._frames > 0
+    def entered(self) -> bool:
+        """Whether the gathered parameters lie in the slots."""
+        return self._entered > 0
 
     def hold(self) -> None:
         """Count a reference; blocks until the unit is gathered."""
@@ -94,21 +95,21 @@ class UnitSlots:
             self._residency.idle(unit)
 
     def enter(self) -> None:
-        """Hold for a running forward, and put the gathered parameters into the slots."""
-        if self._frames == 0:
+        """Hold, and put the gathered parameters into the slots."""
+        if self._entered == 0:
             self._check_slots()
             self.hold()
             for parameters, attr, _, tensor in self._sites:
                 put(parameters, attr, tensor)
         else:
             self.hold()
-        self._frames += 1
+        self._entered += 1
 
     def leave(self, *, check: bool = True) -> None:
         """Undo `enter`. check: raise WeightWritten if forward wrote to a parameter; the unit is released first."""
-        self._frames -= 1
+        self._entered -= 1
         written: list[str] = []
-        if self._frames == 0:
+        if self._entered == 0:
             for parameters, attr, at_rest, _ in self._sites:
                 put(parameters, attr, at_rest)
             versions = [tensor._version for tensor in self._gathered]
@@ -139,8 +140,13 @@ class UnitSlots:
             if attributes.get("_parameters") is not parameters:
                 raise ReplacedOutsideEngine(f"the parameters of a module of {self.unit.name} {_REPLACED}")
         for parameters, attr, at_rest, _ in self._sites:
-            if look(parameters, attr) is not at_rest:
-                raise ReplacedOutsideEngine(f"{at_rest.infinity_link.param.name} {_REPLACED}")
+            if look(parameters, attr) is not at_rest or type(at_rest) is not AtRestParameter:
+                raise ReplacedOutsideEngine(f"{self._name(parameters, attr)} {_REPLACED}")
+
+    def _name(self, parameters: ModuleParameters, attr: str) -> str:
+        found = (param.name for param in self.unit.params for module, name in param.sites
+                 if module._parameters is parameters and name == attr)  # fmt: skip
+        return next(found, attr)
 
 
 _REPLACED = (

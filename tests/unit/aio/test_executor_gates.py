@@ -74,6 +74,20 @@ def test_an_idle_executor_lets_gates_escape_and_updates_still_happen(make_rig, r
         assert same(rig.read(i), values[i])
 
 
+def test_after_an_escape_the_next_gates_hold_again(make_rig, rng):
+    rig, values = prepared(make_rig, rng, hold_s=0.2)
+    first = rig.fetch([0], gate=rig.executor.gate())[0]
+    deadline = time.monotonic() + 20
+    while not first.done:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    gate = rig.executor.gate()
+    ticket, targets = rig.fetch([0], gate=gate)
+    assert gate.open([])
+    ticket.wait(20)
+    assert same(targets[0], values[0])
+
+
 def test_a_fetch_whose_gate_escaped_is_skipped(make_rig, rng):
     rig, _ = prepared(make_rig, rng)
     gate = rig.executor.gate()

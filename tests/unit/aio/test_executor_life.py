@@ -18,8 +18,8 @@ import pytest
 
 from infinity import aio
 from infinity.aio import plan
-from infinity.errors import AioClosedError
-from tests.unit.aio.rig import NUMEL, RUN_BYTES, random_chunk, same
+from infinity.errors import AioClosedError, SwapFullError
+from tests.unit.aio.rig import NUMEL, RUN_BYTES, Rig, random_chunk, same
 
 ROOT = Path(__file__).parents[3]
 SLOW = aio.Seam(read_bytes_per_s=2e6, write_bytes_per_s=2e6)
@@ -175,6 +175,18 @@ def test_demand_passes_prefetch_and_writeback(make_rig, rng):
     rig.executor.close(drain=False)
 
 
+def test_a_prefetch_that_is_waited_for_becomes_a_demand(make_rig, rng):
+    rig = make_rig(chunk_count=40, seam=SLOW)
+    rig.store({0: random_chunk(rng)}).wait()
+    behind = rig.fetch(range(1, 40), priority=1)[0]
+    last = rig.fetch([0], priority=2)[0]
+    start = time.monotonic()
+    last.wait(20)
+    assert not behind.done
+    assert time.monotonic() - start < 0.5 * 39 * RUN_BYTES / 2e6
+    rig.executor.close(drain=False)
+
+
 def test_writes_progress_beside_endless_reads(make_rig, rng):
     rig = make_rig(chunk_count=40, seam=aio.Seam(read_bytes_per_s=2e7))
     rig.store({i: random_chunk(rng) for i in range(40)}).wait()
@@ -227,6 +239,31 @@ def test_many_threads_may_submit_at_once(make_rig, rng):
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.mark.privileged
+def test_a_full_file_system_is_a_swap_full_error(backend, tmp_path, monkeypatch, rng):
+    monkeypatch.setenv("INFINITY_ALLOW_TMPFS", "1")
+    size = 3 * RUN_BYTES + 8192
+    options = ["-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(tmp_path)]
+    if subprocess.run(["mount", *options], check=False, capture_output=True).returncode:
+        pytest.skip("may not mount here")
+    try:
+        monkeypatch.setattr(aio.SwapFile, "grow", lambda self, size_bytes: os.ftruncate(self.fd, size_bytes))
+        rig = Rig(tmp_path, backend)
+        values = {i: random_chunk(rng) for i in range(6)}
+        tickets = [rig.store({i: values[i]}) for i in range(6)]
+        full = 0
+        for i, ticket in enumerate(tickets):
+            try:
+                ticket.wait(20)
+                assert same(rig.read(i), values[i])
+            except SwapFullError:
+                full += 1
+        assert full >= 3
+        rig.close()
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import textwrap
@@ -38,6 +39,13 @@ def test_a_named_backend_is_opened(file, backend):
     assert executor.backend == backend
     assert executor.pool_bytes == 2 * 8192 + 2 * 65536
     executor.close()
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
+def test_pools_that_do_not_fit_are_a_memory_error(file, backend, caplog):
+    with pytest.raises(MemoryError, match=r"pools|slab"):
+        aio.open_executor([file], backend=backend, small=aio.PoolSpec(0, 0), large=aio.PoolSpec(4, 1 << 45))
+    assert caplog.text == ""
 
 
 def test_an_unknown_backend_and_bad_options_are_value_errors(file):
@@ -131,6 +139,38 @@ def test_a_seccomp_filter_that_forbids_io_uring_is_stepped_over_and_named(tmp_pa
     assert backend == "threads"
     assert "not permitted" in reason
     assert "seccomp" in probed
+
+
+@pytest.mark.skipif("io_uring" not in BACKENDS, reason="no io_uring here")
+def test_where_memory_may_not_be_locked_the_slab_goes_unregistered_and_works(tmp_path):
+    if os.getuid() != 0:
+        pytest.skip("needs root to become nobody")
+    code = f"""
+        import os, resource
+        from pathlib import Path
+        import numpy as np
+        from infinity import aio
+        from tests.unit.aio.rig import *
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
+        file = aio.SwapFile.create({str(tmp_path)!r})
+        value = random_chunk(np.random.default_rng(0))  # imports, before nobody may not
+        os.setuid(65534)
+        aio.SwapFile.create = lambda directory: file
+        rig = Rig(Path("/"), "io_uring", pools=(1024, 1024))
+        rig.store({{0: value}}).wait(20)
+        assert same(rig.read(0), value)
+        print(rig.executor.backend, rig.executor.stats().registered)
+        rig.close()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.stdout.split() == ["io_uring", "False"], done.stderr
 
 
 @pytest.mark.skipif("io_uring" not in BACKENDS, reason="no io_uring here")

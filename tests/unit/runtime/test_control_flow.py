@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from collections.abc import Callable
@@ -144,12 +145,15 @@ def test_eval_and_no_grad_between_forward_and_backward(eager: bool) -> None:
 
 
 def test_a_forward_under_inference_mode_may_be_the_first() -> None:
-    with torch.inference_mode():
-        torch.zeros(1)
     model = models.stack()
+    plain = copy.deepcopy(model)
     with torch.inference_mode():
         rig = Rig(model, models.stack_groups)
         models.stack_loss(rig.model, 0)
+    rig.plain = plain
+    for param, value in rig.residency.copies.items():  # the rig's own copies, made under inference mode
+        with torch.no_grad():
+            rig.residency.copies[param] = value.clone()
     rig.train(models.stack_loss)
 
 
@@ -436,7 +440,7 @@ def test_a_frozen_parameter_may_become_trainable_after_offload(eager: bool) -> N
 def test_a_weight_used_through_detach_does_not_outlive_its_unit(eager: bool) -> None:
     class Detached(models.Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * self.down.bias.detach() + torch.mm(x[0], self.up.weight.detach().t()).sum()
+            return super().forward(x) * self.down.bias.detach() + torch.mm(x[0], self.up.weight.detach().t()).mean()
 
     torch.manual_seed(0)
     Rig(models.Stack([Detached() for _ in range(3)]), models.stack_groups, eager=eager).train(models.stack_loss)
