@@ -36,6 +36,11 @@ def resize_storage(tensor: torch.Tensor, size_bytes: int) -> None:
         cast("Any", storage).resize_(size_bytes)
 
 
+def is_resizable(tensor: torch.Tensor) -> bool:
+    """Whether the storage may be resized. Exporting it once, to numpy for instance, forbids that for good."""
+    return bool(cast("Any", tensor.untyped_storage()).resizable())
+
+
 def storage_size(tensor: torch.Tensor) -> int:
     """Bytes that the storage of `tensor` holds now."""
     return tensor.untyped_storage().size()
@@ -83,6 +88,11 @@ def separate_version(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.data
 
 
+def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.data = value` past what a subclass makes of it: the object stays, its storage changes."""
+    torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+
+
 def parse_to(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device | None, torch.dtype | None, bool]:
@@ -97,7 +107,7 @@ def parse_to(
 
 def address_of(tensor: torch.Tensor) -> int:
     """The address of the first element; 0 when the tensor has none (meta, fake, functorch-wrapped, empty, sparse)."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
         return 0
     try:
         return tensor.data_ptr()

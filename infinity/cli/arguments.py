@@ -60,6 +60,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--eval-batches", type=int, default=8, help="micro-batches of a held-out measurement (8)")
     train.add_argument("--prompt", default=None, help="continue this text before and after training")
     train.add_argument("--prompt-tokens", type=int, default=24, help="length of the continuation (24)")
+    train.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the parameters that compute; "
+                       "float32 is faster on CPUs that have no bf16 units, and moves more bytes (bfloat16)")  # fmt: skip
     train.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     train.add_argument("--no-save", action="store_true", help="do not write the trained model")
     train.add_argument("--no-trace", action="store_true", help="record no timeline")

@@ -53,10 +53,12 @@ def find_pretrained(path: Path) -> Pretrained:
     return Pretrained(directory, gguf, tokenizer)
 
 
-def offload_pretrained(source: Pretrained, policy: inf.Policy, *, checkpointing: bool = False) -> torch.nn.Module:
-    """The model of `source` in bf16, offloaded. Blocks until all of it is at rest."""
+def offload_pretrained(
+    source: Pretrained, policy: inf.Policy, dtype: torch.dtype, *, checkpointing: bool = False
+) -> torch.nn.Module:
+    """The model of `source` in `dtype`, offloaded. Blocks until all of it is at rest."""
     if source.gguf is None and _has_safetensors(source.directory):
-        model = _on_meta(source.directory)
+        model = _on_meta(source.directory, dtype)
         _prepare(model, checkpointing)
         try:
             return inf.offload(model, policy, load=source.directory)
@@ -64,7 +66,7 @@ def offload_pretrained(source: Pretrained, policy: inf.Policy, *, checkpointing:
             raise
         except ValueError as error:
             log.warning("loading the model whole, since it cannot be streamed: %s", error)
-    model = _load_whole(source)
+    model = _load_whole(source, dtype)
     _prepare(model, checkpointing)
     return inf.offload(model, policy)
 
@@ -80,12 +82,12 @@ def _has_safetensors(directory: Path) -> bool:
     return any(directory.glob("*.safetensors"))
 
 
-def _on_meta(directory: Path) -> Any:
+def _on_meta(directory: Path, dtype: torch.dtype) -> Any:
     transformers = _transformers()
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     _refuse_quantized(config, directory)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     if (directory / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return model
@@ -96,12 +98,12 @@ def _refuse_quantized(config: Any, directory: Path) -> None:
         raise ValueError(f"the weights in {directory} are quantised and cannot be trained; use the unquantised model")
 
 
-def _load_whole(source: Pretrained) -> Any:
-    """The model with ordinary dense bf16 parameters, in memory."""
+def _load_whole(source: Pretrained, dtype: torch.dtype) -> Any:
+    """The model with ordinary dense parameters of `dtype`, in memory."""
     transformers = _transformers()
     extra = {"gguf_file": source.gguf} if source.gguf else {}
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        source.directory, dtype=torch.bfloat16, trust_remote_code=False, **extra
+        source.directory, dtype=dtype, trust_remote_code=False, **extra
     )
     if source.gguf:
         # GGUF is only where the values came from: what is trained and saved is dense.
@@ -113,7 +115,7 @@ def _load_whole(source: Pretrained) -> Any:
         if type(parameter) is not torch.nn.Parameter or not parameter.is_floating_point():
             raise ValueError(f"{name} of {source.directory} is {type(parameter).__name__} of {parameter.dtype}, "
                              "which cannot be trained; use the unquantised model")  # fmt: skip
-        parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -141,7 +143,7 @@ def save_pretrained(model: Any, tokenizer: Any, directory: Path) -> None:
     model.config.use_cache = True
     try:
         model.config.architectures = [type(model).__name__]
-        model.config.dtype = torch.bfloat16
+        model.config.dtype = next(model.parameters()).dtype
         model.config.save_pretrained(directory)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(directory)

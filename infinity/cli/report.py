@@ -93,10 +93,15 @@ def steady(records: Sequence[StepRecord]) -> Steady:
     )
 
 
-def limits(mean: Steady, *, read_bytes_per_s: float, write_bytes_per_s: float, micro_batches: int) -> Limits:
-    """The limits of a step. Of 10 + 4k bytes read per parameter with k micro-batches, 12 are states (the update and the
-    first forward); the rest are parameters read again for later passes."""
-    states_share = 12 / (10 + 4 * micro_batches)
+def limits(
+    mean: Steady, *, read_bytes_per_s: float, write_bytes_per_s: float, micro_batches: int, param_bytes: int = 2
+) -> Limits:
+    """The limits of a step.
+
+    Of what is read per parameter with k micro-batches, 12 bytes are states (the update, which also feeds the first forward);
+    the rest are `param_bytes` for each of the other 2k - 1 passes.
+    """
+    states_share = 12 / (12 + param_bytes * (2 * micro_batches - 1))
     io_states_s = mean.bytes_read * states_share / read_bytes_per_s + mean.bytes_written / write_bytes_per_s
     io_rest_s = mean.bytes_read * (1 - states_share) / read_bytes_per_s
     rest_compute_s = mean.compute_s - mean.first_forward_s

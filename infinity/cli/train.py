@@ -122,7 +122,7 @@ class _Run:
         self.drives = self._measure_drives()
         torch.manual_seed(options.seed)
         self.model: Any = hf_model.offload_pretrained(
-            self.pretrained, self.policy, checkpointing=options.checkpointing
+            self.pretrained, self.policy, getattr(torch, options.dtype), checkpointing=options.checkpointing
         )
         self.handle = inf.handle(self.model)
         stack.callback(self.handle.close)
@@ -291,6 +291,7 @@ class _Run:
                 read_bytes_per_s=self.drives["read_gbps"] * 1e9,
                 write_bytes_per_s=self.drives["write_gbps"] * 1e9,
                 micro_batches=self.options.accumulate,
+                param_bytes=getattr(torch, self.options.dtype).itemsize,
             )
         return Summary(
             params=self.params,

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 # torch 2.13 renamed both; the floor is 2.10.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

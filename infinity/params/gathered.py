@@ -15,9 +15,35 @@ from __future__ import annotations
 
 import torch
 
-from infinity._torch_compat import resize_storage, separate_version, set_versions, storage_size
+from infinity._torch_compat import (
+    is_resizable,
+    resize_storage,
+    separate_version,
+    set_data,
+    set_versions,
+    storage_size,
+)
+from infinity.errors import WeightWritten
 from infinity.memory.layout import FlatLayout
-from infinity.params.unit import Param, Unit
+from infinity.params.unit import Flat, Param, Unit
+
+
+class GatheredParameter(torch.nn.Parameter):
+    """A gathered parameter: a plain one, but for `.data`, through which writes would go unseen and be lost."""
+
+    infinity_name: str
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """A detached view, which shares the version counter: a write through it in forward is seen, and raises."""
+        return self.detach()
+
+    @data.setter
+    def data(self, _value: torch.Tensor) -> None:
+        raise WeightWritten(
+            f"`.data =` on {self.infinity_name} inside forward is lost. Write between steps, with "
+            "`with torch.no_grad(), inf.handle(model).gather(parameter): parameter.copy_(...)`"
+        )
 
 
 def empty_flat(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -35,7 +61,8 @@ def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
     with torch.inference_mode(False), torch.no_grad():
         for param in unit.params:
             view = param.flat.tensor[param.offset : param.offset + param.numel].view(param.shape)
-            param.gathered = torch.nn.Parameter(separate_version(view), requires_grad=requires_grad[param])
+            param.gathered = GatheredParameter(separate_version(view), requires_grad=requires_grad[param])
+            param.gathered.infinity_name = param.name
     if was_evicted:
         evict(unit)
 
@@ -63,7 +90,21 @@ def evict(unit: Unit) -> None:
     assert unit.refs == 0, f"evicting {unit.name}, which {unit.refs} uses hold"
     unit.gathered = False
     for flat in unit.flats:
+        if not is_resizable(flat.tensor):
+            _renew(flat)
         resize_storage(flat.tensor, 0)
+
+
+def _renew(flat: Flat) -> None:
+    """Move the flat to a new storage: somebody has a numpy array on the old one, which lives as long as that does.
+
+    Graphs that saved the old one keep it too, with values that stay right for them.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        flat.tensor.data = torch.empty_like(flat.tensor)
+        for param in flat.params:
+            view = flat.tensor[param.offset : param.offset + param.numel].view(param.shape)
+            set_data(param.gathered, separate_version(view))
 
 
 def stamp(unit: Unit) -> list[int]:

@@ -236,6 +236,8 @@ class UnitResidency:
             param.grad = self._book.add(
                 param.name, param.shape, self._gradients.of(param), param.flat.tensor.device
             )
+            if param.grad.tensor.dtype is not param.dtype:
+                param.at_rest.grad_dtype = param.grad.tensor.dtype  # what torch lets `.grad` be
         return param.grad
 
     def drain(self, param: Param, grad: torch.Tensor) -> None:

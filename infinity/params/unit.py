@@ -16,6 +16,7 @@ from infinity.memory.layout import FlatLayout
 
 if TYPE_CHECKING:
     from infinity.params.at_rest import AtRestParameter
+    from infinity.params.gathered import GatheredParameter
     from infinity.params.stand_in import GradSlot
 
 
@@ -35,7 +36,7 @@ class Param:
     unit: Unit
     slot_index: int  # position in flat.params
     at_rest: AtRestParameter = dataclasses.field(init=False)
-    gathered: torch.nn.Parameter = dataclasses.field(init=False)
+    gathered: GatheredParameter = dataclasses.field(init=False)
     grad: GradSlot | None = None
 
 

@@ -63,6 +63,23 @@ class Frame:
         return self.thread == threading.get_ident() and self.alive
 
 
+class Hook:
+    """A hook that torch.compile does not trace, and that says why a hooked module cannot be pickled."""
+
+    def __init__(self, function: Callable[..., None], units: list[Unit]) -> None:
+        self._function = dynamo_disable(function)
+        self._units = units
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        for unit in self._units:
+            for param in unit.params:
+                param.at_rest.__reduce_ex__(protocol)  # raises, with the name
+        raise AssertionError("a hook without offloaded parameters")
+
+
 class Lifecycle:
     """The life cycle of one model's offloaded parameters. Made by `attach`."""
 
@@ -206,8 +223,8 @@ class Lifecycle:
             for depth in range(len(parts)):
                 self._hooked.setdefault(named[".".join(parts[:depth])], [])
         self._hooked.setdefault(self.model, [])
-        before = dynamo_disable(self._before_forward)
-        after = dynamo_disable(self._after_forward)
+        before = Hook(self._before_forward, self.units)
+        after = Hook(self._after_forward, self.units)
         handles = []
         for module in self._hooked:
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
@@ -230,8 +247,8 @@ class Lifecycle:
         """Whether this forward is the outermost one; clears what an interrupted one left, if so."""
         in_backward = graph_task_id() != NO_TASK
         if self._frames:
-            # Modules above the units are few enough to look whether the frames below still run.
-            if in_backward or self._hooked[module] or self._frames[-1].alive:
+            # KeyboardInterrupt leaves frames behind; looking up the stack costs a microsecond or two.
+            if in_backward or self._frames[-1].alive:
                 self._check_thread(in_backward)
                 return False
         if in_backward:  # recompute

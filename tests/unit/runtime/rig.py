@@ -179,7 +179,7 @@ class Rig:
 
     def check_grads(self) -> None:
         """Every gradient is bit-equal to the plain model's."""
-        plain = dict(self.plain.named_parameters())
+        plain = dict(self.plain.named_parameters(remove_duplicate=False))
         for name, param in self.params.items():
             expected = plain[name].grad
             got = param.at_rest.grad
@@ -228,8 +228,9 @@ class Rig:
         self.check_values()
 
     def check_values(self) -> None:
-        for name, p in self.plain.named_parameters():
-            assert torch.equal(self.residency.copies[self.params[name]], p), name
+        plain = dict(self.plain.named_parameters(remove_duplicate=False))
+        for name, param in self.params.items():
+            assert torch.equal(self.residency.copies[param], plain[name]), name
 
     @property
     def largest_unit(self) -> int:

@@ -1,0 +1,173 @@
+"""Two ranks over gloo: each unit is split, and training agrees with one rank on the same global batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import infinity as inf
+from infinity.aio import Seam
+from infinity.errors import NonFiniteGradient
+from tests import harness, models
+from tests.harness import Result, Training
+
+WORLD = 2
+
+
+def _rank(rank: int, directory: str, job: Callable[[int, Path], Any]) -> None:
+    """One rank: joins the group, runs the job, leaves its result (or its error) in a file."""
+    torch.set_num_threads(1)
+    place = Path(directory)
+    dist.init_process_group("gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=WORLD)
+    try:
+        result = job(rank, place)
+    except BaseException:
+        (place / f"error{rank}").write_text(traceback.format_exc())
+        raise
+    (place / f"result{rank}").write_bytes(pickle.dumps(result))
+    dist.destroy_process_group()
+
+
+def on_two_ranks(job: Callable[[int, Path], Any], directory: Path) -> list[Any]:
+    """The results of `job(rank, directory)` on each rank. The job must be picklable."""
+    directory.mkdir()
+    context = mp.spawn(_rank, args=(str(directory), job), nprocs=WORLD, join=False)
+    try:
+        while not context.join(timeout=120):
+            pytest.fail("the ranks did not end within 120 s")
+    except (mp.ProcessRaisedException, mp.ProcessExitedException):
+        errors = [path.read_text() for path in sorted(directory.glob("error*"))]
+        pytest.fail("\n".join(errors) or "a rank died")
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+    return [pickle.loads((directory / f"result{rank}").read_bytes()) for rank in range(WORLD)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """A training on this rank's half of every batch, under a policy."""
+
+    training: Training
+    policy: dict[str, Any]
+    seam: Seam | None = None
+
+    def __call__(self, rank: int, place: Path) -> Result:
+        values = dict(self.policy)
+        if "nvme" in values.values():
+            values["nvme"] = place
+        result = harness.offloaded(
+            Shard(**vars(self.training), rank=rank), inf.Policy(**values), seam=self.seam
+        )
+        return dataclasses.replace(result, stats=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard(Training):
+    """The rows of one rank."""
+
+    rank: int = 0
+
+    @property
+    def batches(self) -> list[models.Batch]:
+        """Every batch, this rank's rows."""
+        each = self.rows // WORLD
+        mine = slice(self.rank * each, (self.rank + 1) * each)
+        return [{name: value[mine] for name, value in batch.items()} for batch in super().batches]
+
+
+LLAMA = Training(models.llama, steps=4, rows=4, lr=2e-3)
+
+
+def mean_losses(results: list[Result]) -> list[float]:
+    return [sum(values) / WORLD for values in zip(*(result.losses for result in results), strict=True)]
+
+
+def assert_ranks_agree(results: list[Result]) -> None:
+    assert results[0].norms == results[1].norms
+    assert all(torch.equal(results[0].params[name], value) for name, value in results[1].params.items())
+
+
+PLACEMENTS = {
+    "cpu": {"params": "cpu", "optim": "cpu"},
+    "device": {"params": "device", "optim": "cpu", "ram": "min"},
+    "nvme": {"params": "nvme", "optim": "nvme", "ram": "min"},
+    "nvme threads": {"params": "nvme", "optim": "nvme", "ram": "min", "io_backend": "threads"},
+}
+
+
+def test_two_ranks_agree_with_one_and_are_bit_equal_among_placements(tmp_path: Path) -> None:
+    by_placement = {}
+    for index, (name, values) in enumerate(PLACEMENTS.items()):
+        seam = Seam(delay_us_max=800, seed=index) if name == "nvme" else None
+        results = on_two_ranks(Train(LLAMA, values, seam), tmp_path / str(index))
+        assert_ranks_agree(results)
+        by_placement[name] = results
+    for results in by_placement.values():
+        for rank in range(WORLD):
+            harness.assert_equal(results[rank], by_placement["cpu"][rank])
+    one = harness.reference(LLAMA)
+    two = by_placement["cpu"]
+    assert mean_losses(two) == pytest.approx(one.losses, rel=2e-3)
+    assert two[0].norms == pytest.approx(one.norms, rel=1e-2)
+    for name, value in one.params.items():
+        difference = (two[0].params[name].float() - value.float()).abs().mean()
+        assert difference < 1e-3, name
+
+
+def test_in_fp32_two_ranks_are_one_rank_within_rounding(tmp_path: Path) -> None:
+    training = Training(models.llama, steps=3, rows=4, dtype=torch.float32, lr=1e-3)
+    results = on_two_ranks(Train(training, PLACEMENTS["nvme"]), tmp_path / "run")
+    assert_ranks_agree(results)
+    one = harness.reference(training)
+    assert mean_losses(results) == pytest.approx(one.losses, rel=1e-5)
+    assert results[0].norms == pytest.approx(one.norms, rel=1e-5)
+    for name, value in one.params.items():
+        assert torch.allclose(results[0].params[name], value, rtol=1e-3, atol=2e-5), name
+
+
+@pytest.mark.parametrize("factory", [models.gpt2, models.t5, models.lora, models.ListMoe, models.External])
+def test_model_families_train_on_two_ranks(factory: Callable[[], torch.nn.Module], tmp_path: Path) -> None:
+    training = Training(factory, steps=2, rows=4, lr=1e-3, dtype=torch.float32)
+    results = on_two_ranks(Train(training, PLACEMENTS["nvme"]), tmp_path / "run")
+    assert_ranks_agree(results)
+    if factory is models.ListMoe:
+        return  # its penalty is not a mean over rows
+    one = harness.reference(training)
+    assert mean_losses(results) == pytest.approx(one.losses, rel=1e-4)
+    assert results[0].norms == pytest.approx(one.norms, rel=1e-4)
+
+
+def poisoned(rank: int, place: Path) -> tuple[str, float]:
+    """A gradient that is not finite on rank 1 only."""
+    model = inf.offload(
+        models.make(models.llama), inf.Policy(params="nvme", optim="nvme", nvme=place, ram="min")
+    )
+    optimizer = inf.AdamW(model.parameters())
+    loss = models.loss_of(model, models.token_batches(1, seed=rank)[0])
+    (loss * (float("nan") if rank else 1.0)).backward()
+    try:
+        optimizer.step()
+        outcome = "stepped"
+    except NonFiniteGradient as error:
+        outcome = type(error).__name__
+    optimizer.zero_grad()
+    again = models.loss_of(model, models.token_batches(1)[0]).item()
+    inf.handle(model).close()
+    return outcome, again
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_on_both(tmp_path: Path) -> None:
+    results = on_two_ranks(poisoned, tmp_path / "run")
+    assert results[0] == results[1]
+    assert results[0][0] == "NonFiniteGradient"

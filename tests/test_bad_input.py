@@ -1,0 +1,344 @@
+"""What the user or the machine gets wrong: an error that names it and the fix, and nothing lost."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity as inf
+from infinity.aio import Seam
+from infinity.aio.executor import Fault
+from infinity.engine import offload
+from infinity.errors import (
+    AioError,
+    BudgetError,
+    EngineClosed,
+    NonFiniteGradient,
+    StateInvalid,
+    SwapFullError,
+)
+from tests import harness, models
+
+BATCH = models.token_batches(1, seed=3)[0]
+
+
+def llama() -> nn.Module:
+    return models.make(models.llama)
+
+
+def nvme(path: Path | str, **values: Any) -> inf.Policy:
+    return inf.Policy(**{"params": "nvme", "optim": "nvme", "nvme": path, "ram": "min", **values})
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+# -- paths -------------------------------------------------------------------------------------------------------------
+
+
+def refused_paths(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    yield tmp_path / "missing", "create it"
+    file = tmp_path / "file"
+    file.write_text("")
+    yield file, "not a directory|create it"
+
+
+def test_a_path_that_is_not_a_directory_is_refused_and_the_model_is_as_it_was(tmp_path: Path) -> None:
+    for path, message in refused_paths(tmp_path):
+        model = llama()
+        before = values_of(model)
+        with pytest.raises(ValueError, match=message):
+            inf.offload(model, nvme(path))
+        assert_same(values_of(model), before)
+        models.loss_of(model, BATCH).backward()  # an ordinary model still
+        inf.offload(llama(), inf.Policy(params="cpu", optim="cpu"))
+
+
+def test_tmpfs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INFINITY_ALLOW_TMPFS", raising=False)
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or not os.access(shm, os.W_OK):
+        pytest.skip("no writable /dev/shm")
+    with pytest.raises(ValueError, match="is memory and saves none"):
+        inf.offload(llama(), nvme(shm))
+
+
+@pytest.mark.privileged
+def test_a_path_that_is_read_only_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFINITY_ALLOW_TMPFS", "1")
+    with mounted(tmp_path, "ro") as path, pytest.raises(OSError, match=str(path)):
+        inf.offload(llama(), nvme(path))
+
+
+@pytest.mark.privileged
+def test_a_drive_that_is_too_small_says_how_much_is_missing_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFINITY_ALLOW_TMPFS", "1")
+    with mounted(tmp_path, "size=64k") as path:
+        model = llama()
+        before = values_of(model)
+        with pytest.raises(SwapFullError, match="are missing"):
+            inf.offload(model, nvme(path))
+        assert_same(values_of(model), before)
+
+
+@pytest.mark.privileged
+def test_a_drive_that_holds_parameters_but_not_the_optimizer_leaves_the_model_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFINITY_ALLOW_TMPFS", "1")
+    with mounted(tmp_path, "size=400k") as path:
+        model = llama()
+        before = values_of(model)
+        inf.offload(model, nvme(path))
+        with pytest.raises(SwapFullError, match="are missing"):
+            inf.AdamW(model.parameters())
+        assert_same(values_of(model), before)
+        assert math.isfinite(models.loss_of(model, BATCH).item())
+        inf.handle(model).close()
+
+
+class mounted:
+    """A small tmpfs mounted for a test; skips where that is not allowed."""
+
+    def __init__(self, parent: Path, options: str) -> None:
+        self.path = parent / "mount"
+        self.options = options
+
+    def __enter__(self) -> Path:
+        self.path.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", self.options, "tmpfs", str(self.path)]
+        try:
+            done = subprocess.run(command, capture_output=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("no mount command")
+        if done.returncode:
+            pytest.skip(f"cannot mount: {done.stderr.decode().strip()}")
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        subprocess.run(["umount", "-l", str(self.path)], check=True)
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"params": "gpu"}, "params='gpu' is not known; use 'device' or 'cpu' or 'nvme'"),
+        ({"optim": "disk"}, "optim='disk' is not known"),
+        ({"params": "nvme"}, r"set nvme=\[directories\]"),
+        ({"ram": "lots"}, "ram='lots'"),
+        ({"ram": "-3GiB"}, "ram='-3GiB'"),
+        ({"state": "compact"}, "state='compact' is not built yet; use 'exact'"),
+        ({"state": "exactly"}, "state='exactly' is not known"),
+        ({"update": "backward"}, "not built yet"),
+        ({"on_nonfinite": "panic"}, "on_nonfinite='panic'"),
+        ({"io_backend": "libaio"}, "io_backend='libaio'"),
+        ({"compute_dtype": torch.float16}, "compute_dtype is not built yet"),
+        ({"nvme": ["a", "a"], "params": "nvme"}, "names a directory twice"),
+        ({"verify": True}, "verify=True"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused_by_field_and_value(
+    values: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("INFINITY_NVME_DIR", raising=False)
+    with pytest.raises(ValueError, match=message):
+        inf.Policy(**values)
+
+
+def test_a_budget_that_is_too_small_says_what_works(tmp_path: Path) -> None:
+    model = llama()
+    before = values_of(model)
+    with pytest.raises(BudgetError, match="the smallest budget that works is") as caught:
+        inf.offload(model, nvme(tmp_path, ram="64KiB"))
+        inf.AdamW(model.parameters())
+    assert "ram" in str(caught.value)
+    assert_same(values_of(model), before)
+
+
+def test_the_least_budget_that_an_error_names_works(tmp_path: Path) -> None:
+    least = harness.offloaded(harness.Training(models.llama, steps=1), nvme(tmp_path)).stats.ram_min_bytes
+    harness.offloaded(harness.Training(models.llama, steps=1), nvme(tmp_path, ram=least))
+    with pytest.raises(BudgetError):
+        harness.offloaded(harness.Training(models.llama, steps=1), nvme(tmp_path, ram=least - 4096))
+
+
+# -- models and optimizers -----------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_of_torch_raises_at_its_step_and_changes_nothing() -> None:
+    model = inf.offload(llama(), inf.Policy())
+    before = values_of(model)
+    for optimizer in (torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)):
+        models.loss_of(model, BATCH).backward()
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+        assert_same(values_of(model), before)
+    inf.handle(model).close()
+
+
+def test_the_engines_optimizer_refuses_parameters_that_are_not_offloaded() -> None:
+    with pytest.raises(ValueError, match="is not offloaded"):
+        inf.AdamW(llama().parameters())
+
+
+def test_two_optimizers_cannot_hold_one_parameter() -> None:
+    model = inf.offload(llama(), inf.Policy())
+    first = inf.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="held by another optimizer"):
+        inf.AdamW(model.parameters())
+    assert first.param_groups
+    inf.handle(model).close()
+
+
+def test_a_dtype_without_a_state_format_is_refused_by_name() -> None:
+    model = inf.offload(models.make(models.llama, dtype=torch.float16), inf.Policy())
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight is torch\.float16"):
+        inf.AdamW(model.parameters())
+    with torch.no_grad():
+        assert math.isfinite(models.loss_of(model, BATCH).item())
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize(
+    "values", [{"lr": -1.0}, {"eps": -1e-8}, {"weight_decay": -0.1}, {"betas": (1.0, 0.9)}, {"betas": (0.9,)}]
+)
+def test_hyper_parameters_out_of_range_are_refused(values: dict[str, Any]) -> None:
+    model = inf.offload(llama(), inf.Policy())
+    with pytest.raises(ValueError, match="out of range"):
+        inf.AdamW(model.parameters(), **values)
+    assert inf.AdamW(model.parameters()).param_groups  # a refused optimizer holds nothing
+    inf.handle(model).close()
+
+
+def test_offloading_twice_is_refused() -> None:
+    model = inf.offload(llama(), inf.Policy())
+    with pytest.raises(ValueError, match="offloaded already"):
+        inf.offload(model, inf.Policy())
+    inf.handle(model).close()
+    with pytest.raises(EngineClosed):
+        models.loss_of(model, BATCH)
+
+
+def test_a_handle_of_a_plain_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="not offloaded"):
+        inf.handle(llama())
+
+
+# -- gradients that are not finite -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [math.inf, math.nan])
+@pytest.mark.parametrize("mode", ["raise", "skip", "ignore"])
+def test_a_gradient_that_is_not_finite_is_met_before_any_state_is_touched(
+    mode: str, poison: float, tmp_path: Path
+) -> None:
+    with harness.one_thread():
+        model = inf.offload(llama(), nvme(tmp_path, on_nonfinite=mode))
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        train(model, optimizer, 2)
+        before = values_of(model)
+        steps = optimizer.state_dict()["state"]
+        (models.loss_of(model, BATCH) * poison).backward()
+        if mode == "raise":
+            with pytest.raises(NonFiniteGradient, match="no state was touched"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        after = values_of(model)
+        if mode == "ignore":
+            assert any(value.isnan().any() for value in after.values())
+        else:
+            assert_same(after, before)
+            assert optimizer.state_dict()["state"] == steps
+            assert train(model, optimizer, 2) == untouched_run(4)[2:]
+        inf.handle(model).close()
+
+
+def train(model: nn.Module, optimizer: Any, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = models.loss_of(model, BATCH)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def untouched_run(steps: int) -> list[float]:
+    """The same steps with no accident in between."""
+    model = inf.offload(llama(), inf.Policy())
+    losses = train(model, inf.AdamW(model.parameters(), lr=1e-2), steps)
+    inf.handle(model).close()
+    return losses
+
+
+# -- drives that fail ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["io_uring", "threads"])
+@pytest.mark.parametrize("kind", ["errno", "zero", "short", "bitflip"])
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_a_fault_of_the_drive_is_mended_or_raised_and_never_silent(
+    op: str, kind: str, backend: str, tmp_path: Path
+) -> None:
+    """One transient fault: the training raises a typed error, or ends with the reference loop's bits."""
+    training = harness.Training(models.llama, steps=3)
+    for nth in (5, 60):
+        seam = Seam(fault=Fault(op=op, nth=nth, kind=kind))
+        try:
+            result = harness.offloaded(training, nvme(tmp_path, io_backend=backend), seam=seam)
+        except StateInvalid:
+            continue
+        except AioError as error:
+            if not error.path:
+                raise  # a fault must name its place
+            continue
+        except OSError as error:
+            if "cannot be had" in str(error):
+                pytest.skip(str(error))
+            raise
+        harness.assert_equal(result, harness.reference(training))
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_a_drive_that_keeps_failing_raises_at_every_call_and_close_returns(op: str, tmp_path: Path) -> None:
+    with harness.one_thread():
+        seam = Seam(fault=Fault(op=op, nth=40, kind="errno", persistent=True))
+        model = offload(llama(), nvme(tmp_path), _seam=seam)
+        handle = inf.handle(model)
+        with pytest.raises((AioError, StateInvalid)):
+            optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+            train(model, optimizer, 20)
+        with pytest.raises((AioError, StateInvalid)):
+            for _ in range(3):
+                models.loss_of(model, BATCH)
+                values_of(model)
+                handle.flush()
+        try:
+            handle.close()
+        except (AioError, StateInvalid):
+            pass  # close reports the fault once more, after everything was freed
+        handle.close()
+        with pytest.raises(EngineClosed):
+            handle.flush()

@@ -1,0 +1,146 @@
+"""Memory is bounded: at ram="min" only what is stated grows with the number of layers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import infinity as inf
+from infinity.errors import BudgetError
+from tests import harness, models
+
+MIB = 1 << 20
+HIDDEN = 768
+LAYERS = 6
+
+
+def measure(directory: Path, layers: int) -> dict[str, float]:
+    """Train a Llama of `layers` layers, made on the meta device, in a process of its own; its peak and its plan."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_memory", str(directory), str(layers)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[1],
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def peak_rss_bytes() -> int:
+    """The most that this process held in RAM so far."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no VmHWM in /proc/self/status")
+
+
+def fill(name: str, out: torch.Tensor) -> None:
+    """Small random weights, ones for norms."""
+    if out.ndim == 1:
+        out.fill_(1.0)
+    else:
+        out.normal_(std=0.02)
+
+
+def train(directory: str, layers: int) -> None:
+    """Three steps; prints a JSON record."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = models.llama(layers=layers, hidden=HIDDEN).to(torch.bfloat16)
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    model.train()
+    inf.offload(model, inf.Policy(params="nvme", optim="nvme", nvme=directory, ram="min"), load=fill)
+    optimizer = inf.AdamW(model.parameters(), lr=1e-4)
+    losses = []
+    for batch in models.token_batches(3):
+        loss = models.loss_of(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    inf.handle(model).flush()
+    stats = inf.handle(model).stats()
+    record = {
+        "peak": peak_rss_bytes(),
+        "params": stats.params,
+        "grads": stats.grad_bytes,
+        "ram": stats.ram_bytes,
+        "pool": stats.pool_bytes,
+        "gathered": stats.gathered_bytes_peak,
+        "nvme": stats.nvme_bytes,
+        "finite": all(loss == loss for loss in losses),
+    }
+    inf.handle(model).close()
+    print(json.dumps(record))
+
+
+def test_peak_memory_grows_by_the_gradients_only_when_layers_double(tmp_path: Path) -> None:
+    few, many = measure(tmp_path, LAYERS), measure(tmp_path, 2 * LAYERS)
+    assert few["finite"]
+    assert many["finite"]
+    states = many["nvme"] - few["nvme"]
+    grads = many["grads"] - few["grads"]
+    grown = many["peak"] - few["peak"]
+    assert states > 10 * (
+        many["params"] - few["params"]
+    )  # what did not grow RAM is a lot more than the slack below
+    assert many["pool"] == few["pool"]
+    assert many["gathered"] == few["gathered"]
+    assert many["ram"] - few["ram"] < grads + 1 * MIB  # and checksums
+    slack = 24 * MIB  # activations at the checkpoints, Python objects, the allocator's leftovers
+    assert slack < states / 4
+    assert grown < grads + slack, (
+        f"grew by {grown / MIB:.1f} MiB, of which {grads / MIB:.1f} MiB are gradients"
+    )
+
+
+def test_a_generous_budget_is_used_and_kept_to(tmp_path: Path) -> None:
+    training = harness.Training(models.llama, steps=1)
+    stats = harness.offloaded(
+        training, inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="64MiB")
+    ).stats
+    assert stats.ram_bytes <= 64 * MIB
+    assert stats.nvme_bytes == 0  # all of it fits, so nothing needs the drive
+    assert stats.bytes_read == 0
+
+
+def test_models_of_one_process_share_its_budget(tmp_path: Path) -> None:
+    policy = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="4MiB")
+    first = inf.offload(models.make(models.llama), policy)
+    with pytest.raises(BudgetError):
+        for _ in range(8):
+            inf.offload(models.make(models.llama), policy)
+    inf.handle(first).close()
+
+
+def test_no_step_after_the_first_two_allocates_for_the_engine(tmp_path: Path) -> None:
+    with harness.one_thread():
+        model = inf.offload(
+            models.make(models.llama), inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
+        )
+        optimizer = inf.AdamW(model.parameters())
+        seen = []
+        for batch in models.token_batches(5):
+            models.loss_of(model, batch).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            inf.handle(model).flush()
+            stats = inf.handle(model).stats()
+            seen.append((stats.ram_bytes, stats.pool_bytes, stats.grad_bytes, stats.gathered_bytes_peak))
+        assert len(set(seen[1:])) == 1
+        inf.handle(model).close()
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,81 @@
+"""Figures per step, and the limits they are held against."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from infinity.cli.report import StepRecord, Summary, limits, plot_loss, show_summary, steady
+
+
+def shown_on(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def record(step: int, **given: float) -> StepRecord:
+    values = {
+        "loss": 2.0, "lr": 1e-5, "grad_norm": 1.0, "tokens": 100, "step_s": 2.0, "first_forward_s": 0.5, "compute_s": 1.5,
+        "io_wait_s": 0.4, "bytes_read": 14_000, "bytes_written": 12_000, "ram_bytes": 1, "rss_bytes": 1, **given,
+    }  # fmt: skip
+    return StepRecord(step=step, **values)  # type: ignore[arg-type]
+
+
+def test_the_first_step_is_left_out_of_the_means() -> None:
+    mean = steady([record(1, step_s=50.0), record(2, step_s=1.0), record(3, step_s=3.0)])
+    assert (mean.steps, mean.step_s, mean.tokens_per_s) == (2, 2.0, 50.0)
+    assert steady([record(1, step_s=50.0)]).step_s == 50.0
+    with pytest.raises(ValueError, match="no step"):
+        steady([])
+
+
+def test_limits_follow_the_formulas_when_the_drive_binds() -> None:
+    # 1000 parameters, 14 B read and 12 B written each; 10 kB/s read, 6 kB/s write.
+    found = limits(steady([record(1)]), read_bytes_per_s=10_000, write_bytes_per_s=6_000, micro_batches=1)
+    assert found.floor_s == pytest.approx(1.4 + 2.0)
+    # States (12 of 14 B) and all writes beside the forward; 2 B beside a backward of 1 s.
+    assert found.deferred_s == pytest.approx((1.2 + 2.0) + 1.0)
+
+
+def test_limits_are_the_computation_when_the_drive_is_fast() -> None:
+    found = limits(steady([record(1)]), read_bytes_per_s=1e12, write_bytes_per_s=1e12, micro_batches=1)
+    assert found.floor_s == found.deferred_s == pytest.approx(1.5)
+
+
+def test_with_micro_batches_only_the_first_forward_hides_the_states() -> None:
+    # Two micro-batches read 18 B per parameter: 12 of states, 6 of parameters.
+    mean = steady([record(1, bytes_read=18_000)])
+    found = limits(mean, read_bytes_per_s=10_000, write_bytes_per_s=6_000, micro_batches=2)
+    assert found.deferred_s == pytest.approx((1.2 + 2.0) + 1.0)
+    assert found.floor_s == pytest.approx(1.8 + 2.0)
+
+
+def test_the_table_shows_the_figures_and_texts_are_not_markup() -> None:
+    mean = steady([record(1)])
+    summary = Summary(
+        params=1000,
+        micro_batches=1,
+        held_out=(2.5, 2.25),
+        mean=mean,
+        limits=limits(mean, read_bytes_per_s=10_000, write_bytes_per_s=6_000, micro_batches=1),
+        drives={"read_gbps": 1.0, "write_gbps": 2.0, "mixed_gbps": 1.5},
+        engine={"ram_bytes": 1 << 20, "nvme_bytes": 1 << 21, "backend": "threads"},
+        peak_rss_loading_bytes=1 << 30,
+        peak_rss_training_bytes=1 << 29,
+        texts=("[red]before", "after [/b]"),
+    )
+    console = Console(file=io.StringIO(), width=100)
+    show_summary(console, summary)
+    shown = shown_on(console)
+    for wanted in ("2.5000 before, 2.2500 after", "14.0 B read, 12.0 B written", "η = 1.70", "[red]before", "after [/b]"):
+        assert wanted in shown
+    assert summary.as_dict()["eta_floor"] == pytest.approx(1.7)
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert plot_loss([record(1), record(2)], [(0, 2.5), (2, 2.0)], tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

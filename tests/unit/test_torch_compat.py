@@ -1,0 +1,239 @@
+"""Each semi-private corner of torch still does what the engine stands on."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity import _torch_compat as compat
+
+
+def test_a_resized_storage_frees_its_memory_and_takes_new_values_under_the_same_views() -> None:
+    flat = torch.arange(64.0)
+    view = flat[8:16].view(2, 4)
+    compat.resize_storage(flat, 0)
+    assert compat.storage_size(view) == 0
+    compat.resize_storage(flat, 256)
+    flat.fill_(3.0)
+    assert torch.equal(view, torch.full((2, 4), 3.0))
+    assert compat.is_resizable(flat)
+
+
+def test_a_storage_that_numpy_has_seen_is_known_not_to_be_resizable() -> None:
+    flat = torch.zeros(8)
+    flat.numpy()
+    assert not compat.is_resizable(flat)
+
+
+def test_a_separate_tensor_shares_storage_but_not_the_version_counter() -> None:
+    flat = torch.zeros(8)
+    separate = compat.separate_version(flat)
+    flat.add_(1)
+    assert compat.version_of(flat) == 1
+    assert compat.version_of(separate) == 0
+    assert torch.equal(separate, flat)
+
+
+def test_backward_compares_version_counters_that_can_be_set() -> None:
+    w = nn.Parameter(torch.ones(3))
+    compat.set_versions([w], [5])
+    loss = (w * w).sum()
+    compat.set_versions([w], [6])
+    with pytest.raises(RuntimeError, match="is at version 6; expected version 5"):
+        loss.backward()
+    loss = (w * w).sum()
+    compat.set_versions([w], [7])
+    compat.set_versions([w], [6])
+    loss.backward()
+    compat.bump_version(w)
+    assert compat.version_of(w) == 7
+
+
+def test_set_data_keeps_the_object_and_its_version() -> None:
+    w = nn.Parameter(torch.ones(3))
+    compat.set_versions([w], [5])
+    compat.set_data(w, torch.zeros(3))
+    assert compat.version_of(w) == 5
+    assert not w.any()
+
+
+def test_a_callback_runs_once_at_the_end_of_backward_and_not_after_a_failure() -> None:
+    ran: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    z = y * 3
+
+    def queue(_grad: torch.Tensor) -> None:
+        ran.append(compat.graph_task_id())
+        compat.queue_callback(lambda: ran.append(compat.graph_task_id()))
+
+    y.register_hook(queue)
+    z.sum().backward(retain_graph=True)
+    assert len(ran) == 2
+    assert ran[0] >= 0
+
+    def fail(_grad: torch.Tensor) -> None:
+        raise ValueError("boom")
+
+    x.register_hook(fail)
+    ran.clear()
+    with pytest.raises(ValueError, match="boom"):
+        z.sum().backward()
+    assert len(ran) == 1
+
+
+def test_nested_backwards_have_their_own_graph_task() -> None:
+    ids: list[int] = []
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            ids.append(compat.graph_task_id())
+            with torch.enable_grad():
+                inner = torch.ones(1, requires_grad=True) * 2
+                inner.register_hook(lambda _: ids.append(compat.graph_task_id()))
+                inner.sum().backward()
+            ids.append(compat.graph_task_id())
+            return grad
+
+    assert compat.graph_task_id() == compat.NO_TASK
+    Nested.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    assert ids[0] == ids[2] != ids[1]
+
+
+def test_sequence_numbers_order_nodes_by_when_they_were_made() -> None:
+    x = torch.ones(2, requires_grad=True)
+    before = x * 2
+    mark = compat.sequence_number()
+    after = before * 2
+    assert compat.node_sequence_number(before.grad_fn) < mark <= compat.node_sequence_number(after.grad_fn)
+
+
+def test_a_node_prehook_survives_in_place_changes_and_runs_after_tensor_hooks() -> None:
+    order: list[str] = []
+    x = torch.ones(2, 3, requires_grad=True)
+    y = (x * 2).view(6)
+    assert y._base is not None
+    y._base.grad_fn.register_prehook(lambda _: order.append("node"))
+    y += 1
+    y.register_hook(lambda _: order.append("tensor"))
+    y.sum().backward()
+    assert order == ["tensor", "node"]
+
+
+def test_a_wrapper_subclass_has_metadata_and_no_storage() -> None:
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(func)
+
+    with torch.inference_mode():
+        made = compat.make_wrapper(Wrapper, torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), True)
+    with compat.DisableTorchFunctionSubclass():
+        assert made.shape == (2, 3)
+        assert made.dtype is torch.bfloat16
+        assert made.requires_grad
+        assert not made.is_inference()
+
+
+def test_the_arguments_of_to_are_understood() -> None:
+    assert compat.parse_to(("cpu",), {}) == (torch.device("cpu"), None, False)
+    assert compat.parse_to((torch.float16,), {"copy": True}) == (None, torch.float16, True)
+    assert compat.parse_to((), {"device": "meta", "dtype": torch.float16})[:2] == (torch.device("meta"), torch.float16)
+    assert compat.parse_to((torch.zeros(1),), {}) == (torch.device("cpu"), torch.float32, False)
+
+
+def test_tensors_without_an_address_have_address_zero() -> None:
+    x = torch.ones(3)
+    assert compat.address_of(x) == x.data_ptr()
+    assert compat.address_of(x.to("meta")) == 0
+    assert compat.address_of(x.to_sparse()) == 0
+    seen: list[int] = []
+
+    def look(y: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.address_of(y))
+        return y
+
+    torch.func.vmap(look)(torch.ones(2, 3))
+    assert seen == [0]
+
+
+def test_the_frame_of_a_module_call_is_found_from_its_hooks_and_known_to_run() -> None:
+    found: list[FrameType] = []
+
+    def hook(*_: Any) -> None:
+        frame = compat.calling_module_frame()
+        assert frame is not None
+        found.append(frame)
+        assert compat.is_running(frame, threading.get_ident())
+
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(compat.dynamo_disable(hook))
+    module.register_forward_hook(hook)
+    module(torch.ones(1, 2))
+    assert found[0] is found[1]
+    assert found[0].f_locals["self"] is module
+    assert not compat.is_running(found[0], threading.get_ident())
+
+
+def test_a_frame_of_another_thread_is_known_to_run() -> None:
+    frames: list[FrameType] = []
+    entered, leave = threading.Event(), threading.Event()
+
+    def body() -> None:
+        frames.append(sys._getframe())
+        entered.set()
+        leave.wait(10)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    entered.wait(10)
+    assert thread.ident is not None
+    assert compat.is_running(frames[0], thread.ident)
+    leave.set()
+    thread.join()
+    assert not compat.is_running(frames[0], thread.ident)
+
+
+def test_post_hooks_are_called_after_an_exception_and_not_after_an_interrupt() -> None:
+    called: list[str] = []
+    module = nn.Identity()
+    module.register_forward_hook(lambda *_: called.append("post"), always_call=True)
+    for error, expected in ((ValueError(), ["post"]), (KeyboardInterrupt(), [])):
+        called.clear()
+
+        def forward(_x: Any, error: BaseException = error) -> None:
+            raise error
+
+        module.forward = forward
+        with pytest.raises(type(error)):
+            module(1)
+        assert called == expected
+
+
+def test_modules_save_and_load_by_iterating_their_parameters_once() -> None:
+    class Spy(dict):
+        calls = 0
+
+        def items(self) -> Any:
+            Spy.calls += 1
+            return super().items()
+
+    module = nn.Linear(2, 2)
+    module.__dict__["_parameters"] = Spy(module._parameters)
+    state = module.state_dict()
+    assert Spy.calls == 1
+    module.load_state_dict(state)
+    assert Spy.calls == 2
+    assert pickle.loads(pickle.dumps(state))["weight"].shape == (2, 2)
