@@ -24,6 +24,8 @@ from infinity.sizes import MIB, format_size, parse_size
 KINDS = ("read", "write", "mixed")
 ARMS = ("infinity", "fio")
 TIMEOUT_S = 1800
+# infinity.bench reports medians of three rounds; one pass of fio against that would make fio look unsteady.
+FIO_PASSES = 3
 
 
 def fio_environment() -> dict[str, str]:
@@ -51,14 +53,14 @@ def fio_gbps(output: str) -> float:
 
 
 def run_fio(file: Path, size: int, *, fixed: bool) -> dict[str, float]:
-    """GB/s of each kind, one pass each. Blocks until done."""
+    """GB/s of each kind: the median of ``FIO_PASSES`` passes, in turns. Blocks until done."""
     env = fio_environment()
-    return {
-        kind: fio_gbps(
-            harness.run_command(fio_command(kind, file, size, fixed=fixed), env, timeout_s=TIMEOUT_S)
-        )
-        for kind in KINDS
-    }
+    passes: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for _ in range(FIO_PASSES):
+        for kind in KINDS:
+            output = harness.run_command(fio_command(kind, file, size, fixed=fixed), env, timeout_s=TIMEOUT_S)
+            passes[kind].append(fio_gbps(output))
+    return {kind: statistics.median(rates) for kind, rates in passes.items()}
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:

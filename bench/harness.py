@@ -160,7 +160,12 @@ def machine() -> dict[str, Any]:
             model = line.split(":", 1)[1].strip()
             break
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {"cpu": model, "cores": os.cpu_count(), "memory_bytes": memory, "kernel": platform.release().split("-")[0]}
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "memory_bytes": memory,
+        "kernel": platform.release().split("-")[0],
+    }
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 _C: Any = torch._C
+_TENSOR: Any = torch.Tensor
 F = TypeVar("F", bound=Callable[..., Any])
 
 NO_TASK = -1
@@ -67,6 +68,12 @@ def queue_callback(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+def register_post_accumulate(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """`tensor.register_post_accumulate_grad_hook` past what a subclass makes of it."""
+    with DisableTorchFunctionSubclass():
+        torch.Tensor.register_post_accumulate_grad_hook(tensor, hook)
+
+
 def node_sequence_number(node: Any) -> int:
     """The sequence number of an autograd node (see `sequence_number`)."""
     return int(node._sequence_nr())
@@ -85,12 +92,13 @@ def make_wrapper(
 
 def separate_version(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the same storage with a version counter of its own, and no autograd history."""
-    return tensor.data
+    separate: torch.Tensor = _TENSOR.data.__get__(tensor)
+    return separate
 
 
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """`tensor.data = value` past what a subclass makes of it: the object stays, its storage changes."""
-    torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+    _TENSOR.data.__set__(tensor, value)
 
 
 def parse_to(

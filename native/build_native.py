@@ -99,6 +99,10 @@ def write_glue(directory: str) -> str:
 class build_ext(_build_ext):  # noqa: N801 - setuptools' name
     """setuptools' build_ext, with the glue generated and the flags of this file."""
 
+    def get_source_files(self) -> list[str]:
+        """What a source distribution must carry; setuptools asks. No MANIFEST.in is needed for it."""
+        return [f"native/{file.name}" for file in sorted(NATIVE.glob("*.[ch]")) + sorted(NATIVE.glob("*.py"))]
+
     def build_extension(self, ext: Extension) -> None:
         if ext.name != MODULE:
             super().build_extension(ext)

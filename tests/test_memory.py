@@ -116,11 +116,17 @@ def test_a_generous_budget_is_used_and_kept_to(tmp_path: Path) -> None:
 
 def test_models_of_one_process_share_its_budget(tmp_path: Path) -> None:
     policy = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="4MiB")
-    first = inf.offload(models.make(models.llama), policy)
+    held = []
     with pytest.raises(BudgetError):
         for _ in range(8):
-            inf.offload(models.make(models.llama), policy)
-    inf.handle(first).close()
+            held.append(inf.offload(models.make(models.llama), policy))
+            inf.AdamW(held[-1].parameters())
+    assert held
+    for model in held:
+        inf.handle(model).close()
+    again = inf.offload(models.make(models.llama), policy)  # what was closed is free again
+    inf.AdamW(again.parameters())
+    inf.handle(again).close()
 
 
 def test_no_step_after_the_first_two_allocates_for_the_engine(tmp_path: Path) -> None:

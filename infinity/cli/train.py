@@ -121,6 +121,7 @@ class _Run:
         stack.callback(self.metrics.close)
         self.drives = self._measure_drives()
         torch.manual_seed(options.seed)
+        self._say(f"loading {options.model}")
         self.model: Any = hf_model.offload_pretrained(
             self.pretrained, self.policy, getattr(torch, options.dtype), checkpointing=options.checkpointing
         )

@@ -9,7 +9,7 @@ reciprocal. Denormals are kept unless torch.set_flush_denormal is on; the native
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,7 @@ def join_master(hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
 
 
 def sqrt_exact(value: torch.Tensor) -> torch.Tensor:
-    """The correctly rounded square root of a CPU fp32 tensor, a new tensor.
+    """The correctly rounded square root of a CPU fp32 tensor of one dimension or more, a new tensor.
 
     torch.sqrt on CPU is MKL's, off by one unit in the last place for 0.6 % of values (torch 2.13); the CPU's own
     instruction, which numpy and the native kernels use, never is.
@@ -205,4 +205,5 @@ def update_numpy_sections(
         gradient = torch.from_numpy(grad.view(np.int16)).view(torch.bfloat16)
     else:
         gradient = torch.from_numpy(grad.view(np.float32))
-    (adamw_split_ if kind is Format.SPLIT else adamw_fp32_)(*tensors, gradient, hyper)
+    update: Callable[..., None] = adamw_split_ if kind is Format.SPLIT else adamw_fp32_
+    update(*tensors, gradient, hyper)

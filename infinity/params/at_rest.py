@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from infinity.params.unit import Param
 
 Tensor = torch.Tensor
+_TENSOR: Any = torch.Tensor  # attributes looked up on the class are descriptors, which its stubs do not say
 
 
 class Owner(Protocol):
@@ -60,7 +61,7 @@ class AtRestParameter(torch.nn.Parameter):
     infinity_link: Link
 
     @staticmethod
-    def __new__(cls, param: Param, device: torch.device, requires_grad: bool) -> AtRestParameter:
+    def __new__(cls, param: Param, device: torch.device, requires_grad: bool) -> AtRestParameter:  # noqa: PYI034
         """The at-rest parameter of `param`, for a compute device."""
         made = make_wrapper(cls, param.shape, param.dtype, device, requires_grad)
         assert isinstance(made, AtRestParameter)
@@ -72,7 +73,11 @@ class AtRestParameter(torch.nn.Parameter):
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer metadata, redirect values, refuse the rest."""
         kwargs = kwargs or {}
@@ -111,7 +116,9 @@ class AtRestParameter(torch.nn.Parameter):
         raise_forbidden(self, "pickling (torch.save, multiprocessing)", "save `model.state_dict()` instead")
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise_forbidden(self, "deepcopy", "copy the model before it is offloaded, or copy `model.state_dict()`")
+        raise_forbidden(
+            self, "deepcopy", "copy the model before it is offloaded, or copy `model.state_dict()`"
+        )
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return _require_readable(self, "numpy").detach().cpu().__array__(*args, **kwargs)
@@ -122,7 +129,9 @@ def raise_released(parameter: AtRestParameter, operation: str) -> NoReturn:
     link = parameter.infinity_link
     name = link.param.name
     if link.owner is None or link.owner.closed:
-        raise EngineClosed(f"{operation} on {name}: the engine of its model was closed, and the values with it")
+        raise EngineClosed(
+            f"{operation} on {name}: the engine of its model was closed, and the values with it"
+        )
     raise ParameterReleased(
         f"{name} is on {link.owner.where(link.param)}, and {operation} wants its values outside of the model's "
         f"forward. Gather it: `with inf.handle(model).gather(parameter): ...` (writes inside are kept)"
@@ -209,12 +218,12 @@ def _requires_grad_set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return result
 
 
-def _data_get(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _data_get(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     # detach(), not .data: it shares the version counter, so that a write through it is seen and kept
     return _require_readable(args[0], ".data").detach()
 
 
-def _data_set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _data_set(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     parameter, value = args
     if value is parameter:  # Module.to(same dtype and device) assigns what it got
         return None
@@ -228,13 +237,15 @@ def _data_set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "`with inf.handle(model).gather(parameter): parameter.data.copy_(...)`",
         )
     if value.shape != tensor.shape:
-        raise ValueError(f"`.data =` of shape {tuple(value.shape)} on {link.param.name} {tuple(tensor.shape)}")
+        raise ValueError(
+            f"`.data =` of shape {tuple(value.shape)} on {link.param.name} {tuple(tensor.shape)}"
+        )
     with torch.no_grad():
         tensor.copy_(value)
     return None
 
 
-def _grad_set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _grad_set(func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     parameter, value = args
     link = parameter.infinity_link
     if type(value) is Tensor and link.owner is not None and not link.owner.closed:
@@ -268,7 +279,9 @@ def _conversion(dtype: torch.dtype | None, device: str | None) -> Handler:
     def convert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parameter: AtRestParameter = args[0]
         if device == "cuda" and len(args) > 1:
-            wanted_device: torch.device | None = torch.device("cuda", args[1]) if isinstance(args[1], int) else None
+            wanted_device: torch.device | None = (
+                torch.device("cuda", args[1]) if isinstance(args[1], int) else None
+            )
             same_device = wanted_device == parameter.device or torch.device(str(args[1])) == parameter.device
         else:
             same_device = device is None or parameter.device.type == device
@@ -307,7 +320,11 @@ def _is_readable(parameter: AtRestParameter) -> bool:
 
 
 def _same_if_contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] if not _is_readable(args[0]) and len(args) == 1 and not kwargs else _on_values(func, args, kwargs)
+    return (
+        args[0]
+        if not _is_readable(args[0]) and len(args) == 1 and not kwargs
+        else _on_values(func, args, kwargs)
+    )
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -325,7 +342,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _forbid(operation: str, instead: str) -> Handler:
-    def forbidden(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    def forbidden(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
         found = _at_rest_in((args, kwargs))
         assert found
         raise_forbidden(found[0], operation, instead)
@@ -333,7 +350,7 @@ def _forbid(operation: str, instead: str) -> Handler:
     return forbidden
 
 
-def _false(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _false(_func: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
     return False
 
 
@@ -341,60 +358,57 @@ def _getters(names: Sequence[str]) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
 
 
+_PROPERTIES = """
+    shape dtype device requires_grad grad is_leaf grad_fn layout ndim is_cuda is_cpu is_meta is_sparse is_sparse_csr
+    is_quantized is_mkldnn is_xpu is_mps is_xla is_ipu is_maia is_mtia is_vulkan is_ort is_hpu is_nested itemsize nbytes
+    output_nr name names retains_grad grad_dtype _version _grad_fn _grad _backward_hooks _post_accumulate_grad_hooks
+"""
+_METHODS = """
+    size stride dim ndimension numel nelement element_size is_contiguous is_floating_point is_complex is_signed is_conj
+    is_neg is_inference is_same_size storage_offset get_device __len__ dim_order has_names is_coalesced is_distributed
+    _is_view _is_zerotensor _has_symbolic_sizes_strides
+"""
+_FUNCTIONS = """
+    numel is_floating_point is_complex is_conj is_neg is_inference is_signed is_same_size
+    _has_compatible_shallow_copy_type
+"""
+
 METADATA: frozenset[Any] = frozenset(
-    _getters(
-        "shape dtype device requires_grad grad is_leaf grad_fn layout ndim is_cuda is_cpu is_meta is_sparse "
-        "is_sparse_csr is_quantized is_mkldnn is_xpu is_mps is_xla is_ipu is_maia is_mtia is_vulkan is_ort is_hpu "
-        "is_nested itemsize nbytes output_nr name names retains_grad grad_dtype _version _grad_fn _grad "
-        "_backward_hooks _post_accumulate_grad_hooks volatile".split()
-    )
-    | {
-        getattr(Tensor, name)
-        for name in (
-            "size stride dim ndimension numel nelement element_size is_contiguous is_floating_point is_complex "
-            "is_signed is_conj is_neg is_inference is_same_size storage_offset get_device __len__ dim_order "
-            "has_names _is_view _is_zerotensor is_coalesced _has_symbolic_sizes_strides is_set_to "
-            "is_distributed"
-        ).split()
-        if hasattr(Tensor, name)
-    }
-    | {Tensor.grad.__delete__}  # type: ignore[attr-defined]
-    | {
-        getattr(torch, name)
-        for name in "numel is_floating_point is_complex is_conj is_neg is_inference is_signed is_same_size "
-        "_has_compatible_shallow_copy_type".split()
-    }
-    | ({Tensor.grad_dtype.__set__} if hasattr(Tensor, "grad_dtype") else set())  # type: ignore[attr-defined]
+    _getters(_PROPERTIES.split())
+    | {getattr(_TENSOR, name) for name in _METHODS.split() if hasattr(_TENSOR, name)}
+    | {getattr(torch, name) for name in _FUNCTIONS.split()}
+    | {_TENSOR.grad.__delete__, _TENSOR.grad_dtype.__set__}
 )
+"""What is answered as on any tensor."""
 
 _WRITE = "write its values with `with inf.handle(model).gather(parameter): parameter.copy_(...)`"
 
 SPECIAL: dict[Any, Handler] = {
-    Tensor.requires_grad.__set__: _requires_grad_set,  # type: ignore[attr-defined]
-    Tensor.requires_grad_: _requires_grad_set,
-    Tensor.data.__get__: _data_get,  # type: ignore[attr-defined]
-    Tensor.data.__set__: _data_set,  # type: ignore[attr-defined]
-    Tensor.grad.__set__: _grad_set,  # type: ignore[attr-defined]
-    Tensor.register_hook: _register_hook,
-    Tensor.register_post_accumulate_grad_hook: _register_post_accumulate,
-    Tensor.to: _to,
-    Tensor.cpu: _conversion(None, "cpu"),
-    Tensor.cuda: _conversion(None, "cuda"),
-    Tensor.float: _conversion(torch.float32, None),
-    Tensor.half: _conversion(torch.float16, None),
-    Tensor.bfloat16: _conversion(torch.bfloat16, None),
-    Tensor.double: _conversion(torch.float64, None),
-    Tensor.contiguous: _same_if_contiguous,
-    Tensor.copy_: _copy,
-    Tensor.is_shared: _false,
-    Tensor.is_pinned: _false,
-    Tensor.share_memory_: _forbid("share_memory_", "every process offloads its own model"),
-    Tensor.pin_memory: _forbid("pin_memory", "the engine keeps its own pinned buffers"),
-    Tensor.set_: _forbid("set_", _WRITE),
-    Tensor.resize_: _forbid("resize_", "the shape was fixed when the model was offloaded"),
-    Tensor.resize_as_: _forbid("resize_as_", "the shape was fixed when the model was offloaded"),
-    Tensor.backward: _forbid("backward", "call it on a loss"),
-    Tensor.retain_grad: _forbid("retain_grad", "it is a leaf: its gradient is in `.grad` after backward"),
+    _TENSOR.requires_grad.__set__: _requires_grad_set,
+    _TENSOR.requires_grad_: _requires_grad_set,
+    _TENSOR.data.__get__: _data_get,
+    _TENSOR.data.__set__: _data_set,
+    _TENSOR.grad.__set__: _grad_set,
+    _TENSOR.register_hook: _register_hook,
+    _TENSOR.register_post_accumulate_grad_hook: _register_post_accumulate,
+    _TENSOR.to: _to,
+    _TENSOR.cpu: _conversion(None, "cpu"),
+    _TENSOR.cuda: _conversion(None, "cuda"),
+    _TENSOR.float: _conversion(torch.float32, None),
+    _TENSOR.half: _conversion(torch.float16, None),
+    _TENSOR.bfloat16: _conversion(torch.bfloat16, None),
+    _TENSOR.double: _conversion(torch.float64, None),
+    _TENSOR.contiguous: _same_if_contiguous,
+    _TENSOR.copy_: _copy,
+    _TENSOR.is_shared: _false,
+    _TENSOR.is_pinned: _false,
+    _TENSOR.share_memory_: _forbid("share_memory_", "every process offloads its own model"),
+    _TENSOR.pin_memory: _forbid("pin_memory", "the engine keeps its own pinned buffers"),
+    _TENSOR.set_: _forbid("set_", _WRITE),
+    _TENSOR.resize_: _forbid("resize_", "the shape was fixed when the model was offloaded"),
+    _TENSOR.resize_as_: _forbid("resize_as_", "the shape was fixed when the model was offloaded"),
+    _TENSOR.backward: _forbid("backward", "call it on a loss"),
+    _TENSOR.retain_grad: _forbid("retain_grad", "it is a leaf: its gradient is in `.grad` after backward"),
     torch.autograd.grad: _forbid("torch.autograd.grad", "use `loss.backward()` and read `parameter.grad`"),
     torch.autograd.backward: _forbid("torch.autograd.backward", "call `loss.backward()`"),
 }

@@ -43,10 +43,13 @@ class Use:
         if self.active and self.task == graph_task_id():
             self.backward.finish(self)
 
-    def listen(self, inputs: list[torch.Tensor]) -> None:
-        """Finish when the gradient of the first of `inputs` is complete. Called before forward modifies them."""
+    def listen(self, inputs: list[torch.Tensor], device: torch.device) -> None:
+        """Finish when the gradient of the first of `inputs` is complete. Called before forward modifies them.
+
+        device: that of the units. Nodes of other devices have their own queue, and no order against these.
+        """
         for tensor in inputs:
-            if tensor.requires_grad and tensor.grad_fn is not None:
+            if tensor.requires_grad and tensor.grad_fn is not None and tensor.device == device:
                 tensor.register_hook(self.finish)
 
     def bind(self, outputs: list[torch.Tensor], first_node: int) -> None:
@@ -151,7 +154,7 @@ class Backward:
         for slots in use.held:
             try:
                 slots.leave()
-            except Exception as error:  # a weight was written in recompute; the other units are released first
+            except Exception as error:  # noqa: BLE001  raised below, when the other units are released
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -161,7 +164,7 @@ class Backward:
 
         def drain(tensor: torch.Tensor) -> None:
             grad = tensor.grad
-            if grad is None:
+            if grad is None or type(grad) is not torch.Tensor:  # a stand-in that took the gradient itself
                 return
             tensor.grad = None
             with self._lock:

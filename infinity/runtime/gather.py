@@ -74,7 +74,7 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
 
 def _close(lifecycle: Lifecycle, opened: list[Window]) -> None:
     """Keep what was written through the windows. All are closed even if a write fails; the first failure is raised."""
-    failure: BaseException | None = None
+    failure: Exception | None = None
     for window in opened:
         param = window.param
         slots = lifecycle.slots_of(param.unit)
@@ -86,7 +86,7 @@ def _close(lifecycle: Lifecycle, opened: list[Window]) -> None:
         if written:
             try:
                 lifecycle.residency.write(param, window.tensor.detach())
-            except BaseException as error:
+            except Exception as error:  # noqa: BLE001  raised below, when the others are closed
                 failure = failure or error
     if failure is not None:
         raise failure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from infinity.runtime.lifecycle import Lifecycle
 
 
+Hook = Callable[[torch.Tensor], None]
 _CAPTURE_DEPTH = 3
 """How deep in containers a captured parameter is looked for."""
 
@@ -25,12 +27,15 @@ _CAPTURE_DEPTH = 3
 class Installed:
     """What was put where."""
 
-    owned: dict[torch.nn.Module, ModuleParameters]
-    modules_of: dict[Unit, list[torch.nn.Module]]
+    owned: dict[torch.nn.Module, ModuleParameters] = dataclasses.field(default_factory=dict)
+    modules_of: dict[Unit, list[torch.nn.Module]] = dataclasses.field(default_factory=dict)
+    # Users' hooks from before: to be registered after the one that drains, so that they find the stand-in.
+    post_accumulate: dict[Param, list[Hook]] = dataclasses.field(default_factory=dict)
 
 
 def install(model: torch.nn.Module, units: list[Unit], lifecycle: Lifecycle) -> Installed:
     """Make at-rest and gathered parameters for all of `units` and put the at-rest ones into their slots."""
+    installed = Installed()
     replaced: dict[int, AtRestParameter] = {}
     originals: list[torch.Tensor] = []  # alive until the end, so that an id names one object
     for unit in units:
@@ -41,30 +46,34 @@ def install(model: torch.nn.Module, units: list[Unit], lifecycle: Lifecycle) -> 
                     f"{param.name} has a gradient, which offloading would lose: call `model.zero_grad()` first"
                 )
     for unit in units:
-        _install_unit(unit, lifecycle, replaced, originals)
+        _install_unit(unit, lifecycle, installed, replaced, originals)
     _replace_captured(model, replaced)
     in_forward = dynamo_disable(lifecycle.in_forward)
-    owned: dict[torch.nn.Module, ModuleParameters] = {}
-    modules_of: dict[Unit, list[torch.nn.Module]] = {}
     for unit in units:
         modules = list({module: None for param in unit.params for module, _ in param.sites})
-        modules_of[unit] = modules
+        installed.modules_of[unit] = modules
         for module in modules:
-            if module not in owned:
-                owned[module] = ModuleParameters(module._parameters, in_forward)
-                module.__dict__["_parameters"] = owned[module]
-    return Installed(owned, modules_of)
+            if module not in installed.owned:
+                installed.owned[module] = ModuleParameters(module._parameters, in_forward)
+                module.__dict__["_parameters"] = installed.owned[module]
+    return installed
 
 
 def _install_unit(
-    unit: Unit, lifecycle: Lifecycle, replaced: dict[int, AtRestParameter], originals: list[torch.Tensor]
+    unit: Unit,
+    lifecycle: Lifecycle,
+    installed: Installed,
+    replaced: dict[int, AtRestParameter],
+    originals: list[torch.Tensor],
 ) -> None:
     first = {param: _original(param) for param in unit.params}
     gathered.bind(unit, requires_grad={param: original.requires_grad for param, original in first.items()})
     for param, original in first.items():
         at_rest = AtRestParameter(param, param.flat.tensor.device, original.requires_grad)
-        _carry_over(original, at_rest, param)
         at_rest.infinity_link.owner = lifecycle
+        hooks = _carry_over(original, at_rest, param)
+        if hooks:
+            installed.post_accumulate[param] = hooks
         param.at_rest = at_rest
         for module, attr in param.sites:
             site = module._parameters[attr]
@@ -81,12 +90,14 @@ def _original(param: Param) -> torch.nn.Parameter:
     return original
 
 
-def _carry_over(original: torch.nn.Parameter, at_rest: AtRestParameter, param: Param) -> None:
-    """Attributes and hooks that users put on the original parameter."""
+def _carry_over(original: torch.nn.Parameter, at_rest: AtRestParameter, param: Param) -> list[Hook]:
+    """Attributes and hooks that users put on the original parameter. Returns its post-accumulate hooks."""
     for target in (at_rest, param.gathered):
         target.__dict__.update(original.__dict__)
-    for hook in (original._backward_hooks or {}).values():
+    hooks: Any = original
+    for hook in (hooks._backward_hooks or {}).values():
         at_rest.register_hook(hook)
+    return list((hooks._post_accumulate_grad_hooks or {}).values())
 
 
 def _replace_captured(model: torch.nn.Module, replaced: dict[int, AtRestParameter]) -> None:

@@ -28,6 +28,7 @@ from infinity._torch_compat import (
     dynamo_disable,
     graph_task_id,
     is_running,
+    register_post_accumulate,
     sequence_number,
 )
 from infinity.errors import EngineClosed, ParameterReleased
@@ -98,6 +99,7 @@ class Lifecycle:
         self.closed = False
         self.windows: dict[Param, Window] = {}
         self._where = where
+        self._device = next((flat.tensor.device for unit in units for flat in unit.flats), torch.device("cpu"))
         self._lock = threading.RLock()
         self._frames: list[Frame] = []
         self._backward = Backward(residency, self._lock)
@@ -114,6 +116,8 @@ class Lifecycle:
         for unit in units:
             for param in unit.params:
                 self._drain(param)
+                for hook in self._installed.post_accumulate.get(param, ()):
+                    param.at_rest.register_post_accumulate_grad_hook(hook)
         self._hooked: dict[torch.nn.Module, list[UnitSlots]] = {}
         self._attributes: dict[torch.nn.Module, tensors.AttributeWatch] = {}
         self._handles: list[RemovableHandle] = self._hook_modules()
@@ -233,7 +237,7 @@ class Lifecycle:
 
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self._lock:
-            outermost = self._find_place(module)
+            outermost = self._find_place()
             frame = Frame(module, calling_module_frame(), threading.get_ident(), sequence_number(), outermost)
             self._frames.append(frame)  # before anything can raise: the post hook is always called, and pops it
             for slots in self._hooked[module]:
@@ -241,16 +245,15 @@ class Lifecycle:
                 frame.held.append(slots)
             if torch.is_grad_enabled():
                 frame.use = Use(self._backward)
-                frame.use.listen(tensors.in_arguments(args, kwargs))
+                frame.use.listen(tensors.in_arguments(args, kwargs), self._device)
 
-    def _find_place(self, module: torch.nn.Module) -> bool:
+    def _find_place(self) -> bool:
         """Whether this forward is the outermost one; clears what an interrupted one left, if so."""
         in_backward = graph_task_id() != NO_TASK
-        if self._frames:
-            # KeyboardInterrupt leaves frames behind; looking up the stack costs a microsecond or two.
-            if in_backward or self._frames[-1].alive:
-                self._check_thread(in_backward)
-                return False
+        # KeyboardInterrupt leaves frames behind; looking up the stack costs a microsecond or two.
+        if self._frames and (in_backward or self._frames[-1].alive):
+            self._check_thread(in_backward)
+            return False
         if in_backward:  # recompute
             return False
         if self._frames or self._backward.running:
@@ -265,7 +268,7 @@ class Lifecycle:
             )
 
     def _after_forward(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, module: torch.nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any
     ) -> None:
         with self._lock:
             frame = self._pop(module)
@@ -336,7 +339,7 @@ class Lifecycle:
         while frame.held:
             try:
                 frame.held.pop().leave(check=check)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  raised below, when the others are released
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -354,6 +357,8 @@ class Lifecycle:
             self._drained.add(param)
             hook = self._backward.drain_hook(param)
             param.gathered.register_post_accumulate_grad_hook(hook)
+            # A custom autograd Function that was handed the parameter at rest gives its gradient to that leaf.
+            register_post_accumulate(param.at_rest, hook)
 
     def _require_open(self, what: str) -> None:
         if self.closed:

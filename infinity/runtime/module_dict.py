@@ -52,7 +52,7 @@ class ModuleParameters(dict[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """As `self[name]`, or `default`."""
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401  `self[name]` may gather
 
     def _outside(self) -> dict[str, Any]:
         return {**{name: dict.__getitem__(self, name) for name in self}, **self.at_rest}

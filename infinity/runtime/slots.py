@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from infinity._torch_compat import bump_version, version_of
+from infinity._torch_compat import bump_version, separate_version, version_of
 from infinity.errors import ReplacedOutsideEngine, WeightWritten
 from infinity.params import gathered
 from infinity.params.at_rest import AtRestParameter
@@ -31,7 +31,7 @@ class Window:
         self.param = param
         with torch.inference_mode(False), torch.no_grad():
             self.tensor = torch.nn.Parameter(
-                gathered.separate_version(param.gathered), requires_grad=param.gathered.requires_grad
+                separate_version(param.gathered), requires_grad=param.gathered.requires_grad
             )
         self.written = False
         self._seen_version = version_of(self.tensor)

@@ -32,11 +32,11 @@ def hook_state_dict(
     handles: list[RemovableHandle] = []
     total_bytes = sum(param.numel * param.dtype.itemsize for param in params)
 
-    def before_root(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    def before_root(_module: torch.nn.Module, _prefix: str, keep_vars: bool) -> None:
         if check is not None and not keep_vars:
             check(total_bytes)
 
-    def before_root_load(module: torch.nn.Module, *args: Any) -> None:
+    def before_root_load(_module: torch.nn.Module, *args: Any) -> None:
         _refuse_assign(args[2])
 
     handles.append(model.register_state_dict_pre_hook(before_root))
@@ -66,7 +66,7 @@ def _hook_module(
         if len(value.infinity_link.param.names) > 1
     }
 
-    def before_save(_module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    def before_save(_module: torch.nn.Module, _prefix: str, keep_vars: bool) -> None:
         if keep_vars:
             return
         if check is not None:

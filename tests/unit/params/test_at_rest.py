@@ -70,7 +70,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "in-place add": lambda p: p.add_(1),
     "iadd": lambda p: p.__iadd__(1),
     "equal": lambda p: torch.equal(p, p),
-    "==": lambda p: p == p,  # noqa: PLR0124
+    "==": lambda p: p == p,
     "bool": bool,
     "index": lambda p: p[0],
     "set index": lambda p: p.__setitem__(0, 1.0),
@@ -218,11 +218,15 @@ def test_user_hooks_see_the_gradients_and_can_be_removed(rig: Rig, p: AtRestPara
 def test_hooks_registered_before_offload_still_fire() -> None:
     model = models.stack()
     seen: list[torch.Tensor] = []
+    after: list[torch.Tensor | None] = []
     model.head.weight.register_hook(lambda grad: seen.append(grad))
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: after.append(p.grad))
     rig = Rig(model, models.stack_groups)
     seen.clear()
+    after.clear()
     models.stack_loss(rig.model, 0).backward()
     assert len(seen) == 1
+    assert after[-1] is rig.model.head.weight.grad
 
 
 def test_optimizers_of_torch_can_be_built_and_refuse_to_step(rig: Rig) -> None:

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 
-from infinity.params import stand_in
+from infinity.params import grad_slot
 from infinity.params.stand_in import GradBook, GradSlot, GradStandIn, SlotState
 
 SHAPES = ((5, 7), (130,), (64, 96), (3, 5, 7), (1,))
@@ -317,7 +317,7 @@ def test_a_stand_in_kept_past_its_gradient_raises() -> None:
 def test_more_scalings_than_the_kernels_replay_raise() -> None:
     params, slots = make_params()
     drain(params, slots)
-    for _ in range(stand_in.LOG_MAX):
+    for _ in range(grad_slot.LOG_MAX):
         params[0].grad *= 0.5
     with pytest.raises(RuntimeError, match="multiply the factors first"):
         params[0].grad *= 0.5
@@ -367,7 +367,8 @@ def test_a_part_of_no_elements_counts_nothing() -> None:
 
 
 def test_norms_of_large_gradients_use_a_bounded_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stand_in, "NORM_PIECE_NUMEL", 1000)
+    monkeypatch.setattr(grad_slot, "_SMALL_NUMEL", 0)
+    monkeypatch.setattr(grad_slot, "NORM_PIECE_NUMEL", 1000)
     book = GradBook()
     slot = book.add("w", torch.Size((50, 101)), torch.empty(5050).bfloat16(), torch.device("cpu"))
     assert book.scratch_bytes == 4000

@@ -11,8 +11,6 @@ import torch._dynamo.testing
 from tests.unit.runtime import models
 from tests.unit.runtime.rig import Rig
 
-both = pytest.mark.parametrize("eager", [True, False], ids=["evicts_at_once", "never_evicts"])
-
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Any:
@@ -21,8 +19,7 @@ def fresh_compiler() -> Any:
     torch._dynamo.reset()
 
 
-@both
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("backend", "eager"), [("eager", False), ("aot_eager", True)])
 def test_fullgraph_compile_of_every_blocks_forward(backend: str, eager: bool) -> None:
     rig = Rig(models.stack(inplace=False), models.stack_groups, eager=eager)
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
@@ -36,9 +33,8 @@ def test_fullgraph_compile_of_every_blocks_forward(backend: str, eager: bool) ->
     assert counter.frame_count == frames
 
 
-@both
-def test_compile_of_a_whole_model_compiles_around_the_hooks(eager: bool) -> None:
-    rig = Rig(models.stack(2, inplace=False), models.stack_groups, eager=eager)
+def test_compile_of_a_whole_model_compiles_around_the_hooks() -> None:
+    rig = Rig(models.stack(2, inplace=False), models.stack_groups)
     compiled = {id(model): torch.compile(model, backend="aot_eager") for model in (rig.plain, rig.model)}
     rig.train(lambda model, seed: models.stack_loss(compiled[id(model)], seed))
 

@@ -371,6 +371,30 @@ def test_a_custom_autograd_function_may_take_a_weight(eager: bool) -> None:
 
 
 @both
+def test_a_custom_autograd_function_may_take_a_captured_parameter(eager: bool) -> None:
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, w)
+            return x @ w.t()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            x, w = ctx.saved_tensors
+            return grad @ w, (grad.flatten(0, -2).t() @ x.flatten(0, -2))
+
+    class Net(models.Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Scale.apply(super().forward(x), self.captured[0])
+
+    torch.manual_seed(0)
+    model = Net([models.Block() for _ in range(2)])
+    model.extra = nn.Linear(4, 4, bias=False)
+    model.captured = [model.extra.weight]
+    Rig(model, models.stack_groups, eager=eager).train(models.stack_loss)
+
+
+@both
 def test_a_captured_reference_to_a_parameter_gathers_inside_forward(eager: bool) -> None:
     class Captured(models.Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -494,6 +518,43 @@ def test_llama_generates_what_it_generated(eager: bool) -> None:
     expected = rig.plain.generate(models.tokens(0), max_new_tokens=6, do_sample=False)
     assert torch.equal(rig.model.generate(models.tokens(0), max_new_tokens=6, do_sample=False), expected)
     rig.check_idle()
+
+
+@both
+def test_autocast_full_backward_hooks_and_saved_tensor_hooks(eager: bool) -> None:
+    seen: dict[int, list[Any]] = {}
+
+    def loss(model: Any, seed: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.save_on_cpu():
+            return models.stack_loss(model, seed)
+
+    rig = Rig(models.stack(inplace=False), models.stack_groups, eager=eager)
+    for model in (rig.plain, rig.model):
+        mine = seen.setdefault(id(model), [])
+        model.blocks[1].register_full_backward_hook(lambda _m, _i, out, mine=mine: mine.append(out[0].clone()))
+    rig.train(loss)
+    plain, offloaded = seen.values()
+    assert len(plain) == 6
+    assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
+
+
+@both
+def test_scalars_empty_and_integer_parameters(eager: bool) -> None:
+    class Odd(models.Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.7))
+            self.nothing = nn.Parameter(torch.zeros(0, 3))
+            self.table = nn.Parameter(torch.arange(5), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.scale + self.nothing.sum() + 0.01 * self.table.sum()
+
+    torch.manual_seed(0)
+    rig = Rig(models.Stack([Odd() for _ in range(2)]), models.stack_groups, eager=eager)
+    rig.train(models.stack_loss)
+    rig.model.load_state_dict(rig.plain.state_dict())
+    rig.check_values()
 
 
 # -- accidents ---------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def test_parameters_of_no_hooked_module_are_gathered_by_whoever_looks_them_up() 
             self.inner = models.stack()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x * self.scale).sum(-1) * self.scale.mean()
+            return self.inner(x * self.scale).mean(-1) * self.scale.mean()
 
     rig = Rig(Net(), lambda m: models.stack_groups(m.inner))
     assert [unit.name for unit in rig.units if not unit.modules] == ["rest"]

@@ -108,7 +108,7 @@ def test_loading_checks_names_and_shapes_as_torch_does(rig: Rig) -> None:
 
 
 def test_loading_what_is_no_tensor_is_reported_as_torch_does(rig: Rig) -> None:
-    with pytest.raises(RuntimeError, match="head.bias"):
+    with pytest.raises(RuntimeError, match=r"head\.bias"):
         rig.model.load_state_dict({**rig.plain.state_dict(), "head.bias": [1.0]})
 
 
@@ -144,17 +144,11 @@ def test_a_check_may_refuse_copies_that_do_not_fit() -> None:
     rig.train(models.stack_loss, steps=1)
 
 
-def test_a_failed_read_leaves_no_trace(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_param: Any) -> torch.Tensor:
-        raise OSError("the drive is gone")
-
-    original = rig.residency.read
-    # The hooks hold the bound method: fail where it reads.
+def test_a_failed_read_leaves_no_trace(rig: Rig) -> None:
     copies, rig.residency.copies = rig.residency.copies, {}
     with pytest.raises(KeyError):
         rig.model.state_dict()
     rig.residency.copies = copies
-    assert callable(original)
     with pytest.raises(ParameterReleased):
         rig.model.head.weight.detach()
     assert same(rig.model.state_dict(), rig.plain.state_dict())

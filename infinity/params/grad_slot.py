@@ -1,0 +1,332 @@
+"""Gradient slots: where accumulated gradients rest, their norms, and the log of what the loop did to them.
+
+    GradSlot   one parameter's gradient in CPU memory (this rank's part), with a log of in-place scalings
+    SlotBook   the slots of one model: the scratch that they share, and norms over all ranks
+
+Invariants. The log is replayed with one fp32 operation per entry, so clipping needs no pass over the gradients and
+loses no bits. A norm is that of the fp32 gradient with the log replayed, bit for bit what torch computes there, for
+parameters of up to `NORM_PIECE_NUMEL` elements; larger ones take the norm of the norms of pieces (a fixed rule, it
+bounds the scratch).
+
+The one rounding: a further drain into a slot with a log first replays the log in fp32 and rounds the result to the
+slot's dtype, because a sum cannot be scaled afterwards by a factor that was meant for its first part.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
+
+import torch
+
+NORM_PIECE_NUMEL = 1 << 24  # 64 MiB of fp32 scratch per model, however large its embedding is
+_SMALL_NUMEL = 1 << 16  # up to here a norm may allocate its fp32 copy instead of taking the scratch
+LOG_MAX = 8  # entries that the update kernels replay (`hyper.log_kind` of native/infinity.h)
+
+LogEntry = tuple[str, float]
+SumReduce = Callable[[list[float]], list[float]]
+
+
+class SlotState(enum.Enum):
+    """Whether a slot holds a gradient."""
+
+    EMPTY = "empty"  # what torch calls `p.grad is None`
+    HELD = "held"
+
+
+class GradSlot:
+    """Where the accumulated gradient of one parameter rests, and what the loop did to it.
+
+    `tensor` is the slot's storage, 1-D CPU, of the gradient dtype: this rank's part of the parameter (all of it on
+    one rank, nothing where the shard holds none). `before_mutation`, if set, is called before `tensor` is written; the
+    pipeline uses it to let a pending update read the gradient first.
+    """
+
+    stand_in: torch.Tensor  # what `p.grad` is while the slot holds a gradient
+
+    def __init__(self, book: SlotBook, name: str, shape: torch.Size, tensor: torch.Tensor) -> None:
+        self.book = book
+        self.name = name
+        self.shape = shape
+        self.tensor = tensor
+        self.state = SlotState.EMPTY
+        self.log: list[LogEntry] = []
+        self.before_mutation: Callable[[], None] | None = None
+        self._norm: float | None = None  # over all ranks; valid together with `_part_norm`
+        self._part_norm: float | None = None  # this rank's part
+        self._drains = 0  # since the slot was last empty
+        self._drains_before = 1  # the count the slot reached when it was last emptied
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The storage [part of the parameter]; may be replaced by one of the same size, which takes over the values."""
+        return self._tensor
+
+    @tensor.setter
+    def tensor(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.whole = tensor.numel() == self.shape.numel()  # this rank holds all of the gradient
+        # Shaped as torch would see it: its reductions may not order a 1-D sum as a 2-D one.
+        self._shaped = tensor.view(self.shape) if self.whole else tensor
+        self._small = tensor.numel() <= _SMALL_NUMEL
+
+    # -- filling ---------------------------------------------------------------------------------------------------
+
+    def reconcile(self, current: torch.Tensor | None) -> SlotState:
+        """Make the slot agree with what the user left in `p.grad`; call it before a drain and at the step.
+
+        None empties the slot; the stand-in (or a detached alias of it) keeps it; an ordinary tensor is copied in, as
+        the gradient that the user wants.
+
+        Raises: RuntimeError if `current` is the stand-in of another parameter.
+        """
+        if current is self.stand_in:
+            return self.state
+        if current is None:
+            self.empty()
+        elif isinstance(other := getattr(current, "slot", None), GradSlot):
+            if other is not self:
+                raise RuntimeError(
+                    f"{self.name}.grad was set to the gradient of {other.name}; assign `other.grad.materialize()`, which "
+                    "is an ordinary tensor"
+                )
+        else:
+            self._adopt(current)
+        return self.state
+
+    def _adopt(self, grad: torch.Tensor) -> None:
+        if grad.shape != self.shape or not self.whole:
+            raise RuntimeError(
+                f"{self.name}.grad was replaced by a tensor of shape {tuple(grad.shape)}; the engine takes one of shape "
+                f"{tuple(self.shape)}, and only on one rank"
+            )
+        self.empty()
+        self.accumulate(grad)
+
+    def accumulate(self, grad: torch.Tensor) -> None:
+        """Take one fresh gradient: the first is copied, later ones are added in the slot's dtype.
+
+        grad: `shape`, or this rank's part as a 1-D tensor. Blocks until it has been copied.
+        """
+        source = grad.detach() if grad.requires_grad else grad
+        target = self._shaped
+        if source.shape != target.shape:
+            source = source.reshape(target.shape)
+        self._will_mutate()
+        if self.state is SlotState.EMPTY:
+            target.copy_(source)
+            self.state = SlotState.HELD
+            self._drains = 1
+        else:
+            if self.log:
+                self._bake()
+            target.add_(source if source.device == target.device else source.to(target.device))
+            self._drains += 1
+        self._norm = self._part_norm = None
+        # The last drain of this step, if it is like the previous step: the data is hot now.
+        if self._drains >= self._drains_before:
+            self._part_norm = self._compute_norm(2.0)
+
+    def empty(self) -> None:
+        """Forget the gradient, as `p.grad = None` does. The storage is left alone: an update may still read it."""
+        if self.state is SlotState.HELD:
+            self._drains_before = max(1, self._drains)
+        self.state = SlotState.EMPTY
+        self._drains = 0
+        self.log.clear()
+        self._norm = self._part_norm = None
+
+    def zero(self) -> None:
+        """Set the gradient to zeros; it stays one that the optimizer steps with, as in torch."""
+        if self.state is SlotState.EMPTY:
+            return
+        self._will_mutate()
+        self.tensor.zero_()
+        self.log.clear()
+        self._drains_before, self._drains = max(1, self._drains), 0
+        self._norm = self._part_norm = 0.0
+
+    def scale(self, kind: str, value: float) -> None:
+        """Multiply ("mul") or divide ("div") the gradient by a number that is rounded to fp32 first."""
+        self._require_held(kind)
+        assert kind in ("mul", "div"), kind
+        if value == 1.0:
+            return  # exact, and the usual case of clipping: the norm stays valid
+        if len(self.log) >= LOG_MAX:
+            raise RuntimeError(
+                f"{self.name}.grad was scaled more than {LOG_MAX} times since it was accumulated; multiply the factors "
+                "first and scale once"
+            )
+        self.log.append((kind, value))
+        self._norm = self._part_norm = None
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def norm(self, order: float = 2.0) -> float:
+        """The norm of the whole gradient, in fp32. With several ranks a collective: every rank must ask."""
+        self._require_held("norm")
+        return self.book.norms([self], order)[0]
+
+    def finite(self) -> bool:
+        """Whether every element of this rank's part is finite after the log. Never communicates."""
+        if self.state is SlotState.EMPTY or math.isfinite(self.part_norm()):
+            return True
+        # Squares overflow from 1.8e19 on, so an infinite norm does not yet condemn the gradient.
+        with self.book.scratch_lock:
+            return all(bool(piece.isfinite().all()) for piece in self._replayed())
+
+    def part_norm(self, order: float = 2.0) -> float:
+        """The norm of this rank's part after the log, in fp32; that of order 2 is cached."""
+        if order != 2.0:
+            return self._compute_norm(order)
+        if self._part_norm is None:
+            self._part_norm = self._compute_norm(order)
+        return self._part_norm
+
+    def materialize(self) -> torch.Tensor:
+        """A CPU copy of the gradient with the log replayed, fp32 [shape]."""
+        self._require_held("materialize")
+        if not self.whole:
+            raise RuntimeError(
+                f"{self.name}.grad is split over ranks and cannot be materialized on one of them"
+            )
+        value = self.tensor.to(torch.float32, copy=True)
+        return _replay(value, self.log).view(self.shape)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _require_held(self, operation: str) -> None:
+        if self.state is SlotState.EMPTY:
+            raise RuntimeError(
+                f"{operation} on a stale gradient of {self.name}: it was cleared (p.grad = None) and this stand-in is an "
+                "old reference; read p.grad again"
+            )
+
+    def _will_mutate(self) -> None:
+        if self.before_mutation is not None:
+            self.before_mutation()
+
+    def _bake(self) -> None:
+        """Replay the log on the storage: in fp32, then rounded to the slot's dtype."""
+        with self.book.scratch_lock:
+            start = 0
+            for piece in self._replayed():
+                self.tensor[start : start + piece.numel()].copy_(piece.view(-1))
+                start += piece.numel()
+        self.log.clear()
+
+    def _replayed(self) -> Iterator[torch.Tensor]:
+        """Pieces of the fp32 gradient, in order, with the log replayed. Hold `scratch_lock`; a piece is read-only
+        and valid until the next one. A piece that is the whole gradient has the parameter's shape."""
+        numel = self.tensor.numel()
+        for start in range(0, numel, NORM_PIECE_NUMEL):
+            part = self.tensor[start : start + NORM_PIECE_NUMEL]
+            if part.dtype is not torch.float32 or self.log:
+                scratch = self.book.scratch(part.numel())
+                scratch.copy_(part)
+                part = _replay(scratch, self.log)
+            yield part.view(self.shape) if part.numel() == self.shape.numel() else part
+
+    def _compute_norm(self, order: float) -> float:
+        if self._small and not self.log:  # one operation, which raises to fp32 on the way; the same bits
+            return float(torch.linalg.vector_norm(self._shaped, order, dtype=torch.float32))
+        with self.book.scratch_lock:
+            norms = [float(torch.linalg.vector_norm(piece, order)) for piece in self._replayed()]
+        if len(norms) == 1:
+            return norms[0]
+        return (
+            float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float32), order)) if norms else 0.0
+        )
+
+
+class SlotBook:
+    """The gradient slots of one model: the fp32 scratch that they share, and their norms over all ranks.
+
+    `reduce_sum` adds a list of floats over the ranks in a fixed order and is called with the same length on all; None
+    on one rank.
+    """
+
+    def __init__(self, reduce_sum: SumReduce | None = None) -> None:
+        self.slots: list[GradSlot] = []
+        self.scratch_lock = threading.Lock()  # gradients may be drained by one thread per device
+        self._reduce_sum = reduce_sum
+        self._scratch = torch.empty(0, dtype=torch.float32)
+        self._factor: tuple[torch.Tensor, int, float] | None = None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch that the largest slot needs; `reserve` allocates them."""
+        return 4 * min(NORM_PIECE_NUMEL, max((slot.tensor.numel() for slot in self.slots), default=0))
+
+    def reserve(self) -> None:
+        """Allocate the scratch, so that no step does."""
+        self._scratch = torch.empty(self.scratch_bytes // 4, dtype=torch.float32)
+
+    def scratch(self, numel: int) -> torch.Tensor:
+        """The first `numel` elements of the scratch; hold `scratch_lock`."""
+        if self._scratch.numel() < numel:
+            self._scratch = torch.empty(numel, dtype=torch.float32)
+        return self._scratch[:numel]
+
+    def norms(self, slots: Sequence[GradSlot], order: float = 2.0) -> list[float]:
+        """The norms of whole gradients, fp32 values. One reduction for all of them, and for later calls: with
+        several ranks the 2-norms of every slot are reduced together, so one norm at a time costs no more.
+
+        Raises: RuntimeError for orders that do not add up over pieces (0, negative; on several ranks inf).
+        """
+        if not order > 0:
+            raise_unsupported(slots[0].name, f"a norm of order {order}")
+        if self._reduce_sum is None:
+            return [slot.part_norm(order) for slot in slots]
+        if math.isinf(order):
+            raise_unsupported(slots[0].name, "an inf-norm while it is split over ranks")
+        if order != 2.0:
+            sums = self._reduce_sum([slot.part_norm(order) ** order for slot in slots])
+            return [_to_fp32(total ** (1.0 / order)) for total in sums]
+        if any(slot._norm is None for slot in slots):
+            # All slots, also the empty ones: the reduction then has the same length on every rank.
+            parts = [0.0 if slot.state is SlotState.EMPTY else slot.part_norm() for slot in self.slots]
+            for slot, total in zip(
+                self.slots, self._reduce_sum([part * part for part in parts]), strict=True
+            ):
+                slot._norm = _to_fp32(math.sqrt(total)) if total >= 0 else math.nan
+        return [slot._norm for slot in slots if slot._norm is not None]
+
+    def factor(self, value: torch.Tensor | float) -> float:
+        """A scaling factor as the fp32 number that torch would use. Reads a device scalar once, however often asked."""
+        if not isinstance(value, torch.Tensor):
+            return _to_fp32(float(value))
+        cached = self._factor
+        if cached is not None and cached[0] is value and cached[1] == value._version:
+            return cached[2]
+        number = value.detach().to(torch.float32).item()
+        self._factor = (value, value._version, number)
+        return number
+
+
+def _replay(value: torch.Tensor, log: Sequence[LogEntry]) -> torch.Tensor:
+    """Apply the log in place to an fp32 tensor, one rounding per entry."""
+    for kind, factor in log:
+        value.mul_(factor) if kind == "mul" else value.div_(factor)
+    return value
+
+
+def _to_fp32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def raise_unsupported(name: str, operation: str) -> NoReturn:
+    """Raise the error of an operation that a stand-in cannot answer, with the way that works."""
+    if "clamp" in operation or "clip" in operation:
+        way = "clip by norm (torch.nn.utils.clip_grad_norm_), or assign p.grad.materialize().clamp(...) to p.grad"
+    elif "addc" in operation or "lerp" in operation or "_fused_" in operation or "foreach_add" in operation:
+        way = "step with infinity.AdamW, which takes the gradients where they rest"
+    else:
+        way = (
+            "it answers norms, `*=`, `/=`, zero_ and GradScaler; p.grad.materialize() returns its values on the CPU, and "
+            "a tensor assigned to p.grad takes their place"
+        )
+    raise RuntimeError(f"{name}.grad rests in CPU memory and does not support {operation}: {way}")
