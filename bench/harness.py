@@ -109,7 +109,7 @@ def run_command(
 ) -> str:
     """Run a command to its end and return its standard output.
 
-    It runs in a session of its own, which is killed as a whole when we are interrupted or time runs out.
+    It leads a process group of its own, which is killed as a whole when we are interrupted or time runs out.
     Raises BenchError with the end of its output when it fails.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:
@@ -123,7 +123,7 @@ def run_command(
         except subprocess.TimeoutExpired as expired:
             raise BenchError(f"{' '.join(command)} took more than {timeout_s:.0f} s") from expired
         finally:
-            _kill_session(process)
+            _kill_group(process)
         if process.returncode != 0:
             log.seek(0)
             tail = (log.read() + output)[-_LOG_TAIL:]
@@ -131,8 +131,8 @@ def run_command(
         return output
 
 
-def _kill_session(process: subprocess.Popen[str]) -> None:
-    """End whatever of the session that ``process`` leads is still alive, and reap it."""
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    """End whatever of the group that ``process`` leads is still alive, and reap it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

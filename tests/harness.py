@@ -113,10 +113,14 @@ def reference(training: Training) -> Result:
         return Result(losses, norms, seen, params)
 
 
-def offloaded(training: Training, policy: inf.Policy, *, seam: Seam | None = None) -> Result:
-    """The same training through the engine."""
+def offloaded(
+    training: Training, policy: inf.Policy, *, seam: Seam | None = None, load: Any = None
+) -> Result:
+    """The same training through the engine. load: the model is made on the meta device and filled from it."""
     with one_thread():
-        model = offload(training.model(), policy, _seam=seam)
+        with torch.device("meta") if load is not None else contextlib.nullcontext():
+            model = training.model()
+        offload(model, policy, load=load, _seam=seam)
         handle = inf.handle(model)
         try:
             optimizer = inf.AdamW(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -148,6 +151,37 @@ class MixedDtypes(models.ListMoe):
         return self
 
 
+@pytest.mark.parametrize("kind", ["directory", "mapping", "callable"])
+def test_a_model_filled_from_the_meta_device_trains_as_one_that_was_in_memory(
+    kind: str, tmp_path: Path
+) -> None:
+    training = Training(models.llama, steps=2)
+    real = training.model()
+    state = real.state_dict()
+    real.save_pretrained(tmp_path / "checkpoint")  # type: ignore[operator]
+    load: Any = {
+        "directory": tmp_path / "checkpoint",
+        "mapping": state,
+        "callable": lambda name, out: out.copy_(state[name]),
+    }[kind]
+    result = harness.offloaded(training, policy(tmp_path, params="nvme", optim="nvme", ram="min"), load=load)
+    harness.assert_equal(result, harness.reference(training))
+
+
+def test_without_native_code_the_bits_are_the_same(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_bitwise", str(tmp_path)],
+        env={**os.environ, "INFINITY_NO_NATIVE": "1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["python", "python"]
+
+
 def test_the_loop_stays_near_torch_adamw_on_fp32_masters() -> None:
     """The one difference is rounding: torch fuses operations, and rounds ties of bf16 to even."""
     training = Training(models.llama, steps=20, lr=1e-3)
@@ -176,3 +210,11 @@ def test_the_loop_stays_near_torch_adamw_on_fp32_masters() -> None:
     for name, parameter in model.named_parameters():
         difference = (ours.params[name].float() - parameter.float()).abs()
         assert difference.mean() < 1e-3, name
+
+
+if __name__ == "__main__":
+    sys.modules["infinity._native"] = None  # type: ignore[assignment]  # as on a machine without a compiler
+    for chosen_training in (Training(models.llama, steps=4), Training(wide_llama, steps=2, accumulation=1)):
+        found = run(chosen_training, policy(Path(sys.argv[1]), params="nvme", optim="nvme", ram="min"))
+        harness.assert_equal(found, harness.reference(chosen_training))
+        print(found.stats.backend)

@@ -157,7 +157,6 @@ def _transformers() -> Any:
     """transformers, quiet, and never on the network: models are read from disk only."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         import transformers
     except ImportError as error:

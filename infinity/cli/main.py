@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from infinity.cli.doctor import run_doctor
 
         return run_doctor(options.dir)
+    # Before torch, which imports tqdm, which reads this once: other libraries' bars would run through ours.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     from infinity.cli.train import run_train
 
     return run_train(options)

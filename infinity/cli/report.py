@@ -163,7 +163,8 @@ def show_summary(console: Console, summary: Summary) -> None:
     table.add_row("parameters", f"{summary.params / 1e6:.1f} M; states {format_size(summary.params * 12)} at rest")
     table.add_row(
         "memory for offloading",
-        f"{format_size(engine['ram_bytes'])} (at most what --ram allows), {format_size(engine['nvme_bytes'])} on NVMe",
+        f"{format_size(engine['ram_bytes'])} by plan (--ram); {format_size(engine['nvme_bytes'])} of states on NVMe; "
+        f"at most {format_size(engine['gathered_bytes_peak'])} gathered at once",
     )
     table.add_row(
         "peak RSS",

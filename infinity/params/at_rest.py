@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 _TENSOR: Any = torch.Tensor  # attributes looked up on the class are descriptors, which its stubs do not say
+_GRAD: Any = _TENSOR.grad
 
 
 class Owner(Protocol):
@@ -70,6 +71,23 @@ class AtRestParameter(torch.nn.Parameter):
 
     def __init__(self, param: Param, device: torch.device, requires_grad: bool) -> None:
         pass
+
+    # `.grad` of every parameter is read and set several times a step (clip, step, zero_grad): straight to C, 0.7 us
+    # instead of 4 by way of `__torch_function__`.
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The stand-in of the gradient, or None."""
+        with DisableTorchFunctionSubclass():
+            grad: Tensor | None = _GRAD.__get__(self)
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _grad_set(_GRAD.__set__, (self, value), {})
+
+    @grad.deleter
+    def grad(self) -> None:
+        _grad_set(_GRAD.__set__, (self, None), {})
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -377,7 +395,7 @@ METADATA: frozenset[Any] = frozenset(
     _getters(_PROPERTIES.split())
     | {getattr(_TENSOR, name) for name in _METHODS.split() if hasattr(_TENSOR, name)}
     | {getattr(torch, name) for name in _FUNCTIONS.split()}
-    | {_TENSOR.grad.__delete__, _TENSOR.grad_dtype.__set__}
+    | {_GRAD.__delete__, _TENSOR.grad_dtype.__set__}
 )
 """What is answered as on any tensor."""
 
@@ -388,7 +406,7 @@ SPECIAL: dict[Any, Handler] = {
     _TENSOR.requires_grad_: _requires_grad_set,
     _TENSOR.data.__get__: _data_get,
     _TENSOR.data.__set__: _data_set,
-    _TENSOR.grad.__set__: _grad_set,
+    _GRAD.__set__: _grad_set,
     _TENSOR.register_hook: _register_hook,
     _TENSOR.register_post_accumulate_grad_hook: _register_post_accumulate,
     _TENSOR.to: _to,

@@ -295,6 +295,13 @@ class SlotBook:
                 slot._norm = _to_fp32(math.sqrt(total)) if total >= 0 else math.nan
         return [slot._norm for slot in slots if slot._norm is not None]
 
+    def finite(self, slots: Sequence[GradSlot]) -> bool:
+        """Whether these gradients are finite on every rank. With several ranks a collective."""
+        mine = all(slot.finite() for slot in slots)
+        if self._reduce_sum is None:
+            return mine
+        return self._reduce_sum([0.0 if mine else 1.0])[0] == 0.0
+
     def factor(self, value: torch.Tensor | float) -> float:
         """A scaling factor as the fp32 number that torch would use. Reads a device scalar once, however often asked."""
         if not isinstance(value, torch.Tensor):

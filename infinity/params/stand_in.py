@@ -220,16 +220,16 @@ def _foreach_zero(grads: Sequence[torch.Tensor]) -> None:
 def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """GradScaler.unscale_: report gradients that are not finite, then multiply by the inverse scale.
 
-    `found_inf` speaks for this rank; GradScaler reduces nothing and the step checks all ranks.
+    With several ranks a collective: they must agree on whether the step is skipped.
     """
     plain = [grad for grad in grads if not isinstance(grad, GradStandIn)]
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
-    for grad in grads:
-        if isinstance(grad, GradStandIn):
-            if not grad.slot.finite():
-                found_inf.fill_(1.0)
-            grad.slot.scale("mul", grad.slot.book.factor(inv_scale))
+    slots = [grad.slot for grad in grads if isinstance(grad, GradStandIn)]
+    if not slots[0].book.finite(slots):
+        found_inf.fill_(1.0)
+    for slot in slots:
+        slot.scale("mul", slot.book.factor(inv_scale))
 
 
 def _alias(grad: GradStandIn) -> GradStandIn:

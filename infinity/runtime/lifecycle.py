@@ -41,7 +41,7 @@ from infinity.runtime.slots import UnitSlots, Window
 from infinity.runtime.state_dict import Check, hook_state_dict
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Frame:
     """A hooked module whose forward is running."""
 

@@ -164,7 +164,30 @@ def poisoned(rank: int, place: Path) -> tuple[str, float]:
     return outcome, again
 
 
+def scaled(rank: int, place: Path) -> tuple[float, float]:
+    """GradScaler where only rank 1 overflows."""
+    model = inf.offload(models.make(models.llama), inf.Policy())
+    optimizer = inf.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    loss = models.loss_of(model, models.token_batches(1, seed=rank)[0])
+    scaler.scale(loss * (float("inf") if rank else 1.0)).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    after = models.loss_of(model, models.token_batches(1)[0]).item()
+    inf.handle(model).close()
+    return scaler.get_scale(), after
+
+
+def accidents(rank: int, place: Path) -> list[tuple[Any, float]]:
+    """Both, in one start of the ranks."""
+    return [poisoned(rank, place), scaled(rank, place)]
+
+
 def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_on_both(tmp_path: Path) -> None:
-    results = on_two_ranks(poisoned, tmp_path / "run")
+    results = on_two_ranks(accidents, tmp_path / "run")
     assert results[0] == results[1]
-    assert results[0][0] == "NonFiniteGradient"
+    (outcome, _), (scale, _) = results[0]
+    assert outcome == "NonFiniteGradient"
+    assert scale == 128.0

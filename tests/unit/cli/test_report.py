@@ -62,7 +62,7 @@ def test_the_table_shows_the_figures_and_texts_are_not_markup() -> None:
         mean=mean,
         limits=limits(mean, read_bytes_per_s=10_000, write_bytes_per_s=6_000, micro_batches=1),
         drives={"read_gbps": 1.0, "write_gbps": 2.0, "mixed_gbps": 1.5},
-        engine={"ram_bytes": 1 << 20, "nvme_bytes": 1 << 21, "backend": "threads"},
+        engine={"ram_bytes": 1 << 20, "nvme_bytes": 1 << 21, "gathered_bytes_peak": 1 << 19, "backend": "threads"},
         peak_rss_loading_bytes=1 << 30,
         peak_rss_training_bytes=1 << 29,
         texts=("[red]before", "after [/b]"),

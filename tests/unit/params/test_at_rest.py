@@ -97,7 +97,9 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
     "backward": lambda p: p.backward(),
-    "autograd.grad": lambda p: torch.autograd.grad(torch.ones((), requires_grad=True) * 2, [p], allow_unused=True),
+    "autograd.grad": lambda p: torch.autograd.grad(
+        torch.ones((), requires_grad=True) * 2, [p], allow_unused=True
+    ),
     "half": lambda p: p.half(),
     "to dtype": lambda p: p.to(torch.float64),
     "to meta": lambda p: p.to("meta"),
@@ -141,7 +143,9 @@ def test_after_all_these_attempts_the_model_trains_bit_equal(shared: Rig) -> Non
     shared.train(models.stack_loss, steps=1)
 
 
-def test_a_parameter_whose_insides_were_swapped_is_reported_by_the_next_forward(rig: Rig, p: AtRestParameter) -> None:
+def test_a_parameter_whose_insides_were_swapped_is_reported_by_the_next_forward(
+    rig: Rig, p: AtRestParameter
+) -> None:
     torch.utils.swap_tensors(p, nn.Parameter(torch.zeros(32, 16)))
     with pytest.raises(ReplacedOutsideEngine, match=NAME):
         models.stack_loss(rig.model, 0)
@@ -164,7 +168,12 @@ def test_conversions_to_what_it_is_already_return_itself(p: AtRestParameter) -> 
 
 def test_the_whole_model_converts_to_what_it_is_already_and_to_nothing_else(rig: Rig) -> None:
     rig.model.to("cpu").to(torch.float32).float().cpu()
-    for convert in (nn.Module.half, nn.Module.double, lambda m: m.to("meta"), lambda m: m.to_empty(device="cpu")):
+    for convert in (
+        nn.Module.half,
+        nn.Module.double,
+        lambda m: m.to("meta"),
+        lambda m: m.to_empty(device="cpu"),
+    ):
         with pytest.raises((ParameterReleased, ReplacedOutsideEngine), match=r"\.weight|\.bias"):
             convert(rig.model)
     with pytest.raises(ParameterReleased):
@@ -187,6 +196,9 @@ def test_grad_can_be_read_set_and_deleted(rig: Rig, p: AtRestParameter) -> None:
     p.grad = torch.full((32, 16), 2.0)
     assert torch.equal(p.grad.as_subclass(torch.Tensor), torch.full((32, 16), 2.0)), "set, not accumulated"
     p.grad = None
+    assert p.grad is None
+    p.grad = torch.ones(32, 16)
+    del p.grad
     assert p.grad is None
     with pytest.raises(ValueError, match="does not fit"):
         p.grad = torch.ones(3)

@@ -8,6 +8,8 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from infinity.params import grad_slot
 from infinity.params.stand_in import GradBook, GradSlot, GradStandIn, SlotState
@@ -394,3 +396,58 @@ def test_repr_and_metadata_need_no_values() -> None:
     assert not grad.is_sparse
     assert grad.device.type == "cpu"
     assert grad.is_contiguous()
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.just(("drain", 0.0)),
+        st.just(("none", 0.0)),
+        st.just(("zero", 0.0)),
+        st.just(("norm", 0.0)),
+        st.just(("clip", 0.5)),
+        st.tuples(st.sampled_from(["mul", "div"]), st.floats(0.0078125, 128.0, width=32)),
+    ),
+    max_size=14,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(operations=OPERATIONS, seed=st.integers(0, 5))
+def test_any_sequence_of_operations_is_the_fp32_gradient_that_a_loop_would_hold(
+    operations: list[tuple[str, float]], seed: int
+) -> None:
+    """The model: an fp32 tensor that every operation changes, rounded to bf16 only where a drain follows a scaling."""
+    torch.manual_seed(seed)
+    book = GradBook()
+    slot = book.add("w", torch.Size((6, 7)), torch.empty(42).bfloat16(), torch.device("cpu"))
+    param = torch.nn.Parameter(torch.zeros(6, 7).bfloat16())
+    truth: torch.Tensor | None = None
+    for kind, value in operations:
+        if kind == "drain":
+            grad = torch.randn(6, 7).bfloat16()
+            truth = grad.float() if truth is None else (truth.bfloat16() + grad).float()
+            slot.reconcile(param.grad)
+            slot.accumulate(grad)
+            param.grad = slot.stand_in
+        elif kind == "none":
+            param.grad, truth = None, None
+        elif param.grad is None or truth is None:
+            continue
+        elif kind == "zero":
+            param.grad.zero_()
+            truth.zero_()
+        elif kind == "norm":
+            assert torch.equal(param.grad.norm(), truth.norm())
+        elif len(slot.log) < grad_slot.LOG_MAX and kind == "clip":
+            plain_param = torch.nn.Parameter(torch.zeros(6, 7))
+            plain_param.grad = truth
+            ours = torch.nn.utils.clip_grad_norm_([param], value)
+            assert torch.equal(ours, torch.nn.utils.clip_grad_norm_([plain_param], value))
+        elif len(slot.log) < grad_slot.LOG_MAX:
+            getattr(param.grad, f"{kind}_")(value)
+            getattr(truth, f"{kind}_")(value)
+    slot.reconcile(param.grad)
+    assert (slot.state is SlotState.EMPTY) == (truth is None)
+    if truth is not None:
+        assert torch.equal(slot.materialize(), truth)
+        assert slot.norm() == truth.norm().item()
