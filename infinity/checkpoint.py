@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from infinity.params.unit import Param, Unit
 from infinity.sizes import format_size, parse_size
 
 INDEX = "model.safetensors.index.json"
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 class Exporter(Protocol):
@@ -59,6 +61,18 @@ def write_safetensors(
         partial = target / (INDEX + ".partial")
         partial.write_text(text + "\n")
         partial.replace(target / INDEX)
+    if writes:
+        _remove_stale(target, set(names.values()))
+
+
+def _remove_stale(target: Path, written: set[str]) -> None:
+    """Remove what an earlier export into this directory left: readers would take it for a part of this one."""
+    stale = [path for path in target.glob("model*.safetensors") if _OURS.fullmatch(path.name)]
+    for path in stale:
+        if path.name not in written:
+            path.unlink()
+    if len(written) == 1:
+        (target / INDEX).unlink(missing_ok=True)
 
 
 def _groups(units: list[Unit], shard_bytes_max: int) -> list[list[Unit]]:
@@ -83,7 +97,7 @@ def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
-            found[f"{prefix}.{name}" if prefix else name] = buffer.detach().cpu().contiguous()
+            found[f"{prefix}.{name}" if prefix else name] = buffer.detach().to("cpu", copy=True).contiguous()
     return found
 
 

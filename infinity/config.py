@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from infinity.sizes import parse_size
 
 TIERS = ("device", "cpu", "nvme")
@@ -90,6 +92,12 @@ class Policy:
             raise ValueError(
                 "compute_dtype is not built yet; cast the module (model.to(torch.bfloat16)) before offload"
             )
+        for field in ("grad_dtype", "reduce_dtype"):
+            value = getattr(self, field)
+            if value not in (None, torch.bfloat16, torch.float32):
+                raise ValueError(f"{field}={value!r} is not supported; use torch.bfloat16, torch.float32 or None")
+        if isinstance(self.units, str):
+            object.__setattr__(self, "units", (self.units,))
         object.__setattr__(self, "nvme", self._paths())
         object.__setattr__(self, "unit_bytes_max", self._size("unit_bytes_max", self.unit_bytes_max))
         if self.ram is not None and self.ram != "min":

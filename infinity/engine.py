@@ -45,8 +45,8 @@ from infinity.telemetry import Timeline
 
 log = logging.getLogger("infinity")
 
-_HANDLES: weakref.WeakKeyDictionary[torch.nn.Module, Handle] = weakref.WeakKeyDictionary()
-_OPEN: weakref.WeakSet[Handle] = weakref.WeakSet()
+_HANDLE = "_infinity_handle"  # where a model keeps its handle: a table here would keep closed models alive
+_OPEN: set[Handle] = set()
 _STATE_FORMATS = {torch.bfloat16: Format.SPLIT, torch.float32: Format.FP32}
 
 
@@ -66,18 +66,24 @@ def offload(
     Raises: ValueError for what the policy or the model cannot do, BudgetError when the policy's `ram` is too small,
     SwapFullError and other OSErrors for the NVMe directories. On an error the model is as it was.
     """
-    if model in _HANDLES:
+    before = model.__dict__.get(_HANDLE)
+    if before is not None and before.closed:
+        raise ValueError(
+            "the engine of this model was closed, and its values with it: build the model anew (inf.export_safetensors "
+            "before close() keeps the values, and load= takes them up)"
+        )
+    if before is not None:
         raise ValueError("this model is offloaded already; inf.handle(model).close() ends that")
     device = _compute_device(model)
     handle_ = Handle(model, policy or Policy(), device, load, _seam)
-    _HANDLES[model] = handle_
+    model.__dict__[_HANDLE] = handle_
     _OPEN.add(handle_)
     return model
 
 
 def handle(model: torch.nn.Module) -> Handle:
     """The handle of an offloaded model. Raises: ValueError for a model that is not offloaded."""
-    found = _HANDLES.get(model)
+    found: Handle | None = model.__dict__.get(_HANDLE)
     if found is None:
         raise ValueError("this model is not offloaded; call inf.offload(model, policy) first")
     return found
@@ -141,7 +147,11 @@ class Handle:
         source = open_source(model, load)
         self._gradients = GradientMemory(self.rank, policy.grad_dtype)
         undo.callback(LEDGER.release, id(self))
+        # Once: what is left shrinks as this model takes its share, and must not be halved again for the optimizer.
+        self._default_budget = budget_bytes(None, id(self)) if policy.ram is None else None
+        self._pools: tuple[int, int] | None = None
         plan = self._first_plan()
+        self._pools = (plan.small_bytes, plan.large_bytes)
         self._space = SwapSpace(policy.directories) if policy.directories else None
         if self._space is not None:
             undo.callback(self._space.close)
@@ -159,6 +169,7 @@ class Handle:
         self._executor.spans(True)
         self._rest = Rest(self._executor, self._space, sums_on=policy.verify == "full")
         undo.callback(self._rest.close)
+        undo.callback(self._executor.close, drain=False)  # before its memory goes, if an interrupt left jobs in flight
         self._rest.create(self._flats, plan.nvme_masks)
         for unit in self.units:
             fill_unit(unit, source, self._store_flat)
@@ -211,8 +222,9 @@ class Handle:
         largest = max((param.numel for flat in held for param in flat.params), default=0)
         plan = plan_placement(
             self._needs(held),
-            budget_bytes(self.policy.ram, id(self)),
+            self._default_budget if self.policy.ram is None else budget_bytes(self.policy.ram, id(self)),
             scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL),
+            pools=self._pools,
             advice=f"Policy(ram=...) is {describe_budget(self.policy.ram)}: raise it, or let states rest on a lower tier",
         )
         LEDGER.reserve(id(self), plan.ram_bytes)
@@ -244,26 +256,34 @@ class Handle:
         before = self._placement
         try:
             plan = self._plan(held)
-        except BudgetError:
+            if (plan.small_bytes, plan.large_bytes) != self._pools:
+                # Pools are allocated once, for all parameters that required a gradient when the model was offloaded.
+                raise ValueError(
+                    "the optimizer holds parameters that required no gradient when the model was offloaded, or whose "
+                    "states did not fit the budget then; call requires_grad_() before inf.offload, or raise Policy(ram=...)"
+                )
+            needs = self._needs(held)
+            self._rest.convert(self._flats, [need.format for need in needs], plan.nvme_masks)
+            for param in params:
+                if param in self._holders and self._holders[param]() is not optimizer:
+                    # Its optimizer is gone; a new one starts with masters and moments of its own.
+                    start, _, numel = param.flat.layout.shard_range(param.slot_index, self.rank)
+                    self._rest.forget(param.flat, start, numel)
+            self._gradients.allocate(held)
+        except BaseException:
+            self._placement = before
             LEDGER.reserve(id(self), before.ram_bytes)
+            self.pipeline.plan(self._flats)
             raise
-        if plan.large_bytes > before.large_bytes or plan.small_bytes > before.small_bytes:
-            # Pools are allocated once, for all parameters that required a gradient when the model was offloaded.
-            raise ValueError(
-                "the optimizer holds parameters that required no gradient when the model was offloaded, or whose states "
-                "did not fit the budget then; call requires_grad_() before inf.offload, or raise Policy(ram=...)"
-            )
-        needs = self._needs(held)
-        self._rest.convert(self._flats, [need.format for need in needs], plan.nvme_masks)
-        self._gradients.allocate(held)
         self._holders.update((param, weakref.ref(optimizer)) for param in params)
-        for param in self._params:
-            if param.grad is not None:
-                memory = self._gradients.of(param)
-                memory.copy_(param.grad.tensor)
-                param.grad.tensor = memory
-            elif param in self._holders:
-                self.residency.slot(param)
+        for flat in held:
+            for param in flat.params:
+                if param.grad is not None:
+                    memory = self._gradients.of(param)
+                    memory.copy_(param.grad.tensor)
+                    param.grad.tensor = memory
+                elif param in self._holders:
+                    self.residency.slot(param)
         self._book.reserve()
         self.pipeline.plan(self._flats)
 
@@ -342,10 +362,14 @@ class Handle:
     def close(self) -> None:
         """Flush, free everything, and leave the parameters unreadable (they raise). Idempotent.
 
-        Raises what the background met, after everything was freed.
+        Raises: RuntimeError inside `gather()`; what the background met, after everything was freed.
         """
         if self._closed:
             return
+        if self._lifecycle.windows:
+            raise RuntimeError(
+                "handle.close() inside handle.gather(): the writes of the block would be lost; leave it first"
+            )
         try:
             self.pipeline.wait()
         finally:
@@ -354,13 +378,23 @@ class Handle:
             self._lifecycle.detach()
             self._executor.drain()
             self.residency.close()
+            for param in self._params:
+                if param.grad is not None:  # or a stand-in would keep the memory, or outlive it
+                    param.grad.empty()
+                    param.grad.tensor = torch.empty(0, dtype=param.grad.tensor.dtype)
+                    param.at_rest.grad = None
             self._gradients.close()
             self._undo.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def check_open(self) -> None:
         """Raise after close, and the sticky fault of a background update."""
         if self._closed:
-            raise EngineClosed("the engine of this model was closed; offload the model again")
+            raise EngineClosed("the engine of this model was closed; build the model anew and offload that")
         self.pipeline.raise_fault()
 
     def _check_state_dict(self, size_bytes: int) -> None:

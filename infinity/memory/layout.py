@@ -12,7 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from infinity.aio.plan import CHUNK_NUMEL, GROUP_NUMEL, SECTION_ITEMSIZES, SECTION_NAMES, Format
+from infinity.aio.plan import (
+    ALIGNMENT_BYTES,
+    CHUNK_NUMEL,
+    GROUP_NUMEL,
+    SECTION_ITEMSIZES,
+    SECTION_NAMES,
+    Format,
+)
 from infinity.sizes import round_up
 
 ALIGN_BYTES = 256
@@ -81,5 +88,6 @@ def plan_flat(numels: tuple[int, ...], itemsize: int, world: int = 1) -> FlatLay
         start = round_up(end, align)
         offsets.append(start)
         end = start + numel
-    shard_numel = round_up(max(-(-end // world), 1), GROUP_NUMEL)
+    # One-byte elements need more of them for the 4096 bytes that O_DIRECT wants.
+    shard_numel = round_up(max(-(-end // world), 1), max(GROUP_NUMEL, ALIGNMENT_BYTES // itemsize))
     return FlatLayout(itemsize, tuple(offsets), tuple(numels), world, shard_numel)

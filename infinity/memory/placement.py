@@ -83,14 +83,24 @@ def chunk_bytes(need: FlatNeed, chunk: int, mask: int) -> int:
 
 
 def plan_placement(
-    needs: Sequence[FlatNeed], ram_bytes: int | None, *, scratch_bytes: int = 0, advice: str = ""
+    needs: Sequence[FlatNeed],
+    ram_bytes: int | None,
+    *,
+    scratch_bytes: int = 0,
+    pools: tuple[int, int] | None = None,
+    advice: str = "",
 ) -> Plan:
     """Place every chunk of `needs` under `ram_bytes` (None: the least that works); `scratch_bytes` is held besides.
+
+    pools: the slot sizes (small, large) of pools that exist already; the plan counts them, and says if it wants larger.
 
     Raises: BudgetError stating the smallest budget that works and what takes it.
     """
     masks = [[need.nvme_mask()] * len(need.layout.chunks) for need in needs]
-    fixed = _fixed_bytes(needs, masks) | {"scratch for norms": scratch_bytes}
+    slots = _slot_bytes(needs, masks)
+    if pools is not None:
+        slots = (max(slots[0], pools[0]), max(slots[1], pools[1]))
+    fixed = _fixed_bytes(needs, masks, slots) | {"scratch for norms": scratch_bytes}
     least = sum(fixed.values())
     if ram_bytes is not None and ram_bytes < least:
         parts = ", ".join(f"{name} {format_size(size)}" for name, size in fixed.items() if size)
@@ -100,12 +110,18 @@ def plan_placement(
         )
     if ram_bytes is not None:
         _keep_in_ram(needs, masks, ram_bytes - least)
-    return _finish(needs, masks, least, scratch_bytes)
+    # Slots of the size that the tiers may need, whatever happens to be resident: another plan under the same budget
+    # (an optimizer that holds fewer parameters) then finds room in the pools of this one.
+    if not any(mask for row in masks for mask in row):
+        slots = pools or (0, 0)
+    return _finish(needs, masks, slots, least, scratch_bytes)
 
 
-def _fixed_bytes(needs: Sequence[FlatNeed], masks: list[list[int]]) -> dict[str, int]:
+def _fixed_bytes(
+    needs: Sequence[FlatNeed], masks: list[list[int]], slots: tuple[int, int]
+) -> dict[str, int]:
     """What no budget can leave out, by name."""
-    small, large = _slot_bytes(needs, masks)
+    small, large = slots
     resident = sum(
         chunk_bytes(need, chunk, ~mask)
         for need, row in zip(needs, masks, strict=True)
@@ -156,8 +172,10 @@ def _keep_in_ram(needs: Sequence[FlatNeed], masks: list[list[int]], spare_bytes:
             used += size
 
 
-def _finish(needs: Sequence[FlatNeed], masks: list[list[int]], least: int, scratch_bytes: int) -> Plan:
-    small, large = _slot_bytes(needs, masks)
+def _finish(
+    needs: Sequence[FlatNeed], masks: list[list[int]], slots: tuple[int, int], least: int, scratch_bytes: int
+) -> Plan:
+    small, large = slots
     pairs = [
         (need, chunk, mask) for need, row in zip(needs, masks, strict=True) for chunk, mask in enumerate(row)
     ]

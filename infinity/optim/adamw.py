@@ -63,6 +63,7 @@ class AdamW(torch.optim.Optimizer):
         _check_hyper(defaults)
         self._records: dict[int, Param] = {}
         self._engines: dict[StepEngine, list[Param]] = {}
+        self._frozen: list[Param] = []  # in a group, but without states
         self._built = False
         super().__init__(params, defaults)
         self._built = True
@@ -73,21 +74,33 @@ class AdamW(torch.optim.Optimizer):
         """Add a group, as in torch. Its parameters get their states now (once the optimizer is built)."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        _check_hyper(group)
         added: dict[StepEngine, list[Param]] = {}
-        for param in group["params"]:
-            if not isinstance(param, AtRestParameter):
-                self.param_groups.pop()
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is not offloaded; call inf.offload(model, policy) before "
-                    "building the optimizer, and give other parameters to an optimizer of torch"
-                )
-            record = param.infinity_link.param
-            added.setdefault(_engine_of(param), []).append(record)
-            self._records[id(param)] = record
-        for engine, params in added.items():
+        try:
+            _check_hyper(group)
+            for param in group["params"]:
+                if not isinstance(param, AtRestParameter):
+                    raise ValueError(
+                        f"a parameter of shape {tuple(param.shape)} is not offloaded; call inf.offload(model, policy) "
+                        "before building the optimizer, and give other parameters to an optimizer of torch"
+                    )
+                record = param.infinity_link.param
+                self._records[id(param)] = record
+                # As in torch, one that is frozen costs no states; `step` raises if it gets a gradient after all.
+                if param.requires_grad:
+                    added.setdefault(_engine_of(param), []).append(record)
+                else:
+                    self._frozen.append(record)
             if self._built:
-                engine.hold(self, params)
+                for engine, params in added.items():
+                    engine.hold(self, params)
+        except BaseException:
+            self.param_groups.remove(group)
+            gone = {id(param) for param in group["params"]}
+            self._frozen = [record for record in self._frozen if id(record.at_rest) not in gone]
+            for key in gone:
+                self._records.pop(key, None)
+            raise
+        for engine, params in added.items():
             self._engines.setdefault(engine, []).extend(params)
 
     @torch.no_grad()
@@ -101,15 +114,25 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        thawed = next((param for param in self._frozen if param.at_rest.grad is not None), None)
+        if thawed is not None:
+            raise ValueError(
+                f"{thawed.name} has a gradient, but was frozen when the optimizer was built and has no states; call "
+                "requires_grad_() before inf.offload and inf.AdamW"
+            )
+        # All engines are asked before any is told: a step happens to every model, or to none.
+        live: dict[StepEngine, list[Param]] = {}
+        goes_on = True
         for engine, params in self._engines.items():
             engine.check_open()
-            live = [param for param in params if self._has_gradient(engine, param)]
-            bad = engine.pipeline.check_finite(live)
-            if not refuse_nonfinite(bad, engine.on_nonfinite):
-                continue
-            wanted = {param.index for param in live}
+            live[engine] = [param for param in params if self._has_gradient(engine, param)]
+            engine.pipeline.check_idle(live[engine])
+            bad = engine.pipeline.check_finite(live[engine])
+            goes_on = refuse_nonfinite(bad, engine.on_nonfinite) and goes_on
             engine.pipeline.wait()
-            engine.pipeline.submit(list(self._work(wanted, engine)))
+        if goes_on:
+            for engine, params in live.items():
+                engine.pipeline.submit(list(self._work({param.index for param in params}, engine)))
         return loss
 
     def _has_gradient(self, engine: StepEngine, param: Param) -> bool:

@@ -133,6 +133,15 @@ class Pipeline:
         bad = self._comm.any_of([param.grad is not None and not param.grad.finite() for param in params])
         return [param for param, is_bad in zip(params, bad, strict=True) if is_bad]
 
+    def check_idle(self, params: Sequence[Param]) -> None:
+        """Raise RuntimeError if a forward, a backward or `gather()` uses the unit of one of these parameters."""
+        busy = next((param.unit for param in params if param.unit.refs), None)
+        if busy is not None:
+            raise RuntimeError(
+                f"opt.step() while unit {busy.name} is in use: call it after forward and backward have ended, and "
+                "outside handle.gather()"
+            )
+
     def submit(self, work: Sequence[Work]) -> None:
         """Start the update of these parameters. Their gradients' logs are in the hyper records already. Does not block
         on I/O; waits for the previous step's updates.
@@ -143,12 +152,7 @@ class Pipeline:
         by_unit: dict[Unit, dict[Param, Work]] = {}
         for item in work:
             by_unit.setdefault(item.param.unit, {})[item.param] = item
-        busy = next((unit for unit in by_unit if unit.refs), None)
-        if busy is not None:
-            raise RuntimeError(
-                f"opt.step() while unit {busy.name} is in use: call it after forward and backward have ended, and "
-                "outside handle.gather()"
-            )
+        self.check_idle([item.param for item in work])
         for unit in self._next_order(by_unit):
             self._submit_unit(unit, by_unit[unit])
         self.steps += 1

@@ -57,6 +57,7 @@ class GradSlot:
         self.before_mutation: Callable[[], None] | None = None
         self._norm: float | None = None  # over all ranks; valid together with `_part_norm`
         self._part_norm: float | None = None  # this rank's part
+        self._raw_norm: float | None = None  # this rank's part before the log; valid while there is a log
         self._drains = 0  # since the slot was last empty
         self._drains_before = 1  # the count the slot reached when it was last emptied
 
@@ -160,6 +161,8 @@ class GradSlot:
                 f"{self.name}.grad was scaled more than {LOG_MAX} times since it was accumulated; multiply the factors "
                 "first and scale once"
             )
+        if not self.log:
+            self._raw_norm = self._part_norm
         self.log.append((kind, value))
         self._norm = self._part_norm = None
 
@@ -172,11 +175,25 @@ class GradSlot:
 
     def finite(self) -> bool:
         """Whether every element of this rank's part is finite after the log. Never communicates."""
-        if self.state is SlotState.EMPTY or math.isfinite(self.part_norm()):
+        if self.state is SlotState.EMPTY or self._bounded() or math.isfinite(self.part_norm()):
             return True
         # Squares overflow from 1.8e19 on, so an infinite norm does not yet condemn the gradient.
         with self.book.scratch_lock:
             return all(bool(piece.isfinite().all()) for piece in self._replayed())
+
+    def _bounded(self) -> bool:
+        """Whether the norm before the log and the factors prove it: no element is larger than the norm, and rounding is
+        monotone, so what is finite for the norm is finite for all. Saves a pass over gradients that were clipped."""
+        if not self.log or self._raw_norm is None:
+            return False
+        bound = self._raw_norm
+        for kind, value in self.log:
+            if not math.isfinite(value) or (kind == "div" and value == 0.0):
+                return False
+            bound = _to_fp32(abs(bound * value if kind == "mul" else bound / value))
+            if not math.isfinite(bound):
+                return False
+        return True
 
     def part_norm(self, order: float = 2.0) -> float:
         """The norm of this rank's part after the log, in fp32; that of order 2 is cached."""

@@ -1,4 +1,4 @@
-"""Where gradients wait: one slab, laid out like the shards they belong to.
+"""Where gradients wait: slabs, laid out like the shards they belong to.
 
 Every parameter that an optimizer holds has its place from the moment the optimizer is built, so a step allocates
 nothing. A parameter that requires a gradient and that no optimizer holds gets memory when its first gradient comes.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from infinity.aio import Slab
@@ -21,7 +22,7 @@ class GradientMemory:
     def __init__(self, rank: int, grad_dtype: torch.dtype | None) -> None:
         self._rank = rank
         self._grad_dtype = grad_dtype
-        self._slab: Slab | None = None
+        self._slabs: list[Slab] = []
         self._shards: dict[Flat, torch.Tensor] = {}
         self.size_bytes = 0
 
@@ -34,16 +35,18 @@ class GradientMemory:
         return round_up(flat.layout.shard_numel * self.dtype(flat).itemsize, 64)
 
     def allocate(self, flats: Sequence[Flat]) -> None:
-        """Make room for these flats, once and for all. Gradients that wait are lost: call it before training."""
-        self.close()
-        size_bytes = sum(self.shard_bytes(flat) for flat in flats)
+        """Make room for those of these flats that have none yet. What has memory keeps it, and what waits in it."""
+        fresh = [flat for flat in flats if flat not in self._shards]
+        size_bytes = sum(self.shard_bytes(flat) for flat in fresh)
         if not size_bytes:
             return
-        self._slab = Slab(size_bytes)
-        self.size_bytes = size_bytes
-        memory = torch.frombuffer(self._slab.memory, dtype=torch.uint8)
+        slab = Slab(size_bytes)
+        self._slabs.append(slab)
+        self.size_bytes += size_bytes
+        # By way of numpy, whose arrays keep the slab mapped while a view lives; torch.frombuffer's do not.
+        memory = torch.from_numpy(slab.array(np.uint8))
         start = 0
-        for flat in flats:
+        for flat in fresh:
             dtype = self.dtype(flat)
             part = memory[start : start + flat.layout.shard_numel * dtype.itemsize]
             self._shards[flat] = part.view(dtype)
@@ -62,9 +65,9 @@ class GradientMemory:
         return shard[start : start + numel]
 
     def close(self) -> None:
-        """Free the slab; slots made from it must be gone."""
+        """Forget the slabs; their memory goes with the last view of it that a slot holds."""
         self._shards.clear()
-        if self._slab is not None:
-            self._slab.close()
-            self._slab = None
+        for slab in self._slabs:
+            slab.close()
+        self._slabs.clear()
         self.size_bytes = 0

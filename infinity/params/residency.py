@@ -13,6 +13,7 @@ as it computes them. A gate that escaped (no forward came) has updated the state
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ import torch
 
 from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.comm.collectives import Comm
+from infinity.errors import AioError
 from infinity.params import gathered
 from infinity.params.gradients import GradientMemory
 from infinity.params.rest import Rest
@@ -139,6 +141,7 @@ class UnitResidency:
                 for flat in unit.flats:
                     self._comm.all_gather(flat.tensor, flat.layout.shard_numel)
         except BaseException:
+            self._quiesce(tickets)
             self._forget(unit)
             raise
         end_ns = time.monotonic_ns()
@@ -147,8 +150,17 @@ class UnitResidency:
             self._timeline.add("wait", unit.name, start_ns, end_ns)
         gathered.mark_filled(unit)
 
+    @staticmethod
+    def _quiesce(tickets: list[Ticket]) -> None:
+        """Wait until nothing is on its way into the buffers of these fills, whatever became of them: their memory is
+        about to be freed."""
+        for ticket in tickets:
+            while not ticket.filled:
+                with contextlib.suppress(AioError, KeyboardInterrupt):
+                    ticket.wait_filled()
+
     def _forget(self, unit: Unit) -> None:
-        self._fills.pop(unit, None)
+        self._quiesce(self._fills.pop(unit, []))
         self._held.discard(unit)
         self._held_bytes -= unit.size_bytes
         gathered.evict(unit)
@@ -182,6 +194,8 @@ class UnitResidency:
         """Idle, and nothing is on its way into its buffers."""
         if unit.refs or unit is self._current:
             return False
+        if self._comm.world > 1:
+            return True  # what is filled already is a matter of timing, and all ranks must evict the same
         return all(ticket.filled for ticket in self._fills.get(unit, ()))
 
     def discard(self, unit: Unit) -> None:
@@ -203,8 +217,7 @@ class UnitResidency:
         """The outermost forward has returned or raised."""
         if not self._in_backward:
             self.schedule.end()
-            if self._updates:
-                self._executor.hold_gates(False)
+            self._executor.hold_gates(False)
 
     def backward_start(self) -> None:
         """A backward begins."""

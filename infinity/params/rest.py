@@ -71,14 +71,17 @@ class Rest:
 
         Contents are undefined until written. Raises: SwapFullError; then nothing was created.
         """
-        self._define(flats, [Format.RAW] * len(flats), [[mask & 1 for mask in row] for row in masks], {})
+        raw = [Format.RAW] * len(flats)
+        for rest in self._define(flats, raw, [[mask & 1 for mask in row] for row in masks], {}):
+            self._flats[rest.flat] = rest
 
     def convert(
         self, flats: Sequence[Flat], formats: Sequence[Format], masks: Sequence[Sequence[int]]
     ) -> None:
-        """Change formats and places; parameters keep their values, new sections start as zeros. Blocks.
+        """Change formats and places. Parameters keep their values, and all sections do where the format stays; those of a
+        new format start as zeros. Blocks.
 
-        Raises: SwapFullError before anything changed; AioError when moving a parameter fails.
+        Raises: SwapFullError before anything changed; AioError when moving fails: each flat is then as it was, or done.
         """
         changed = [
             index
@@ -86,25 +89,35 @@ class Rest:
             if self._flats[flat].format is not formats[index] or self._masks_of(flat) != list(masks[index])
         ]
         old = {flats[index]: self._flats[flats[index]] for index in changed}
+        # What is resident and stays so keeps its memory: nothing is held twice.
         keep = {
-            flat: [int(record["section_ptr"][0]) for record in rest.records] for flat, rest in old.items()
-        }  # a parameter that is resident and stays so keeps its memory: nothing is held twice
-        self._define(
+            flats[index]: old[flats[index]].records["section_ptr"][:, : self._common(flats[index], formats[index])]
+            for index in changed
+        }
+        made = self._define(
             [flats[index] for index in changed],
             [formats[index] for index in changed],
             [masks[index] for index in changed],
             keep,
         )
-        for flat, before in old.items():
-            self._carry_over(flat, before)
+        while made:
+            try:
+                self._carry_over(old[made[0].flat], made[0])
+            except BaseException:
+                self._executor.drain()
+                for rest in made:
+                    self._drop(rest)
+                raise
+            self._flats[made[0].flat] = made[0]
+            self._drop(old[made.pop(0).flat])
 
     def fetch(self, flat: Flat, section: int, address: int, *, priority: Priority) -> Ticket:
         """Start copying one section of the shard to `address`, which holds shard_numel elements. Does not block."""
-        return self._move(flat, JobKind.FETCH, section, address, priority)
+        return self._move(self._flats[flat], JobKind.FETCH, section, address, priority)
 
     def store(self, flat: Flat, section: int, address: int) -> Ticket:
         """Start writing one section of the shard from `address` (0: zeros). Does not block."""
-        return self._move(flat, JobKind.STORE, section, address, Priority.DEMAND)
+        return self._move(self._flats[flat], JobKind.STORE, section, address, Priority.DEMAND)
 
     def overwrite(self, flat: Flat, start: int, values: torch.Tensor) -> None:
         """Replace elements [start, start + len) of the shard's parameter; the rest of a split master becomes 0. Blocks.
@@ -143,6 +156,27 @@ class Rest:
                 for buffer in buffers[1:]:
                     buffer[start - first : end - first] = 0
 
+    def forget(self, flat: Flat, start: int, numel: int) -> None:
+        """Zero what an optimizer left of elements [start, start + numel): all sections but the parameter. Blocks."""
+        rest = self._flats[flat]
+        for index, span in enumerate(flat.layout.chunks):
+            low, high = max(start, span.start), min(start + numel, span.start + span.numel)
+            if low >= high or len(rest.sections) == 1:
+                continue
+            job = np.zeros(1, dtype=JOB)
+            job["chunk"], job["base"] = rest.ids[index], -1
+            job["mask"] = sum(1 << section for section in range(1, len(rest.sections)))
+            buffers = []
+            for section, kind in enumerate(rest.sections[1:], 1):
+                buffers.append(np.zeros(span.numel * kind.itemsize, dtype=np.uint8))
+                job["ptr"][0, section] = buffers[-1].ctypes.data
+            job["kind"] = JobKind.FETCH
+            self._executor.submit(job, priority=Priority.DEMAND).wait()
+            for buffer, kind in zip(buffers, rest.sections[1:], strict=True):
+                buffer[(low - span.start) * kind.itemsize : (high - span.start) * kind.itemsize] = 0
+            job["kind"] = JobKind.STORE
+            self._executor.submit(job, priority=Priority.DEMAND).wait()
+
     def close(self) -> None:
         """Forget the chunks and free the resident memory. The executor must be idle or closed."""
         self._flats.clear()
@@ -150,8 +184,9 @@ class Rest:
             slab.close()
         self._slabs.clear()
 
-    def _move(self, flat: Flat, kind: JobKind, section: int, address: int, priority: Priority) -> Ticket:
-        rest = self._flats[flat]
+    def _move(
+        self, rest: FlatRest, kind: JobKind, section: int, address: int, priority: Priority
+    ) -> Ticket:
         jobs = np.zeros(len(rest.ids), dtype=JOB)
         jobs["chunk"] = rest.ids
         jobs["kind"] = kind
@@ -161,6 +196,11 @@ class Rest:
             itemsize = rest.sections[section].itemsize
             jobs["ptr"][:, section] = address + rest.starts.astype(np.uint64) * np.uint64(itemsize)
         return self._executor.submit(jobs, priority=priority)
+
+    def _common(self, flat: Flat, state_format: Format) -> int:
+        """How many sections keep their contents when the flat becomes `state_format`."""
+        rest = self._flats[flat]
+        return len(rest.sections) if rest.format is state_format else 1
 
     def _masks_of(self, flat: Flat) -> list[int]:
         rest = self._flats[flat]
@@ -172,8 +212,8 @@ class Rest:
         flats: Sequence[Flat],
         formats: Sequence[Format],
         masks: Sequence[Sequence[int]],
-        keep: dict[Flat, list[int]],
-    ) -> None:
+        keep: dict[Flat, npt.NDArray[np.uint64]],
+    ) -> list[FlatRest]:
         """Make chunk records for `flats`, reserve their space, and make them known to the executor."""
         made = [self._records(flat, fmt, row) for flat, fmt, row in zip(flats, formats, masks, strict=True)]
         runs = [int(size) for rest in made for size in rest.records["run_bytes"] if size]
@@ -187,7 +227,7 @@ class Rest:
                     record["drive"], record["file_offset"] = place.drive, place.offset
                     self.nvme_bytes += place.size_bytes
             rest.ids = self._executor.define(rest.records)
-            self._flats[rest.flat] = rest
+        return made
 
     def _records(self, flat: Flat, state_format: Format, masks: Sequence[int]) -> FlatRest:
         sections = sections_of(state_format, flat.layout.itemsize)
@@ -217,17 +257,17 @@ class Rest:
             flat, state_format, sections, records, np.zeros(0, np.int32), [None] * len(spans), sums
         )
 
-    def _place_resident(self, made: list[FlatRest], keep: dict[Flat, list[int]]) -> None:
+    def _place_resident(self, made: list[FlatRest], keep: dict[Flat, npt.NDArray[np.uint64]]) -> None:
         """Give every resident section an address: the kept one, or one in a new slab for all of `made`."""
         wanted: list[tuple[npt.NDArray[Any], int, int]] = []
         for rest in made:
-            kept = keep.get(rest.flat, [0] * len(rest.records))
+            kept = keep.get(rest.flat)
             for index, record in enumerate(rest.records):
                 for s, section in enumerate(rest.sections):
                     if record["section_at"][s] >= 0:
                         continue
-                    if s == 0 and kept[index]:
-                        record["section_ptr"][0] = kept[index]
+                    if kept is not None and s < kept.shape[1] and kept[index, s]:
+                        record["section_ptr"][s] = kept[index, s]
                     else:
                         wanted.append((record, s, int(record["numel"]) * section.itemsize))
         size_bytes = sum(round_up(size, 64) for _, _, size in wanted)
@@ -241,25 +281,24 @@ class Rest:
             record["section_ptr"][s] = address
             address += round_up(size, 64)
 
-    def _carry_over(self, flat: Flat, before: FlatRest) -> None:
-        """Move the parameter from its old chunks to the new ones, zero the other sections, free the old chunks."""
-        now = self._flats[flat]
-        moved = now.records["section_ptr"][:, 0] != before.records["section_ptr"][:, 0]
-        tickets = []
-        if np.any(moved | (now.records["section_ptr"][:, 0] == 0)):
-            buffer = torch.empty(flat.layout.shard_numel, dtype=flat.dtype)
-            self._flats[flat] = before
-            self.fetch(flat, 0, buffer.data_ptr(), priority=Priority.DEMAND).wait()
-            self._flats[flat] = now
-            tickets.append(self.store(flat, 0, buffer.data_ptr()))
-        else:
-            buffer = None
-        tickets += [self.store(flat, section, 0) for section in range(1, len(now.sections))]
-        for ticket in tickets:
-            ticket.wait()
-        del buffer
-        self._executor.drop(before.ids)
-        for place in before.places:
+    def _carry_over(self, before: FlatRest, now: FlatRest) -> None:
+        """Move what stays from the old chunks of a flat to the new ones, and zero the other sections."""
+        flat = now.flat
+        common = len(now.sections) if now.format is before.format else 1
+        for section in range(len(now.sections)):
+            if section >= common:
+                self._move(now, JobKind.STORE, section, 0, Priority.DEMAND).wait()
+                continue
+            here, there = now.records["section_ptr"][:, section], before.records["section_ptr"][:, section]
+            if np.any((here != there) | (here == 0)):
+                buffer = np.empty(flat.layout.shard_numel * now.sections[section].itemsize, dtype=np.uint8)
+                self._move(before, JobKind.FETCH, section, buffer.ctypes.data, Priority.DEMAND).wait()
+                self._move(now, JobKind.STORE, section, buffer.ctypes.data, Priority.DEMAND).wait()
+
+    def _drop(self, rest: FlatRest) -> None:
+        """Free the chunks of a flat. Resident memory stays until `close`."""
+        self._executor.drop(rest.ids)
+        for place in rest.places:
             if place is not None:
                 assert self._space is not None
                 self._space.free(place)

@@ -451,3 +451,17 @@ def test_any_sequence_of_operations_is_the_fp32_gradient_that_a_loop_would_hold(
     if truth is not None:
         assert torch.equal(slot.materialize(), truth)
         assert slot.norm() == truth.norm().item()
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0, float("inf"), float("nan"), 1e38])
+@pytest.mark.parametrize("value", [1.0, 1e4, float("inf"), float("nan")])
+@pytest.mark.parametrize("kind", ["mul", "div"])
+def test_finiteness_after_scaling_is_that_of_the_scaled_gradient(kind: str, factor: float, value: float) -> None:
+    book = GradBook()
+    slot = book.add("w", torch.Size([64]), torch.zeros(64, dtype=torch.bfloat16), torch.device("cpu"))
+    grad = torch.full((64,), value, dtype=torch.bfloat16)
+    grad[0] = 0.0
+    slot.accumulate(grad)
+    slot.scale(kind, factor)
+    scaled = grad.float() * factor if kind == "mul" else grad.float() / factor
+    assert slot.finite() == bool(scaled.isfinite().all())
