@@ -30,7 +30,9 @@ CANCEL_S = 30.0
 
 
 def load_native() -> tuple[Any, Any]:
-    """(ffi, lib) of the compiled extension. Raises ImportError when it was not built."""
+    """(ffi, lib) of the compiled extension. Raises ImportError when it was not built, or INFINITY_NO_NATIVE=1 hides it."""
+    if os.environ.get("INFINITY_NO_NATIVE") == "1":
+        raise ImportError("INFINITY_NO_NATIVE=1 hides the native extension")
     from infinity._native import ffi, lib
 
     return ffi, lib

@@ -26,6 +26,7 @@ from infinity.checkpoint import write_safetensors
 from infinity.comm.collectives import Comm
 from infinity.config import Policy
 from infinity.errors import BudgetError, EngineClosed
+from infinity.memory.heap import keep_large_blocks_apart
 from infinity.memory.ledger import LEDGER, budget_bytes, describe_budget, memory_left_bytes
 from infinity.memory.placement import FlatNeed, Plan, plan_placement
 from infinity.memory.swap_space import SwapSpace
@@ -121,6 +122,9 @@ class Handle:
         self._closed = False
         self._undo = contextlib.ExitStack()
         self._holders: dict[Param, weakref.ref[Any]] = {}
+        # Once: what is left shrinks as this model takes its share, and must not be halved again for the optimizer.
+        self._default_budget = budget_bytes(None, id(self)) if policy.ram is None else None
+        self._pools: tuple[int, int] | None = None  # slot sizes (small, large), once they are allocated
         with contextlib.ExitStack() as undo:
             self._build(model, device, load, seam, undo)
             self._undo = undo.pop_all()
@@ -134,6 +138,8 @@ class Handle:
         undo: contextlib.ExitStack,
     ) -> None:
         policy = self.policy
+        if device.type == "cpu":
+            keep_large_blocks_apart()  # gathered units come and go on the heap
         self._comm = Comm(reduce_dtype=policy.reduce_dtype)
         self.rank = self._comm.rank
         specs = find_units(
@@ -144,32 +150,11 @@ class Handle:
             unit.engine = self
         self._flats: list[Flat] = [flat for unit in self.units for flat in unit.flats]
         self._params: list[Param] = [param for unit in self.units for param in unit.params]
-        source = open_source(model, load)
-        self._gradients = GradientMemory(self.rank, policy.grad_dtype)
+        source, self._gradients = open_source(model, load), GradientMemory(self.rank, policy.grad_dtype)
         undo.callback(LEDGER.release, id(self))
-        # Once: what is left shrinks as this model takes its share, and must not be halved again for the optimizer.
-        self._default_budget = budget_bytes(None, id(self)) if policy.ram is None else None
-        self._pools: tuple[int, int] | None = None
         plan = self._first_plan()
         self._pools = (plan.small_bytes, plan.large_bytes)
-        self._space = SwapSpace(policy.directories) if policy.directories else None
-        if self._space is not None:
-            undo.callback(self._space.close)
-        self._executor: Executor = open_executor(
-            self._space.files if self._space is not None else [],
-            small=PoolSpec(plan.small_count, plan.small_bytes),
-            large=PoolSpec(plan.large_count, plan.large_bytes),
-            backend=policy.io_backend,
-            verify=policy.verify == "full",
-            workers=max(1, (os.cpu_count() or 2) // 4),
-            seam=seam,
-            kernel=update_numpy_sections,
-        )
-        undo.callback(self._executor.close, drain=False)
-        self._executor.spans(True)
-        self._rest = Rest(self._executor, self._space, sums_on=policy.verify == "full")
-        undo.callback(self._rest.close)
-        undo.callback(self._executor.close, drain=False)  # before its memory goes, if an interrupt left jobs in flight
+        self._open_rest(plan, seam, undo)
         self._rest.create(self._flats, plan.nvme_masks)
         for unit in self.units:
             fill_unit(unit, source, self._store_flat)
@@ -202,6 +187,30 @@ class Handle:
             where=lambda _param: policy.params,
             check_state_dict=self._check_state_dict,
         )
+
+    def _open_rest(self, plan: Plan, seam: Seam | None, undo: contextlib.ExitStack) -> None:
+        """Swap files, the executor with its pools, and the states at rest; closed again in the reverse order."""
+        policy = self.policy
+        self._space = SwapSpace(policy.directories) if policy.directories else None
+        if self._space is not None:
+            undo.callback(self._space.close)
+        self._executor: Executor = open_executor(
+            self._space.files if self._space is not None else [],
+            small=PoolSpec(plan.small_count, plan.small_bytes),
+            large=PoolSpec(plan.large_count, plan.large_bytes),
+            backend=policy.io_backend,
+            verify=policy.verify == "full",
+            workers=max(1, (os.cpu_count() or 2) // 4),
+            seam=seam,
+            kernel=update_numpy_sections,
+        )
+        undo.callback(self._executor.close, drain=False)
+        self._executor.spans(True)
+        self._rest = Rest(self._executor, self._space, sums_on=policy.verify == "full")
+        undo.callback(self._rest.close)
+        undo.callback(
+            self._executor.close, drain=False
+        )  # before its memory goes, if an interrupt left jobs in flight
 
     # -- placement -----------------------------------------------------------------------------------------------------
 
@@ -378,13 +387,23 @@ class Handle:
             self._lifecycle.detach()
             self._executor.drain()
             self.residency.close()
-            for param in self._params:
-                if param.grad is not None:  # or a stand-in would keep the memory, or outlive it
-                    param.grad.empty()
-                    param.grad.tensor = torch.empty(0, dtype=param.grad.tensor.dtype)
-                    param.at_rest.grad = None
+            self._part_params()
             self._gradients.close()
             self._undo.close()
+
+    def _part_params(self) -> None:
+        """Take from the parameters what would outlive the engine, or keep the model alive."""
+        for param in self._params:
+            if param.grad is not None:
+                param.grad.empty()
+                param.grad.tensor = torch.empty(0, dtype=param.grad.tensor.dtype)
+                param.at_rest.grad = None
+            for leaf in (param.gathered, param.at_rest):
+                # These hooks hold the engine from C++, where the garbage collector does not look.
+                with torch._C.DisableTorchFunctionSubclass():
+                    hooks: Any = leaf._post_accumulate_grad_hooks
+                if hooks:
+                    hooks.clear()
 
     @property
     def closed(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,17 @@ def test_close_inside_gather_is_refused_and_nothing_is_lost(tmp_path: Path) -> N
     handle.close()
     with pytest.raises(ValueError, match="was closed"):
         inf.offload(model, nvme(tmp_path))
+
+
+def test_a_closed_model_can_be_collected(tmp_path: Path) -> None:
+    model = inf.offload(moe(), nvme(tmp_path))
+    optimizer = inf.AdamW(model.parameters())
+    train([(model, optimizer)], 0, 1)
+    inf.handle(model).close()
+    alive = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert alive() is None
 
 
 class Bytes(nn.Module):
