@@ -11,7 +11,7 @@ Units are submitted in the order in which the next forward wants them. A gradien
 its ticket is done: whoever wants to change it earlier waits (`GradSlot.before_mutation`).
 
 A fault in the background is sticky: it is raised by the next call that meets the engine. Which parameters it left
-half written the executor knows per chunk; they raise until they are written anew.
+half written the executor knows per chunk, and refuses to read them.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Pipeline:
             ticket.wait()
         except AioError as error:
             fault = StateInvalid(
-                f"an optimizer update failed in the background ({error}); the step is incomplete. Parameters that it "
-                "left half written raise when they are read; load them again, or restart from a checkpoint"
+                f"an optimizer update failed in the background ({error}); the step is incomplete and "
+                "the states cannot be trusted; close this engine and start again from the last export"
             )
             fault.__cause__ = error
             self._fault = fault

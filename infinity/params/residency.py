@@ -263,7 +263,8 @@ class UnitResidency:
 
     def unit_done(self, unit: Unit) -> None:
         """Several ranks: mean of the unit's gradients over the ranks, each rank keeping its shard."""
-        if self._comm.world > 1 and self._fresh.get(unit):
+        # Also without a gradient here: another rank may have one, and all must take part.
+        if self._comm.world > 1 and any(flat.trainable for flat in unit.flats):
             self._reduce(unit)
 
     def _accumulate(self, param: Param, grad: torch.Tensor) -> None:
