@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -18,3 +19,8 @@ def _close_what_a_failed_test_left_open() -> Iterator[None]:
             handle.close()
         except Exception as error:
             print(f"closing a model that a test left open: {error}")
+
+
+# A run in the background of a shell starts with SIGINT ignored, and so would the processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
