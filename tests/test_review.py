@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import signal
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +17,8 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity.aio import Priority, Seam
+from infinity.engine import offload
 from infinity.errors import NonFiniteGradient
 from infinity.memory.layout import plan_flat
 from tests import models
@@ -243,3 +248,23 @@ def test_a_dtype_that_is_none_is_refused_by_field() -> None:
     for field in ("grad_dtype", "reduce_dtype"):
         with pytest.raises(ValueError, match=field):
             inf.Policy(**{field: "fp32"})
+
+
+def test_an_interrupt_while_a_unit_is_evicted_is_raised_after_its_reads_have_ended(tmp_path: Path) -> None:
+    policy = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
+    seam = Seam(read_bytes_per_s=3e3)  # some seconds for the smallest unit
+    model = offload(models.llama(layers=2).bfloat16(), policy, _seam=seam)
+    residency = inf.handle(model).residency
+    unit = residency.units[0]
+    residency._start_fill(unit, Priority.PREFETCH)
+    (ticket,) = residency._fills[unit]
+    assert not ticket.filled
+    timer = threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        residency._forget(unit)
+    timer.join()
+    assert ticket.filled
+    assert not unit.gathered
+    assert unit not in residency._held
+    inf.handle(model).close()

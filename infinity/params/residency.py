@@ -151,19 +151,29 @@ class UnitResidency:
         gathered.mark_filled(unit)
 
     @staticmethod
-    def _quiesce(tickets: list[Ticket]) -> None:
+    def _quiesce(tickets: list[Ticket]) -> KeyboardInterrupt | None:
         """Wait until nothing is on its way into the buffers of these fills, whatever became of them: their memory is
-        about to be freed."""
+        about to be freed. Returns an interrupt that came meanwhile; whoever frees the memory raises it afterwards.
+
+        A fault is not lost here: an update's is sticky, and a read that nobody wanted is made anew when it is wanted.
+        """
+        interrupt = None
         for ticket in tickets:
             while not ticket.filled:
-                with contextlib.suppress(AioError, KeyboardInterrupt):
-                    ticket.wait_filled()
+                try:
+                    with contextlib.suppress(AioError):
+                        ticket.wait_filled()
+                except KeyboardInterrupt as error:
+                    interrupt = error
+        return interrupt
 
     def _forget(self, unit: Unit) -> None:
-        self._quiesce(self._fills.pop(unit, []))
+        interrupt = self._quiesce(self._fills.pop(unit, []))
         self._held.discard(unit)
         self._held_bytes -= unit.size_bytes
         gathered.evict(unit)
+        if interrupt is not None:
+            raise interrupt
 
     def prefetch_ahead(self) -> None:
         """Start reading the units that the schedule wants next, as far as there is room. Does not block."""

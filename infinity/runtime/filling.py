@@ -12,6 +12,7 @@ whichever of its names the source has.
 
 from __future__ import annotations
 
+import abc
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,19 +48,19 @@ class Tensors(Protocol):
         """One tensor; the caller copies it at once."""
 
 
-class OpenSource:
+class OpenSource(abc.ABC):
     """A source, checked against the model and ready to fill it. Base of the three kinds."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
+    @abc.abstractmethod
     def fill(self, param: Param, out: torch.Tensor) -> None:
         """Fill `out`, a CPU tensor of the parameter's shape and dtype, with its values."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         """Fill a persistent buffer; one that is real already may keep its values."""
-        raise NotImplementedError
 
     def fill_buffers(self, device: torch.device) -> None:
         """Give every buffer its values and replace those on the meta device by real ones on `device`. Blocks.
