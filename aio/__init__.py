@@ -31,6 +31,7 @@ from infinity.aio.executor import (
 from infinity.aio.extents import ExtentAllocator
 from infinity.aio.opening import BACKENDS, open_executor
 from infinity.aio.plan import CHUNK, HYPER, JOB, SEG, Format, GradDtype, JobKind, LogKind
+from infinity.aio.settings import IoSettings
 from infinity.aio.slab import Slab
 from infinity.aio.swap_file import SwapFile
 
@@ -54,6 +55,7 @@ __all__ = [
     "Format",
     "Gate",
     "GradDtype",
+    "IoSettings",
     "JobKind",
     "LogKind",
     "PoolSpec",

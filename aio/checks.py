@@ -12,6 +12,7 @@ import numpy.typing as npt
 from infinity.aio import plan
 from infinity.aio.executor import MASK_MOVE_ONLY, PoolSpec
 from infinity.errors import (
+    AioCancelledError,
     AioClosedError,
     AioError,
     ChecksumError,
@@ -20,7 +21,7 @@ from infinity.errors import (
     SwapFullError,
 )
 
-FAULT_ERRNO, FAULT_SHORT, FAULT_CHECKSUM, FAULT_NO_SPACE, FAULT_CLOSED, FAULT_PLAN = 1, 2, 3, 4, 5, 6
+FAULT_ERRNO, FAULT_SHORT, FAULT_CHECKSUM, FAULT_NO_SPACE, FAULT_CLOSED, FAULT_PLAN, FAULT_CANCELLED = 1, 2, 3, 4, 5, 6, 7
 OP_NAMES = {0: "read", 1: "write", -1: ""}
 
 #: What is wrong with a job; the numbers are those of native/executor_submit.c.
@@ -34,6 +35,17 @@ JOB_WRONG = {
     7: "needs a larger slot than the pools have",
     8: "updates a chunk that has no optimizer state",
 }
+
+
+_EARLIER = {
+    0: "",
+    1: " (of an earlier job, which left the chunk invalid)",
+    2: " (an earlier write there failed: nothing more is written to that drive until recover())",
+}
+
+#: `verify`: which pieces that were read are compared with their checksums. "sample": one of VERIFY_STRIDE, others each time.
+VERIFY = ("full", "sample", "off")
+VERIFY_STRIDE = 16
 
 
 def align_up(size_bytes: int) -> int:
@@ -53,7 +65,8 @@ class FaultRecord:
     length: int = 0
     key: int = 0
     chunk: int = -1
-    earlier: bool = False
+    earlier: int = 0
+    """0: this job's own; 1: of an earlier job, which left the chunk invalid; 2: refused, because the drive is marked."""
     section: int = -1
     piece: int = -1
 
@@ -72,12 +85,12 @@ class FaultRecord:
             ),
             FAULT_NO_SPACE: (SwapFullError, f"{of}: no room on the drive"),
             FAULT_CLOSED: (AioClosedError, f"{of}: the executor was closed before the job ran"),
+            FAULT_CANCELLED: (AioCancelledError, f"{of}: the fetch was given up"),
             FAULT_PLAN: (AioError, f"{of}: the update's segments or hyper-parameters are out of range"),
         }
         error_type, message = kinds.get(self.kind, (DeviceFailedError, f"{of}: the drive failed"))
-        if self.earlier:
-            message += " (of an earlier job, which left the chunk invalid)"
-        if self.kind in (FAULT_CLOSED, FAULT_PLAN):
+        message += _EARLIER[self.earlier]
+        if self.kind in (FAULT_CLOSED, FAULT_PLAN, FAULT_CANCELLED):
             return error_type(message, errno=self.error)
         return error_type(
             message, errno=self.error, path=path, op=OP_NAMES[self.op], offset=self.offset, length=self.length
@@ -85,9 +98,11 @@ class FaultRecord:
 
 
 def check_options(
-    small: PoolSpec, large: PoolSpec, *, workers: int, block_bytes: int, depth: int, threads_per_drive: int
+    small: PoolSpec, large: PoolSpec, *, verify: str, workers: int, block_bytes: int, depth: int, threads_per_drive: int
 ) -> None:
     """Raises ValueError for options that no executor can run with."""
+    if verify not in VERIFY:
+        raise ValueError(f"verify={verify!r}: must be one of {', '.join(VERIFY)}")
     if workers < 1 or threads_per_drive < 1:
         raise ValueError(f"workers={workers}, threads_per_drive={threads_per_drive}: both must be >= 1")
     if not 2 <= depth <= 4096:

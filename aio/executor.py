@@ -17,8 +17,12 @@ Promises, the same in every backend:
   order of submission. A demand never waits behind a queued prefetch.
 - Every transfer's result is checked, short ones are resumed, EAGAIN and EINTR retried, what is read is verified. What
   still fails is a typed `AioError`, raised by `Ticket.wait` every time it is called.
-- A chunk whose STORE failed in writing, or whose UPDATE failed anywhere, is *invalid*: later FETCH and UPDATE jobs on it
-  fail with the same fault until its sections are STOREd again.
+- A write that fails keeps its slot, the only copy: the chunk's sections in it are *kept*, and a FETCH reads them there. It
+  also *marks* its drive: later STORE and UPDATE jobs on that drive are refused with the same fault, until `recover`.
+- A chunk whose STORE or UPDATE failed otherwise, or was refused, is *invalid*: what it should hold exists nowhere. Later
+  FETCH and UPDATE jobs on it fail with the same fault until its sections are STOREd again.
+- Requests in flight are bounded per drive by depth and block size; of the depth, writes have half whenever they want it and
+  demands a quarter of the reads' share, so neither starves.
 """
 
 from __future__ import annotations
@@ -103,19 +107,54 @@ class Seam:
     """Where tests and simulations reach into an executor: delays, reordering, faults, a slower drive.
 
     `delay_us_max`: every completion is held back by a random time up to this (so they also come out of order), from `seed`.
-    `read_bytes_per_s`, `write_bytes_per_s`: speed of each drive; reads and writes share its time (0: as it is).
+    `read_bytes_per_s`, `write_bytes_per_s`: speed of each drive, one number for all or a tuple with one for each; reads and
+    writes share a drive's time (0: as it is).
     """
 
     delay_us_max: int = 0
     seed: int = 0
     fault: Fault | None = None
-    read_bytes_per_s: float = 0.0
-    write_bytes_per_s: float = 0.0
+    read_bytes_per_s: float | tuple[float, ...] = 0.0
+    write_bytes_per_s: float | tuple[float, ...] = 0.0
+
+    def throttle(self, drive: int) -> tuple[float, float]:
+        """(read, write) bytes per second of one drive, 0 for as it is."""
+        pair = (self.read_bytes_per_s, self.write_bytes_per_s)
+        read, write = (value[drive] if isinstance(value, tuple) else value for value in pair)
+        return read, write
+
+
+@dataclass(frozen=True)
+class Latency:
+    """How long requests took from being sent to their result, in seconds; percentiles within 13 % (a histogram's buckets)."""
+
+    count: int = 0
+    p50_s: float = 0.0
+    p99_s: float = 0.0
+    max_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a drive moved in one second; `busy_s` is the part of it in which a request was in flight.
+
+    start_s: CLOCK_MONOTONIC. Windows without traffic are left out.
+    """
+
+    start_s: float
+    bytes_read: int
+    bytes_written: int
+    busy_s: float
 
 
 @dataclass(frozen=True)
 class DriveStats:
-    """What one drive has done since the executor was opened. Bytes are those the drive confirmed."""
+    """What one drive has done since the executor was opened. Bytes are those the drive confirmed.
+
+    `direct`: O_DIRECT, and in `direct_reason` why not. `block_bytes`, `depth`: of requests, as fitted to the device.
+    `busy_s`: time with a request in flight; `depth_mean`: requests in flight in that time. `windows`: the last 64 seconds with
+    traffic, oldest first. `failed`: what marked the drive, empty while it is sound.
+    """
 
     path: str
     bytes_read: int
@@ -126,6 +165,17 @@ class DriveStats:
     short_transfers: int
     errors: int
     in_flight_max: int
+    in_flight_bytes_max: int = 0
+    direct: bool = True
+    direct_reason: str = ""
+    block_bytes: int = 0
+    depth: int = 0
+    busy_s: float = 0.0
+    depth_mean: float = 0.0
+    read_latency: Latency = Latency()
+    write_latency: Latency = Latency()
+    windows: tuple[Window, ...] = ()
+    failed: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,7 +184,9 @@ class ExecutorStats:
 
     `wait_s` is time that callers spent blocked in `Ticket.wait`; `compute_s` the time of verify, update and copy on workers.
     `rereads` counts runs that were read again because a checksum did not match; `checksum_failures` those that still did not.
-    `registered` says whether the slab's pages are registered with io_uring, `huge_bytes` how much of it huge pages back.
+    `registered` says whether the slab's pages are registered with io_uring, `registered_reason` why not; `huge_bytes` how much
+    of it huge pages back. `backend_reason`: as `Executor.backend_reason`. `kept_chunks`: chunks whose write failed and whose
+    contents are in memory only. `jobs_cancelled`: fetches that were given up.
     """
 
     backend: str
@@ -153,6 +205,12 @@ class ExecutorStats:
     huge_bytes: int
     registered: bool
     spans_dropped: int
+    backend_reason: str = ""
+    registered_reason: str = ""
+    kept_chunks: int = 0
+    jobs_cancelled: int = 0
+    opened_s: float = 0.0
+    """CLOCK_MONOTONIC when the executor was opened."""
     extra: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -207,6 +265,13 @@ class Ticket(Protocol):
         """As `wait`, but only until `filled`: targets hold their data, sources and gradients may be reused.
 
         The write-back may still be in flight, and may still fail.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Give up its fetches that the drive has not begun: they end with AioCancelledError and fill nothing.
+
+        Stores and updates are never given up: half of a step would be lost. Never blocks; the ticket is done when the rest is.
         """
         ...
 
@@ -289,6 +354,13 @@ class Executor(Protocol):
 
     def invalid(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint32]:
         """For each chunk the mask of its invalid sections (0: valid)."""
+        ...
+
+    def recover(self) -> Ticket:
+        """Take the marks off all drives and write what failed writes kept, once their cause is mended. Does not block.
+
+        The ticket fails, and the drive is marked again, if it is not; nothing that was kept is lost by that.
+        """
         ...
 
     def fault(self) -> AioError | None:

@@ -80,11 +80,15 @@ class Core:
             self.leaked = True
             log.error("closing: a drive does not answer after %.0f s; its buffers are left alone", CANCEL_S)
             return
+        counters = self.ffi.new("inf_exec_stats *")
+        self.lib.inf_executor_stats(self.pointer, counters, self.ffi.new("inf_drive_stats[]", max(1, len(self.drives))))
+        if counters.kept_chunks:
+            log.error("closing: %d chunks whose write failed were in memory only, and are lost", counters.kept_chunks)
         self.lib.inf_executor_stop(self.pointer)
         self.stopped = True
 
-    def fault(self, record: Any) -> AioError:
-        """The error for an inf_fault."""
+    def fault_record(self, record: Any) -> checks.FaultRecord:
+        """An inf_fault as the record that all executors share."""
         return checks.FaultRecord(
             kind=record.kind,
             op=record.op,
@@ -94,10 +98,14 @@ class Core:
             length=record.length,
             key=record.key,
             chunk=record.chunk,
-            earlier=bool(record.earlier),
+            earlier=record.earlier,
             section=record.section,
             piece=record.piece,
-        ).to_error(self.paths)
+        )
+
+    def fault(self, record: Any) -> AioError:
+        """The error for an inf_fault."""
+        return self.fault_record(record).to_error(self.paths)
 
     def __del__(self) -> None:
         if self.forked:
@@ -156,6 +164,13 @@ class NativeTicket:
     def wait_filled(self, timeout: float | None = None) -> None:
         """See `Ticket.wait_filled`."""
         self._wait(1, timeout)
+
+    def cancel(self) -> None:
+        """See `Ticket.cancel`."""
+        core = self._core
+        if not self._words[0]:
+            core.check()
+            core.lib.inf_ticket_cancel(core.pointer, self._pointer)
 
     def _wait(self, word: int, timeout: float | None) -> None:
         self._block(word, timeout)  # also when it is done: C reads the word so that what was copied is seen

@@ -3,60 +3,57 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from infinity.aio import checks, plan
-from infinity.aio.executor import SPAN, DriveStats, ExecutorStats, Gate, PoolSpec, Priority, Seam, spans_empty
+from infinity.aio import checks, drive_limits, memory_limits, plan
+from infinity.aio.executor import SPAN, ExecutorStats, Gate, PoolSpec, Priority, Seam, spans_empty
 from infinity.aio.native_core import Core, NativeGate, NativeTicket, load_native, load_uring
+from infinity.aio.native_stats import drive_stats, registered_reason
 from infinity.aio.swap_file import SwapFile
 from infinity.errors import AioClosedError, AioError
 
+RING_BLOCK_BYTES = 1 << 20
+THREAD_BLOCK_BYTES = 16 << 20
 _SPANS_MAX = 65_536
 _SEAM_KINDS = {"errno": 1, "short": 2, "zero": 3, "bitflip": 4}
 
 
 def _config(
-    ffi: Any,
-    drive_count: int,
-    small: PoolSpec,
-    large: PoolSpec,
-    *,
-    uring: bool,
-    verify: bool,
-    workers: int,
-    block_bytes: int,
-    depth: int,
-    threads_per_drive: int,
-    hold_s: float,
-    seam: Seam | None,
-) -> Any:
+    ffi: Any, small: PoolSpec, large: PoolSpec, *, uring: bool, verify: str, workers: int, threads_per_drive: int,
+    hold_s: float, seam: Seam, drive_count: int,
+) -> Any:  # fmt: skip
     config = ffi.new("inf_exec_config *")
     config.uring = uring
-    config.verify = verify
+    config.verify = {"off": 0, "full": 1, "sample": 2}[verify]
     config.workers = workers
-    config.depth = depth
     config.threads_per_drive = threads_per_drive
     config.small_count, config.small_bytes = small.count, small.bytes
     config.large_count, config.large_bytes = large.count, large.bytes
     config.drive_count = drive_count
-    config.block_bytes = block_bytes
     config.hold_ns = int(hold_s * 1e9)
-    if seam is not None:
-        config.seam.seed = seam.seed & (2**64 - 1)
-        config.seam.delay_us_max = seam.delay_us_max
-        config.seam.read_bytes_per_s = seam.read_bytes_per_s
-        config.seam.write_bytes_per_s = seam.write_bytes_per_s
-        if seam.fault is not None:
-            config.seam.fault_nth = seam.fault.nth
-            config.seam.fault_kind = _SEAM_KINDS[seam.fault.kind]
-            config.seam.fault_op = 0 if seam.fault.op == "read" else 1
-            config.seam.fault_errno = seam.fault.errno
-            config.seam.fault_persistent = seam.fault.persistent
+    config.seam.seed = seam.seed & (2**64 - 1)
+    config.seam.delay_us_max = seam.delay_us_max
+    if seam.fault is not None:
+        config.seam.fault_nth = seam.fault.nth
+        config.seam.fault_kind = _SEAM_KINDS[seam.fault.kind]
+        config.seam.fault_op = 0 if seam.fault.op == "read" else 1
+        config.seam.fault_errno = seam.fault.errno
+        config.seam.fault_persistent = seam.fault.persistent
     return config
+
+
+def _drive_configs(ffi: Any, drives: Sequence[SwapFile], block_bytes: int, depth: int, seam: Seam) -> Any:
+    configs = ffi.new("inf_drive_config[]", max(1, len(drives)))
+    for index, drive in enumerate(drives):
+        configs[index].fd = drive.fd
+        configs[index].block_bytes, configs[index].depth = drive_limits.fit(drive, block_bytes, depth)
+        configs[index].read_bytes_per_s, configs[index].write_bytes_per_s = seam.throttle(index)
+    return configs
 
 
 @final
@@ -64,8 +61,10 @@ class NativeExecutor:
     """`executor.Executor` on native threads.
 
     backend: "io_uring" (one ring and thread per drive) or "threads" (`threads_per_drive` of them with pread and pwrite).
-    Raises OSError when the backend cannot be had here, ImportError when the extension was not built. Use
-    `infinity.aio.open_executor`, which steps down.
+    block_bytes: the longest request; None: 1 MiB for rings, whole runs (up to 16 MiB) for threads, which have one request
+    each. It and `depth` are fitted to what each drive takes.
+    Raises OSError when the backend cannot be had here, ImportError when the extension was not built, MemoryError when the
+    pools do not fit what the machine or its cgroup leaves. Use `infinity.aio.open_executor`, which steps down.
     """
 
     def __init__(
@@ -75,18 +74,22 @@ class NativeExecutor:
         small: PoolSpec,
         large: PoolSpec,
         backend: str = "io_uring",
-        verify: bool = True,
+        verify: str = "full",
         workers: int = 1,
-        block_bytes: int = 1 << 20,
+        block_bytes: int | None = None,
         depth: int = 32,
         threads_per_drive: int = 8,
         hold_s: float = 0.02,
         seam: Seam | None = None,
         backend_reason: str = "",
     ) -> None:
+        uring = backend == "io_uring"
+        if block_bytes is None:
+            block_bytes = RING_BLOCK_BYTES if uring else THREAD_BLOCK_BYTES
         checks.check_options(
             small,
             large,
+            verify=verify,
             workers=workers,
             block_bytes=block_bytes,
             depth=depth,
@@ -95,32 +98,27 @@ class NativeExecutor:
         ffi, lib = load_native()
         self.backend = backend
         self.backend_reason = backend_reason
-        if backend == "io_uring":
+        if uring:
             load_uring(ffi, lib)
+        memory_limits.check_slab(small.count * small.bytes + large.count * large.bytes)
+        seam = seam or Seam()
         config = _config(
-            ffi,
-            len(drives),
-            small,
-            large,
-            uring=backend == "io_uring",
-            verify=verify,
-            workers=workers,
-            block_bytes=block_bytes,
-            depth=depth,
-            threads_per_drive=threads_per_drive,
-            hold_s=hold_s,
-            seam=seam,
-        )
+            ffi, small, large, uring=uring, verify=verify, workers=workers, threads_per_drive=threads_per_drive,
+            hold_s=hold_s, seam=seam, drive_count=len(drives),
+        )  # fmt: skip
+        configs = _drive_configs(ffi, drives, block_bytes, depth, seam)
+        self._block_bytes = [configs[index].block_bytes for index in range(len(drives))]
         why = ffi.new("char[512]")
         error = ffi.new("int32_t *")
-        files = ffi.new("int32_t[]", [drive.fd for drive in drives])
-        pointer = lib.inf_executor_open(config, files, error, why, 512)
+        opened_s = time.monotonic()
+        pointer = lib.inf_executor_open(config, configs, error, why, 512)
         if pointer == ffi.NULL:
             text = ffi.string(why).decode(errors="replace")
             if text.startswith("no memory"):
                 raise MemoryError(text)
             raise OSError(-error[0], f"cannot open an executor with backend {backend!r}: {text}")
         self._core = Core(ffi, lib, pointer, drives)
+        self._opened_s = opened_s
         self.pool_bytes = int(lib.inf_executor_pool_bytes(pointer))
 
     def define(self, chunks: npt.NDArray[np.void]) -> npt.NDArray[np.int32]:
@@ -222,6 +220,16 @@ class NativeExecutor:
             raise ValueError("a chunk is not defined")
         return masks
 
+    def recover(self) -> NativeTicket:
+        """See `Executor.recover`."""
+        core = self._core
+        core.check()
+        error = core.ffi.new("int64_t *")
+        pointer = core.lib.inf_executor_recover(core.pointer, error)
+        if pointer == core.ffi.NULL:
+            raise _submit_error(int(error[0]))
+        return NativeTicket(core, pointer)
+
     def fault(self) -> AioError | None:
         """See `Executor.fault`."""
         if self._core.forked:
@@ -240,19 +248,10 @@ class NativeExecutor:
         per_drive = core.ffi.new("inf_drive_stats[]", max(1, len(core.drives)))
         core.lib.inf_executor_stats(core.pointer, counters, per_drive)
         drives = tuple(
-            DriveStats(
-                path=path,
-                bytes_read=drive.bytes_read,
-                bytes_written=drive.bytes_written,
-                reads=drive.reads,
-                writes=drive.writes,
-                retries=drive.retries,
-                short_transfers=drive.short_transfers,
-                errors=drive.errors,
-                in_flight_max=drive.in_flight_max,
-            )
-            for path, drive in zip(core.paths, per_drive, strict=False)
+            drive_stats(record, drive, block, core.fault_record(record.mark) if record.marked else None)
+            for record, drive, block in zip(per_drive, core.drives, self._block_bytes, strict=False)
         )
+        registered = int(core.lib.inf_executor_registered(core.pointer))
         return ExecutorStats(
             backend=self.backend,
             drives=drives,
@@ -268,8 +267,13 @@ class NativeExecutor:
             compute_s=counters.compute_ns / 1e9,
             pool_bytes=self.pool_bytes,
             huge_bytes=int(core.lib.inf_executor_huge_bytes(core.pointer)),
-            registered=bool(core.lib.inf_executor_registered(core.pointer)),
+            registered=registered == 1,
             spans_dropped=counters.spans_dropped,
+            backend_reason=self.backend_reason,
+            registered_reason=registered_reason(registered, self.backend),
+            kept_chunks=counters.kept_chunks,
+            jobs_cancelled=counters.jobs_cancelled,
+            opened_s=self._opened_s,
             extra={"submissions_live": counters.submissions_live, "chunks_live": counters.chunks_live},
         )
 

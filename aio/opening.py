@@ -28,9 +28,9 @@ def open_executor(
     small: PoolSpec,
     large: PoolSpec,
     backend: str = "auto",
-    verify: bool = True,
+    verify: str = "full",
     workers: int = 1,
-    block_bytes: int = 1 << 20,
+    block_bytes: int | None = None,
     depth: int = 32,
     hold_s: float = 0.02,
     seam: Seam | None = None,
@@ -39,8 +39,9 @@ def open_executor(
     """The best executor there is here, or the one that `backend` names.
 
     `drives`: open swap files, which must stay open until `close`. `small`, `large`: the pools. `workers`: threads that verify,
-    update and copy. `hold_s`: idle time after which closed gates escape. `kernel`: does updates where the native
-    extension is missing; without it such an executor refuses them.
+    update and copy. `verify`: "full", "sample" or "off" (checks.VERIFY). `block_bytes`: the longest request (None: what suits
+    the backend), `depth`: how many of them a drive has at most; both are fitted to the drive. `hold_s`: idle time after which
+    closed gates escape. `kernel`: does updates where the native extension is missing; without it such an executor refuses them.
     Raises ValueError for an unknown backend, OSError when a named one cannot be had ("auto" steps down instead),
     MemoryError when the pools do not fit.
     """

@@ -32,6 +32,8 @@ class JobKind(IntEnum):
     FETCH = 1
     STORE = 2
     UPDATE = 3
+    REWRITE = 4
+    """Write again what a failed write kept; `Executor.recover` submits these."""
 
 
 class Format(IntEnum):

@@ -5,21 +5,28 @@ A capability is tried, never inferred from a version: containers forbid io_uring
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
+import platform
 import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.aio.drive_limits import DriveLimits, direct_alignments, limits_of
+from infinity.aio.executor import PoolSpec
+from infinity.aio.mounts import file_system_type
 from infinity.aio.native_core import load_native, load_uring
+from infinity.aio.opening import open_executor
 from infinity.aio.slab import HUGE_PAGE_BYTES, Slab
-from infinity.aio.swap_file import SwapFile, file_system_type
+from infinity.aio.swap_file import SwapFile
 from infinity.errors import AioError
 
+#: What training asks for when nothing else is set.
+BLOCK_BYTES, DEPTH = 1 << 20, 32
+
+_PROC = Path("/proc")
 _WHY_NO_RING = {
-    errno.EPERM: "forbidden by a seccomp filter (as in most containers) or by kernel.io_uring_disabled",
     errno.ENOSYS: "the kernel was built without it, or a seccomp filter hides it",
     errno.ENOMEM: "RLIMIT_MEMLOCK is too small for a ring; raise it (ulimit -l)",
     errno.EMFILE: "too many open files; raise RLIMIT_NOFILE (ulimit -n)",
@@ -52,11 +59,35 @@ class DirectoryProbe:
     reason: str
     file_system: str
     direct: bool
-    """O_DIRECT works there."""
+    """O_DIRECT works there, as tried."""
+    direct_reason: str
+    """Why it does not; empty when it does."""
     memory_alignment: int
     offset_alignment: int
     """What O_DIRECT wants (statx); 0 where the kernel does not tell. infinity lays everything out at 4096."""
     free_bytes: int
+    preallocates: bool
+    """The file system keeps room for a file before it is written."""
+    limits: DriveLimits
+    block_bytes: int
+    depth: int
+    """The requests that training sends there: BLOCK_BYTES and DEPTH, fitted to the limits."""
+
+
+@dataclass(frozen=True)
+class ExecutorProbe:
+    """What an executor with training's pools is given, in one directory. `error`: why none can be opened.
+
+    `registered_reason`: why the pools are not registered with io_uring; empty when they are.
+    """
+
+    error: str = ""
+    backend: str = ""
+    backend_reason: str = ""
+    pool_bytes: int = 0
+    huge_bytes: int = 0
+    registered: bool = False
+    registered_reason: str = ""
 
 
 def probe_engine() -> EngineProbe:
@@ -70,12 +101,15 @@ def probe_engine() -> EngineProbe:
         try:
             load_uring(ffi, lib)
         except OSError as error:
-            ring_reason = str(error)
+            ring_reason = _carrier_reason(error)
         else:
             ring_reason = _ring_reason(-lib.inf_uring_probe())
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    with Slab(HUGE_PAGE_BYTES) as slab:
-        works = slab.huge_bytes() >= HUGE_PAGE_BYTES
+    try:
+        with Slab(HUGE_PAGE_BYTES) as slab:
+            works = slab.huge_bytes() >= HUGE_PAGE_BYTES
+    except MemoryError:  # not even for one; what memory is left has a line of its own
+        works = False
     return EngineProbe(
         native=not native_reason,
         native_reason=native_reason,
@@ -87,61 +121,100 @@ def probe_engine() -> EngineProbe:
     )
 
 
-def _ring_reason(code: int) -> str:
+def _carrier_reason(error: OSError) -> str:
+    """Why liburing cannot be loaded, and what to do."""
+    if platform.machine() != "x86_64":
+        return f"{error} (its wheel exists for x86-64 only)"
+    return f"{error}: install the version of the package liburing that infinity names, with pip install --force-reinstall"
+
+
+def _ring_reason(code: int, proc: Path = _PROC) -> str:
     if code == 0:
         return ""
-    return f"io_uring: {os.strerror(code)}: {_WHY_NO_RING.get(code, 'no ring can be made')}"
+    why = _forbidden(proc) if code in (errno.EPERM, errno.EACCES) else _WHY_NO_RING.get(code, "no ring can be made")
+    return f"io_uring: {os.strerror(code)}: {why}"
+
+
+def _forbidden(proc: Path) -> str:
+    """Who forbids io_uring: the sysctl, a seccomp filter, or something else."""
+    mend = "sudo sysctl kernel.io_uring_disabled=0"
+    setting = _text(proc / "sys" / "kernel" / "io_uring_disabled").strip()
+    if setting == "2":
+        return f"kernel.io_uring_disabled=2 forbids it to everyone; {mend}"
+    if setting == "1":
+        return f"kernel.io_uring_disabled=1 allows it to kernel.io_uring_group and CAP_SYS_ADMIN only; {mend}, or join the group"
+    status = dict(line.partition(":")[::2] for line in _text(proc / "self" / "status").splitlines())
+    if status.get("Seccomp", "2").strip() != "0":
+        return (
+            "a seccomp filter forbids it, as container runtimes do by default; "
+            "allow io_uring_setup, io_uring_enter and io_uring_register in its profile"
+        )
+    return "neither the sysctl nor seccomp forbids it: a security module (SELinux, AppArmor) does"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _huge_page_setting() -> str:
-    try:
-        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
-    except OSError:
-        return ""
-    return text.partition("[")[2].partition("]")[0]
+    return _text(Path("/sys/kernel/mm/transparent_hugepage/enabled")).partition("[")[2].partition("]")[0]
 
 
 def probe_directory(path: str | os.PathLike[str]) -> DirectoryProbe:
     """Try to swap in a directory: makes a nameless file, writes and reads 4 KiB, leaves nothing."""
     name = os.fspath(path)
-    kind, free, reason, direct = "", 0, "", False
-    alignments = (0, 0)
+    kind, free, reason, direct_reason, preallocates = "", 0, "", "", False
+    alignments, limits = (0, 0), DriveLimits()
     try:
         with SwapFile.create(name) as file:
             kind = file_system_type(name)
             space = os.fstatvfs(file.fd)
             free = space.f_bavail * space.f_frsize
             file.grow(mmap.PAGESIZE)
-            direct = file.direct
-            alignments = direct_alignments(file.fd)
+            direct_reason, preallocates = file.direct_reason, file.preallocated
+            alignments, limits = direct_alignments(file.fd), limits_of(file)
             page = mmap.mmap(-1, mmap.PAGESIZE)
             if os.pwritev(file.fd, [page], 0) != len(page) or os.preadv(file.fd, [page], 0) != len(page):
                 reason = "a transfer of 4 KiB came back short"
     except (AioError, ValueError, OSError) as error:
         reason = str(error)
+    block_bytes, depth = limits.fit(BLOCK_BYTES, DEPTH)
     return DirectoryProbe(
         path=name,
         usable=not reason,
         reason=reason,
         file_system=kind,
-        direct=direct,
+        direct=not reason and not direct_reason,
+        direct_reason=direct_reason,
         memory_alignment=alignments[0],
         offset_alignment=alignments[1],
         free_bytes=free,
+        preallocates=preallocates,
+        limits=limits,
+        block_bytes=block_bytes,
+        depth=depth,
     )
 
 
-_STATX_DIOALIGN = 0x2000
-_AT_EMPTY_PATH = 0x1000
-
-
-def direct_alignments(fd: int) -> tuple[int, int]:
-    """(memory, offset) alignment that O_DIRECT wants of an open file, in bytes; zeros where statx does not tell."""
-    # struct statx: stx_mask at 0 (u32), stx_dio_mem_align and stx_dio_offset_align at 0x98 (two u32); 256 bytes in all.
-    record = (ctypes.c_uint32 * 64)()
-    statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
-    if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, record):
-        return 0, 0
-    if not record[0] & _STATX_DIOALIGN:
-        return 0, 0
-    return int(record[38]), int(record[39])
+def probe_executor(path: str | os.PathLike[str], *, small: PoolSpec, large: PoolSpec) -> ExecutorProbe:
+    """Open the executor that training would open in a directory, with its pools, and close it again."""
+    try:
+        with SwapFile.create(path) as file:
+            executor = open_executor([file], small=small, large=large)
+            try:
+                stats = executor.stats()
+            finally:
+                executor.close(drain=False)
+    except (MemoryError, ValueError, OSError) as error:
+        return ExecutorProbe(error=str(error))
+    return ExecutorProbe(
+        backend=stats.backend,
+        backend_reason=stats.backend_reason,
+        pool_bytes=stats.pool_bytes,
+        huge_bytes=max(stats.huge_bytes, 0),
+        registered=stats.registered,
+        registered_reason=stats.registered_reason,
+    )

@@ -1,9 +1,11 @@
-"""The Python executor's inside: its threads, and what goes when. The promises are those of `executor.py`.
+"""The Python executor's inside: what becomes of a job. The promises are those of `executor.py`.
 
-    submit -> chunk FIFO -> [gate] -> slot -> ready -> a thread: read, compute, write -> done
+    submit -> chunk FIFO -> [gate] -> slot -> read -> compute -> write -> done
+                                             drive    workers    drive
 
-One lock guards the records. Each thread takes a batch of ready jobs (neighbours in the file) and runs it to the end, with
-the lock released while the drive or numpy works.
+One lock guards all records. It is never held while a drive, a copy or a kernel works, and whoever holds it takes no other
+lock and logs nothing: a garbage collection may close gates and executors anywhere. `python_threads.py` has the threads.
+All methods want the lock held.
 """
 
 from __future__ import annotations
@@ -16,32 +18,41 @@ from dataclasses import replace
 
 from infinity.aio import checks, plan
 from infinity.aio.executor import TRACK_COPY, TRACK_READ, TRACK_UPDATE, TRACK_WRITE, PoolSpec, Priority, Seam
-from infinity.aio.python_pass import checksum_fault, neighbours, run_pass, slot_of
+from infinity.aio.python_gates import Gates
+from infinity.aio.python_kept import EARLIER_JOB, EARLIER_MARK, Kept
+from infinity.aio.python_lanes import READ, WRITE, DriveLanes
+from infinity.aio.python_pass import BAD_PLAN, PASSED, checksum_fault, section_of
 from infinity.aio.python_records import (
     GATE_CLOSED,
-    GATE_ESCAPED,
     Chunk,
     GateState,
+    Lanes,
+    Place,
     Pool,
     Run,
+    State,
     Submission,
+    TicketState,
 )
-from infinity.aio.python_transfer import (
-    DriveChannel,
-    Kernel,
-    RequestCounter,
-    TransferError,
-)
+from infinity.aio.python_sections import Kernel
+from infinity.aio.python_transfer import BLOCK_BYTES, DriveChannel, RequestCounter, neighbours
 from infinity.aio.slab import Slab
 from infinity.aio.swap_file import SwapFile
 
-BATCH_BYTES = 16 << 20
 SPANS_MAX = 65_536
-_STORE, _FETCH, _UPDATE = plan.JobKind.STORE, plan.JobKind.FETCH, plan.JobKind.UPDATE
+_COMPUTE_FEW = 8
+_STORE, _FETCH, _UPDATE, _REWRITE = (
+    plan.JobKind.STORE,
+    plan.JobKind.FETCH,
+    plan.JobKind.UPDATE,
+    plan.JobKind.REWRITE,
+)
+_CLOSED = checks.FaultRecord(kind=checks.FAULT_CLOSED)
+_COUNTED = ("submitted", "done", "failed", "cancelled", "updates", "rereads", "checksums")
 
 
 class Engine:
-    """Threads that run jobs. Methods that say [locked] want `lock` held."""
+    """The jobs of an executor and what they hold."""
 
     def __init__(
         self,
@@ -49,322 +60,258 @@ class Engine:
         small: PoolSpec,
         large: PoolSpec,
         *,
-        verify: bool,
-        workers: int,
+        verify: str,
         threads_per_drive: int,
         hold_s: float,
         seam: Seam | None,
         kernel: Kernel | None,
     ) -> None:
+        self.lock = threading.RLock()
+        self.work = threading.Condition(self.lock)  # for workers
+        self.done = threading.Condition(self.lock)  # a word of a ticket was set, or nothing is pending
         counter = RequestCounter(seam)
         self.channels = [DriveChannel(index, drive, seam, counter) for index, drive in enumerate(drives)]
+        self.lanes = [DriveLanes(threads_per_drive, self.lock) for _ in drives]
+        self.computing = Lanes()
         small_bytes = small.count * small.bytes
         pool_bytes = small_bytes + large.count * large.bytes
         self.slab = Slab(pool_bytes) if pool_bytes else None
         self.pools = (Pool(small, self.slab, 0), Pool(large, self.slab, small_bytes))
-        self.lock = threading.RLock()
-        self.work = threading.Condition(self.lock)
-        self.done = threading.Condition(self.lock)
+        self.gates = Gates(self._consider, hold_s)
+        self.kept = Kept(len(drives))
         self.chunks: dict[int, Chunk] = {}
-        self.gates: list[GateState] = []  # closed and holding a submission; oldest first
-        self.counts = dict.fromkeys(
-            ("submitted", "done", "failed", "updates", "opened", "escaped", "rereads", "checksums"), 0
-        )
+        self.verify = verify
+        self.kernel = kernel
+        self.counts = dict.fromkeys(_COUNTED, 0)
         self.compute_s = 0.0
         self.pending = 0
-        self.order = 0
+        self.active = 0  # jobs past their FIFO and gate, not done
         self.first_fault: checks.FaultRecord | None = None
         self.spans: deque[tuple[int, ...]] | None = None
         self.spans_dropped = 0
-        self.escaping = False
-        self._held = False
         self.shut = self.cancelled = self.stopping = False
-        self._verify = verify
-        self._kernel = kernel
-        self._hold_s = hold_s
-        self._ready: list[deque[Run]] = [deque() for _ in Priority]
-        self._active = 0
-        self._idle_since = time.monotonic()
-        self._computing = threading.Semaphore(workers)
-        count = max(1, len(drives)) * threads_per_drive
-        self.threads = [
-            threading.Thread(target=self._main, name=f"infinity-aio-{index}", daemon=True)
-            for index in range(count)
-        ]
-        for thread in self.threads:
-            thread.start()
+        self._order = 0
+        self._starting: deque[Run] = deque()
 
-    # ---- what goes when [locked] ----
+    # ---- from submission to slot ----
 
-    def pool_for(self, size_bytes: int) -> Pool | None:
+    def pool_for(self, size_bytes: int) -> Pool:
         """The pool whose slots hold that many bytes."""
-        for pool in self.pools:
-            if pool.spec.count and size_bytes <= pool.spec.bytes:
-                return pool
-        return None
+        return next(pool for pool in self.pools if pool.spec.count and size_bytes <= pool.spec.bytes)
 
     def enter(self, submission: Submission) -> None:
-        """Put the jobs into the FIFOs of their chunks. [locked]"""
-        self.order += 1
-        submission.order = self.order
-        submission.pending = submission.unfilled = len(submission.runs)
-        self.pending += len(submission.runs)
-        self.counts["submitted"] += len(submission.runs)
+        """Put the jobs into the FIFOs of their chunks."""
         for run in submission.runs:
             run.chunk.fifo.append(run)
-        gate = submission.gate
-        if gate is not None and gate.state == GATE_CLOSED:
-            if not gate.submissions:
-                self.gates.append(gate)
-            gate.submissions.append(submission)
-            self._idle_since = time.monotonic()
-        submission.escaped = gate is not None and gate.state == GATE_ESCAPED
+        self._enter(submission)
+
+    def recover(self, ticket: TicketState) -> None:
+        """See `Executor.recover`."""
+        submission = self.kept.unmark(ticket)
+        if submission.runs:
+            self._enter(submission)
+        else:
+            ticket.done = ticket.filled = True
+
+    def _enter(self, submission: Submission) -> None:
+        self._order += 1
+        submission.order = self._order
+        submission.pending = submission.unfilled = len(submission.runs)
+        submission.ticket.submission = submission
+        self.pending += len(submission.runs)
+        self.counts["submitted"] += len(submission.runs)
+        self.gates.attach(submission)
         for run in submission.runs:
             self._consider(run)
         self.pump()
 
     def _consider(self, run: Run) -> None:
+        """Start the job if the FIFO of its chunk and its gate allow."""
         gate = run.submission.gate
         closed = gate is not None and gate.state == GATE_CLOSED
-        if run.started or run.chunk.fifo[0] is not run or closed:
-            return
-        run.started = True
-        self._active += 1
-        if run.bytes:
-            run.pool = self.pool_for(run.bytes)
-            assert run.pool is not None
-            run.pool.waiting[run.priority].append(run)
-        else:
-            self._ready[run.priority].append(run)
+        if run.state == State.WAITING and run.chunk.fifo[0] is run and not closed:
+            run.state = State.STARTING
+            self.active += 1
+            self._starting.append(run)
 
     def pump(self) -> None:
-        """Give free slots away and wake threads; whoever changed something calls it. [locked]"""
+        """Go on with all that can; whoever changed something calls it."""
         while True:
+            while self._starting:
+                self._start(self._starting.popleft())
             for pool in self.pools:
-                for queue in pool.waiting:
-                    while queue and pool.free:
-                        run = queue.popleft()
-                        run.slot = pool.free.pop()
-                        self._ready[run.priority].append(run)
-            waiting = any(queue for pool in self.pools for queue in pool.waiting)
+                self._give_slots(pool)
+            if self._starting:
+                continue
+            gates = self.gates
             if (
-                self._held
-                or not self.escaping
-                or not self.gates
-                or waiting
-                or sum(map(len, self._ready)) >= 8
+                not gates.flowing
+                or gates.held
+                or not gates.closed
+                or any(pool.waiting for pool in self.pools)
             ):
                 break
-            self.let_go(self.gates[0], GATE_ESCAPED)
-        # One more than there is work for keeps the time of gates.
-        self.work.notify(sum(map(len, self._ready)) + bool(self.gates))
-
-    def let_go(self, gate: GateState, state: int) -> None:
-        """The gate is closed no more. [locked]"""
-        gate.state = state
-        if gate in self.gates:
-            self.gates.remove(gate)
-        self.escaping = self.escaping and bool(self.gates)  # what comes next is held again
-        self.counts["escaped" if state == GATE_ESCAPED else "opened"] += 1
-        for submission in gate.submissions:
-            submission.escaped = state == GATE_ESCAPED
-            for run in submission.runs:
-                if not run.done:
-                    self._consider(run)
-        gate.submissions = []
-
-    def escape(self, order_max: int | None = None) -> None:
-        """Make closed gates escape whose first submission is not later than `order_max`. [locked]"""
-        while self.gates and (order_max is None or self.gates[0].submissions[0].order <= order_max):
-            self.let_go(self.gates[0], GATE_ESCAPED)
-        self.pump()
-
-    def escape_for(self, submission: Submission) -> None:
-        """Make all gates escape that keep the submission from running. [locked]"""
-        order = 0
-        for run in submission.runs:
-            for before in run.chunk.fifo if not run.done else ():
-                gate = before.submission.gate
-                if gate is not None and gate.state == GATE_CLOSED:
-                    order = max(order, before.submission.order)
-                if before is run:
-                    break
-        if order:
-            self.escape(order)
-
-    def promote(self, submission: Submission) -> None:
-        """Somebody waits for it: its jobs, and those before them on their chunks, are demands now. [locked]"""
-        for run in submission.runs:
-            for before in list(run.chunk.fifo) if not run.done else ():
-                self._promote(before)
-                if before is run:
-                    break
-
-    def _promote(self, run: Run) -> None:
-        for pool_queues in (self._ready, *(pool.waiting for pool in self.pools)):
-            if run in pool_queues[run.priority]:
-                pool_queues[run.priority].remove(run)
-                pool_queues[Priority.DEMAND].append(run)
+            if len(self.computing) >= _COMPUTE_FEW:
                 break
-        run.priority = Priority.DEMAND
+            gates.escape_oldest()
+        if self.gates.closed and not self.active:
+            self.work.notify()  # a worker keeps the time of gates
 
-    # ---- threads ----
-
-    def _main(self) -> None:
-        with self.lock:
-            while True:
-                batch = self._take()
-                if batch:
-                    self._run_batch(batch)
-                elif self.stopping:
+    def _start(self, run: Run) -> None:
+        submission, chunk = run.submission, run.chunk
+        if self.cancelled:
+            run.fail(_CLOSED)
+        elif run.kind == _REWRITE:
+            if chunk.kept is not None:
+                run.place = chunk.kept
+                self.kept.take(chunk)
+                self._queue(run, WRITE)
+                return
+        elif not (submission.escaped and run.kind == _FETCH):
+            self._aim(run)
+            if run.kind != _STORE and chunk.invalid & run.mask:
+                run.fault = replace(chunk.fault, earlier=EARLIER_JOB)
+            else:
+                kept = chunk.kept.mask if chunk.kept is not None and run.kind == _FETCH else 0
+                run.place = Place(chunk.record, run.mask & ~kept)
+                if not self.kept.refuses(run):
+                    self._want_slot(run)
                     return
-                else:
-                    self._sleep()
+        self.finish(run)
 
-    def hold(self, held: bool) -> None:
-        """Gates that are held do not escape for being idle."""
-        with self.lock:
-            self._held = held
-            self._idle_since = time.monotonic()
-            self.work.notify_all()
-            self.pump()
-
-    def _sleep(self) -> None:
-        if not self.gates or self._active or self._held:
-            self.work.wait()
-            return
-        left = self._idle_since + self._hold_s - time.monotonic()
-        if left > 0:
-            self.work.wait(left)
-            return
-        self.escaping = True
-        self.let_go(self.gates[0], GATE_ESCAPED)
-        self.pump()
-
-    def _take(self) -> list[Run]:
-        """The next ready jobs that one request can serve. [locked]"""
-        for queue in self._ready:
-            if not queue:
-                continue
-            batch = [queue.popleft()]
-            size = batch[0].bytes
-            while queue and neighbours(batch[-1], queue[0]) and size + queue[0].bytes <= BATCH_BYTES:
-                batch.append(queue.popleft())
-                size += batch[-1].bytes
-            return batch
-        return []
-
-    def _run_batch(self, batch: list[Run]) -> None:
-        """Runs jobs to the end. [locked], released while something works."""
-        runs = [run for run in batch if self._begin(run)]
-        if runs and runs[0].kind != _STORE:
-            runs = self._move(0, runs)
-            for run in runs:
-                if run.kind == _FETCH and not self._computes(run):
-                    self._finish(run)
-            runs = [run for run in runs if not run.done]
-        computed = [run for run in runs if run.move_only or self._compute(run)]
-        runs = [run for run in computed if run.bytes and run.kind != _FETCH]
-        if self.cancelled:
-            for run in runs:
-                run.fail(checks.FaultRecord(kind=checks.FAULT_CLOSED))
-            runs = []
-        runs = self._move(1, runs)
-        for run in batch:
-            if not run.done:
-                self._finish(run)
-        self.pump()
-
-    def _begin(self, run: Run) -> bool:
-        """Whether there is something to do; what ends here at once is finished."""
+    def _aim(self, run: Run) -> None:
+        """Where the job copies to, now that its gate is closed no more."""
         submission = run.submission
-        skipped = submission.escaped and run.kind == _FETCH
-        if self.cancelled:
-            run.fail(checks.FaultRecord(kind=checks.FAULT_CLOSED))
-        elif submission.escaped:
+        if submission.escaped:
             if run.kind == _UPDATE:
                 run.ptr[0] = 0
         elif submission.gate is not None and run.base >= 0:
             run.ptr[0] += submission.gate.bases[run.base]
-        if run.kind != _STORE and run.chunk.invalid & run.mask and not skipped and run.fault is None:
-            run.fault = replace(run.chunk.fault, earlier=True)
-        if run.fault is None and not skipped:
-            return True
-        self._finish(run)
-        return False
+
+    def _want_slot(self, run: Run) -> None:
+        if run.place.bytes:
+            run.state = State.SLOT
+            self.pool_for(run.place.bytes).waiting.push(run)
+        else:
+            self._queue_compute(run)
+
+    def _give_slots(self, pool: Pool) -> None:
+        while pool.waiting:
+            if pool.free:
+                run = pool.waiting.pop()
+                run.place.pool, run.place.index = pool, pool.free.pop()
+                if run.kind != _STORE:
+                    self._queue(run, READ)
+                elif run.move_only:
+                    self._queue(run, WRITE)
+                else:
+                    self._queue_compute(run)
+            elif self.kept.is_stuck(pool):
+                assert self.first_fault is not None, "what is kept was kept after a fault"
+                run = pool.waiting.pop()
+                run.fault = replace(self.first_fault, earlier=EARLIER_MARK)
+                self.finish(run)
+            else:
+                return
+
+    # ---- through drive and workers ----
+
+    def _queue(self, run: Run, op: int) -> None:
+        run.state = State.WRITING if op == WRITE else State.READING
+        self.lanes[run.chunk.drive].push(op, run)
+
+    def _queue_compute(self, run: Run, *, first: bool = False) -> None:
+        run.state = State.COMPUTING
+        self.computing.push(run, first=first)
+        self.work.notify()
+
+    def moved(
+        self, op: int, batch: Sequence[Run], failed: dict[Run, checks.FaultRecord], start_ns: int
+    ) -> None:
+        """A drive is through with the jobs that `DriveLanes.take` gave out."""
+        for run in batch:
+            self._span(TRACK_WRITE if op == WRITE else TRACK_READ, run, start_ns)
+            if run in failed:
+                run.fail(failed[run])
+            elif op == READ and self.cancelled:
+                run.fail(_CLOSED)
+            if run.fault is None and op == READ and not self.kept.refuses(run) and self._computes(run):
+                self._queue_compute(run)
+            else:
+                self.finish(run)
 
     def _computes(self, run: Run) -> bool:
+        if run.kind != _FETCH:
+            return True
         targets = any(run.ptr[section] for section in range(plan.SECTION_MAX) if run.mask >> section & 1)
-        return not run.move_only and (targets or bool(self._verify and run.chunk.record["sums_ptr"]))
+        return not run.move_only and (targets or bool(self.verify != "off" and run.chunk.record["sums_ptr"]))
 
-    def _move(self, op: int, runs: list[Run]) -> list[Run]:
-        """Transfer the runs of neighbours in one request, others range by range; returns those that went well."""
-        moving = [run for run in runs if run.bytes]
-        if not moving:
-            return runs
-        whole = len(moving) > 1
-        pieces: list[tuple[int, list[Run], list[memoryview]]] = []
-        if whole:
-            views = [slot_of(run)[: run.bytes].data for run in moving]
-            pieces.append((moving[0].ranges[0][0], moving, views))
-        else:
-            slot = slot_of(moving[0])
-            for file_at, slot_at, size in moving[0].ranges:
-                pieces.append((file_at, moving, [slot[slot_at : slot_at + size].data]))
-        channel = self.channels[int(moving[0].chunk.record["drive"])]
-        start = time.monotonic_ns()
-        self.lock.release()
-        failed: TransferError | None = None
-        try:
-            for offset, _, views in pieces:
-                channel.transfer(op, views, offset)
-        except TransferError as fault:
-            failed = fault
-        finally:
-            self.lock.acquire()
-        for run in moving:
-            self._span(TRACK_WRITE if op else TRACK_READ, run, start, run.bytes)
-        if failed is None:
-            return runs
-        if whole:  # find out which of them it was
-            return [run for run in moving if self._move(op, [run])] + [run for run in runs if not run.bytes]
-        moving[0].fail(failed.record)
-        return []
-
-    def _compute(self, run: Run) -> bool:
-        """Verify, copy, update, seal; reads once more when a checksum does not match. False: it failed."""
-        for again in (False, True):
-            bad = self._compute_once(run)
-            if bad == -1:
-                self.counts["updates"] += run.kind == _UPDATE
-                self._filled(run)
-                return True
-            if bad < 0 or again or self.cancelled:
+    def take_compute(self) -> list[Run]:
+        """The next jobs for a worker; those that will be written come together if the drive takes them as one."""
+        batch: list[Run] = []
+        size = 0
+        while (run := self.computing.head(batch[0].priority if batch else None)) is not None:
+            size += run.place.bytes
+            if batch and (size > BLOCK_BYTES or run.kind == _FETCH or not neighbours(batch[-1], run)):
                 break
-            self.counts["rereads"] += 1
-            if not self._move(0, [run]):
-                return False
-        if bad < 0:
+            batch.append(run)
+            self.computing.remove(run)
+            if run.kind == _FETCH or not run.place.bytes:
+                break
+        return batch
+
+    def may_compute(self, run: Run) -> bool:
+        """Asked right before the pass: False, and the job is over, if the world has changed since it was queued."""
+        if self.cancelled:
+            run.fail(_CLOSED)
+        elif not self.kept.refuses(run):
+            run.phase = run.chunk.verified
+            run.chunk.verified += run.kind != _STORE and not run.reread
+            return True
+        self.finish(run)
+        return False
+
+    def put_back(self, batch: Sequence[Run]) -> None:
+        """A worker has something more urgent to do than these."""
+        for run in reversed(batch):
+            self._queue_compute(run, first=True)
+
+    def urgent(self, run: Run) -> bool:
+        """Whether a demand waits for a worker, and the job is none."""
+        return run.priority != Priority.DEMAND and self.computing.head(Priority.DEMAND) is not None
+
+    def computed(self, run: Run, bad: int, start_ns: int) -> bool:
+        """A worker is through with the pass. True: what it made must be written."""
+        now = time.monotonic_ns()
+        self.compute_s += (now - start_ns) / 1e9
+        self._span(TRACK_UPDATE if run.kind == _UPDATE else TRACK_COPY, run, start_ns)
+        if bad == PASSED:
+            self.counts["updates"] += run.kind == _UPDATE
+            self._filled(run)
+            if run.kind != _FETCH and run.place.bytes and self.cancelled:
+                run.fail(_CLOSED)
+            elif run.kind != _FETCH and run.place.bytes:
+                return True
+        elif bad == BAD_PLAN:
             run.fail(checks.FaultRecord(kind=checks.FAULT_PLAN, error=22))
+        elif not run.reread and run.place.at[section_of(run, bad)] >= 0 and not self.cancelled:
+            # A transfer gone wrong is mended by another one; what lies wrong on the drive is not.
+            run.reread = True
+            self.counts["rereads"] += 1
+            self._queue(run, READ)
+            return False
         else:
             self.counts["checksums"] += 1
             run.fail(checksum_fault(run, bad))
+        self.finish(run)
         return False
 
-    def _compute_once(self, run: Run) -> int:
-        """-1, -2 (bad plan), or section * pieces + piece of the first mismatch. [locked], released while it works."""
-        start = time.monotonic_ns()
-        self.lock.release()
-        try:
-            with self._computing:
-                return run_pass(run, self._kernel, verify=self._verify)
-        finally:
-            self.lock.acquire()
-            end = time.monotonic_ns()
-            self.compute_s += (end - start) / 1e9
-            self._span(TRACK_UPDATE if run.kind == _UPDATE else TRACK_COPY, run, start, run.bytes)
+    def write(self, batch: Sequence[Run]) -> None:
+        """What workers made goes to the drive."""
+        for run in batch:
+            self._queue(run, WRITE)
 
-    # ---- ends [locked] ----
+    # ---- ends ----
 
     def _filled(self, run: Run) -> None:
         if run.filled:
@@ -375,52 +322,120 @@ class Engine:
             run.submission.ticket.filled = True
             self.done.notify_all()
 
-    def _finish(self, run: Run) -> None:
+    def finish(self, run: Run) -> None:
+        """End a job, well or with its fault."""
         submission, chunk = run.submission, run.chunk
-        run.done = True
-        if run.slot >= 0 and run.pool is not None:
-            run.pool.free.append(run.slot)
-            run.slot = -1
+        assert run.state != State.DONE
+        assert run.lanes is None
+        self.active -= run.state != State.WAITING
         self._settle(run)
-        assert chunk.fifo[0] is run
-        chunk.fifo.popleft()
+        run.state = State.DONE
+        chunk.rewrites -= run.kind == _REWRITE
+        chunk.fifo.remove(run)
         if chunk.fifo:
             self._consider(chunk.fifo[0])
         self.counts["done"] += 1
         if run.fault is not None:
-            self.counts["failed"] += 1
-            if self.first_fault is None and run.fault.kind != checks.FAULT_CLOSED:
-                self.first_fault = run.fault
+            self._count_fault(run.fault)
             if submission.ticket.fault is None:
                 submission.ticket.fault = run.fault
                 submission.ticket.failed = True
         self._filled(run)
-        self._active -= 1
         self.pending -= 1
         submission.pending -= 1
-        if self._active == 0:
-            self._idle_since = time.monotonic()
-            self.work.notify()
+        if self.active == 0:
+            self.gates.idle_since = time.monotonic()
         if submission.pending == 0:
+            self.gates.detach(submission)
             submission.ticket.submission = None
             submission.ticket.done = True
-            self.done.notify_all()
-        if self.pending == 0:
+        if submission.pending == 0 or self.pending == 0:
             self.done.notify_all()
 
+    def _count_fault(self, fault: checks.FaultRecord) -> None:
+        given_up = fault.kind == checks.FAULT_CANCELLED
+        self.counts["cancelled" if given_up else "failed"] += 1
+        if self.first_fault is None and not given_up and fault.kind != checks.FAULT_CLOSED:
+            self.first_fault = fault
+
     def _settle(self, run: Run) -> None:
+        """What the job's end means for its chunk and its slot."""
         chunk, fault = run.chunk, run.fault
         if fault is None:
             if run.kind == _STORE:
                 chunk.invalid &= ~run.mask
-        elif run.kind != _FETCH and not fault.earlier and fault.kind != checks.FAULT_PLAN:
+        elif self.kept.keep(run):
+            chunk.invalid &= ~run.mask  # nothing of a REWRITE
+            return
+        elif run.kind in (_STORE, _UPDATE) and fault.kind != checks.FAULT_PLAN:
+            # An update that was not done leaves old values, also in sections that were valid.
             chunk.invalid |= run.mask
-            chunk.fault = fault
+            if fault.earlier != EARLIER_JOB:
+                chunk.fault = fault
+        run.place.free()
 
-    def _span(self, track: int, run: Run, start: int, size: int) -> None:
+    # ---- what somebody who waits, or no longer wants to, changes ----
+
+    def promote(self, submission: Submission) -> None:
+        """Somebody waits for it: its jobs, and those before them on their chunks, are demands now."""
+        for run in submission.runs:
+            for before in run.chunk.fifo if run.state != State.DONE else ():
+                lanes = before.lanes
+                if lanes is not None and before.priority != Priority.DEMAND:
+                    lanes.remove(before)
+                    before.priority = Priority.DEMAND
+                    lanes.push(before)
+                before.priority = Priority.DEMAND
+                if before is run:
+                    break
+        for drive in self.lanes:
+            drive.wake.notify()  # what was too many may go now
+
+    def cancel(self, submission: Submission) -> None:
+        """Give up its fetches that no drive has begun."""
+        for run in submission.runs:
+            untouched = run.state in (State.WAITING, State.SLOT) or (
+                run.state == State.READING and run.lanes is not None
+            )
+            if run.kind == _FETCH and untouched and not run.reread:
+                if run.lanes is not None:
+                    run.lanes.remove(run)
+                run.fail(checks.FaultRecord(kind=checks.FAULT_CANCELLED))
+                self.finish(run)
+        self.pump()
+
+    def open_gate(self, gate: GateState, state: int) -> None:
+        """Let a gate's submissions go."""
+        self.gates.let_go(gate, state)
+        self.pump()
+
+    def escape(self) -> None:
+        """All gates escape."""
+        self.gates.escape()
+        self.pump()
+
+    def shut_down(self, *, cancel: bool) -> None:
+        """No more submissions; all gates escape. `cancel`: what has not started fails."""
+        self.shut = True
+        self.cancelled = self.cancelled or cancel
+        self.escape()
+        if not self.cancelled:
+            return
+        waiting = [self.computing, *(pool.waiting for pool in self.pools)]
+        waiting += [lanes for drive in self.lanes for lanes in drive.waiting]
+        for lanes in waiting:
+            while lanes:
+                run = lanes.pop()
+                run.fail(_CLOSED)
+                self.finish(run)
+        self.pump()
+
+    def _span(self, track: int, run: Run, start_ns: int) -> None:
         if self.spans is None:
             return
-        drive = int(run.chunk.record["drive"]) if track in (TRACK_READ, TRACK_WRITE) else -1
+        drive = run.chunk.drive if track in (TRACK_READ, TRACK_WRITE) else -1
         if len(self.spans) == SPANS_MAX:
             self.spans_dropped += 1
-        self.spans.append((track, drive, run.chunk.index, run.priority, start, time.monotonic_ns(), size))
+        self.spans.append(
+            (track, drive, run.chunk.index, run.priority, start_ns, time.monotonic_ns(), run.place.bytes)
+        )

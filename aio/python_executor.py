@@ -7,7 +7,6 @@ slower than the native one.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import time
 import weakref
@@ -19,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.aio import checks, plan
-from infinity.aio.executor import SPAN, ExecutorStats, Gate, PoolSpec, Priority, Seam
+from infinity.aio.executor import SPAN, ExecutorStats, Gate, PoolSpec, Priority, Seam, spans_empty
 from infinity.aio.python_engine import SPANS_MAX, Engine
 from infinity.aio.python_records import (
     GATE_CLOSED,
@@ -31,14 +30,13 @@ from infinity.aio.python_records import (
     Submission,
     TicketState,
 )
-from infinity.aio.python_transfer import Kernel
+from infinity.aio.python_sections import Kernel
+from infinity.aio.python_threads import Threads
+from infinity.aio.python_transfer import BLOCK_BYTES
 from infinity.aio.swap_file import SwapFile
 from infinity.errors import AioClosedError, AioError
 
 __all__ = ["Kernel", "PythonExecutor"]
-
-log = logging.getLogger("infinity.aio")
-CANCEL_S = 30.0
 
 
 class PythonTicket:
@@ -71,6 +69,11 @@ class PythonTicket:
         """See `Ticket.wait_filled`."""
         self._wait("filled", timeout)
 
+    def cancel(self) -> None:
+        """See `Ticket.cancel`."""
+        if not self._state.done:
+            self._executor._cancel(self._state)
+
     def _wait(self, word: str, timeout: float | None) -> None:
         if not getattr(self._state, word):
             self._executor._block(self._state, word, timeout)
@@ -95,7 +98,7 @@ class PythonGate:
         self._executor._check()
         engine, gate = self._executor._engine, self._state
         with engine.lock:
-            engine.escaping = False
+            engine.gates.flowing = False
             if gate.state == GATE_ESCAPED:
                 return False
             if gate.state == GATE_OPEN:
@@ -103,18 +106,17 @@ class PythonGate:
             if any(run.base >= len(bases) for submission in gate.submissions for run in submission.runs):
                 raise ValueError(f"the gate's jobs need more than the {len(bases)} bases given")
             gate.bases = [int(base) for base in bases]
-            engine.let_go(gate, GATE_OPEN)
-            engine.pump()
+            engine.open_gate(gate, GATE_OPEN)
         return True
 
     def __del__(self) -> None:
         engine = self._executor._engine
         if self._executor._forked or self._state.state != GATE_CLOSED or not self._state.submissions:
             return
-        with engine.lock:  # nobody can open it any more
-            if self._state.state == GATE_CLOSED:
-                engine.let_go(self._state, GATE_ESCAPED)
-                engine.pump()
+        # Nobody can open it any more. This thread may be anywhere, even inside the engine: leave the work to another.
+        engine.gates.abandoned.append(self._state)
+        with engine.lock:
+            engine.work.notify()
 
 
 @final
@@ -129,7 +131,7 @@ class PythonExecutor:
         *,
         small: PoolSpec,
         large: PoolSpec,
-        verify: bool = True,
+        verify: str = "full",
         workers: int = 1,
         threads_per_drive: int = 8,
         hold_s: float = 0.02,
@@ -138,7 +140,13 @@ class PythonExecutor:
         backend_reason: str = "",
     ) -> None:
         checks.check_options(
-            small, large, workers=workers, block_bytes=1 << 20, depth=32, threads_per_drive=threads_per_drive
+            small,
+            large,
+            verify=verify,
+            workers=workers,
+            block_bytes=BLOCK_BYTES,
+            depth=2,
+            threads_per_drive=threads_per_drive,
         )
         self.backend_reason = backend_reason
         self.pool_bytes = small.count * small.bytes + large.count * large.bytes
@@ -148,18 +156,19 @@ class PythonExecutor:
         self._closed = False
         self._forked = False
         self._wait_s = 0.0
+        self._opened_s = time.monotonic()
         self._chunk_next = 0
         self._engine = Engine(
             drives,
             small,
             large,
             verify=verify,
-            workers=workers,
             threads_per_drive=threads_per_drive,
             hold_s=hold_s,
             seam=seam,
             kernel=kernel,
         )
+        self._threads = Threads(self._engine, workers=workers, per_drive=threads_per_drive)
         self._huge_bytes = self._engine.slab.huge_bytes() if self._engine.slab else 0
         _EXECUTORS.add(self)
 
@@ -194,7 +203,10 @@ class PythonExecutor:
                 if chunk is None or chunk.fifo:
                     raise ValueError("cannot drop: a chunk has pending jobs, or is not defined")
             for index in ids:
-                engine.chunks.pop(int(index), None)
+                chunk = engine.chunks.pop(int(index), None)
+                if chunk is not None:
+                    engine.kept.drop(chunk)
+            engine.pump()
 
     def submit(
         self,
@@ -211,7 +223,7 @@ class PythonExecutor:
         if gate is not None and (not isinstance(gate, PythonGate) or gate._executor is not self):
             raise ValueError("the gate is of another executor")
         state = TicketState()
-        submission = Submission(state, gate._state if gate is not None else None, 0)
+        submission = Submission(state, gate._state if gate is not None else None)
         submission.segs = checks.as_records(segs, plan.SEG, "seg").copy()
         submission.hypers = checks.as_records(hypers, plan.HYPER, "hyper").copy()
         engine = self._engine
@@ -223,7 +235,6 @@ class PythonExecutor:
                 chunk = engine.chunks[int(job["chunk"])]
                 submission.runs.append(Run(submission, chunk, job, int(priority)))
             if submission.runs:
-                state.submission = submission
                 engine.enter(submission)
             else:
                 state.done = state.filled = True
@@ -253,7 +264,12 @@ class PythonExecutor:
     def hold_gates(self, held: bool) -> None:
         """See `Executor.hold_gates`."""
         self._check()
-        self._engine.hold(held)
+        engine = self._engine
+        with engine.lock:
+            engine.gates.held = held
+            engine.gates.idle_since = time.monotonic()
+            engine.work.notify_all()
+            engine.pump()
 
     def release_gates(self) -> None:
         """See `Executor.release_gates`."""
@@ -270,6 +286,24 @@ class PythonExecutor:
                 raise ValueError("a chunk is not defined")
             return np.array([chunk.invalid for chunk in chunks if chunk is not None], dtype=np.uint32)
 
+    def recover(self) -> PythonTicket:
+        """See `Executor.recover`."""
+        self._check()
+        state = TicketState()
+        engine = self._engine
+        with engine.lock:
+            if engine.shut:
+                raise AioClosedError("the executor is being closed")
+            engine.recover(state)
+        return PythonTicket(self, state)
+
+    def _cancel(self, state: TicketState) -> None:
+        self._check()
+        engine = self._engine
+        with engine.lock:
+            if state.submission is not None:
+                engine.cancel(state.submission)
+
     def fault(self) -> AioError | None:
         """See `Executor.fault`."""
         record = self._engine.first_fault
@@ -282,23 +316,40 @@ class PythonExecutor:
         engine = self._engine
         with engine.lock:
             counts = dict(engine.counts)
+            gates_opened, gates_escaped = engine.gates.opened, engine.gates.escaped
+            kept_chunks, compute_s = len(engine.kept.chunks), engine.compute_s
+            marks = tuple(engine.kept.marks)
+        drives = tuple(
+            channel.meter.stats(
+                channel.file,
+                block_bytes=BLOCK_BYTES,
+                depth=lanes.depth,
+                failed="" if mark is None else str(mark.to_error(self._paths)),
+            )
+            for channel, lanes, mark in zip(engine.channels, engine.lanes, marks, strict=True)
+        )
         return ExecutorStats(
             backend=self.backend,
-            drives=tuple(channel.stats() for channel in engine.channels),
+            drives=drives,
             jobs_submitted=counts["submitted"],
             jobs_done=counts["done"],
             jobs_failed=counts["failed"],
             updates=counts["updates"],
-            gates_opened=counts["opened"],
-            gates_escaped=counts["escaped"],
+            gates_opened=gates_opened,
+            gates_escaped=gates_escaped,
             rereads=counts["rereads"],
             checksum_failures=counts["checksums"],
             wait_s=self._wait_s,
-            compute_s=engine.compute_s,
+            compute_s=compute_s,
             pool_bytes=self.pool_bytes,
             huge_bytes=self._huge_bytes,
             registered=False,
             spans_dropped=engine.spans_dropped,
+            backend_reason=self.backend_reason,
+            registered_reason="the python backend has nothing to register with",
+            kept_chunks=kept_chunks,
+            jobs_cancelled=counts["cancelled"],
+            opened_s=self._opened_s,
             extra={"chunks_live": len(engine.chunks)},
         )
 
@@ -310,6 +361,8 @@ class PythonExecutor:
 
     def take_spans(self) -> npt.NDArray[np.void]:
         """See `Executor.take_spans`."""
+        if self._forked:
+            return spans_empty()
         with self._engine.lock:
             taken = list(self._engine.spans or ())
             if self._engine.spans is not None:
@@ -322,11 +375,13 @@ class PythonExecutor:
         engine = self._engine
         with engine.lock:
             if state.submission is not None:
-                engine.escape_for(state.submission)
+                engine.gates.escape_for(state.submission)
                 engine.promote(state.submission)
                 engine.pump()
-            ended = engine.done.wait_for(lambda: getattr(state, word), timeout)
-            self._wait_s += time.monotonic() - start
+            try:
+                ended = engine.done.wait_for(lambda: getattr(state, word), timeout)
+            finally:
+                self._wait_s += time.monotonic() - start
         if not ended:
             raise TimeoutError(f"the ticket is not {word} after {timeout} s")
 
@@ -343,23 +398,7 @@ class PythonExecutor:
         """See `Executor.close`."""
         if self._closed or self._forked:
             return
-        engine = self._engine
-        with engine.lock:
-            engine.shut = True
-            engine.cancelled = not drain
-            engine.escape()
-            if not engine.done.wait_for(lambda: engine.pending == 0, None if drain else CANCEL_S):
-                log.error(
-                    "closing: a drive does not answer after %.0f s; its buffers are left alone", CANCEL_S
-                )
-                return
-            engine.stopping = True
-            engine.work.notify_all()
-        for thread in engine.threads:
-            thread.join()
-        self._closed = True
-        if engine.slab is not None:
-            engine.slab.close()
+        self._closed = self._threads.end(drain=drain)
 
     def __enter__(self) -> PythonExecutor:
         return self
@@ -368,8 +407,8 @@ class PythonExecutor:
         self.close(drain=kind is None)
 
     def __del__(self) -> None:
-        if hasattr(self, "_engine"):
-            self.close(drain=False)
+        if hasattr(self, "_threads") and not self._closed and not self._forked:
+            self._threads.end_from_anywhere()
 
 
 _EXECUTORS: weakref.WeakSet[PythonExecutor] = weakref.WeakSet()

@@ -9,43 +9,46 @@ import numpy.typing as npt
 
 from infinity.aio import checks, plan
 from infinity.aio.python_records import Run
-from infinity.aio.python_transfer import Kernel, Sections, memory_at
+from infinity.aio.python_sections import Kernel, Sections, memory_at
 
 _STORE, _FETCH, _UPDATE = plan.JobKind.STORE, plan.JobKind.FETCH, plan.JobKind.UPDATE
+PASSED, BAD_PLAN = -1, -2
 
 
-def run_pass(run: Run, kernel: Kernel | None, *, verify: bool) -> int:
+def run_pass(run: Run, kernel: Kernel | None, *, verify: str) -> int:
     """Verify, update, copy, seal one job's sections. Needs no lock.
 
-    Returns -1; -2 for a plan that cannot be; section * pieces + piece of the first mismatch, and then nothing was touched.
+    Returns PASSED; BAD_PLAN for an update that cannot be; section * pieces + piece of the first mismatch, and then nothing
+    was touched.
     """
-    sections = Sections(run.chunk.record, slot_of(run) if run.bytes else None, run.slot_at)
+    chunk = run.chunk
+    kept = chunk.kept if run.kind == _FETCH else None
+    lodged = [
+        run.place.section(s) if kept is None or run.place.at[s] >= 0 else kept.section(s)
+        for s in range(plan.SECTION_MAX)
+    ]
+    sections = Sections(chunk.record, lodged)
     used = [section for section in range(sections.count) if run.mask >> section & 1]
-    if run.kind != _STORE and verify:
+    if run.kind != _STORE and verify != "off":
+        phase = run.phase if verify == "sample" and not run.reread else None
         for section in used:
-            bad = sections.verify(section)
+            bad = sections.verify(section, phase)
             if bad >= 0:
                 return section * sections.pieces + bad
     if run.kind == _UPDATE:
         assert kernel is not None
         submission = run.submission
         if not sections.update(kernel, submission.segs[run.segs], submission.hypers):
-            return -2
+            return BAD_PLAN
     for section in used if run.kind == _STORE else ():
         _copy(sections.arrays[section], run.ptr[section])
-    for section in used if run.kind != _FETCH else ():
+    for section in used if run.kind != _FETCH and verify != "off" else ():
         sections.seal(section)
     for section in used if run.kind == _FETCH else [0] if run.kind == _UPDATE else []:
         array = sections.arrays[section]
         if run.ptr[section] and array is not None and array.ctypes.data != run.ptr[section]:
             memory_at(run.ptr[section], array.nbytes)[:] = array
-    return -1
-
-
-def slot_of(run: Run) -> npt.NDArray[np.uint8]:
-    """The memory of the job's slot."""
-    assert run.pool is not None
-    return run.pool.slot(run.slot)
+    return PASSED
 
 
 def _copy(target: npt.NDArray[np.uint8] | None, address: int) -> None:
@@ -57,12 +60,10 @@ def _copy(target: npt.NDArray[np.uint8] | None, address: int) -> None:
         target[:] = memory_at(address, target.nbytes)
 
 
-def neighbours(first: Run, second: Run) -> bool:
-    """Whether `second` follows `first` in the file, so that one request serves both."""
-    if len(first.ranges) != 1 or len(second.ranges) != 1 or first.kind != second.kind:
-        return False
-    same_drive = first.chunk.record["drive"] == second.chunk.record["drive"]
-    return bool(same_drive and sum(first.ranges[0][::2]) == second.ranges[0][0])
+def section_of(run: Run, bad: int) -> int:
+    """Which section a mismatch of `run_pass` is in."""
+    record = run.chunk.record
+    return bad // plan.piece_count(int(record["numel"]), int(record["piece_numel"]))
 
 
 def checksum_fault(run: Run, bad: int) -> checks.FaultRecord:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,45 @@ import numpy.typing as npt
 from infinity.aio import checks, plan
 from infinity.aio.executor import MASK_MOVE_ONLY, PoolSpec, Priority
 from infinity.aio.slab import Slab
+from infinity.errors import AioError
 
 GATE_CLOSED, GATE_OPEN, GATE_ESCAPED = 0, 1, 2
+FAULT_BROKEN = -1
+
+
+class State(IntEnum):
+    """Where a job is. It stands in at most one `Lanes` at a time, beside the FIFO of its chunk."""
+
+    WAITING = 0
+    """Behind another job of its chunk, or behind a gate."""
+    STARTING = 1
+    SLOT = 2
+    READING = 3
+    COMPUTING = 4
+    WRITING = 5
+    DONE = 6
+
+
+@dataclass(frozen=True)
+class BrokenRecord(checks.FaultRecord):
+    """A job that an exception ended: of the update kernel, or of our own making."""
+
+    cause: BaseException | None = None
+
+    def to_error(self, paths: Sequence[str]) -> AioError:
+        """An AioError whose cause is the exception."""
+        op = checks.OP_NAMES[self.op]
+        where = (
+            f" in the {op} of {self.length} bytes at offset {self.offset} of {paths[self.drive]!r}"
+            if op
+            else ""
+        )
+        earlier = " (in an earlier job)" if self.earlier else ""
+        error = AioError(
+            f"chunk {self.chunk} (key {self.key:#x}): {type(self.cause).__name__}: {self.cause}{where}{earlier}",
+        )
+        error.__cause__ = self.cause
+        return error
 
 
 @dataclass(eq=False)
@@ -36,15 +75,64 @@ class GateState:
     submissions: list[Submission] = field(default_factory=list)
 
 
+class Place:
+    """A slot, and which bytes of a chunk's run it holds. Without `pool`: what it would hold."""
+
+    def __init__(self, record: Any, mask: int) -> None:
+        self.pool: Pool | None = None
+        self.index = -1
+        self.at = [-1] * plan.SECTION_MAX
+        self.ranges: list[tuple[int, int, int]] = []  # file offset, offset in the slot, bytes
+        self.bytes = 0
+        self.mask = 0
+        for section in range(int(record["section_count"])):
+            section_at = int(record["section_at"][section])
+            if not mask >> section & 1 or section_at < 0:
+                continue
+            size = checks.align_up(int(record["numel"]) * int(record["itemsize"][section]))
+            file_at = int(record["file_offset"]) + section_at
+            self.mask |= 1 << section
+            self.at[section] = self.bytes
+            if self.ranges and sum(self.ranges[-1][::2]) == file_at:
+                first = self.ranges[-1]
+                self.ranges[-1] = (first[0], first[1], first[2] + size)
+            else:
+                self.ranges.append((file_at, self.bytes, size))
+            self.bytes += size
+
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """The memory of the slot."""
+        assert self.pool is not None
+        return self.pool.slot(self.index)
+
+    def section(self, section: int) -> npt.NDArray[np.uint8] | None:
+        """The slot's memory from a section on; None for a section that is not in it."""
+        return self.memory()[self.at[section] :] if self.at[section] >= 0 else None
+
+    def free(self) -> None:
+        """Give the slot back. [locked]"""
+        if self.pool is not None:
+            self.pool.free.append(self.index)
+            self.pool = None
+
+
 class Chunk:
-    """A defined chunk, the FIFO of its jobs, and what is lost of it."""
+    """A defined chunk, the FIFO of its jobs, what is kept and what is lost of it."""
 
     def __init__(self, index: int, record: Any) -> None:
         self.index = index
         self.record = record
+        self.drive = int(record["drive"])
         self.fifo: deque[Run] = deque()
+        self.kept: Place | None = None
+        """Of a write that failed: the only copy of its sections."""
+        self.rewrites = 0
+        """REWRITE jobs in the FIFO."""
         self.invalid = 0
         self.fault = checks.FaultRecord(kind=0)
+        """Why sections are invalid."""
+        self.verified = 0
+        """Counts runs that were verified: the phase of samples."""
 
 
 class Run:
@@ -61,48 +149,28 @@ class Run:
         self.segs = slice(int(job["seg_first"]), int(job["seg_first"]) + int(job["seg_count"]))
         self.ptr = [int(address) for address in job["ptr"]]
         self.priority = priority
-        self.started = False
-        self.done = False
+        self.state = State.WAITING
+        self.lanes: Lanes | None = None
         self.filled = False
+        self.reread = False
+        self.phase = 0
         self.fault: checks.FaultRecord | None = None
-        self.pool: Pool | None = None
-        self.slot = -1
-        self.slot_at = [-1] * plan.SECTION_MAX
-        self.ranges: list[tuple[int, int, int]] = []  # file offset, offset in the slot, bytes
-        self._lay_out()
-
-    def _lay_out(self) -> None:
-        record = self.chunk.record
-        at = 0
-        for section in range(int(record["section_count"])):
-            section_at = int(record["section_at"][section])
-            if not self.mask >> section & 1 or section_at < 0:
-                continue
-            size = checks.align_up(int(record["numel"]) * int(record["itemsize"][section]))
-            file_at = int(record["file_offset"]) + section_at
-            self.slot_at[section] = at
-            if self.ranges and sum(self.ranges[-1][::2]) == file_at:
-                first = self.ranges[-1]
-                self.ranges[-1] = (first[0], first[1], first[2] + size)
-            else:
-                self.ranges.append((file_at, at, size))
-            at += size
-        self.bytes = at
+        self.place = _NOWHERE
 
     def fail(self, record: checks.FaultRecord) -> None:
         """Keep the first fault: later ones are its consequences."""
         if self.fault is None:
-            key, drive = int(self.chunk.record["key"]), int(self.chunk.record["drive"])
+            key, drive = int(self.chunk.record["key"]), self.chunk.drive
             self.fault = replace(record, key=key, drive=drive, chunk=self.chunk.index)
 
 
 class Submission:
     """One call of submit."""
 
-    def __init__(self, ticket: TicketState, gate: GateState | None, order: int) -> None:
+    def __init__(self, ticket: TicketState, gate: GateState | None) -> None:
         self.ticket = ticket
         self.gate = gate
-        self.order = order
+        self.order = 0
         self.runs: list[Run] = []
         self.segs: npt.NDArray[np.void] = np.zeros(0, dtype=plan.SEG)
         self.hypers: npt.NDArray[np.void] = np.zeros(0, dtype=plan.HYPER)
@@ -111,13 +179,50 @@ class Submission:
         self.escaped = False
 
 
+class Lanes:
+    """Jobs that wait for one thing: by priority, then in order."""
+
+    def __init__(self) -> None:
+        self._lanes: tuple[OrderedDict[Run, None], ...] = tuple(OrderedDict() for _ in Priority)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lanes))
+
+    def push(self, run: Run, *, first: bool = False) -> None:
+        """Put a job at the end of its lane, or back to its head."""
+        assert run.lanes is None
+        run.lanes = self
+        self._lanes[run.priority][run] = None
+        if first:
+            self._lanes[run.priority].move_to_end(run, last=False)
+
+    def head(self, priority: int | None = None) -> Run | None:
+        """The job whose turn it is, of all or of one priority."""
+        for lane in self._lanes if priority is None else (self._lanes[priority],):
+            for run in lane:
+                return run
+        return None
+
+    def pop(self, priority: int | None = None) -> Run:
+        """Take `head` out."""
+        run = self.head(priority)
+        assert run is not None
+        self.remove(run)
+        return run
+
+    def remove(self, run: Run) -> None:
+        """Take a job out that is in."""
+        del self._lanes[run.priority][run]
+        run.lanes = None
+
+
 class Pool:
     """Slots of one size, and the jobs that wait for one."""
 
     def __init__(self, spec: PoolSpec, slab: Slab | None, offset: int) -> None:
         self.spec = spec
         self.free = list(range(spec.count))
-        self.waiting: list[deque[Run]] = [deque() for _ in Priority]
+        self.waiting = Lanes()
         self._slab = slab
         self._offset = offset
 
@@ -127,3 +232,6 @@ class Pool:
         return self._slab.array(
             np.uint8, offset=self._offset + index * self.spec.bytes, count=self.spec.bytes
         )
+
+
+_NOWHERE = Place(np.zeros(1, dtype=plan.CHUNK)[0], 0)

@@ -18,6 +18,8 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from infinity.aio.memory_limits import check_slab
+
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 
@@ -28,7 +30,7 @@ class Slab:
 
     Views handed out keep the memory alive: `close` while one lives frees it when the last one dies.
     In a forked child the memory does not exist, and views cannot be taken.
-    Raises MemoryError when the machine has not enough.
+    Raises MemoryError when the machine or the process's cgroup has not enough, before any of it is taken.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -38,6 +40,7 @@ class Slab:
         self._closed = False
         self._forked = False
         rounded = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        check_slab(rounded)
         try:
             self._map = mmap.mmap(-1, rounded + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:

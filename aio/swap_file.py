@@ -1,114 +1,218 @@
-"""Swap files: nameless, private, preallocated, opened past the page cache.
+"""Swap files: private, preallocated, opened past the page cache. Two kinds behind one class:
 
-O_TMPFILE makes a file that has no name: a killed process leaves nothing behind and no other user can open it. Contents
-die with the process, so nothing is ever fsynced.
+- ephemeral (`SwapFile.create`): without a name (O_TMPFILE), so a killed process leaves nothing behind and no other user can
+  open it. Contents die with the process, so nothing is ever fsynced;
+- durable (`SwapFile.durable`): named and locked, for what is to outlive the process. Never removed here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
-import shutil
-import tempfile
+import re
+import resource
+import stat
+import sys
+import weakref
 from pathlib import Path
 from typing import final
 
-from infinity.errors import AioError, SwapFullError
+from infinity.aio.direct_io import direct_refusal, set_buffered
+from infinity.aio.mounts import IN_MEMORY, file_system_type
+from infinity.aio.swap_owner import Owner, PrivateDirectory, clear_dead, lock
+from infinity.errors import AioError, DeviceFailedError, SwapFullError
 
 log = logging.getLogger("infinity.aio")
-_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+__all__ = ["SwapFile", "file_system_type"]
+
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
+_OPEN = os.O_RDWR | os.O_CLOEXEC
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_logged: set[str] = set()
 
 
-def file_system_type(path: str | os.PathLike[str]) -> str:
-    """Type of the file system that holds `path` ("ext4", "tmpfs" ...), "" when /proc does not tell."""
-    device = Path(path).stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    kind = ""
-    try:
-        with Path("/proc/self/mountinfo").open(encoding="utf-8", errors="replace") as mounts:
-            for line in mounts:
-                before, _, after = line.partition(" - ")
-                if before.split()[2] == wanted and after:
-                    kind = after.split()[0]
-    except OSError:
-        return ""
-    return kind
+def _warn_once(text: str) -> None:
+    if text not in _logged:
+        _logged.add(text)
+        log.warning("%s", text)
 
 
 @final
 class SwapFile:
-    """One open swap file; make it with `SwapFile.create`.
+    """One open swap file; make it with `SwapFile.create` or `SwapFile.durable`. In a forked child it is closed.
 
-    `fd`: open for reading and writing. `path`: the directory it lies in (it has no name of its own).
-    `direct`: whether it goes past the page cache. `size_bytes`: what is preallocated.
+    `fd`: open for reading and writing. `directory`: where it lies. `path`: what errors name: the directory of a file without
+    a name, the file itself if it has one. `direct_reason`: why it goes through the page cache, empty when it does not.
+    `size_bytes`: its length. `preallocated`: whether the drive keeps room for all of it.
     """
 
-    def __init__(self, fd: int, path: str, *, direct: bool) -> None:
+    def __init__(self, fd: int, directory: str, *, direct_reason: str, name: str = "") -> None:
         self.fd = fd
-        self.path = path
-        self.direct = direct
+        self.directory = directory
+        self.path = str(Path(directory) / name) if name else directory
+        self.direct_reason = direct_reason
+        self.preallocated = True
         self.size_bytes = os.fstat(fd).st_size
+        self._private: PrivateDirectory | None = None
+        self._sidecar: Path | None = None
+        self._sync_failed: DeviceFailedError | None = None
+        _FILES.add(self)
+
+    @property
+    def direct(self) -> bool:
+        """Whether it goes past the page cache."""
+        return not self.direct_reason
 
     @classmethod
     def create(cls, directory: str | os.PathLike[str], *, direct: bool = True) -> SwapFile:
-        """A new nameless file in `directory`, mode 0600.
+        """A new nameless file in `directory`, mode 0600. Clears away what dead processes left there, never what live ones have.
 
-        Falls back to buffered I/O, with a warning, where the file system refuses O_DIRECT.
-        Raises ValueError for a missing directory or one in memory, AioError when the file cannot be made there.
+        O_DIRECT is tried, not assumed; where it does not work the file is buffered, with the reason kept, and logged once.
+        Raises ValueError for a missing directory or one in memory, SwapFullError when there is no room at all, AioError
+        when the file cannot be made there.
         """
         path = os.fspath(directory)
-        if not Path(path).is_dir():
-            what = "is not a directory" if Path(path).exists() else "does not exist"
-            raise ValueError(f"swap directory {path!r} {what}; create it, or name another in Policy.nvme")
-        kind = file_system_type(path)
-        if kind in _IN_MEMORY:
-            if os.environ.get("INFINITY_ALLOW_TMPFS") != "1":
-                raise ValueError(
-                    f"swap directory {path!r} is on {kind}, which is memory and saves none; name a directory on a drive, "
-                    "or set INFINITY_ALLOW_TMPFS=1 (meant for tests)"
-                )
-            direct = False  # tmpfs takes O_DIRECT and ignores it
+        in_memory = _check_directory(path)
         try:
-            return cls._create(path, direct)
+            clear_dead(path)
+            if in_memory or not direct:
+                reason = f"{in_memory} has no drive below it" if in_memory else "buffered I/O was asked for"
+                return cls._ephemeral(path, 0, reason)
+            try:
+                file = cls._ephemeral(path, os.O_DIRECT, "")
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                file = cls._ephemeral(path, 0, f"the file system ({file_system_type(path)}) refuses to open it with O_DIRECT")
+            else:
+                file._try_direct(file.fd)
+            file._tell_buffered()
+            return file
         except OSError as error:
-            raise AioError(
-                f"cannot make a swap file in {path!r}; name a directory that this user may write to",
-                errno=error.errno or 0,
-                path=path,
-                op="open",
-            ) from error
+            raise _cannot_make(path, error) from error
 
     @classmethod
-    def _create(cls, path: str, direct: bool) -> SwapFile:
-        if not direct:
-            return cls(_open_nameless(path, 0), path, direct=False)
+    def _ephemeral(cls, path: str, flags: int, reason: str) -> SwapFile:
+        fd, private = _open_nameless(path, flags)
+        file = cls(fd, path, direct_reason=reason)
+        file._private = private
+        return file
+
+    @classmethod
+    def durable(
+        cls, directory: str | os.PathLike[str], name: str, *, create: bool = True, direct: bool = True
+    ) -> SwapFile:
+        """The file `name` in `directory`, mode 0600, locked for this process; reopening keeps its contents and length.
+
+        The directory is made with mode 0700, or has to be this user's and closed to others. create=False: the file must
+        exist. Raises what `create` raises, ValueError for a name or a directory that will not do, AioError with EWOULDBLOCK
+        that says who holds the file, with ENOENT when it is missing.
+        """
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"durable swap file {name!r}: a name is made of letters, digits, dots, dashes and underscores")
+        path = os.fspath(directory)
         try:
-            return cls(_open_nameless(path, os.O_DIRECT), path, direct=True)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
+            if create:
+                with contextlib.suppress(FileExistsError):
+                    Path(path).mkdir(mode=0o700)
+            in_memory = _check_directory(path)
+            status = Path(path).stat()
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise ValueError(f"directory {path!r} of a durable swap file must be this user's, mode 0700: chmod 700 it")
+            file = cls(_open_named(Path(path) / name, create=create), path, direct_reason="", name=name)
+            try:
+                file._hold()
+                file._go_direct(in_memory, direct)
+            except BaseException:
+                file.close()
                 raise
-        log.warning("%s: the file system refuses O_DIRECT; swapping through the page cache", path)
-        return cls(_open_nameless(path, 0), path, direct=False)
+        except AioError:
+            raise
+        except OSError as error:
+            raise _cannot_make(str(Path(path) / name), error) from error
+        return file
+
+    def _hold(self) -> None:
+        """Lock a named file, and leave word beside it of who holds it."""
+        status, path = os.fstat(self.fd), Path(self.path)
+        sidecar = path.with_name(f".{path.name}.owner")
+        if not lock(self.fd):
+            owner = Owner.read(sidecar)
+            who = "this process" if owner == Owner.this() else str(owner or "another process")
+            raise AioError(
+                f"the durable swap file is held by {who}; end that job, or give this one another directory",
+                errno=errno.EWOULDBLOCK,
+                path=self.path,
+                op="open",
+            )
+        if not stat.S_ISREG(status.st_mode) or not os.path.samestat(status, path.stat()):
+            raise AioError("not a regular file, or it was replaced while it was opened", path=self.path, op="open")
+        os.fchmod(self.fd, 0o600)
+        self._sidecar = sidecar
+        try:
+            Owner.this().leave_word(sidecar)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise  # on a full drive the lock does without
+        folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)  # the name is to survive a crash as well
+        finally:
+            os.close(folder)
+
+    def _go_direct(self, in_memory: str, direct: bool) -> None:
+        """Give an open named file O_DIRECT, tried on a nameless neighbour: its own contents are not to be touched."""
+        if in_memory or not direct:
+            self.direct_reason = f"{in_memory} has no drive below it" if in_memory else "buffered I/O was asked for"
+            return
+        try:
+            with SwapFile.create(self.directory) as neighbour:
+                self.direct_reason = neighbour.direct_reason
+        except SwapFullError:
+            pass  # what lies on a full drive is still to be read, and reading it is tried below
+        if not self.direct_reason:
+            set_buffered(self.fd, False)
+            self.direct_reason = direct_refusal(self.fd, write=False)
+            if self.direct_reason:
+                set_buffered(self.fd, True)
+                self._tell_buffered()
+
+    def _try_direct(self, fd: int) -> None:
+        """Find out whether O_DIRECT works on this new, empty file, and do without where it does not."""
+        try:
+            self.direct_reason = direct_refusal(fd)
+            if self.direct_reason:
+                set_buffered(fd, True)
+        except BaseException:
+            self.close()
+            raise
+
+    def _tell_buffered(self) -> None:
+        if self.direct_reason:
+            _warn_once(f"{self.path}: swapping through the page cache, which costs memory and bandwidth: {self.direct_reason}")
 
     def grow(self, size_bytes: int) -> None:
         """Preallocate up to `size_bytes` in all; does nothing if it is that large. Blocks while the file system works.
 
-        Raises SwapFullError that says how much is missing.
+        Raises SwapFullError that says how much is missing; then nothing has changed.
         """
         if size_bytes <= self.size_bytes:
             return
         more = size_bytes - self.size_bytes
-        if (
-            self._free_bytes() < more
-        ):  # asked first: a failing preallocation would fill the drive for a moment
-            raise self._full(more, errno.ENOSPC)
+        before = os.fstat(self.fd).st_blocks
+        # Asked first: a failing preallocation would fill the drive for a moment.
+        if self._free_bytes() < more:
+            raise self._full(more, errno.ENOSPC, 0)
         try:
             os.posix_fallocate(self.fd, self.size_bytes, more)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise self._full(more, error.errno) from error
+            got = max(os.fstat(self.fd).st_blocks - before, 0) * 512
+            os.ftruncate(self.fd, self.size_bytes)  # a failed preallocation keeps what it got
+            if error.errno in _NO_ROOM:
+                raise self._full(more, error.errno or 0, got) from error
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise AioError(
                     "preallocation failed",
@@ -118,31 +222,78 @@ class SwapFile:
                     offset=self.size_bytes,
                     length=more,
                 ) from error
-            os.ftruncate(self.fd, size_bytes)  # no preallocation here: later writes may still find no room
+            os.ftruncate(self.fd, size_bytes)
+            self.preallocated = False
+            _warn_once(f"{self.path}: the file system cannot preallocate, so that a drive that fills up fails a write later")
+        except BaseException:
+            os.ftruncate(self.fd, self.size_bytes)
+            raise
         self.size_bytes = size_bytes
+
+    def shrink(self, size_bytes: int) -> None:
+        """Give back what lies past `size_bytes`; does nothing if it is that short. Nothing there may be in use."""
+        if size_bytes < self.size_bytes:
+            os.ftruncate(self.fd, size_bytes)
+            self.size_bytes = size_bytes
+
+    def fsync(self) -> None:
+        """Return when what was written is on the drive. Raises DeviceFailedError; and from then on always.
+
+        The kernel forgets what it could not write, so a later success would mean nothing.
+        """
+        if self._sync_failed is None:
+            try:
+                os.fsync(self.fd)
+            except OSError as error:
+                self._sync_failed = DeviceFailedError(
+                    "what was written may be lost", errno=error.errno or 0, path=self.path, op="fsync"
+                )
+        if self._sync_failed is not None:
+            raise self._sync_failed
 
     def _free_bytes(self) -> int:
         space = os.fstatvfs(self.fd)
-        return space.f_bavail * space.f_frsize
+        # Some (ramfs, FUSE, network file systems) tell no size at all: nothing can be asked of them first.
+        return space.f_bavail * space.f_frsize if space.f_blocks else sys.maxsize
 
-    def _full(self, more: int, code: int) -> SwapFullError:
-        free = self._free_bytes()
-        os.ftruncate(self.fd, self.size_bytes)  # a failed preallocation keeps what it got
+    def _full(self, more: int, code: int, got: int) -> SwapFullError:
+        wanted = self.size_bytes + more
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        advice = "add a directory to Policy.nvme"
+        if code == errno.EDQUOT:
+            text = f"the quota at {self.path!r} has room for {got} of {more} more bytes: up to {more - got} are missing; raise it"
+        elif code == errno.EFBIG and limit not in (resource.RLIM_INFINITY, -1) and limit < wanted:
+            text = f"{self.path!r}: a file may have {limit} bytes (RLIMIT_FSIZE): {wanted - limit} are missing; raise `ulimit -f`"
+        elif code == errno.EFBIG:
+            text = f"{self.path!r}: the file system takes no file of {wanted} bytes: {more} are missing; use another file system"
+        else:
+            free = self._free_bytes()
+            if free >= more:  # what the file system needs for itself came on top, or somebody else was faster
+                free = got
+            text = f"{self.path!r} has room for {free} of {more} more bytes: {more - free} are missing; free space"
         return SwapFullError(
-            f"{self.path!r} has room for {free} of {more} more bytes: {max(0, more - free)} are missing; "
-            "free space, or add a directory to Policy.nvme",
-            errno=code,
-            path=self.path,
-            op="allocate",
-            offset=self.size_bytes,
-            length=more,
+            f"{text}, or {advice}", errno=code, path=self.path, op="allocate", offset=self.size_bytes, length=more
         )
 
     def close(self) -> None:
-        """Close the file, which frees its space. Idempotent. Close the executor first."""
+        """Close the file; a nameless one's space is free then. Idempotent. Close the executor first."""
+        if self.fd < 0:
+            return
+        if self._sidecar is not None:
+            with contextlib.suppress(OSError):  # only word of who held it, and while we still do
+                self._sidecar.unlink()
+        os.close(self.fd)
+        self.fd = -1
+        if self._private is not None:
+            self._private.remove()
+
+    def _disown(self) -> None:
+        """In a forked child: the file is the parent's, and a child that outlives it must not keep its space or its lock."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        if self._private is not None:
+            self._private.disown()
 
     def __enter__(self) -> SwapFile:
         return self
@@ -158,17 +309,69 @@ class SwapFile:
         return f"SwapFile({self.path!r}, size_bytes={self.size_bytes}, direct={self.direct})"
 
 
-def _open_nameless(path: str, flags: int) -> int:
-    """A file without a name in directory `path`. EINVAL means that `flags` (O_DIRECT) are refused."""
-    common = os.O_RDWR | os.O_CLOEXEC
+_FILES: weakref.WeakSet[SwapFile] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for file in list(_FILES):
+        file._disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+def _check_directory(path: str) -> str:
+    """Raises ValueError unless `path` is a directory to swap in. Returns its file system's type where that is memory."""
+    if not Path(path).is_dir():
+        what = "is not a directory" if Path(path).exists() else "does not exist"
+        raise ValueError(f"swap directory {path!r} {what}; create it, or name another in Policy.nvme")
+    kind = file_system_type(path)
+    if kind not in IN_MEMORY:
+        return ""
+    if os.environ.get("INFINITY_ALLOW_TMPFS") != "1":
+        raise ValueError(
+            f"swap directory {path!r} is on {kind}, which is memory and saves none; name a directory on a drive, "
+            "or set INFINITY_ALLOW_TMPFS=1 (meant for tests)"
+        )
+    return kind
+
+
+def _cannot_make(path: str, error: OSError) -> AioError:
+    code = error.errno or 0
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        text = f"{path!r} has no room for a single block (4096 bytes are missing); free space, or name another directory"
+        return SwapFullError(text, errno=code, path=path, op="allocate", length=4096)
+    if code in (errno.EIO, errno.ENXIO, errno.EROFS):
+        text = f"{path!r} takes no swap file: the drive or its file system fails"
+        return DeviceFailedError(text, errno=code, path=path, op="open")
+    if code == errno.ENOENT:
+        return AioError(f"there is no file {path!r}", errno=code, path=path, op="open")
+    if code == errno.ELOOP:
+        return AioError(f"{path!r} is a symbolic link, which is not followed", errno=code, path=path, op="open")
+    return AioError(
+        f"cannot make a swap file in {path!r}; name a directory that this user may write to", errno=code, path=path, op="open"
+    )
+
+
+def _open_nameless(path: str, flags: int) -> tuple[int, PrivateDirectory | None]:
+    """A file without a name in directory `path`, and the directory that had to stay for it, if any.
+
+    EINVAL means that `flags` (O_DIRECT) are refused.
+    """
     try:
         # O_EXCL: it can never be given a name.
-        return os.open(path, common | os.O_TMPFILE | os.O_EXCL | flags, 0o600)
+        return os.open(path, _OPEN | os.O_TMPFILE | os.O_EXCL | flags, 0o600), None
     except OSError as error:
         if error.errno not in _NO_TMPFILE:
             raise
-    private = Path(tempfile.mkdtemp(prefix="infinity-swap-", dir=path))  # mode 0700
+    private = PrivateDirectory(path)
     try:
-        return os.open(private / "swap", common | os.O_CREAT | os.O_EXCL | flags, 0o600)
-    finally:
-        shutil.rmtree(private, ignore_errors=True)
+        fd = os.open(private.path, _OPEN | os.O_CREAT | os.O_EXCL | flags, 0o600)
+    except BaseException:
+        private.remove()
+        raise
+    return fd, None if private.remove() else private
+
+
+def _open_named(path: Path, *, create: bool) -> int:
+    return os.open(path, _OPEN | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)

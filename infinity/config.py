@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from infinity.aio.settings import IoSettings
 from infinity.sizes import parse_size
 
 TIERS = ("device", "cpu", "nvme")
@@ -23,7 +24,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "activations": ("cpu", "nvme"),
     "generations": (2,),
     "durable": (True, "new"),
-    "verify": ("sample",),
     "update_on": ("device",),
 }
 
@@ -47,8 +47,11 @@ class Policy:
     units: the modules to gather as one unit: modules, their classes' names, or qualified names. None: found.
     unit_bytes_max: modules larger than this are split further where the module tree allows it.
     on_nonfinite: what `opt.step()` does about a gradient that is not finite, before any state is touched.
-    verify: "full" checks every byte that is read against its checksum; "off" does not.
+    verify: "full" checks every byte that is read against its checksum; "sample" a sixteenth of it or more, other parts
+        each time, at least one piece of every section, so stale and misdirected reads are always caught; "off" nothing.
     io_backend: "auto", "io_uring" or "threads"; a backend that is forced and missing is an error.
+    io: request size, depth and the drives' bandwidths: an `infinity.aio.IoSettings`, a mapping with its fields, or the path
+        of what `python -m infinity.bench swap --sweep --json FILE` wrote. None: 1 MiB, 32, bandwidths measured when needed.
 
     Raises: ValueError naming field, value and fix.
     """
@@ -70,6 +73,7 @@ class Policy:
     on_nonfinite: str = "raise"
     verify: str = "full"
     io_backend: str = "auto"
+    io: IoSettings | Mapping[str, Any] | str | os.PathLike[str] | None = None
     update_on: str = "cpu"
     generations: int = 1
     durable: bool | str = False
@@ -83,7 +87,7 @@ class Policy:
         self._check_choice("zero", (3,))
         self._check_choice("update", ("deferred",))
         self._check_choice("on_nonfinite", NONFINITE)
-        self._check_choice("verify", ("full", "off"))
+        self._check_choice("verify", ("full", "sample", "off"))
         self._check_choice("io_backend", ("auto", "io_uring", "threads"))
         self._check_choice("update_on", ("cpu",))
         self._check_choice("generations", (1,))
@@ -99,6 +103,7 @@ class Policy:
         if isinstance(self.units, str):
             object.__setattr__(self, "units", (self.units,))
         object.__setattr__(self, "nvme", self._paths())
+        object.__setattr__(self, "io", self._io())
         object.__setattr__(self, "unit_bytes_max", self._size("unit_bytes_max", self.unit_bytes_max))
         if self.ram is not None and self.ram != "min":
             object.__setattr__(self, "ram", self._size("ram", self.ram))
@@ -112,6 +117,25 @@ class Policy:
         """The NVMe directories, in order."""
         assert isinstance(self.nvme, tuple)
         return self.nvme
+
+    @property
+    def io_settings(self) -> IoSettings:
+        """`io` as it is used: the defaults where nothing is given."""
+        return self.io if isinstance(self.io, IoSettings) else IoSettings()
+
+    def _io(self) -> IoSettings | None:
+        given = self.io
+        if given is None or isinstance(given, IoSettings):
+            return given
+        if not isinstance(given, (Mapping, str, os.PathLike)):
+            raise ValueError(
+                f"io={given!r} is not known; use None, an infinity.aio.IoSettings, a mapping with its fields or the path "
+                "of a JSON file of python -m infinity.bench swap"
+            )
+        try:
+            return IoSettings.load(given)
+        except ValueError as error:
+            raise ValueError(f"io: {error}") from None
 
     def _paths(self) -> tuple[Path, ...]:
         given = self.nvme

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from infinity.aio import Executor, PoolSpec, Seam, open_executor
+from infinity.aio import Seam
 from infinity.aio.plan import Format
 from infinity.checkpoint import write_safetensors
 from infinity.comm.collectives import Comm
@@ -29,19 +29,17 @@ from infinity.errors import BudgetError, EngineClosed
 from infinity.memory.heap import keep_large_blocks_apart
 from infinity.memory.ledger import LEDGER, budget_bytes, describe_budget, memory_left_bytes
 from infinity.memory.placement import FlatNeed, Plan, plan_placement
-from infinity.memory.swap_space import SwapSpace
-from infinity.ops.adamw import update_numpy_sections
 from infinity.optim.step import Pipeline
 from infinity.params.discover import build, find_units
 from infinity.params.gradients import GradientMemory
 from infinity.params.residency import UnitResidency
-from infinity.params.rest import Rest
 from infinity.params.stand_in import NORM_PIECE_NUMEL, GradBook
 from infinity.params.unit import Flat, Param, Unit
 from infinity.runtime.filling import Source, fill_unit, open_source
 from infinity.runtime.lifecycle import Lifecycle, attach
 from infinity.sizes import format_size
 from infinity.stats import Stats
+from infinity.storage import Storage
 from infinity.telemetry import Timeline
 
 log = logging.getLogger("infinity")
@@ -154,7 +152,8 @@ class Handle:
         undo.callback(LEDGER.release, id(self))
         plan = self._first_plan()
         self._pools = (plan.small_bytes, plan.large_bytes)
-        self._open_rest(plan, seam, undo)
+        self._storage = Storage(policy, plan, seam, undo)
+        self._executor, self._rest = self._storage.executor, self._storage.rest
         self._rest.create(self._flats, plan.nvme_masks)
         for unit in self.units:
             fill_unit(unit, source, self._store_flat)
@@ -170,7 +169,7 @@ class Handle:
             keep=policy.params == "device",
             timeline=self.timeline,
         )
-        self.residency.on_demand = self.check_open
+        self.residency.on_demand = self._on_demand
         self.pipeline = Pipeline(
             self.units,
             rest=self._rest,
@@ -179,6 +178,7 @@ class Handle:
             residency=self.residency,
             comm=self._comm,
         )
+        self.pipeline.on_step = self._storage.observe
         self.pipeline.plan(self._flats)
         self._lifecycle: Lifecycle = attach(
             model,
@@ -187,30 +187,6 @@ class Handle:
             where=lambda _param: policy.params,
             check_state_dict=self._check_state_dict,
         )
-
-    def _open_rest(self, plan: Plan, seam: Seam | None, undo: contextlib.ExitStack) -> None:
-        """Swap files, the executor with its pools, and the states at rest; closed again in the reverse order."""
-        policy = self.policy
-        self._space = SwapSpace(policy.directories) if policy.directories else None
-        if self._space is not None:
-            undo.callback(self._space.close)
-        self._executor: Executor = open_executor(
-            self._space.files if self._space is not None else [],
-            small=PoolSpec(plan.small_count, plan.small_bytes),
-            large=PoolSpec(plan.large_count, plan.large_bytes),
-            backend=policy.io_backend,
-            verify=policy.verify == "full",
-            workers=max(1, (os.cpu_count() or 2) // 4),
-            seam=seam,
-            kernel=update_numpy_sections,
-        )
-        undo.callback(self._executor.close, drain=False)
-        self._executor.spans(True)
-        self._rest = Rest(self._executor, self._space, sums_on=policy.verify == "full")
-        undo.callback(self._rest.close)
-        undo.callback(
-            self._executor.close, drain=False
-        )  # before its memory goes, if an interrupt left jobs in flight
 
     # -- placement -----------------------------------------------------------------------------------------------------
 
@@ -346,7 +322,8 @@ class Handle:
     def stats(self) -> Stats:
         """Counters since `offload`; `infinity.stats.Stats` says what each means."""
         return Stats.collect(
-            executor=self._executor.stats(),
+            executor=self._storage.observe(self.pipeline.steps),
+            endurance=self._storage.endurance,
             residency=self.residency,
             pipeline=self.pipeline,
             placement=self._placement,
@@ -415,6 +392,10 @@ class Handle:
         if self._closed:
             raise EngineClosed("the engine of this model was closed; build the model anew and offload that")
         self.pipeline.raise_fault()
+
+    def _on_demand(self) -> None:
+        self.check_open()
+        self._storage.observe_sometimes()
 
     def _check_state_dict(self, size_bytes: int) -> None:
         self.check_open()

@@ -97,3 +97,7 @@ class DeviceFailedError(AioError):
 
 class AioClosedError(AioError):
     """The executor was closed, or belongs to the parent of a forked process."""
+
+
+class AioCancelledError(AioError):
+    """The fetch was given up (`Ticket.cancel`) before the drive had begun it."""

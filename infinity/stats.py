@@ -3,12 +3,116 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
-from infinity.aio import ExecutorStats
+from infinity.aio import DriveStats, ExecutorStats
+from infinity.aio.endurance import Endurance, recent_bytes_per_s
 from infinity.memory.placement import Plan
 from infinity.optim.step import Pipeline
 from infinity.params.residency import UnitResidency
+from infinity.sizes import format_size
+
+
+@dataclasses.dataclass(frozen=True)
+class DriveFigures:
+    """One drive since `inf.offload`. Bytes are those the drive confirmed; times in seconds.
+
+    read_p50_s ... write_p99_s: how long requests took, from being sent to their result; depth_mean: requests in flight while
+    there were any, of `depth` at most, `block_bytes` each; busy_s: time with a request in flight; *_bytes_per_s_10s, _60s:
+    bandwidth over the last whole seconds, idle ones included; direct: O_DIRECT, else direct_reason says why not; failed: the
+    write that marked the drive, empty while it is sound; slow: set while it gives less than it did before (slow_episodes: how
+    often that was); written_per_step_bytes and written_tb_per_day: of training, without set-up; None before the first step.
+    """
+
+    path: str
+    bytes_read: int
+    bytes_written: int
+    reads: int
+    writes: int
+    read_p50_s: float
+    read_p99_s: float
+    write_p50_s: float
+    write_p99_s: float
+    depth_mean: float
+    depth: int
+    block_bytes: int
+    in_flight_bytes_max: int
+    busy_s: float
+    read_bytes_per_s_10s: float
+    write_bytes_per_s_10s: float
+    read_bytes_per_s_60s: float
+    write_bytes_per_s_60s: float
+    retries: int
+    short_transfers: int
+    errors: int
+    direct: bool
+    direct_reason: str
+    failed: str
+    slow: str
+    slow_episodes: int
+    written_per_step_bytes: float | None
+    written_tb_per_day: float | None
+
+    @classmethod
+    def collect(
+        cls, number: int, drive: DriveStats, endurance: Endurance, *, opened_s: float, now_s: float
+    ) -> DriveFigures:
+        """The figures of the executor's drive of this number."""
+        read_10s, write_10s = recent_bytes_per_s(drive.windows, 10, opened_s=opened_s, now_s=now_s)
+        read_60s, write_60s = recent_bytes_per_s(drive.windows, 60, opened_s=opened_s, now_s=now_s)
+        forecast = endurance.forecast(number)
+        return cls(
+            path=drive.path,
+            bytes_read=drive.bytes_read,
+            bytes_written=drive.bytes_written,
+            reads=drive.reads,
+            writes=drive.writes,
+            read_p50_s=drive.read_latency.p50_s,
+            read_p99_s=drive.read_latency.p99_s,
+            write_p50_s=drive.write_latency.p50_s,
+            write_p99_s=drive.write_latency.p99_s,
+            depth_mean=drive.depth_mean,
+            depth=drive.depth,
+            block_bytes=drive.block_bytes,
+            in_flight_bytes_max=drive.in_flight_bytes_max,
+            busy_s=drive.busy_s,
+            read_bytes_per_s_10s=read_10s,
+            write_bytes_per_s_10s=write_10s,
+            read_bytes_per_s_60s=read_60s,
+            write_bytes_per_s_60s=write_60s,
+            retries=drive.retries,
+            short_transfers=drive.short_transfers,
+            errors=drive.errors,
+            direct=drive.direct,
+            direct_reason=drive.direct_reason,
+            failed=drive.failed,
+            slow="; ".join(str(notice) for notice in endurance.slow(number)),
+            slow_episodes=endurance.episodes(number),
+            written_per_step_bytes=forecast.bytes_per_step,
+            written_tb_per_day=forecast.tb_per_day,
+        )
+
+    def __str__(self) -> str:
+        """One line for people; a second one where something is not as it should be."""
+        reads = f"{1e3 * self.read_p50_s:.1f}/{1e3 * self.read_p99_s:.1f} ms"
+        writes = f"{1e3 * self.write_p50_s:.1f}/{1e3 * self.write_p99_s:.1f} ms"
+        parts = [
+            f"{self.path}: {format_size(self.bytes_read)} read, {format_size(self.bytes_written)} written",
+            f"p50/p99 read {reads}, write {writes}",
+            f"depth {self.depth_mean:.1f} of {self.depth} x {format_size(self.block_bytes)}",
+        ]
+        if self.written_tb_per_day is not None:
+            parts.append(f"{self.written_tb_per_day:.3g} TB written per day")
+        wrong = [
+            f"FAILED: {self.failed}" if self.failed else "",
+            "" if self.direct else f"through the page cache: {self.direct_reason}",
+            f"{self.retries} retries, {self.short_transfers} short transfers, {self.errors} errors"
+            if self.retries or self.short_transfers or self.errors
+            else "",
+            self.slow,
+        ]
+        return "\n  ".join(["; ".join(parts), *filter(None, wrong)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +124,10 @@ class Stats:
     others waited for updates; ram_bytes: what the engine holds in RAM by plan (pools, gradients, resident states,
     checksums, scratch), ram_min_bytes the least that works; nvme_bytes: states that rest on NVMe; gathered_bytes_peak:
     the most that was gathered at once (device memory, not in ram_bytes); demands: times a unit was wanted, of which
-    demand_reads were not read ahead; deviations: demands that the traced order did not foresee.
+    demand_reads were not read ahead; deviations: demands that the traced order did not foresee; registered: whether
+    io_uring has the pools' pages registered, else registered_reason says why not; kept_chunks: chunks whose write failed,
+    which are in memory only; jobs_cancelled: reads that were given up; written_per_step_bytes, written_tb_per_day: by
+    training on all drives, None before the first step; drives: the same and more for each drive.
     """
 
     params: int
@@ -49,12 +156,20 @@ class Stats:
     checksum_failures: int
     huge_bytes: int
     registered: bool
+    registered_reason: str
     backend: str
     backend_reason: str
+    kept_chunks: int
+    jobs_cancelled: int
+    written_per_step_bytes: float | None
+    written_tb_per_day: float | None
+    drives: tuple[DriveFigures, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """As a plain dictionary, for logs."""
-        return dataclasses.asdict(self)
+        """As a plain dictionary, for logs and JSON."""
+        record = dataclasses.asdict(self)
+        record["drives"] = list(record["drives"])
+        return record
 
     @classmethod
     def collect(
@@ -67,8 +182,10 @@ class Stats:
         param_numel: int,
         unit_count: int,
         backend_reason: str,
+        endurance: Endurance | None = None,
     ) -> Stats:
-        """Put together what the parts counted."""
+        """Put together what the parts counted. `endurance` has observed `executor`; without it nothing is forecast."""
+        drives = drive_figures(executor, endurance or Endurance())
         return cls(
             params=param_numel,
             units=unit_count,
@@ -96,6 +213,29 @@ class Stats:
             checksum_failures=executor.checksum_failures,
             huge_bytes=executor.huge_bytes,
             registered=executor.registered,
+            registered_reason=executor.registered_reason,
             backend=executor.backend,
             backend_reason=backend_reason,
+            kept_chunks=executor.kept_chunks,
+            jobs_cancelled=executor.jobs_cancelled,
+            written_per_step_bytes=_sum([drive.written_per_step_bytes for drive in drives]),
+            written_tb_per_day=_sum([drive.written_tb_per_day for drive in drives]),
+            drives=drives,
         )
+
+
+def drive_figures(
+    executor: ExecutorStats, endurance: Endurance, *, now_s: float | None = None
+) -> tuple[DriveFigures, ...]:
+    """The figures of each drive. now_s: CLOCK_MONOTONIC, the present by default."""
+    now_s = time.monotonic() if now_s is None else now_s
+    return tuple(
+        DriveFigures.collect(number, drive, endurance, opened_s=executor.opened_s, now_s=now_s)
+        for number, drive in enumerate(executor.drives)
+    )
+
+
+def _sum(values: list[float | None]) -> float | None:
+    """The sum; None when there is nothing or something is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None

@@ -60,6 +60,13 @@ static int section_summed(const inf_chunk *chunk, int32_t section) {
     return chunk->sums_ptr != 0 && !inf_section_resident(chunk, section);
 }
 
+static int piece_verified(const inf_chunk *chunk, int64_t index, int32_t verify) {
+    if (verify < INF_VERIFY_SAMPLE) return verify == INF_VERIFY_FULL;
+    const int64_t pieces = inf_piece_count(chunk);
+    const int64_t stride = pieces < INF_VERIFY_STRIDE ? pieces : INF_VERIFY_STRIDE;
+    return index % stride == (verify - INF_VERIFY_SAMPLE) % stride;
+}
+
 int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to, int32_t verify) {
     const int64_t itemsize = chunk->itemsize[section];
     if (!verify || !section_summed(chunk, section)) {
@@ -70,7 +77,7 @@ int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t
     const int64_t piece_count = inf_piece_count(chunk);
     for (int64_t k = 0; k < piece_count; k++) {
         const piece_range piece = piece_at(chunk, k);
-        if (piece_sum(chunk, section, piece, from) != sums[k]) return k;
+        if (piece_verified(chunk, k, verify) && piece_sum(chunk, section, piece, from) != sums[k]) return k;
         const int64_t at = piece.start * itemsize;
         if (to != NULL && to != from) memcpy(to + at, from + at, (size_t)(piece.numel * itemsize));
     }
@@ -117,7 +124,9 @@ static int update_plan_valid(const inf_chunk *chunk, uint8_t *const section[INF_
     return 1;
 }
 
-static int64_t verify_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], piece_range piece) {
+static int64_t verify_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], piece_range piece,
+                            int32_t verify) {
+    if (!piece_verified(chunk, piece.index, verify)) return INF_OK;
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!section_summed(chunk, s)) continue;
         if (piece_sum(chunk, s, piece, section[s]) != section_sums(chunk, s)[piece.index]) {
@@ -180,17 +189,17 @@ int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECT
     const int64_t piece_count = inf_piece_count(chunk);
     int32_t resident_count = 0;
     for (int32_t s = 0; s < chunk->section_count; s++) resident_count += inf_section_resident(chunk, s);
-    const int fallible = verify && chunk->sums_ptr != 0 && resident_count < chunk->section_count;
+    const int fallible = verify != INF_VERIFY_OFF && chunk->sums_ptr != 0 && resident_count < chunk->section_count;
     const int verify_ahead = fallible && resident_count > 0;
     for (int64_t k = 0; verify_ahead && k < piece_count; k++) {
-        const int64_t bad = verify_piece(chunk, section, piece_at(chunk, k));
+        const int64_t bad = verify_piece(chunk, section, piece_at(chunk, k), verify);
         if (bad != INF_OK) return bad;
     }
     seg_cursor cursor = {segs, seg_count, 0};
     for (int64_t k = 0; k < piece_count; k++) {
         const piece_range piece = piece_at(chunk, k);
         if (fallible && !verify_ahead) {
-            const int64_t bad = verify_piece(chunk, section, piece);
+            const int64_t bad = verify_piece(chunk, section, piece, verify);
             if (bad != INF_OK) return bad;
         }
         const int touched = update_piece(chunk, section, piece, &cursor, hypers);

@@ -109,15 +109,19 @@ static int32_t pools_make(struct inf_executor *ex, char *why, size_t why_bytes) 
     return 0;
 }
 
-static int32_t drives_make(struct inf_executor *ex, const int32_t *fds) {
+static int32_t drives_make(struct inf_executor *ex, const inf_drive_config *configs) {
     ex->drives = calloc((size_t)ex->config.drive_count + 1, sizeof *ex->drives);
     if (ex->drives == NULL) return -ENOMEM;
     for (int32_t d = 0; d < ex->config.drive_count; d++) {
         inf_drive *drive = &ex->drives[d];
-        *drive = (inf_drive){.ex = ex, .index = d, .fd = fds[d], .event_fd = -1};
-        drive->requests = calloc((size_t)ex->config.depth, sizeof *drive->requests);
+        *drive = (inf_drive){.ex = ex, .index = d, .config = configs[d], .event_fd = -1};
+        int32_t threads = ex->config.threads_per_drive;
+        if (!ex->config.uring && drive->config.depth > threads) drive->config.depth = threads;
+        drive->stats.depth = drive->config.depth;
+        ex->seam_on = ex->seam_on || configs[d].read_bytes_per_s > 0 || configs[d].write_bytes_per_s > 0;
+        drive->requests = calloc((size_t)drive->config.depth, sizeof *drive->requests);
         if (drive->requests == NULL) return -ENOMEM;
-        for (int32_t r = 0; r < ex->config.depth; r++) {
+        for (int32_t r = 0; r < drive->config.depth; r++) {
             drive->requests[r].next = drive->free;
             drive->free = &drive->requests[r];
         }
@@ -147,7 +151,7 @@ static int32_t threads_make(struct inf_executor *ex, char *why, size_t why_bytes
     return error;
 }
 
-inf_executor *inf_executor_open(const inf_exec_config *config, const int32_t *fds, int32_t *error, char *why,
+inf_executor *inf_executor_open(const inf_exec_config *config, const inf_drive_config *drives, int32_t *error, char *why,
                                 int32_t why_bytes) {
     struct inf_executor *ex = calloc(1, sizeof *ex);
     *error = -ENOMEM;
@@ -155,17 +159,15 @@ inf_executor *inf_executor_open(const inf_exec_config *config, const int32_t *fd
     ex->config = *config;
     ex->holds = 1;
     ex->backend = config->uring ? &inf_backend_uring : &inf_backend_threads;
-    if (!config->uring && ex->config.depth > config->threads_per_drive) ex->config.depth = config->threads_per_drive;
     const inf_seam *seam = &config->seam;
-    ex->seam_on = seam->delay_us_max > 0 || seam->fault_kind != INF_SEAM_NONE || seam->read_bytes_per_s > 0 ||
-                  seam->write_bytes_per_s > 0;
+    ex->seam_on = seam->delay_us_max > 0 || seam->fault_kind != INF_SEAM_NONE;
     ex->seam_random = seam->seed * 0x9E3779B97F4A7C15u | 1u;
     pthread_mutex_init(&ex->lock, NULL);
     *error = inf_cond_init(&ex->done);
     if (*error == 0) *error = inf_cond_init(&ex->work);
     if (*error == 0) *error = inf_cond_init(&ex->seam_wake);
     if (*error == 0) *error = pools_make(ex, why, (size_t)why_bytes);
-    if (*error == 0) *error = drives_make(ex, fds);
+    if (*error == 0) *error = drives_make(ex, drives);
     if (*error == 0) *error = threads_make(ex, why, (size_t)why_bytes);
     if (*error == 0) return ex;
     if (why[0] == '\0') snprintf(why, (size_t)why_bytes, "%s", strerror(-*error));
@@ -255,7 +257,10 @@ int32_t inf_executor_registered(const inf_executor *ex) { return ex->registered;
 void inf_executor_stats(inf_executor *ex, inf_exec_stats *stats, inf_drive_stats *drives) {
     pthread_mutex_lock(&ex->lock);
     *stats = ex->stats;
-    for (int32_t d = 0; d < ex->config.drive_count; d++) drives[d] = ex->drives[d].stats;
+    for (int32_t d = 0; d < ex->config.drive_count; d++) {
+        inf_meter_tick(&ex->drives[d], inf_now_ns());
+        drives[d] = ex->drives[d].stats;
+    }
     pthread_mutex_unlock(&ex->lock);
 }
 

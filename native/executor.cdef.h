@@ -6,7 +6,7 @@ typedef struct inf_gate inf_gate;
 
 /* Why a job failed; `op` is 0 read, 1 write, -1 neither. offset and length are bytes in the drive's file. */
 typedef struct {
-    int32_t kind; /* 1 errno, 2 short, 3 checksum, 4 no space, 5 closed, 6 bad plan */
+    int32_t kind; /* 1 errno, 2 short, 3 checksum, 4 no space, 5 closed, 6 bad plan, 7 cancelled */
     int32_t op;
     int32_t drive;
     int32_t error; /* errno, 0 = none */
@@ -14,11 +14,21 @@ typedef struct {
     int64_t length;
     uint64_t key;
     int32_t chunk;
-    int32_t earlier; /* 1 = of an earlier job, which left the chunk invalid */
+    int32_t earlier; /* 1 = of an earlier job, which left the chunk invalid; 2 = refused: the drive is marked */
     int32_t section;
     int32_t piece;
 } inf_fault;
 
+/* What a drive moved within a second that had traffic. */
+typedef struct {
+    int64_t start_ns;
+    uint64_t bytes_read;
+    uint64_t bytes_written;
+    uint64_t busy_ns;
+} inf_window;
+
+/* latency: requests by the time to their result; bucket b of executor_meter.c's scale. windows: a ring, the newest is
+ * at (window_count - 1) % 64. */
 typedef struct {
     uint64_t bytes_read;
     uint64_t bytes_written;
@@ -28,12 +38,24 @@ typedef struct {
     uint64_t short_transfers;
     uint64_t errors;
     uint64_t in_flight_max;
+    uint64_t in_flight_bytes_max;
+    uint64_t busy_ns;
+    uint64_t depth_ns;
+    uint64_t latency_max_ns[2];
+    uint64_t latency[2][128];
+    uint64_t window_count;
+    inf_window windows[64];
+    int32_t depth;
+    int32_t marked;
+    inf_fault mark;
 } inf_drive_stats;
 
 typedef struct {
     uint64_t jobs_submitted;
     uint64_t jobs_done;
     uint64_t jobs_failed;
+    uint64_t jobs_cancelled;
+    uint64_t kept_chunks;
     uint64_t updates;
     uint64_t gates_opened;
     uint64_t gates_escaped;
@@ -60,8 +82,6 @@ typedef struct {
 typedef struct {
     uint64_t seed;
     int64_t delay_us_max;
-    double read_bytes_per_s;
-    double write_bytes_per_s;
     int64_t fault_nth;
     int32_t fault_kind;
     int32_t fault_op;
@@ -69,18 +89,25 @@ typedef struct {
     int32_t fault_persistent;
 } inf_seam;
 
+/* The speeds are the seam's, 0 = as it is; reads and writes share a drive's time. */
 typedef struct {
-    int32_t uring; /* 1 io_uring, 0 threads */
-    int32_t verify;
-    int32_t workers;
+    int32_t fd;
     int32_t depth;
+    int64_t block_bytes;
+    double read_bytes_per_s;
+    double write_bytes_per_s;
+} inf_drive_config;
+
+typedef struct {
+    int32_t uring;  /* 1 io_uring, 0 threads */
+    int32_t verify; /* 0 off, 1 full, 2 sample */
+    int32_t workers;
     int32_t threads_per_drive;
     int32_t small_count;
     int32_t large_count;
     int32_t drive_count;
     int64_t small_bytes;
     int64_t large_bytes;
-    int64_t block_bytes;
     int64_t hold_ns;
     inf_seam seam;
 } inf_exec_config;
@@ -103,7 +130,7 @@ int32_t inf_uring_probe(void);
 /* ---- executor ---- */
 
 /* NULL with the reason in `why` and a negative errno in *error. */
-inf_executor *inf_executor_open(const inf_exec_config *config, const int32_t *fds, int32_t *error, char *why,
+inf_executor *inf_executor_open(const inf_exec_config *config, const inf_drive_config *drives, int32_t *error, char *why,
                                 int32_t why_bytes);
 /* Ends intake and makes all gates escape; `cancel`: what has not started fails. */
 void inf_executor_shut(inf_executor *ex, int32_t cancel);
@@ -124,10 +151,14 @@ int32_t inf_executor_invalid(inf_executor *ex, const int32_t *ids, int32_t count
 inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_count, const void *segs,
                                 int32_t seg_count, const void *hypers, int32_t hyper_count, int32_t priority,
                                 inf_gate *gate, int64_t *error);
+/* Takes the marks off the drives and writes again what failed writes kept; as submit. */
+inf_ticket *inf_executor_recover(inf_executor *ex, int64_t *error);
 void inf_executor_release_gates(inf_executor *ex);
 void inf_executor_hold_gates(inf_executor *ex, int32_t held);
 int64_t inf_executor_pool_bytes(const inf_executor *ex);
 int64_t inf_executor_huge_bytes(const inf_executor *ex);
+/* 1: the slab is registered with every ring. Else why not: 0 there is none, 2 it is not huge pages, 3 it is too large, a
+ * negative errno of the kernel. */
 int32_t inf_executor_registered(const inf_executor *ex);
 void inf_executor_stats(inf_executor *ex, inf_exec_stats *stats, inf_drive_stats *drives);
 int32_t inf_executor_spans(inf_executor *ex, int32_t enable);
@@ -140,6 +171,8 @@ const uint32_t *inf_ticket_words(const inf_ticket *ticket);
  * depends on escape, and its jobs demands, first. */
 int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int64_t timeout_ns, int32_t escape);
 int32_t inf_ticket_fault(inf_executor *ex, const inf_ticket *ticket, inf_fault *fault);
+/* Gives up its fetches that no drive has begun. */
+void inf_ticket_cancel(inf_executor *ex, inf_ticket *ticket);
 void inf_ticket_release(inf_executor *ex, inf_ticket *ticket);
 
 inf_gate *inf_gate_new(inf_executor *ex);

@@ -39,7 +39,17 @@
 #define INF_MASK_MOVE_ONLY 0x80000000u
 
 enum { INF_OP_READ = 0, INF_OP_WRITE = 1, INF_OP_COUNT = 2 };
-enum { INF_FAULT_ERRNO = 1, INF_FAULT_SHORT, INF_FAULT_CHECKSUM, INF_FAULT_NO_SPACE, INF_FAULT_CLOSED, INF_FAULT_PLAN };
+enum {
+    INF_FAULT_ERRNO = 1,
+    INF_FAULT_SHORT,
+    INF_FAULT_CHECKSUM,
+    INF_FAULT_NO_SPACE,
+    INF_FAULT_CLOSED,
+    INF_FAULT_PLAN,
+    INF_FAULT_CANCELLED
+};
+enum { INF_EARLIER_JOB = 1, INF_EARLIER_MARK = 2 };
+enum { INF_REGISTERED_NOT = 0, INF_REGISTERED = 1, INF_REGISTERED_NOT_HUGE = 2, INF_REGISTERED_TOO_LARGE = 3 };
 enum { INF_SEAM_NONE = 0, INF_SEAM_ERRNO, INF_SEAM_SHORT, INF_SEAM_ZERO, INF_SEAM_BITFLIP };
 enum { INF_TRACK_READ = 0, INF_TRACK_WRITE, INF_TRACK_UPDATE, INF_TRACK_COPY };
 enum { INF_GATE_CLOSED = 0, INF_GATE_OPEN, INF_GATE_ESCAPED };
@@ -63,15 +73,6 @@ typedef struct {
     inf_run *tail;
 } inf_queue;
 
-typedef struct {
-    inf_chunk plan;
-    inf_run *fifo_head;
-    inf_run *fifo_tail;
-    uint32_t invalid; /* sections whose contents are lost */
-    inf_fault fault;  /* why */
-    int32_t id;
-} inf_chunk_record;
-
 /* Bytes that lie together in the file and in the slot. */
 typedef struct {
     int64_t file_at;
@@ -79,29 +80,47 @@ typedef struct {
     int64_t bytes;
 } inf_range;
 
+/* A slot, and which bytes of the chunk's run it holds. */
+typedef struct {
+    uint8_t *memory; /* NULL: none */
+    int32_t index;
+    int32_t pool;
+    int32_t range_count;
+    bool lost;                             /* a broken ring may still touch it: never to be used again */
+    int64_t section_at[INF_SECTION_MAX];   /* where a section lies in it; -1 = not in it */
+    inf_range ranges[INF_RANGE_MAX];
+} inf_slot;
+
+typedef struct {
+    inf_chunk plan;
+    inf_run *fifo_head;
+    inf_run *fifo_tail;
+    inf_slot kept;      /* of a write that failed: the only copy of its sections */
+    uint32_t kept_mask; /* 0 = nothing is kept */
+    uint32_t invalid;   /* sections whose contents are lost */
+    uint32_t verified;  /* counts runs that were verified: the phase of samples */
+    inf_fault fault;    /* why they are invalid */
+    int32_t id;
+} inf_chunk_record;
+
 /* A job in flight. */
 struct inf_run {
     inf_run *next;
     inf_run *fifo_next;
     inf_submission *submission;
     inf_chunk_record *chunk;
-    uint8_t *slot;
+    inf_slot slot;
     inf_job job;
     inf_state state;
-    int32_t slot_index;
-    int32_t pool;
     int32_t priority;
-    int32_t range_count;
+    int32_t verify; /* of its next pass */
     int32_t cursor; /* next block: range, and position in it */
     int64_t position;
     int32_t blocks_in_flight;
     bool filled;
     bool faulted;
     bool reread;
-    bool slot_lost; /* a broken ring may still write into it */
     int64_t start_ns;
-    int64_t section_slot[INF_SECTION_MAX]; /* where a section lies in the slot; -1 = not in it */
-    inf_range ranges[INF_RANGE_MAX];
     inf_fault fault;
 };
 
@@ -148,8 +167,10 @@ struct inf_request {
     inf_run *run;
     uint8_t *data;
     int64_t offset;
+    int64_t block_bytes;
     int64_t bytes;  /* that are left of the block */
     int64_t ask;    /* that the backend transfers now: `bytes`, or less when the seam says so */
+    int64_t sent_ns;
     int64_t due_ns; /* seam */
     int64_t result;
     int32_t op;
@@ -161,6 +182,7 @@ struct inf_request {
 typedef struct {
     inf_queue jobs[INF_OP_COUNT][INF_PRIORITY_COUNT];
     int32_t in_flight[INF_OP_COUNT];
+    int64_t in_flight_bytes;
     int32_t last_op;
 } inf_drive_queue;
 
@@ -173,11 +195,12 @@ struct inf_drive {
     pthread_cond_t wake; /* threads */
     pthread_t *threads;
     void *ring; /* io_uring's state */
+    inf_drive_config config;
     inf_drive_stats stats;
-    int64_t clock_ns; /* seam: when the throttled drive is free again */
+    int64_t metered_ns; /* up to when busy time is counted */
+    int64_t clock_ns;   /* seam: when the throttled drive is free again */
     int32_t thread_count;
     int32_t index;
-    int32_t fd;
     int32_t event_fd;
     int32_t dead; /* errno after the ring broke: every request fails with it */
     uint32_t kicks; /* counts wakes, so that a thread about to sleep sees that it must not */
@@ -187,7 +210,7 @@ struct inf_drive {
 typedef struct {
     int32_t *free;
     int32_t free_count;
-    int32_t count; /* slots that work: a broken ring may keep some */
+    int32_t count; /* slots that go round: not those that chunks keep or a broken ring may touch */
     int64_t bytes;
     uint8_t *base;
     inf_queue waiting[INF_PRIORITY_COUNT];
@@ -246,11 +269,11 @@ struct inf_executor {
     inf_fault fault;
     int64_t holds; /* Python's: the executor, its tickets and gates, let go in any order */
     int32_t workers_started;
+    int32_t registered; /* INF_REGISTERED* or a negative errno */
     bool seam_started;
     bool seam_on;
     bool spans_on;
     bool faulted;
-    bool registered;
     bool gates_held; /* somebody is on the way to open them: no gate escapes for being idle */
     bool escaping; /* gates escape one after another until someone opens one */
     bool shut;
@@ -283,8 +306,24 @@ void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t
 void inf_run_moved(struct inf_executor *ex, inf_run *run); /* its last block came back */
 void inf_run_finish(struct inf_executor *ex, inf_run *run);
 void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad);
-void inf_promote(struct inf_executor *ex, inf_submission *submission); /* somebody waits for it: demand */
 void inf_pump(struct inf_executor *ex); /* whoever changed something calls it before unlocking */
+void inf_submission_end(struct inf_executor *ex, inf_submission *submission); /* when no job of it is pending */
+
+/* executor_kept.c, all [locked] */
+bool inf_run_keep(struct inf_executor *ex, inf_run *run); /* after a failed write; false: it was something else */
+void inf_run_take_kept(struct inf_executor *ex, inf_run *run);
+void inf_chunk_drop_kept(struct inf_executor *ex, inf_chunk_record *chunk);
+void inf_slot_release(struct inf_executor *ex, inf_slot *slot);
+bool inf_run_refused(const struct inf_executor *ex, inf_run *run); /* its drive is marked: it has failed */
+
+/* executor_meter.c, all [locked] */
+void inf_meter_sent(inf_drive *drive, inf_request *request);
+void inf_meter_result(inf_drive *drive, const inf_request *request);
+void inf_meter_moved(inf_drive *drive, int32_t op, int64_t bytes);
+void inf_meter_tick(inf_drive *drive, int64_t now_ns); /* before the number in flight changes, and before it is looked at */
+
+/* executor_promote.c, [locked] */
+void inf_promote(struct inf_executor *ex, inf_submission *submission); /* somebody waits for it: demand */
 
 /* executor_compute.c */
 void *inf_worker_main(void *worker);
@@ -293,6 +332,7 @@ void inf_run_queue_compute(struct inf_executor *ex, inf_run *run); /* [locked] *
 /* executor_gates.c, [locked] */
 void inf_gate_attach(struct inf_executor *ex, inf_gate *gate, inf_submission *submission);
 void inf_gate_drop_user(inf_gate *gate);
+void inf_gate_detach(struct inf_executor *ex, inf_submission *submission); /* it is done: its gate need not hold it */
 void inf_gates_escape(struct inf_executor *ex, uint64_t order_max);
 void inf_gates_escape_for(struct inf_executor *ex, inf_submission *submission);
 bool inf_gate_escape_oldest(struct inf_executor *ex);
@@ -302,6 +342,7 @@ void inf_drive_queue_run(struct inf_executor *ex, inf_run *run, int32_t op);
 inf_request *inf_drive_take(inf_drive *drive);
 void inf_drive_done(inf_drive *drive, inf_request *request, int64_t result);
 void inf_drive_cancel(inf_drive *drive);
+bool inf_drive_unqueue(inf_drive *drive, inf_run *run, int32_t op); /* false: it was issued whole */
 void inf_drive_break(inf_drive *drive, int32_t error); /* fails all that is in flight; the ring is gone */
 void *inf_seam_main(void *executor);
 

@@ -7,16 +7,18 @@
 static uint8_t *pointer(uint64_t address) { return (uint8_t *)(uintptr_t)address; }
 
 static uint8_t *section_address(const inf_run *run, int32_t section) {
-    if (run->section_slot[section] >= 0) return run->slot + run->section_slot[section];
+    const inf_slot *kept = &run->chunk->kept;
+    if (run->slot.section_at[section] >= 0) return run->slot.memory + run->slot.section_at[section];
+    if (run->chunk->kept_mask >> section & 1u) return kept->memory + kept->section_at[section];
     return pointer(run->chunk->plan.section_ptr[section]);
 }
 
-static int64_t compute_fetch(const struct inf_executor *ex, const inf_run *run) {
+static int64_t compute_fetch(const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!(run->job.mask >> s & 1u)) continue;
         int64_t bad =
-            inf_section_fetch(chunk, s, section_address(run, s), pointer(run->job.ptr[s]), ex->config.verify);
+            inf_section_fetch(chunk, s, section_address(run, s), pointer(run->job.ptr[s]), run->verify);
         if (bad >= 0) return s * inf_piece_count(chunk) + bad;
         if (bad != INF_OK) return bad;
     }
@@ -33,7 +35,7 @@ static int64_t compute_store(const inf_run *run) {
     return INF_OK;
 }
 
-static int64_t compute_update(const struct inf_executor *ex, inf_worker *worker, const inf_run *run) {
+static int64_t compute_update(inf_worker *worker, const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
     size_t words = (size_t)(chunk->section_count * inf_piece_count(chunk));
     if (worker->scratch_words < words) { /* in the first updates only */
@@ -47,14 +49,14 @@ static int64_t compute_update(const struct inf_executor *ex, inf_worker *worker,
     const inf_submission *submission = run->submission;
     return inf_chunk_update(chunk, sections, submission->segs + run->job.seg_first, run->job.seg_count,
                             submission->hypers, submission->hyper_count, pointer(run->job.ptr[0]),
-                            ex->config.verify, worker->scratch);
+                            run->verify, worker->scratch);
 }
 
-static int64_t compute(const struct inf_executor *ex, inf_worker *worker, const inf_run *run) {
+static int64_t compute(inf_worker *worker, const inf_run *run) {
     switch (run->job.kind) {
-    case INF_JOB_FETCH: return compute_fetch(ex, run);
+    case INF_JOB_FETCH: return compute_fetch(run);
     case INF_JOB_STORE: return compute_store(run);
-    default: return compute_update(ex, worker, run);
+    default: return compute_update(worker, run);
     }
 }
 
@@ -68,6 +70,12 @@ static int64_t compute_bytes(const inf_run *run) {
 
 void inf_run_queue_compute(struct inf_executor *ex, inf_run *run) {
     run->state = INF_COMPUTING;
+    run->verify = ex->config.verify;
+    if (run->verify >= INF_VERIFY_SAMPLE && run->reread) {
+        run->verify = INF_VERIFY_FULL;
+    } else if (run->verify >= INF_VERIFY_SAMPLE && run->job.kind != INF_JOB_STORE) {
+        run->verify = INF_VERIFY_SAMPLE + (int32_t)(run->chunk->verified++ % INF_VERIFY_STRIDE);
+    }
     inf_queue_push(&ex->compute[run->priority], run);
     ex->compute_count++;
     pthread_cond_signal(&ex->work);
@@ -113,7 +121,7 @@ void *inf_worker_main(void *argument) {
         }
         pthread_mutex_unlock(&ex->lock);
         int64_t start_ns = inf_now_ns();
-        int64_t bad = compute(ex, worker, run);
+        int64_t bad = compute(worker, run);
         int64_t end_ns = inf_now_ns();
         pthread_mutex_lock(&ex->lock);
         ex->stats.compute_ns += (uint64_t)(end_ns - start_ns);

@@ -21,7 +21,7 @@ static int32_t first_class(const inf_drive_queue *queue, int32_t op) {
 static bool may_send(const inf_drive *drive, int32_t op, int32_t class) {
     const inf_drive_queue *queue = &drive->queue;
     int32_t other = 1 - op;
-    int32_t cap = drive->ex->config.depth;
+    int32_t cap = drive->config.depth;
     if (queue->in_flight[other] > 0 || first_class(queue, other) >= 0) cap = cap / 2 > 0 ? cap / 2 : 1;
     if (op == INF_OP_READ && class != 0 && cap >= 4) cap -= cap / 4;
     return class >= 0 && queue->in_flight[op] < cap;
@@ -39,20 +39,21 @@ static int32_t choose_op(const inf_drive *drive) {
     return 1 - queue->last_op;
 }
 
-static bool issued_whole(const inf_run *run) { return run->cursor >= run->range_count; }
+static bool issued_whole(const inf_run *run) { return run->cursor >= run->slot.range_count; }
 
 static void next_block(inf_drive *drive, inf_request *request, inf_run *run, int32_t op) {
     const struct inf_executor *ex = drive->ex;
-    const inf_range *range = &run->ranges[run->cursor];
+    const inf_range *range = &run->slot.ranges[run->cursor];
     int64_t bytes = range->bytes - run->position;
-    if (bytes > ex->config.block_bytes) bytes = ex->config.block_bytes;
-    uint8_t *data = run->slot + range->slot_at + run->position;
+    if (bytes > drive->config.block_bytes) bytes = drive->config.block_bytes;
+    uint8_t *data = run->slot.memory + range->slot_at + run->position;
     int64_t in_piece = INF_PIECE_BYTES - (data - ex->slab) % INF_PIECE_BYTES;
     if (bytes > in_piece) bytes = in_piece;
     *request = (inf_request){.drive = drive,
                              .run = run,
                              .data = data,
                              .offset = range->file_at + run->position,
+                             .block_bytes = bytes,
                              .bytes = bytes,
                              .op = op,
                              .busy = true};
@@ -91,15 +92,14 @@ static void seam_inject(struct inf_executor *ex, inf_request *request) {
     if (seam->fault_kind == INF_SEAM_BITFLIP && request->op == INF_OP_WRITE) flip(request);
 }
 
-static bool seam_holds(const struct inf_executor *ex) {
-    const inf_seam *seam = &ex->config.seam;
-    return seam->delay_us_max > 0 || seam->read_bytes_per_s > 0 || seam->write_bytes_per_s > 0;
+static bool seam_holds(const struct inf_executor *ex, const inf_drive *drive) {
+    return ex->config.seam.delay_us_max > 0 || drive->config.read_bytes_per_s > 0 || drive->config.write_bytes_per_s > 0;
 }
 
 static void seam_hold(struct inf_executor *ex, inf_drive *drive, inf_request *request, int64_t result) {
     const inf_seam *seam = &ex->config.seam;
     int64_t now_ns = inf_now_ns();
-    double speed = request->op == INF_OP_READ ? seam->read_bytes_per_s : seam->write_bytes_per_s;
+    double speed = request->op == INF_OP_READ ? drive->config.read_bytes_per_s : drive->config.write_bytes_per_s;
     if (drive->clock_ns < now_ns) drive->clock_ns = now_ns;
     if (speed > 0) drive->clock_ns += (int64_t)((double)request->ask / speed * 1e9);
     request->due_ns = speed > 0 ? drive->clock_ns : now_ns;
@@ -122,7 +122,7 @@ static void run_blames(inf_drive *drive, const inf_request *request, int32_t kin
     drive->stats.errors++;
     inf_run_fail(run, kind, request->op, error, request->offset, request->bytes);
     inf_queue *queue = &drive->queue.jobs[request->op][run->priority];
-    if (queue->head == run) inf_queue_pop(queue); /* only a queue's head is partly issued */
+    (void)inf_queue_remove(queue, run); /* what is left of it is not sent */
 }
 
 /* True when the request must be sent again: after EAGAIN or EINTR, or for the rest of a short transfer. */
@@ -143,9 +143,11 @@ static bool result_again(inf_drive *drive, inf_request *request, int64_t result)
     }
     if (request->inject == INF_SEAM_SHORT && result > request->bytes / 2) result = request->bytes / 2;
     bool whole = result >= request->bytes;
-    /* O_DIRECT wants the rest aligned: a part of a sector is moved again. */
-    int64_t moved = whole ? request->bytes : result & ~(int64_t)(INF_SECTOR - 1);
-    *(read ? &drive->stats.bytes_read : &drive->stats.bytes_written) += (uint64_t)moved;
+    /* O_DIRECT wants the rest aligned, to 4096 where drives have such sectors: a part of one is moved again. */
+    int64_t aligned = result & ~(int64_t)(INF_ALIGN - 1);
+    if (aligned == 0) aligned = result & ~(int64_t)(INF_SECTOR - 1);
+    int64_t moved = whole ? request->bytes : aligned;
+    inf_meter_moved(drive, request->op, moved);
     if (whole) {
         if (read && request->inject == INF_SEAM_BITFLIP) flip(request);
         return false;
@@ -163,7 +165,9 @@ static bool result_again(inf_drive *drive, inf_request *request, int64_t result)
 
 static void request_end(inf_drive *drive, inf_request *request) {
     inf_run *run = request->run;
+    inf_meter_tick(drive, inf_now_ns());
     drive->queue.in_flight[request->op]--;
+    drive->queue.in_flight_bytes -= request->block_bytes;
     request->busy = false;
     request->next = drive->free;
     drive->free = request;
@@ -172,6 +176,7 @@ static void request_end(inf_drive *drive, inf_request *request) {
 }
 
 static void request_result(inf_drive *drive, inf_request *request, int64_t result) {
+    inf_meter_result(drive, request);
     if (result_again(drive, request, result)) {
         request->next = drive->again;
         drive->again = request;
@@ -183,7 +188,7 @@ static void request_result(inf_drive *drive, inf_request *request, int64_t resul
 
 void inf_drive_done(inf_drive *drive, inf_request *request, int64_t result) {
     struct inf_executor *ex = drive->ex;
-    if (ex->seam_on && seam_holds(ex)) seam_hold(ex, drive, request, result);
+    if (ex->seam_on && seam_holds(ex, drive)) seam_hold(ex, drive, request, result);
     else request_result(drive, request, result);
 }
 
@@ -216,7 +221,7 @@ void inf_drive_queue_run(struct inf_executor *ex, inf_run *run, int32_t op) {
     run->position = 0;
     run->start_ns = inf_now_ns();
     if (drive->dead != 0) {
-        inf_run_fail(run, INF_FAULT_ERRNO, op, drive->dead, run->ranges[0].file_at, run->ranges[0].bytes);
+        inf_run_fail(run, INF_FAULT_ERRNO, op, drive->dead, run->slot.ranges[0].file_at, run->slot.ranges[0].bytes);
         inf_run_finish(ex, run);
         return;
     }
@@ -240,11 +245,16 @@ inf_request *inf_drive_take(inf_drive *drive) {
             next_block(drive, request, run, op);
             if (issued_whole(run)) inf_queue_pop(queue);
             drive->queue.last_op = op;
+            inf_meter_tick(drive, inf_now_ns());
             drive->queue.in_flight[op]++;
+            drive->queue.in_flight_bytes += request->bytes;
+            if ((uint64_t)drive->queue.in_flight_bytes > drive->stats.in_flight_bytes_max) {
+                drive->stats.in_flight_bytes_max = (uint64_t)drive->queue.in_flight_bytes;
+            }
             uint64_t in_flight = (uint64_t)(drive->queue.in_flight[0] + drive->queue.in_flight[1]);
             if (in_flight > drive->stats.in_flight_max) drive->stats.in_flight_max = in_flight;
         }
-        *(request->op == INF_OP_READ ? &drive->stats.reads : &drive->stats.writes) += 1;
+        inf_meter_sent(drive, request);
         request->ask = request->bytes;
         if (ex->seam_on) seam_inject(ex, request);
         if (request->inject != INF_SEAM_ERRNO && request->inject != INF_SEAM_ZERO) return request;
@@ -257,11 +267,15 @@ static void queued_fail(inf_drive *drive, int32_t kind, int32_t error) {
         for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
             inf_run *run;
             while ((run = inf_queue_pop(&drive->queue.jobs[op][p])) != NULL) {
-                inf_run_fail(run, kind, op, error, run->ranges[0].file_at, run->ranges[0].bytes);
+                inf_run_fail(run, kind, op, error, run->slot.ranges[0].file_at, run->slot.ranges[0].bytes);
                 if (run->blocks_in_flight == 0) inf_run_moved(drive->ex, run);
             }
         }
     }
+}
+
+bool inf_drive_unqueue(inf_drive *drive, inf_run *run, int32_t op) {
+    return inf_queue_remove(&drive->queue.jobs[op][run->priority], run);
 }
 
 void inf_drive_cancel(inf_drive *drive) { queued_fail(drive, INF_FAULT_CLOSED, 0); }
@@ -273,13 +287,17 @@ void inf_drive_break(inf_drive *drive, int32_t error) {
         else at = &(*at)->next;
     }
     drive->dead = error;
+    if (!drive->stats.marked) {
+        drive->stats.marked = 1;
+        drive->stats.mark = (inf_fault){.kind = INF_FAULT_ERRNO, .op = -1, .drive = drive->index, .error = error, .chunk = -1};
+    }
     drive->again = NULL;
     queued_fail(drive, INF_FAULT_ERRNO, error);
-    for (int32_t i = 0; i < drive->ex->config.depth; i++) {
+    for (int32_t i = 0; i < drive->config.depth; i++) {
         inf_request *request = &drive->requests[i];
         if (!request->busy) continue;
         /* The kernel may still move these bytes: the slot must never be used again. */
-        request->run->slot_lost = true;
+        request->run->slot.lost = true;
         inf_run_fail(request->run, INF_FAULT_ERRNO, request->op, error, request->offset, request->bytes);
         request_end(drive, request);
     }

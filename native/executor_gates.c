@@ -51,6 +51,17 @@ static void gate_unlink(struct inf_executor *ex, inf_gate *gate) {
     gate->next = NULL;
 }
 
+void inf_gate_detach(struct inf_executor *ex, inf_submission *submission) {
+    inf_gate *gate = submission->gate;
+    if (gate->state != INF_GATE_CLOSED) return;
+    inf_submission **at = &gate->first;
+    while (*at != NULL && *at != submission) at = &(*at)->gate_next;
+    if (*at != NULL) *at = submission->gate_next;
+    if (gate->first != NULL) return;
+    gate_unlink(ex, gate);
+    gate->order = 0;
+}
+
 /* The gate is closed no more: its submissions may start. */
 static void gate_let_go(struct inf_executor *ex, inf_gate *gate, int32_t state) {
     gate->state = state;

@@ -9,26 +9,28 @@ static uint32_t sections_all(const inf_chunk *chunk) { return (1u << chunk->sect
 
 static uint32_t sections_used(const inf_run *run) {
     uint32_t all = sections_all(&run->chunk->plan);
-    return run->job.kind == INF_JOB_UPDATE ? all : run->job.mask & all;
+    return run->job.kind == INF_JOB_UPDATE ? all : run->job.mask & all; /* none of a REWRITE */
 }
 
-/* Lays the job's sections out in its slot; sections that lie together in the file become one range. */
+/* Lays the job's sections out in its slot; sections that lie together in the file become one range. What the chunk keeps
+ * in memory is not read from the drive. */
 static void plan_ranges(inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
-    uint32_t used = sections_used(run);
+    inf_slot *slot = &run->slot;
+    uint32_t used = sections_used(run) & ~run->chunk->kept_mask;
     int64_t slot_at = 0;
-    run->range_count = 0;
+    slot->range_count = 0;
     for (int32_t s = 0; s < INF_SECTION_MAX; s++) {
-        run->section_slot[s] = -1;
+        slot->section_at[s] = -1;
         if (s >= chunk->section_count || !(used >> s & 1u) || inf_section_resident(chunk, s)) continue;
         int64_t bytes = inf_align_up(inf_section_bytes(chunk, s));
         int64_t file_at = chunk->file_offset + chunk->section_at[s];
-        inf_range *last = run->range_count > 0 ? &run->ranges[run->range_count - 1] : NULL;
-        run->section_slot[s] = slot_at;
+        inf_range *last = slot->range_count > 0 ? &slot->ranges[slot->range_count - 1] : NULL;
+        slot->section_at[s] = slot_at;
         if (last != NULL && last->file_at + last->bytes == file_at) {
             last->bytes += bytes;
         } else {
-            run->ranges[run->range_count++] = (inf_range){file_at, slot_at, bytes};
+            slot->ranges[slot->range_count++] = (inf_range){file_at, slot_at, bytes};
         }
         slot_at += bytes;
     }
@@ -52,7 +54,7 @@ void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t
 void inf_run_consider(struct inf_executor *ex, inf_run *run) {
     const inf_submission *submission = run->submission;
     if (run->state != INF_WAITING || run->chunk->fifo_head != run) return;
-    if (submission->gate != NULL && submission->gate->state == INF_GATE_CLOSED && !submission->escaped) return;
+    if (!run->faulted && submission->gate != NULL && submission->gate->state == INF_GATE_CLOSED && !submission->escaped) return;
     run->state = INF_STARTING;
     ex->active++;
     inf_queue_push(&ex->starting, run);
@@ -60,9 +62,19 @@ void inf_run_consider(struct inf_executor *ex, inf_run *run) {
 
 static void run_start(struct inf_executor *ex, inf_run *run) {
     const inf_submission *submission = run->submission;
-    if (ex->cancelled) {
-        inf_run_fail(run, INF_FAULT_CLOSED, -1, 0, 0, 0);
+    if (ex->cancelled) inf_run_fail(run, INF_FAULT_CLOSED, -1, 0, 0, 0);
+    if (run->faulted) { /* or it was given up while it waited */
         inf_run_finish(ex, run);
+        return;
+    }
+    if (run->job.kind == INF_JOB_REWRITE) {
+        if (run->chunk->kept_mask == 0) {
+            inf_run_finish(ex, run);
+            return;
+        }
+        inf_run_take_kept(ex, run);
+        run->state = INF_WRITING;
+        inf_drive_queue_run(ex, run, INF_OP_WRITE);
         return;
     }
     if (submission->escaped) {
@@ -74,21 +86,27 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
     } else if (submission->gate != NULL && run->job.base >= 0) {
         run->job.ptr[0] += submission->gate->bases[run->job.base];
     }
-    if (run->job.kind != INF_JOB_STORE && (run->chunk->invalid & sections_used(run)) != 0) {
+    bool reads = run->job.kind != INF_JOB_STORE;
+    if (reads && (run->chunk->invalid & sections_used(run)) != 0) {
         run->fault = run->chunk->fault;
-        run->fault.earlier = 1;
+        run->fault.earlier = INF_EARLIER_JOB;
         run->faulted = true;
         inf_run_finish(ex, run);
         return;
     }
+    if (inf_run_refused(ex, run)) {
+        inf_run_finish(ex, run);
+        return;
+    }
+    assert(reads || run->chunk->kept_mask == 0);
     plan_ranges(run);
-    if (run->range_count == 0) {
+    if (run->slot.range_count == 0) {
         inf_run_queue_compute(ex, run);
         return;
     }
     run->state = INF_SLOT;
-    inf_queue_push(&ex->pools[run->pool].waiting[run->priority], run);
-    ex->pools[run->pool].waiting_count++;
+    inf_queue_push(&ex->pools[run->slot.pool].waiting[run->priority], run);
+    ex->pools[run->slot.pool].waiting_count++;
 }
 
 static void run_with_slot(struct inf_executor *ex, inf_run *run) {
@@ -103,6 +121,18 @@ static void run_with_slot(struct inf_executor *ex, inf_run *run) {
     }
 }
 
+/* Every slot is kept by a chunk whose write failed, or lost to a ring that broke; or the executor ends. */
+static void no_slot(struct inf_executor *ex, inf_run *run) {
+    if (ex->cancelled || !ex->faulted) {
+        inf_run_fail(run, ex->cancelled ? INF_FAULT_CLOSED : INF_FAULT_ERRNO, -1, ex->cancelled ? 0 : EIO, 0, 0);
+    } else {
+        run->faulted = true;
+        run->fault = ex->fault;
+        run->fault.earlier = INF_EARLIER_MARK;
+    }
+    inf_run_finish(ex, run);
+}
+
 static void pool_dispatch(struct inf_executor *ex, int32_t index) {
     inf_pool *pool = &ex->pools[index];
     for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
@@ -110,51 +140,13 @@ static void pool_dispatch(struct inf_executor *ex, int32_t index) {
             inf_run *run = inf_queue_pop(&pool->waiting[p]);
             pool->waiting_count--;
             if (ex->cancelled || pool->count == 0) {
-                inf_run_fail(run, ex->cancelled ? INF_FAULT_CLOSED : INF_FAULT_ERRNO, -1, ex->cancelled ? 0 : EIO, 0, 0);
-                inf_run_finish(ex, run);
+                no_slot(ex, run);
                 continue;
             }
-            run->slot_index = pool->free[--pool->free_count];
-            run->slot = pool->base + (int64_t)run->slot_index * pool->bytes;
+            run->slot.index = pool->free[--pool->free_count];
+            run->slot.memory = pool->base + (int64_t)run->slot.index * pool->bytes;
             run_with_slot(ex, run);
         }
-    }
-}
-
-/* Moves a job to the queue of demands, wherever it waits. One that is partly with the drive stays: it is first there. */
-static void run_promote(struct inf_executor *ex, inf_run *run) {
-    int32_t priority = run->priority;
-    inf_queue *from = NULL;
-    inf_queue *to = NULL;
-    if (priority == 0 || run->state == INF_DONE) return;
-    if (run->state == INF_SLOT) {
-        from = &ex->pools[run->pool].waiting[priority];
-        to = &ex->pools[run->pool].waiting[0];
-    } else if (run->state == INF_COMPUTING) {
-        from = &ex->compute[priority];
-        to = &ex->compute[0];
-    } else if (run->state == INF_READING || run->state == INF_WRITING) {
-        inf_drive_queue *queue = &ex->drives[run->chunk->plan.drive].queue;
-        int32_t op = run->state == INF_READING ? INF_OP_READ : INF_OP_WRITE;
-        if (run->cursor == 0 && run->position == 0) from = &queue->jobs[op][priority];
-        to = &queue->jobs[op][0];
-        if (from == NULL) return;
-    }
-    if (from != NULL && !inf_queue_remove(from, run)) return;
-    run->priority = 0;
-    if (from != NULL) inf_queue_push(to, run);
-}
-
-void inf_promote(struct inf_executor *ex, inf_submission *submission) {
-    for (int32_t j = 0; j < submission->job_count; j++) {
-        inf_run *run = &submission->runs[j];
-        if (run->state == INF_DONE) continue;
-        inf_run *before = run->chunk->fifo_head;
-        while (before != NULL && before != run) {
-            run_promote(ex, before);
-            before = before->fifo_next;
-        }
-        run_promote(ex, run);
     }
 }
 
@@ -186,7 +178,7 @@ static bool fetch_computes(const struct inf_executor *ex, const inf_run *run) {
 
 static int64_t run_bytes(const inf_run *run) {
     int64_t bytes = 0;
-    for (int32_t r = 0; r < run->range_count; r++) bytes += run->ranges[r].bytes;
+    for (int32_t r = 0; r < run->slot.range_count; r++) bytes += run->slot.ranges[r].bytes;
     return bytes;
 }
 
@@ -194,7 +186,8 @@ void inf_run_moved(struct inf_executor *ex, inf_run *run) {
     bool reading = run->state == INF_READING;
     assert(run->blocks_in_flight == 0 && (reading || run->state == INF_WRITING));
     if (ex->spans_on) inf_span_add(ex, run, reading ? INF_TRACK_READ : INF_TRACK_WRITE, run->start_ns, run_bytes(run));
-    if (run->faulted || !reading) {
+    bool refused = reading && !run->faulted && inf_run_refused(ex, run);
+    if (run->faulted || !reading || refused) {
         inf_run_finish(ex, run);
     } else if (run->job.kind == INF_JOB_FETCH && !fetch_computes(ex, run)) {
         inf_run_finish(ex, run);
@@ -231,7 +224,7 @@ void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad) {
     if (bad == INF_OK) {
         if (run->job.kind == INF_JOB_UPDATE) ex->stats.updates++;
         run_filled(ex, run);
-        if (run->job.kind == INF_JOB_FETCH || run->range_count == 0) {
+        if (run->job.kind == INF_JOB_FETCH || run->slot.range_count == 0) {
             inf_run_finish(ex, run);
         } else if (ex->cancelled) {
             inf_run_fail(run, INF_FAULT_CLOSED, -1, 0, 0, 0);
@@ -242,7 +235,7 @@ void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad) {
         }
         return;
     }
-    if (bad >= 0 && !run->reread && run->range_count > 0 && !ex->cancelled) {
+    if (bad >= 0 && !run->reread && run->slot.range_count > 0 && !ex->cancelled) {
         /* A transfer gone wrong is mended by another one; what lies wrong on the drive is not. */
         run->reread = true;
         ex->stats.rereads++;
@@ -258,37 +251,31 @@ void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad) {
     inf_run_finish(ex, run);
 }
 
-static void slot_release(struct inf_executor *ex, inf_run *run) {
-    if (run->slot == NULL) return;
-    inf_pool *pool = &ex->pools[run->pool];
-    if (run->slot_lost) {
-        pool->count--;
-    } else {
-        pool->free[pool->free_count++] = run->slot_index;
-    }
-    run->slot = NULL;
-}
-
-static void chunk_settle(inf_run *run) {
+/* What the job's end means for its chunk. [before the slot is released] */
+static void chunk_settle(struct inf_executor *ex, inf_run *run) {
     inf_chunk_record *chunk = run->chunk;
     bool store = run->job.kind == INF_JOB_STORE;
     if (!run->faulted) {
         if (store) chunk->invalid &= ~sections_used(run);
         return;
     }
-    bool untouched = run->fault.earlier || run->fault.kind == INF_FAULT_PLAN;
-    if (run->job.kind == INF_JOB_FETCH || untouched) return;
+    if (inf_run_keep(ex, run) || run->job.kind == INF_JOB_REWRITE) return;
+    if (run->job.kind == INF_JOB_FETCH || run->fault.kind == INF_FAULT_PLAN) return;
+    /* Also after an update that did not begin: nobody may take the values before it for those after it. */
     chunk->invalid |= store ? sections_used(run) : sections_all(&chunk->plan);
     chunk->fault = run->fault;
 }
 
-static void submission_done(struct inf_executor *ex, inf_submission *submission) {
+void inf_submission_end(struct inf_executor *ex, inf_submission *submission) {
     inf_ticket *ticket = submission->ticket;
     if (submission->previous != NULL) submission->previous->next = submission->next;
     if (submission->next != NULL) submission->next->previous = submission->previous;
     if (ex->live == submission) ex->live = submission->next;
     ex->stats.submissions_live--;
-    if (submission->gate != NULL) inf_gate_drop_user(submission->gate);
+    if (submission->gate != NULL) {
+        inf_gate_detach(ex, submission);
+        inf_gate_drop_user(submission->gate);
+    }
     ticket->submission = NULL;
     __atomic_store_n(&ticket->words[0], ticket->words[2] ? 2u : 1u, __ATOMIC_RELEASE);
     if (ticket->released) free(ticket);
@@ -303,16 +290,18 @@ void inf_run_finish(struct inf_executor *ex, inf_run *run) {
     inf_submission *submission = run->submission;
     inf_chunk_record *chunk = run->chunk;
     assert(chunk->fifo_head == run && run->state != INF_DONE && run->blocks_in_flight == 0);
+    chunk_settle(ex, run);
     run->state = INF_DONE;
-    slot_release(ex, run);
-    chunk_settle(run);
+    inf_slot_release(ex, &run->slot);
     chunk->fifo_head = run->fifo_next;
     if (chunk->fifo_head == NULL) chunk->fifo_tail = NULL;
     else inf_run_consider(ex, chunk->fifo_head);
     ex->stats.jobs_done++;
     if (run->faulted) {
-        ex->stats.jobs_failed++;
-        if (!ex->faulted && run->fault.kind != INF_FAULT_CLOSED) {
+        bool given_up = run->fault.kind == INF_FAULT_CLOSED || run->fault.kind == INF_FAULT_CANCELLED;
+        if (run->fault.kind == INF_FAULT_CANCELLED) ex->stats.jobs_cancelled++;
+        else ex->stats.jobs_failed++;
+        if (!ex->faulted && !given_up) {
             ex->faulted = true;
             ex->fault = run->fault;
         }
@@ -328,6 +317,6 @@ void inf_run_finish(struct inf_executor *ex, inf_run *run) {
         ex->idle_since_ns = inf_now_ns();
         if (ex->gates != NULL) pthread_cond_signal(&ex->work); /* a worker keeps the time of gates */
     }
-    if (--submission->pending == 0) submission_done(ex, submission);
+    if (--submission->pending == 0) inf_submission_end(ex, submission);
     if (ex->pending == 0) pthread_cond_broadcast(&ex->done);
 }

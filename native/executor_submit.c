@@ -45,6 +45,7 @@ int32_t inf_executor_define(inf_executor *ex, const void *chunks, int32_t count,
     for (int32_t i = 0; i < count && error == 0; i++) {
         int32_t id = ex->chunks_free[--ex->chunk_free_count];
         records[i]->plan = plans[i];
+        if (ex->config.verify == INF_VERIFY_OFF) records[i]->plan.sums_ptr = 0;
         records[i]->id = ids[i] = id;
         ex->chunks[id] = records[i];
     }
@@ -69,11 +70,13 @@ int32_t inf_executor_drop(inf_executor *ex, const int32_t *ids, int32_t count) {
     }
     for (int32_t i = 0; i < count && error == 0; i++) {
         if (ex->chunks[ids[i]] == NULL) continue; /* named twice */
+        inf_chunk_drop_kept(ex, ex->chunks[ids[i]]);
         free(ex->chunks[ids[i]]);
         ex->chunks[ids[i]] = NULL;
         ex->chunks_free[ex->chunk_free_count++] = ids[i];
         ex->stats.chunks_live--;
     }
+    inf_pump(ex); /* slots that were kept go round again */
     pthread_mutex_unlock(&ex->lock);
     return error;
 }
@@ -143,7 +146,7 @@ static void run_init(struct inf_executor *ex, inf_submission *submission, int32_
                      .job = *job,
                      .state = INF_WAITING,
                      .priority = priority};
-    run->pool = pool_for(ex, slot_bytes(&run->chunk->plan, job));
+    run->slot.pool = pool_for(ex, slot_bytes(&run->chunk->plan, job));
     if (run->chunk->fifo_tail != NULL) run->chunk->fifo_tail->fifo_next = run;
     else run->chunk->fifo_head = run;
     run->chunk->fifo_tail = run;
@@ -164,43 +167,95 @@ static void submission_enter(struct inf_executor *ex, inf_submission *submission
     inf_pump(ex);
 }
 
+static void submission_free(inf_submission *submission) {
+    if (submission == NULL) return;
+    free(submission->segs);
+    free(submission->hypers);
+    free(submission);
+}
+
+static inf_submission *submission_new(int32_t job_count, const void *segs, int32_t seg_count, const void *hypers,
+                                      int32_t hyper_count) {
+    inf_submission *submission = calloc(1, sizeof *submission + (size_t)job_count * sizeof(inf_run));
+    if (submission == NULL) return NULL;
+    submission->segs = copy_of(segs, seg_count, sizeof(inf_seg));
+    submission->hypers = copy_of(hypers, hyper_count, sizeof(inf_hyper));
+    submission->hyper_count = hyper_count;
+    submission->job_count = submission->pending = submission->unfilled = job_count;
+    if (submission->segs != NULL && submission->hypers != NULL) return submission;
+    submission_free(submission);
+    return NULL;
+}
+
+static int64_t plan_wrong(const struct inf_executor *ex, const inf_job *jobs, int32_t job_count, int32_t seg_count,
+                          const inf_gate *gate) {
+    for (int32_t j = 0; j < job_count; j++) {
+        int32_t what = job_wrong(ex, &jobs[j], seg_count, gate != NULL);
+        if (what == 0 && gate != NULL && gate->state == INF_GATE_OPEN && jobs[j].base >= gate->base_count) what = BAD_BASE;
+        if (what != 0) return 1 + ((int64_t)j << 4 | what);
+    }
+    return 0;
+}
+
+/* Hands a submission over; the ticket has its hold. [locked] */
+static void submission_hand_over(struct inf_executor *ex, inf_ticket *ticket, inf_submission *submission,
+                                 const inf_job *jobs, int32_t priority, inf_gate *gate) {
+    ex->holds++;
+    if (submission->job_count == 0) {
+        ticket->words[0] = ticket->words[1] = 1;
+        submission_free(submission);
+        return;
+    }
+    ticket->submission = submission;
+    submission->ticket = ticket;
+    submission_enter(ex, submission, jobs, priority, gate);
+}
+
 inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_count, const void *segs,
                                 int32_t seg_count, const void *hypers, int32_t hyper_count, int32_t priority,
                                 inf_gate *gate, int64_t *error) {
-    const inf_job *plans = jobs;
     inf_ticket *ticket = calloc(1, sizeof *ticket);
-    inf_submission *submission = calloc(1, sizeof *submission + (size_t)job_count * sizeof(inf_run));
+    inf_submission *submission = submission_new(job_count, segs, seg_count, hypers, hyper_count);
     *error = ticket == NULL || submission == NULL ? -ENOMEM : 0;
-    if (submission != NULL) {
-        submission->segs = copy_of(segs, seg_count, sizeof(inf_seg));
-        submission->hypers = copy_of(hypers, hyper_count, sizeof(inf_hyper));
-        if (submission->segs == NULL || submission->hypers == NULL) *error = -ENOMEM;
-    }
     pthread_mutex_lock(&ex->lock);
     if (*error == 0 && ex->shut) *error = -ESHUTDOWN;
-    for (int32_t j = 0; j < job_count && *error == 0; j++) {
-        int32_t what = job_wrong(ex, &plans[j], seg_count, gate != NULL);
-        if (what == 0 && gate != NULL && gate->state == INF_GATE_OPEN && plans[j].base >= gate->base_count) what = BAD_BASE;
-        if (what != 0) *error = 1 + ((int64_t)j << 4 | what);
-    }
-    if (*error == 0 && job_count > 0) {
-        ticket->submission = submission;
-        submission->ticket = ticket;
-        submission->job_count = submission->pending = submission->unfilled = job_count;
-        submission->hyper_count = hyper_count;
-        submission_enter(ex, submission, plans, priority, gate);
-        submission = NULL; /* the executor's now */
-    } else if (*error == 0) {
-        ticket->words[0] = ticket->words[1] = 1;
-    }
-    if (*error == 0) ex->holds++; /* the ticket's */
+    if (*error == 0) *error = plan_wrong(ex, jobs, job_count, seg_count, gate);
+    if (*error == 0) submission_hand_over(ex, ticket, submission, jobs, priority, gate);
     pthread_mutex_unlock(&ex->lock);
-    if (submission != NULL) {
-        free(submission->segs);
-        free(submission->hypers);
-        free(submission);
-    }
     if (*error == 0) return ticket;
+    submission_free(submission);
+    free(ticket);
+    return NULL;
+}
+
+/* One REWRITE for each chunk that keeps something; *count is how many. NULL without memory. */
+static inf_job *rewrites(const struct inf_executor *ex, int32_t *count) {
+    inf_job *jobs = calloc(ex->stats.kept_chunks + 1, sizeof *jobs);
+    *count = 0;
+    for (int32_t c = 0; c < ex->chunk_count && jobs != NULL; c++) {
+        if (ex->chunks[c] == NULL || ex->chunks[c]->kept_mask == 0) continue;
+        jobs[(*count)++] = (inf_job){.chunk = c, .kind = INF_JOB_REWRITE, .base = -1};
+    }
+    return jobs;
+}
+
+inf_ticket *inf_executor_recover(inf_executor *ex, int64_t *error) {
+    inf_ticket *ticket = calloc(1, sizeof *ticket);
+    inf_submission *submission = NULL;
+    int32_t count = 0;
+    pthread_mutex_lock(&ex->lock);
+    inf_job *jobs = rewrites(ex, &count);
+    if (jobs != NULL) submission = submission_new(count, NULL, 0, NULL, 0);
+    *error = ticket == NULL || submission == NULL ? -ENOMEM : ex->shut ? -ESHUTDOWN : 0;
+    if (*error == 0) {
+        /* In one go with taking the marks off: between the two another job could write a chunk that keeps something. */
+        for (int32_t d = 0; d < ex->config.drive_count; d++) ex->drives[d].stats.marked = 0;
+        submission_hand_over(ex, ticket, submission, jobs, INF_PRIORITY_COUNT - 1, NULL);
+    }
+    pthread_mutex_unlock(&ex->lock);
+    free(jobs);
+    if (*error == 0) return ticket;
+    submission_free(submission);
     free(ticket);
     return NULL;
 }

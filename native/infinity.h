@@ -18,7 +18,7 @@
 #define INF_LOG_MAX 8
 
 enum { INF_FORMAT_RAW = 0, INF_FORMAT_SPLIT = 1, INF_FORMAT_FP32 = 2 };
-enum { INF_JOB_FETCH = 1, INF_JOB_STORE = 2, INF_JOB_UPDATE = 3 };
+enum { INF_JOB_FETCH = 1, INF_JOB_STORE = 2, INF_JOB_UPDATE = 3, INF_JOB_REWRITE = 4 };
 enum { INF_GRAD_BF16 = 0, INF_GRAD_FP32 = 1 };
 enum { INF_LOG_MUL = 0, INF_LOG_DIV = 1 };
 
@@ -103,6 +103,10 @@ uint32_t inf_crc32c(uint32_t seed, const void *data, size_t size_bytes);
 enum { INF_CRC_PORTABLE = 0, INF_CRC_STREAMS = 1, INF_CRC_CLMUL = 2, INF_CRC_VPCLMUL = 3, INF_CRC_COUNT = 4 };
 const char *inf_crc32c_name(int32_t variant); /* NULL past the last; variant -1 = the one in use */
 uint32_t inf_crc32c_with(int32_t variant, uint32_t seed, const void *data, size_t size_bytes, int32_t *ok);
+
+/* `verify` of the passes: none, every piece, or (from INF_VERIFY_SAMPLE on) one piece of INF_VERIFY_STRIDE, the phase being
+ * what is above INF_VERIFY_SAMPLE: a run never goes wholly unchecked, and as many runs as the stride check all of it. */
+enum { INF_VERIFY_OFF = 0, INF_VERIFY_FULL = 1, INF_VERIFY_SAMPLE = 2, INF_VERIFY_STRIDE = 16 };
 
 /* What a piece's checksum starts from, so that stale or misdirected data of the right shape does not pass. */
 uint32_t inf_sum_seed(uint64_t generation, uint64_t key, int32_t section, int64_t piece);

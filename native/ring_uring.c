@@ -115,8 +115,10 @@ typedef struct {
     ring_storage storage;
     uint64_t event;
     int32_t error;
+    int32_t registered;
     bool ready;
     bool fixed;
+    bool file_fixed;
     bool event_posted;
 } uring_state;
 
@@ -150,33 +152,23 @@ int32_t inf_uring_probe(void) {
 }
 
 /* Registered pages need no pinning per request. Only huge pages: registered 4 KiB pages are slower than none. */
-static bool slab_register(const struct inf_executor *ex, uring_state *state) {
-    if (ex->slab_bytes == 0 || ex->huge_bytes < ex->slab_bytes / 10 * 9) return false;
+static int32_t slab_register(const struct inf_executor *ex, uring_state *state) {
+    if (ex->slab_bytes == 0) return INF_REGISTERED_NOT;
+    if (ex->huge_bytes < ex->slab_bytes / 10 * 9) return INF_REGISTERED_NOT_HUGE;
     struct iovec pieces[1024];
     unsigned count = 0;
     for (int64_t at = 0; at < ex->slab_bytes; at += INF_PIECE_BYTES) {
-        if (count == sizeof pieces / sizeof *pieces) return false;
+        if (count == sizeof pieces / sizeof *pieces) return INF_REGISTERED_TOO_LARGE;
         int64_t bytes = ex->slab_bytes - at < INF_PIECE_BYTES ? ex->slab_bytes - at : INF_PIECE_BYTES;
         pieces[count++] = (struct iovec){ex->slab + at, (size_t)bytes};
     }
-    return api.register_buffers(&state->storage, pieces, count) == 0; /* ENOMEM: RLIMIT_MEMLOCK; goes without */
-}
-
-static int32_t ring_open(inf_drive *drive, uring_state *state) {
-    int32_t error = ring_make(&state->storage, (unsigned)drive->ex->config.depth * 2 + 4);
-    if (error != 0) return error;
-    error = api.register_files(&state->storage, &drive->fd, 1);
-    if (error != 0) {
-        api.queue_exit(&state->storage);
-        return error;
-    }
-    state->fixed = slab_register(drive->ex, state);
-    return 0;
+    int32_t error = api.register_buffers(&state->storage, pieces, count); /* ENOMEM: RLIMIT_MEMLOCK; goes without */
+    return error == 0 ? INF_REGISTERED : error;
 }
 
 /* The kernel ends a ring some time after its exit: what it holds (the file's space, locked pages) is given back here. */
 static void ring_close(uring_state *state, bool broken) {
-    if (!broken) api.unregister_files(&state->storage);
+    if (!broken && state->file_fixed) api.unregister_files(&state->storage);
     if (!broken && state->fixed) api.unregister_buffers(&state->storage);
     api.queue_exit(&state->storage);
 }
@@ -197,12 +189,45 @@ static void post_event_read(inf_drive *drive, uring_state *state) {
     state->event_posted = true;
 }
 
+/* Sends one request through: a ring that is made may still not take our operations (they are younger than io_uring). */
+static int32_t ring_prove(inf_drive *drive, uring_state *state) {
+    uint64_t one = 1;
+    uring_cqe *cqe = NULL;
+    if (write(drive->event_fd, &one, sizeof one) != (ssize_t)sizeof one) return -errno;
+    post_event_read(drive, state);
+    state->event_posted = false;
+    for (int32_t tries = 0; tries < 1000 && cqe == NULL; tries++) {
+        int error = api.submit_and_wait(&state->storage, 1);
+        bool passing = error == -EINTR || error == -EAGAIN || error == -EBUSY;
+        if (error < 0 && !passing) return error;
+        if (api.peek_batch_cqe(&state->storage, &cqe, 1) == 0) nanosleep(&(struct timespec){0, 1000000}, NULL);
+    }
+    if (cqe == NULL) return -ETIME;
+    int32_t result = cqe->result;
+    api.cq_advance(&state->storage, 1);
+    return result == (int32_t)sizeof one ? 0 : result < 0 ? result : -EIO;
+}
+
+static int32_t ring_open(inf_drive *drive, uring_state *state) {
+    int32_t error = ring_make(&state->storage, (unsigned)drive->config.depth * 2 + 4);
+    if (error != 0) return error;
+    error = ring_prove(drive, state);
+    if (error != 0) {
+        api.queue_exit(&state->storage);
+        return error;
+    }
+    state->file_fixed = api.register_files(&state->storage, &drive->config.fd, 1) == 0; /* it only saves a look-up */
+    state->registered = slab_register(drive->ex, state);
+    state->fixed = state->registered == INF_REGISTERED;
+    return 0;
+}
+
 static void post_request(const inf_drive *drive, uring_state *state, const inf_request *request) {
     bool read = request->op == INF_OP_READ;
     uring_sqe *sqe = sqe_new(state);
     sqe->opcode = state->fixed ? (read ? OP_READ_FIXED : OP_WRITE_FIXED) : (read ? OP_READ : OP_WRITE);
-    sqe->flags = SQE_FIXED_FILE;
-    sqe->fd = 0;
+    sqe->flags = state->file_fixed ? SQE_FIXED_FILE : 0;
+    sqe->fd = state->file_fixed ? 0 : drive->config.fd;
     sqe->offset = (uint64_t)request->offset;
     sqe->address = (uint64_t)(uintptr_t)request->data;
     sqe->bytes = (uint32_t)request->ask;
@@ -334,7 +359,8 @@ static int32_t uring_start(inf_drive *drive) {
     drive->thread_count = 1;
     pthread_mutex_lock(&ex->lock);
     while (!state->ready) pthread_cond_wait(&ex->done, &ex->lock);
-    ex->registered = drive->index == 0 ? state->fixed : ex->registered && state->fixed;
+    /* The first ring that goes without says why. */
+    if (drive->index == 0 || ex->registered == INF_REGISTERED) ex->registered = state->registered;
     pthread_mutex_unlock(&ex->lock);
     return state->error;
 }

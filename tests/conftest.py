@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+
+def _backends_missing() -> dict[str, str]:
+    """Backends of the I/O engine that no test of this run has seen, and why."""
+    from tests.unit.aio.rig import MISSING
+
+    return MISSING
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int | pytest.ExitCode) -> None:
+    """INFINITY_REQUIRE_NATIVE=1: a run that leaves a backend out has failed. Where io_uring is forbidden, and that is known
+    and accepted, INFINITY_WITHOUT_BACKENDS names it."""
+    accepted = os.environ.get("INFINITY_WITHOUT_BACKENDS", "").split(",")
+    required = os.environ.get("INFINITY_REQUIRE_NATIVE") == "1"
+    if required and exitstatus == pytest.ExitCode.OK and set(_backends_missing()) - set(accepted):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A backend that was not tested is said so, in a line that nobody overlooks."""
+    missing = _backends_missing()
+    if missing:
+        terminalreporter.section("I/O backends that were NOT tested", sep="!", red=True, bold=True)
+    for name, reason in missing.items():
+        terminalreporter.write_line(f"NOT TESTED: {name}: {reason}", red=True)
+    if missing and os.environ.get("INFINITY_REQUIRE_NATIVE") == "1":
+        terminalreporter.write_line("INFINITY_REQUIRE_NATIVE=1 makes this a failure.", red=True)
 
 
 @pytest.fixture(autouse=True)

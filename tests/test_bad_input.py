@@ -154,6 +154,11 @@ class mounted:
         ({"compute_dtype": torch.float16}, "compute_dtype is not built yet"),
         ({"nvme": ["a", "a"], "params": "nvme"}, "names a directory twice"),
         ({"verify": True}, "verify=True"),
+        ({"verify": "some"}, "verify='some' is not known; use 'full' or 'sample' or 'off'"),
+        ({"io": 32}, "io=32 is not known"),
+        ({"io": "missing.json"}, "io: 'missing.json' cannot be read"),
+        ({"io": {"depth": 0}}, "io: depth=0 must be 2 to 4096"),
+        ({"io": {"qd": 8}}, "io: unknown field qd"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused_by_field_and_value(

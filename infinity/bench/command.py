@@ -1,131 +1,182 @@
-"""The command `infinity bench`: asks `swap.measure_swap`, shows a table, writes JSON."""
+"""The command `infinity bench`: asks the benchmarks, shows tables, writes JSON and pictures."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import dataclasses
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.markup import escape
 
 from infinity.aio import BACKENDS
-from infinity.bench import hardware
-from infinity.bench.swap import CHUNK_BYTES, SwapFigures, measure_swap
+from infinity.bench import adam, device_copy, hardware, show, sweep
+from infinity.bench.limits import LIMITS
+from infinity.bench.plot import check_plot, draw
+from infinity.bench.progress import progress_bar
+from infinity.bench.record import check_target, make_record, write_record
+from infinity.bench.streams import CHUNK_BYTES
+from infinity.bench.swap import CHECKSUMS, SwapTask, check_directories, measure_swap
 from infinity.errors import AioError
-from infinity.sizes import GIB, format_size, parse_size
+from infinity.sizes import GIB, parse_size
 from infinity.telemetry import configure_logging
-
-SCHEMA = "infinity.bench.swap/1"
-"""Name and version of the JSON; a new version changes or removes a field, added fields keep it."""
 
 DEFAULT_SIZE_BYTES = 4 * GIB
 
+_DESCRIPTION = """What this machine gives to training with states on NVMe. Without a benchmark's name: swap, in under a minute.
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `swap`, which are also those of the bare command."""
-    parser.add_argument("--dir", action="append", metavar="DIR", help="directory on the drive; repeat for several drives "
-                        "(default: $INFINITY_NVME_DIR, else a directory of yours on a drive)")  # fmt: skip
-    parser.add_argument("--size", type=_size, metavar="SIZE", help="swap to use in all, for example 4G "
-                        "(default: 4G, or a quarter of the free space)")  # fmt: skip
-    parser.add_argument("--block-size", type=_size, default=1 << 20, metavar="SIZE", help="bytes per I/O request (1M)")
-    parser.add_argument("--depth", type=int, default=32, help="requests in flight per drive (32)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds; the median is reported (3)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="at most this long per phase and round (4)")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="I/O backend (auto: the best there is)")
+  swap   read, write and mixed bandwidth of one or several drives, beside the limit (fio where it is installed)
+  adam   the update kernels: parameters per second and share of the memory's bandwidth
+  copy   copies between pinned or pageable memory and a CUDA device, where there is one"""
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON; - is standard output")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them (.png, .svg, .pdf); needs matplotlib")
+
+
+def _add_swap(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--dir", action="append", metavar="DIR", help="directory on the drive; repeat for several drives "
+        "(default: $INFINITY_NVME_DIR, else a directory of yours on a drive)")  # fmt: skip
+    add("--size", type=_size, metavar="SIZE", help="swap to use in all, for example 4G; the limit needs as much again "
+        "(default: 4G, or an eighth of the free space)")  # fmt: skip
+    add("--block-size", type=_size, default=1 << 20, metavar="SIZE", help="bytes per I/O request (1M)")
+    add("--depth", type=int, default=32, help="requests in flight per drive (32)")
+    add("--rounds", type=int, default=3, help="rounds; the median is reported (3)")
+    add("--seconds", type=float, default=1.5, help="at most this long per phase and round (1.5)")
+    add("--backend", choices=BACKENDS, default="auto", help="I/O backend (auto: the best there is)")
+    add("--checksums", choices=CHECKSUMS, default="off", help="off: the drive and the rings alone; full: every chunk copied, its "
+        "checksums computed and compared, as training does; sample: compared in part (off)")  # fmt: skip
+    add("--limit", choices=LIMITS, default="auto", help="what to measure beside it: fio, plain preads and pwrites (probe), "
+        "nothing (off), or fio where it is installed (auto)")  # fmt: skip
+    add("--verify", action="store_true", help="read everything back and compare all checksums, not a sample; with --checksums "
+        "again at the end")  # fmt: skip
+    add("--sweep", action="store_true", help="find the best block size and depth, then measure with them; the JSON is what "
+        "Policy(io=FILE) reads")  # fmt: skip
+    add("--sweep-blocks", type=_sizes, default=sweep.BLOCKS, metavar="LIST", help="block sizes to try (256K,512K,1M,2M,4M)")
+    add("--sweep-depths", type=_integers, default=sweep.DEPTHS, metavar="LIST", help="depths to try (4,8,16,32,64)")
+    _add_common(parser)
+
+
+def _add_adam(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=1, help="threads (1, as an executor's worker)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds; the median is reported (5)")
+    parser.add_argument("--numel", type=int, default=adam.MEMORY_NUMEL, help="parameters of the runs from memory "
+                        f"({adam.MEMORY_NUMEL >> 20}Mi)")  # fmt: skip
+    _add_common(parser)
+
+
+def _add_copy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--blocks", type=_sizes, default=device_copy.BLOCKS, metavar="LIST",
+                        help="bytes per copy (256K,1M,4M,16M,64M)")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; the median is reported (3)")
+    _add_common(parser)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m infinity.bench [swap] [options]`; returns the exit status."""
+    """`python -m infinity.bench [swap|adam|copy] [options]`; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="infinity bench", description="What a drive gives as swap: read, write and mixed bandwidth, in under a minute."
+        prog="infinity bench", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments.insert(0, "swap")
-    commands = parser.add_subparsers(dest="benchmark", required=True)
-    add_arguments(commands.add_parser("swap", help="swap bandwidth (the default)"))
-    return run(parser.parse_args(arguments))
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, add, text in (
+        ("swap", _add_swap, "swap bandwidth (the default)"),
+        ("adam", _add_adam, "update kernels on the CPU"),
+        ("copy", _add_copy, "copies to and from a device"),
+    ):
+        add(commands.add_parser(name, help=text, description=text))
+    options = parser.parse_args(arguments)
+    options.command = arguments
+    return run(options)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake, 130 after Ctrl-C."""
     configure_logging()
-    # With JSON on standard output the table goes to standard error.
+    # With JSON on standard output the tables go to standard error.
     console = Console(stderr=options.json is not None and str(options.json) == "-")
     try:
-        directories = [Path(path) for path in options.dir] if options.dir else hardware.default_directories()
-        size_bytes = options.size or _default_size(directories)
-        with _progress(console) as progress:
-            figures = measure_swap(
-                directories,
-                size_bytes=size_bytes,
-                block_bytes=options.block_size,
-                depth=options.depth,
-                backend=options.backend,
-                rounds=options.rounds,
-                phase_s=options.seconds,
-                progress=progress,
-            )
-        record = as_record(figures, directories)
-        _write_json(record, options.json)
+        check_target(options.json, "--json")
+        check_target(options.plot, "--plot")
+        check_plot(options.plot)
+        record = _BENCHMARKS[options.benchmark](options, console)
+        write_record(record, options.json)
+        draw(record, options.plot)
     except KeyboardInterrupt:
         console.print("interrupted; nothing is left on the drive")
         return 130
     except AioError as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
-    except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
+    except (ValueError, OSError, MemoryError) as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
-    show(console, figures, record)
     return 0
 
 
-def as_record(figures: SwapFigures, directories: Sequence[Path]) -> dict[str, Any]:
-    """The JSON record: schema, time, figures, machine and drives."""
-    return {
-        "schema": SCHEMA,
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **figures.as_dict(),
-        "hardware": {**hardware.machine(), "drives": [hardware.drive(directory) for directory in directories]},
-    }
-
-
-def show(console: Console, figures: SwapFigures, record: dict[str, Any]) -> None:
-    """Print the table."""
-    table = Table(title="Swap bandwidth", title_justify="left")
-    table.add_column("")
-    table.add_column("GB/s", justify="right")
-    table.add_column("rounds", justify="right", style="dim")
-    for label, spread in (("read", figures.read), ("write", figures.write), ("mixed, both ways", figures.mixed)):
-        rounds = "  ".join(f"{value / 1e9:.2f}" for value in spread.rounds)
-        table.add_row(label, f"[bold]{spread.gbps:.2f}[/bold]", rounds)
-    table.add_row("first write to fresh extents, checksummed", f"{figures.fill_bytes_per_s / 1e9:.2f}", "")
-    console.print(table)
-    drives = hardware.describe(record["hardware"]["drives"])
-    console.print(f"on {drives}", highlight=False, soft_wrap=True)
-    how = "O_DIRECT" if figures.direct else "through the page cache: figures may be those of memory"
-    console.print(
-        f"{format_size(figures.size_bytes)} of random data, {format_size(figures.block_bytes)} blocks, depth {figures.depth}, "
-        f"{figures.backend}, {how}, {figures.huge_page_share:.0%} huge pages; "
-        f"{format_size(figures.verified_bytes)} read back and verified",
-        highlight=False,
-        soft_wrap=True,
+def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measure, show, and return the record."""
+    directories = [Path(path) for path in options.dir] if options.dir else hardware.default_directories()
+    check_directories(directories)
+    task = SwapTask(
+        directories=tuple(directories),
+        size_bytes=options.size if options.size is not None else _default_size(directories),
+        block_bytes=options.block_size,
+        depth=options.depth,
+        backend=options.backend,
+        rounds=options.rounds,
+        phase_s=options.seconds,
+        checksums=options.checksums,
+        limit=options.limit,
+        verify_all=options.verify,
     )
-    if figures.backend_reason:
-        console.print(f"[yellow]note:[/yellow] {figures.backend_reason}", highlight=False, soft_wrap=True)
-    if figures.huge_page_share < 0.9:
-        console.print("[yellow]note:[/yellow] without huge pages drives are slower; see `infinity doctor`", soft_wrap=True)
+    swept = None
+    with progress_bar(console) as progress:
+        if options.sweep:
+            swept = sweep.measure_sweep(task, options.sweep_blocks, options.sweep_depths, progress)
+            task = dataclasses.replace(task, block_bytes=swept.best.block_bytes, depth=swept.best.depth)
+        figures = measure_swap(task, progress)
+    found = {**figures.as_dict(), "sweep": swept.as_dict() if swept is not None else None}
+    record = make_record("swap", found, options.command, directories)
+    if swept is not None:
+        show.show_sweep(console, swept)
+    show.show_swap(console, figures, record)
+    if swept is not None and options.json is not None and str(options.json) != "-":
+        console.print(f'use it: Policy(io="{options.json}")', highlight=False, markup=False, soft_wrap=True)
+    return record
+
+
+def run_adam(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measure, show, and return the record."""
+    with progress_bar(console) as progress:
+        figures = adam.measure_adam(
+            threads=options.threads, rounds=options.rounds, numel=options.numel, progress=progress
+        )
+    show.show_adam(console, figures)
+    return make_record("adam", figures.as_dict(), options.command)
+
+
+def run_copy(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measure, show, and return the record. Without a device that is said, and is no error."""
+    with progress_bar(console) as progress:
+        figures = device_copy.measure_copy(blocks=options.blocks, rounds=options.rounds, progress=progress)
+    show.show_copy(console, figures)
+    return make_record("copy", figures.as_dict(), options.command)
+
+
+_BENCHMARKS: dict[str, Callable[[argparse.Namespace, Console], dict[str, Any]]] = {
+    "swap": run_swap,
+    "adam": run_adam,
+    "copy": run_copy,
+}
 
 
 def _size(text: str) -> int:
@@ -135,43 +186,18 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(_size(part) for part in text.split(","))
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 8,16,32") from None
+
+
 def _default_size(directories: Sequence[Path]) -> int:
-    """4 GiB, but at most a quarter of what is free on the fullest drive."""
-    missing = [str(directory) for directory in directories if not directory.is_dir()]
-    if missing:
-        raise ValueError(f"directory {', '.join(missing)} does not exist; create it, or name another with --dir")
+    """4 GiB, but at most an eighth of what is free on the fullest drive."""
     free = min(shutil.disk_usage(directory).free for directory in directories)
-    return max(min(DEFAULT_SIZE_BYTES, free // 4 * len(directories)), 4 * CHUNK_BYTES)
-
-
-def _write_json(record: dict[str, Any], path: Path | None) -> None:
-    if path is None:
-        return
-    text = json.dumps(record, indent=2) + "\n"
-    if str(path) == "-":
-        sys.stdout.write(text)
-        return
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
-def _progress(console: Console) -> AbstractContextManager[Callable[[str, float], None] | None]:
-    """A progress bar on a terminal, nothing elsewhere."""
-    return _Bar(console) if console.is_terminal else nullcontext()
-
-
-class _Bar:
-    """One bar that goes through the phases."""
-
-    def __init__(self, console: Console) -> None:
-        columns = (TextColumn("{task.description:<10}"), BarColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console, transient=True)
-        self._task = self._progress.add_task("starting", total=1.0)
-
-    def __enter__(self) -> Callable[[str, float], None]:
-        self._progress.start()
-        return lambda phase, share: self._progress.update(self._task, description=phase, completed=share)
-
-    def __exit__(self, *exc: object) -> None:
-        self._progress.stop()
+    return max(min(DEFAULT_SIZE_BYTES, free // 8 * len(directories)), 4 * CHUNK_BYTES)

@@ -17,14 +17,17 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 
 def machine() -> dict[str, Any]:
-    """CPU, cores, memory, kernel and Python of this machine, ready for JSON."""
+    """Name, CPU, cores, memory, kernel and Python of this machine, ready for JSON."""
+    huge_pages = _read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
     return {
+        "host": platform.node(),
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
         "architecture": platform.machine(),
         "python": platform.python_version(),
+        "huge_pages": huge_pages.partition("[")[2].partition("]")[0],
     }
 
 
@@ -48,17 +51,24 @@ def drive(directory: str | os.PathLike[str]) -> dict[str, Any]:
     # A partition has no queue of its own: its parent directory is the drive.
     folders = [block.resolve(), block.resolve().parent] if block.exists() else []
     whole = next((folder for folder in folders if (folder / "queue").is_dir()), None)
-    model, rotational = "", None
+    model, rotational, scheduler = "", None, ""
+    nr_requests, max_sectors_kb = None, None
     if whole is not None:
         model = _read(whole / "device" / "model")
         spins = _read(whole / "queue" / "rotational")
         rotational = spins == "1" if spins else None
+        scheduler = _read(whole / "queue" / "scheduler").partition("[")[2].partition("]")[0]
+        nr_requests = _number(whole / "queue" / "nr_requests")
+        max_sectors_kb = _number(whole / "queue" / "max_sectors_kb")
     return {
         "path": os.fspath(directory),
         "file_system": file_system_type(directory),
         "device": whole.name if whole is not None else "",
         "model": model,
         "rotational": rotational,
+        "scheduler": scheduler,
+        "nr_requests": nr_requests,
+        "max_sectors_kb": max_sectors_kb,
         "free_bytes": shutil.disk_usage(directory).free,
     }
 
@@ -68,6 +78,11 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text.isdigit() else None
 
 
 def default_directories(free_bytes_min: int = 1 << 28) -> list[Path]:

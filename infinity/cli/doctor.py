@@ -18,12 +18,28 @@ from rich.console import Console
 from rich.table import Table
 
 from infinity import __version__, native
-from infinity.aio.probe import DirectoryProbe, EngineProbe, probe_directory, probe_engine
+from infinity.aio import PoolSpec
+from infinity.aio.memory_limits import cgroup_limit_bytes, memory_left_bytes
+from infinity.aio.plan import CHUNK_NUMEL
+from infinity.aio.probe import (
+    BLOCK_BYTES,
+    DEPTH,
+    DirectoryProbe,
+    EngineProbe,
+    ExecutorProbe,
+    probe_directory,
+    probe_engine,
+    probe_executor,
+)
 from infinity.bench import hardware
+from infinity.memory.placement import LARGE_COUNT, SMALL_COUNT
 from infinity.sizes import GIB, format_size
 
 _PACKAGES = ("torch", "numpy", "cffi", "liburing", "safetensors", "transformers", "triton")
 _FREE_BYTES_LOW = 10 * GIB
+# The pools of training in the `exact` state: 2 bytes per element for parameters alone, 12 for all states.
+_SMALL = PoolSpec(SMALL_COUNT, 2 * CHUNK_NUMEL)
+_LARGE = PoolSpec(LARGE_COUNT, 12 * CHUNK_NUMEL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +77,15 @@ def findings(directories: Sequence[str] | None = None) -> Iterator[Finding]:
     yield _backend(engine)
     yield _kernels()
     yield _huge_pages(engine)
-    yield _memlock(engine)
+    found = list(_directories(directories))
+    usable = next((probe.path for probe, _ in found if probe is not None and probe.usable), None)
+    executor = probe_executor(usable, small=_SMALL, large=_LARGE) if usable is not None else None
+    yield _memlock(engine, executor)
     yield _memory()
-    yield from _directories(directories)
+    for _, finding in found:
+        yield finding
+    if executor is not None:
+        yield _pools(engine, executor)
     yield _gpu()
     versions = ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name)))
     yield Finding("versions", f"Python {platform.python_version()}, {versions}")
@@ -104,23 +126,41 @@ def _huge_pages(engine: EngineProbe) -> Finding:
     )
 
 
-def _memlock(engine: EngineProbe) -> Finding:
-    if engine.memlock_bytes is None:
-        return Finding("memlock limit", "unlimited")
-    value = format_size(engine.memlock_bytes)
-    if os.geteuid() == 0 or engine.memlock_bytes >= GIB:
-        return Finding("memlock limit", value + (" (root is exempt)" if os.geteuid() == 0 else ""))
-    return Finding(
-        "memlock limit",
-        value,
-        "buffers are not registered with the kernel, which costs CPU time but little bandwidth: raise `ulimit -l`",
+def _memlock(engine: EngineProbe, executor: ExecutorProbe | None) -> Finding:
+    need = _SMALL.count * _SMALL.bytes + _LARGE.count * _LARGE.bytes
+    limit = "unlimited" if engine.memlock_bytes is None else format_size(engine.memlock_bytes)
+    value = f"{limit}; registering the pools takes {format_size(need)}" + (" (root is exempt)" if os.geteuid() == 0 else "")
+    # Registration itself is tried in a directory; without one the limit is all there is to go by.
+    if executor is not None and not executor.error:
+        short = not executor.registered and "memlock" in executor.registered_reason.lower()
+    else:
+        short = engine.memlock_bytes is not None and engine.memlock_bytes < need and os.geteuid() != 0
+    warning = f"buffers cannot be registered with the kernel, which costs CPU time: `ulimit -l {need // 1024}` or more"
+    return Finding("memlock limit", value, warning if short and engine.io_uring else "")
+
+
+def _pools(engine: EngineProbe, executor: ExecutorProbe) -> Finding:
+    """What the executor that training would open is really given."""
+    if executor.error:
+        return Finding("executor", "none", f"it cannot be opened: {executor.error}")
+    value = (
+        f"{executor.backend}, pools of {format_size(executor.pool_bytes)}, "
+        f"{executor.huge_bytes * 100 // max(executor.pool_bytes, 1)} % in huge pages, "
+        + ("registered" if executor.registered else "not registered")
     )
+    warnings = []
+    if executor.backend_reason and engine.io_uring:
+        # Otherwise the line on the backend has said it.
+        warnings.append(executor.backend_reason)
+    if not executor.registered:
+        value += f" ({executor.registered_reason})" if executor.registered_reason else ""
+    if engine.huge_pages_work and executor.huge_bytes < executor.pool_bytes // 2:
+        warnings.append("memory is too fragmented for huge pages: echo 1 | sudo tee /proc/sys/vm/compact_memory")
+    return Finding("executor", value, "; ".join(warnings))
 
 
 def _memory() -> Finding:
-    # The ledger is what training itself asks, so that doctor and budget never disagree. It needs no torch.
-    from infinity.memory.ledger import memory_left_bytes
-
+    # What training itself asks, so that doctor and budget never disagree.
     machine = hardware.machine()["memory_bytes"]
     limit = cgroup_limit_bytes()
     left = memory_left_bytes()
@@ -128,47 +168,20 @@ def _memory() -> Finding:
     value = f"{format_size(machine)}, {cgroup}, {format_size(left)} available"
     warning = ""
     if left < GIB:
-        warning = "less than 1 GiB is available: set Policy.ram explicitly, or free memory"
+        binding = "the cgroup's limit" if limit is not None and limit < machine else "the machine"
+        warning = f"{binding} leaves less than 1 GiB: raise it, free memory, or set Policy.ram explicitly"
     return Finding("memory", value, warning)
 
 
-def cgroup_limit_bytes() -> int | None:
-    """The tightest memory limit of this process's cgroups (version 2, else 1); None without one."""
-    limits = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    root = Path("/sys/fs/cgroup")
-    for line in lines:
-        _, controllers, inner = line.split(":", 2)
-        if controllers == "":
-            folder, base, name = root / inner.lstrip("/"), root, "memory.max"
-        elif "memory" in controllers.split(","):
-            base = root / "memory"
-            folder, name = base / inner.lstrip("/"), "memory.limit_in_bytes"
-        else:
-            continue
-        # A limit of any ancestor binds too. In a container the path may be the host's and missing here.
-        for place in (folder, *folder.parents):
-            if (place / name).is_file():
-                text = (place / name).read_text(encoding="ascii").strip()
-                # Version 1 writes "no limit" as a number near 2^63.
-                if text.isdigit() and int(text) < 1 << 60:
-                    limits.append(int(text))
-            if place == base:
-                break
-    return min(limits, default=None)
-
-
-def _directories(directories: Sequence[str] | None) -> Iterator[Finding]:
+def _directories(directories: Sequence[str] | None) -> Iterator[tuple[DirectoryProbe | None, Finding]]:
     try:
         paths = [Path(path) for path in directories] if directories else hardware.default_directories()
     except ValueError as error:
-        yield Finding("swap directory", "none", str(error))
+        yield None, Finding("swap directory", "none", str(error))
         return
     for path in paths:
-        yield _directory(probe_directory(path))
+        probe = probe_directory(path)
+        yield probe, _directory(probe)
 
 
 def _directory(probe: DirectoryProbe) -> Finding:
@@ -182,15 +195,31 @@ def _directory(probe: DirectoryProbe) -> Finding:
         f"{format_size(probe.free_bytes)} of {format_size(total)} free, "
         + ("O_DIRECT" if probe.direct else "buffered")
         + (f" aligned to {probe.memory_alignment}/{probe.offset_alignment} B" if probe.offset_alignment else "")
+        + _queue(probe)
     )
     warnings = []
     if not probe.direct:
-        warnings.append("the file system refuses O_DIRECT, so swap goes through the page cache; use ext4 or xfs on a drive")
+        warnings.append(
+            f"swap goes through the page cache: {probe.direct_reason}; use ext4 or xfs on a drive, not a container's own layer"
+        )
     if probe.free_bytes < _FREE_BYTES_LOW:
         warnings.append("little room: states take 12 bytes per parameter")
-    if probe.offset_alignment > 4096 or probe.memory_alignment > 4096:
-        warnings.append("the drive wants more than 4096-byte alignment, which infinity does not give")
+    if not probe.preallocates:
+        warnings.append("the file system cannot preallocate: a drive that fills up fails a write in the middle of training")
+    if (probe.block_bytes, probe.depth) != (BLOCK_BYTES, DEPTH):
+        warnings.append(
+            f"its queue is short: {probe.depth} requests of {format_size(probe.block_bytes)} fit instead of {DEPTH} of "
+            f"{format_size(BLOCK_BYTES)}; raise /sys/block/{probe.limits.device}/queue/nr_requests or max_sectors_kb"
+        )
     return Finding("swap directory", value, "; ".join(warnings))
+
+
+def _queue(probe: DirectoryProbe) -> str:
+    limits = probe.limits
+    requests = f", requests of {format_size(probe.block_bytes)}, {probe.depth} in flight"
+    if not limits.nr_requests:
+        return requests + (f" ({limits.device} is virtual and names no limit)" if limits.device else " (limits unknown)")
+    return f"{requests} ({limits.device} takes {limits.nr_requests} of {format_size(limits.max_sectors_kb * 1024)})"
 
 
 def _gpu() -> Finding:

@@ -19,7 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("bench", help="what a drive gives as swap", add_help=False)
+    commands.add_parser("bench", help="what drives, update kernels and copies give on this machine", add_help=False)
     train = commands.add_parser("train", help="fine-tune a causal language model", description=arguments.TRAIN)
     arguments.add_train(train)
     doctor = commands.add_parser("doctor", help="what this machine offers, and what is missing")

@@ -23,6 +23,9 @@ from rich.table import Table
 
 from infinity.sizes import format_size
 
+EXAMPLE_TBW = 600
+"""Terabytes written that a consumer drive of 1 TB is commonly rated for; the endurance row says what the rate means by it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
@@ -172,12 +175,36 @@ def show_summary(console: Console, summary: Summary) -> None:
         f"{format_size(summary.peak_rss_loading_bytes)} before",
     )
     table.add_row("I/O backend", str(engine["backend"]))
+    for label, text in drive_rows(mean, engine):
+        table.add_row(label, text)
     console.print(table)
     if summary.texts is not None:
         console.print("[bold]before:[/bold]", end=" ")
         console.print(summary.texts[0], markup=False, highlight=False)
         console.print("[bold]after:[/bold] ", end=" ")
         console.print(summary.texts[1], markup=False, highlight=False)
+
+
+def drive_rows(mean: Steady, engine: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a user should know about the drives: how fast they answer, what is wrong with one, how long they will last."""
+    rows = []
+    for drive in engine.get("drives", ()):
+        times = [f"{1e3 * drive[name]:.1f}" for name in ("read_p50_s", "read_p99_s", "write_p50_s", "write_p99_s")]
+        text = "p50 / p99 of requests: read {} / {} ms, write {} / {} ms".format(*times)
+        text += f"; {drive['depth_mean']:.0f} in flight"
+        wrong = (drive["failed"], drive["direct_reason"], drive["slow"])
+        rows.append((f"drive {drive['path']}", "; ".join([text, *filter(None, wrong)])))
+    if not rows or not mean.step_s:
+        return rows
+    tb_per_day = mean.bytes_written / mean.step_s * 86_400 / 1e12
+    text = f"{format_size(mean.bytes_written)} written per step: {tb_per_day:.3g} TB per day at this rate"
+    # One drive wears by its share of the writes; which rating is whose only the user knows.
+    most = max(drive["bytes_written"] for drive in engine["drives"])
+    every = sum(drive["bytes_written"] for drive in engine["drives"])
+    if tb_per_day and every:
+        days = EXAMPLE_TBW / (tb_per_day * most / every)
+        text += f" (a drive rated for {EXAMPLE_TBW} TBW would last {days:,.{1 if days < 10 else 0}f} days)"
+    return [*rows, ("endurance", text)]
 
 
 def _share(part: float, whole: float) -> str:

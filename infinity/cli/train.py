@@ -27,7 +27,7 @@ from rich.console import Console
 
 import infinity as inf
 from infinity.bench import hardware
-from infinity.bench.swap import measure_swap
+from infinity.bench.swap import SwapTask, measure_swap
 from infinity.cli import hf_model
 from infinity.cli.corpus import Corpus, build_corpus
 from infinity.cli.display import StepDisplay, step_display
@@ -250,18 +250,16 @@ class _Run:
         if not self.policy.directories:
             return None
         self._say("measuring the drive")
-        figures = measure_swap(
-            self.policy.directories,
+        task = SwapTask(
+            directories=self.policy.directories,
             size_bytes=_BENCH_BYTES,
+            block_bytes=self.policy.io_settings.block_bytes,
+            depth=self.policy.io_settings.depth,
             backend=self.policy.io_backend,
             rounds=3,
             phase_s=1.0,
         )
-        return {
-            "read_gbps": figures.read.gbps,
-            "write_gbps": figures.write.gbps,
-            "mixed_gbps": figures.mixed.gbps,
-        }
+        return {f"{kind}_gbps": phase.spread.gbps for kind, phase in measure_swap(task).phases.items()}
 
     def _leave_files(self) -> None:
         """What is worth keeping also of a run that was interrupted."""

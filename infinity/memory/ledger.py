@@ -7,16 +7,12 @@ the cgroup) leaves.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-import psutil
-
+from infinity.aio.memory_limits import memory_left_bytes
 from infinity.sizes import format_size
 
 RAM_SHARE = 0.5
 """The default budget: this share of the memory that the cgroup or the machine leaves."""
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class RamLedger:
@@ -60,51 +56,11 @@ def ranks_of_node() -> int:
     return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
-def memory_left_bytes() -> int:
-    """Memory that the machine and this process's cgroups leave."""
-    left = int(psutil.virtual_memory().available)
-    for limit, used in _cgroup_limits():
-        left = min(left, max(limit - used, 0))
-    return left
-
-
-def _cgroup_limits() -> list[tuple[int, int]]:
-    """(limit, used) in bytes of each cgroup from this process's up to the root, where a limit is set."""
-    found = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        names = ("memory.max", "memory.current")
-        root = _CGROUP
-        if controllers == "memory":
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            root = _CGROUP / "memory"
-        elif controllers:
-            continue
-        folder = root / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            limit = _read_int(place / names[0])
-            used = _read_int(place / names[1])
-            if limit is not None and used is not None:
-                found.append((limit, used))
-            if place == root:
-                break
-    return found
-
-
-def _read_int(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
 def describe_budget(ram: int | str | None) -> str:
     """The policy's `ram` for people."""
     if ram is None:
         return f"default ({RAM_SHARE:.0%} of {format_size(memory_left_bytes())})"
     return ram if isinstance(ram, str) else format_size(ram)
+
+
+__all__ = ["LEDGER", "RAM_SHARE", "RamLedger", "budget_bytes", "describe_budget", "memory_left_bytes", "ranks_of_node"]

@@ -84,6 +84,7 @@ class Pipeline:
         self._fault: Exception | None = None
         self.update_wait_s = 0.0
         self.steps = 0
+        self.on_step: Callable[[int], object] = lambda _steps: None  # told the steps before each one
 
     def plan(self, flats: Sequence[Flat]) -> None:
         """Prepare the jobs of every flat; call it again when formats or places changed."""
@@ -153,6 +154,7 @@ class Pipeline:
         for item in work:
             by_unit.setdefault(item.param.unit, {})[item.param] = item
         self.check_idle([item.param for item in work])
+        self.on_step(self.steps)
         for unit in self._next_order(by_unit):
             self._submit_unit(unit, by_unit[unit])
         self.steps += 1

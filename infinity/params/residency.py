@@ -159,6 +159,7 @@ class UnitResidency:
         """
         interrupt = None
         for ticket in tickets:
+            ticket.cancel()  # reads that no drive has begun are not made for nobody
             while not ticket.filled:
                 try:
                     with contextlib.suppress(AioError):

@@ -7,6 +7,7 @@ placement plan's decision (infinity.memory.placement); here it is only carried o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -217,17 +218,31 @@ class Rest:
         """Make chunk records for `flats`, reserve their space, and make them known to the executor."""
         made = [self._records(flat, fmt, row) for flat, fmt, row in zip(flats, formats, masks, strict=True)]
         runs = [int(size) for rest in made for size in rest.records["run_bytes"] if size]
-        places = iter(self._space.reserve(runs) if self._space is not None else [])
-        self._place_resident(made, keep)
-        for rest in made:
-            for index, record in enumerate(rest.records):
-                if record["run_bytes"]:
-                    place = next(places)
-                    rest.places[index] = place
-                    record["drive"], record["file_offset"] = place.drive, place.offset
-                    self.nvme_bytes += place.size_bytes
-            rest.ids = self._executor.define(rest.records)
+        with contextlib.ExitStack() as undo:
+            places = self._space.reserve(runs) if self._space is not None else []
+            undo.callback(self._give_back, places)
+            slab = self._place_resident(made, keep)
+            if slab is not None:
+                undo.callback(slab.close)
+            coming = iter(places)
+            for rest in made:
+                for index, record in enumerate(rest.records):
+                    if record["run_bytes"]:
+                        place = next(coming)
+                        rest.places[index] = place
+                        record["drive"], record["file_offset"] = place.drive, place.offset
+                rest.ids = self._executor.define(rest.records)
+                undo.callback(self._executor.drop, rest.ids)
+            undo.pop_all()
+        self.nvme_bytes += sum(place.size_bytes for place in places)
+        if slab is not None:
+            self._slabs.append(slab)
+            self.resident_bytes += slab.size_bytes
         return made
+
+    def _give_back(self, places: Sequence[Place]) -> None:
+        if self._space is not None:
+            self._space.release(places)
 
     def _records(self, flat: Flat, state_format: Format, masks: Sequence[int]) -> FlatRest:
         sections = sections_of(state_format, flat.layout.itemsize)
@@ -257,8 +272,8 @@ class Rest:
             flat, state_format, sections, records, np.zeros(0, np.int32), [None] * len(spans), sums
         )
 
-    def _place_resident(self, made: list[FlatRest], keep: dict[Flat, npt.NDArray[np.uint64]]) -> None:
-        """Give every resident section an address: the kept one, or one in a new slab for all of `made`."""
+    def _place_resident(self, made: list[FlatRest], keep: dict[Flat, npt.NDArray[np.uint64]]) -> Slab | None:
+        """Give every resident section an address: the kept one, or one in a new slab for all of `made`, which is returned."""
         wanted: list[tuple[npt.NDArray[Any], int, int]] = []
         for rest in made:
             kept = keep.get(rest.flat)
@@ -272,14 +287,13 @@ class Rest:
                         wanted.append((record, s, int(record["numel"]) * section.itemsize))
         size_bytes = sum(round_up(size, 64) for _, _, size in wanted)
         if not size_bytes:
-            return
+            return None
         slab = Slab(size_bytes)
-        self._slabs.append(slab)
-        self.resident_bytes += size_bytes
         address = slab.address
         for record, s, size in wanted:
             record["section_ptr"][s] = address
             address += round_up(size, 64)
+        return slab
 
     def _carry_over(self, before: FlatRest, now: FlatRest) -> None:
         """Move what stays from the old chunks of a flat to the new ones, and zero the other sections."""

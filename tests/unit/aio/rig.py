@@ -1,11 +1,12 @@
 """A rig for executors: swap files, chunks of the `exact` state, and AdamW in numpy as the oracle.
 
 Chunks are small (4096 elements, 48 KiB) and blocks smaller (8 KiB), so
-that a run is several requests.
+that a run is several requests. `BACKENDS` are those of this machine, and `MISSING` says why the others are not.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from infinity.aio import plan
 from infinity.aio.native_core import load_native, load_uring
 from infinity.aio.native_executor import NativeExecutor
 from infinity.aio.python_executor import PythonExecutor
+from infinity.errors import AioError
 
 Array = npt.NDArray[Any]
 
@@ -79,9 +81,15 @@ class Rig:
         resident: Sequence[int] = (),
         checksums: bool = True,
         pools: tuple[int, int] = (3, 3),
+        piece: int = PIECE,
+        direct: bool = True,
+        files: Sequence[aio.SwapFile] | None = None,
         **options: Any,
     ) -> None:
-        self.files = [aio.SwapFile.create(directory) for _ in range(drive_count)]
+        self.piece = piece
+        self.files = list(
+            files or [aio.SwapFile.create(directory, direct=direct) for _ in range(drive_count)]
+        )
         for file in self.files:
             file.grow(chunk_count * RUN_BYTES)
         small = aio.PoolSpec(pools[0], 2 * NUMEL)
@@ -90,14 +98,13 @@ class Rig:
         if backend == "python":
             options.pop("block_bytes", None)
             options.pop("depth", None)
-            self.executor = PythonExecutor(
-                self.files, small=small, large=large, kernel=adamw, threads_per_drive=4, **options
-            )
+            options.setdefault("threads_per_drive", 4)
+            self.executor = PythonExecutor(self.files, small=small, large=large, kernel=adamw, **options)
         else:
             options.setdefault("block_bytes", 8192)
             options.setdefault("depth", 8)
             self.executor = NativeExecutor(self.files, small=small, large=large, backend=backend, **options)
-        self.sums = np.zeros((chunk_count, 4, NUMEL // PIECE), dtype=np.uint32)
+        self.sums = np.zeros((chunk_count, 4, NUMEL // piece), dtype=np.uint32)
         self.memory: list[list[Array | None]] = [
             [np.zeros(NUMEL, dtype) if s in resident else None for s, dtype in enumerate(DTYPES)]
             for _ in range(chunk_count)
@@ -116,7 +123,7 @@ class Rig:
             record["section_at"][0, s] = -1 if memory is not None else at
             record["section_ptr"][0, s] = memory.ctypes.data if memory is not None else 0
             at += 0 if memory is not None else size * NUMEL
-        record["key"], record["numel"], record["piece_numel"] = index + 1000, NUMEL, PIECE
+        record["key"], record["numel"], record["piece_numel"] = index + 1000, NUMEL, self.piece
         record["file_offset"] = index * RUN_BYTES if at else -1
         record["run_bytes"], record["drive"] = at, drive if at else -1
         record["format"], record["section_count"], record["itemsize"] = plan.Format.SPLIT, 4, ITEMSIZES
@@ -200,20 +207,28 @@ def same(first: Sequence[Array], second: Sequence[Array]) -> bool:
     return all(a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))
 
 
-def _backends() -> list[str]:
-    names = ["python"]
+def outcome(ticket: aio.Ticket, timeout: float = 20) -> AioError | None:
+    """The error that the ticket raises, if it does."""
+    try:
+        ticket.wait(timeout)
+    except AioError as error:
+        return error
+    return None
+
+
+def _backends() -> tuple[list[str], dict[str, str]]:
     try:
         ffi, lib = load_native()
-    except ImportError:
-        return names
-    names.insert(0, "threads")
+    except ImportError as error:
+        return ["python"], dict.fromkeys(("io_uring", "threads"), f"no native extension: {error}")
     try:
         load_uring(ffi, lib)
-        if lib.inf_uring_probe() == 0:
-            names.insert(0, "io_uring")
-    except OSError:
-        pass
-    return names
+        code = lib.inf_uring_probe()
+    except OSError as error:
+        return ["threads", "python"], {"io_uring": str(error)}
+    if code:
+        return ["threads", "python"], {"io_uring": f"no ring can be made: {os.strerror(-code)}"}
+    return ["io_uring", "threads", "python"], {}
 
 
-BACKENDS = _backends()
+BACKENDS, MISSING = _backends()

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -19,36 +18,10 @@ import pytest
 from infinity import aio
 from infinity.aio import plan
 from infinity.errors import AioClosedError, SwapFullError
+from tests.unit.aio.child import ROOT, preamble, run_python
 from tests.unit.aio.rig import NUMEL, RUN_BYTES, Rig, random_chunk, same
 
-ROOT = Path(__file__).parents[3]
 SLOW = aio.Seam(read_bytes_per_s=2e6, write_bytes_per_s=2e6)
-
-
-def run_python(code: str, *, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter at the root of the project."""
-    return subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        cwd=ROOT,
-    )
-
-
-def preamble(backend: str, directory: Path, options: str = "") -> str:
-    return f"""
-import os, signal, sys, threading, time
-from pathlib import Path
-import numpy as np
-from infinity import aio
-from infinity.errors import *
-from tests.unit.aio.rig import *
-rig = Rig(Path({str(directory)!r}), {backend!r}, {options})
-rng = np.random.default_rng(0)
-values = {{i: random_chunk(rng) for i in range(6)}}
-"""
 
 
 def test_close_runs_what_is_pending(make_rig, rng):
@@ -161,6 +134,40 @@ def test_a_busy_interpreter_does_not_stop_the_pipeline(make_rig, rng):
         ticket.wait(20)
     ended.set()
     thread.join()
+
+
+def test_a_slow_drive_does_not_hold_a_fast_one(make_rig, rng):
+    """Bytes, not times: when the fast drive's share is moved, most of the slow drive's is still to come."""
+    speeds = (2e4, 0.0)
+    rig = make_rig(
+        chunk_count=12,
+        drive_count=2,
+        pools=(6, 12),
+        block_bytes=4096,
+        depth=2,
+        threads_per_drive=1,
+        seam=aio.Seam(read_bytes_per_s=speeds, write_bytes_per_s=speeds),
+    )
+    values = {i: random_chunk(rng) for i in range(12)}
+    tickets = [rig.store({i: values[i]}) for i in range(12)]
+    for ticket in tickets[1::2]:
+        ticket.wait(30)
+    slow, fast = rig.executor.stats().drives
+    assert fast.bytes_written == 6 * RUN_BYTES
+    assert slow.bytes_written < 3 * RUN_BYTES
+    assert not tickets[-2].done
+    fetches = [rig.fetch([i]) for i in range(1, 12, 2)]
+    for i, (ticket, targets) in zip(range(1, 12, 2), fetches, strict=True):
+        ticket.wait(30)
+        assert same(targets[0], values[i])
+    assert not tickets[-2].done
+    rig.executor.close(drain=False)
+
+
+def test_throttles_are_each_drives_own():
+    seam = aio.Seam(read_bytes_per_s=(1.0, 2.0), write_bytes_per_s=3.0)
+    assert [seam.throttle(drive) for drive in range(2)] == [(1.0, 3.0), (2.0, 3.0)]
+    assert aio.Seam().throttle(5) == (0.0, 0.0)
 
 
 def test_demand_passes_prefetch_and_writeback(make_rig, rng):
@@ -342,6 +349,135 @@ rig.executor.close(drain=False)
         timeout=30,
     )
     assert done.stdout.split() == ["interrupted", "True"], done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_may_open_an_executor_of_its_own(backend, tmp_path):
+    done = run_python(
+        preamble(backend, tmp_path, "seam=aio.Seam(delay_us_max=20000)")
+        + f"""
+tickets = [rig.store({{i: values[i]}}) for i in range(6)]
+child = os.fork()
+mine = rig if child else Rig(Path({str(tmp_path)!r}), {backend!r})
+if child == 0:
+    values = {{i: random_chunk(rng) for i in range(6)}}
+    mine.store(values).wait(20)
+assert all(same(mine.read(i), values[i]) for i in range(6))
+mine.close()
+if child == 0:
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert all(ticket.done for ticket in tickets)
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_exception_in_a_with_block_cancels_and_goes_on(make_rig, rng):
+    rig = make_rig(chunk_count=40, seam=SLOW, pools=(1, 2))
+    with pytest.raises(ZeroDivisionError):
+        with rig.executor:
+            tickets = [rig.store({i: random_chunk(rng)}) for i in range(40)]
+            1 / 0  # noqa: B018
+    assert all(ticket.done for ticket in tickets)
+    assert tickets[-1].failed
+    with pytest.raises(AioClosedError):
+        tickets[-1].wait()
+
+
+def test_a_with_block_that_ends_well_runs_what_is_pending(make_rig, rng):
+    rig = make_rig(seam=aio.Seam(delay_us_max=3000, seed=2))
+    with rig.executor:
+        tickets = [rig.store({i: random_chunk(rng)}) for i in range(6)]
+    assert all(ticket.done and not ticket.failed for ticket in tickets)
+
+
+def test_a_process_that_is_stopped_goes_on_where_it_was(backend, tmp_path):
+    code = (
+        preamble(backend, tmp_path, "seam=aio.Seam(read_bytes_per_s=1e6, write_bytes_per_s=1e6)")
+        + """
+tickets = [rig.store({i: values[i]}) for i in range(6)]
+print("begun", flush=True)
+for ticket in tickets:
+    ticket.wait(30)
+assert all(same(rig.read(i), values[i]) for i in range(6))
+assert rig.executor.fault() is None
+rig.close()
+print("end", flush=True)
+"""
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline().strip() == "begun"
+        for _ in range(5):
+            os.kill(child.pid, signal.SIGSTOP)
+            time.sleep(0.03)
+            os.kill(child.pid, signal.SIGCONT)
+            time.sleep(0.03)
+        assert child.stdout.readline().strip() == "end"
+        assert child.wait(30) == 0
+
+
+def test_the_interpreter_exits_while_a_thread_waits(backend, tmp_path):
+    done = run_python(
+        preamble(backend, tmp_path, "seam=aio.Seam(read_bytes_per_s=1e5, write_bytes_per_s=1e5)")
+        + """
+ticket = rig.store(values)
+def wait():
+    try:
+        ticket.wait()
+    except AioClosedError:
+        pass
+threading.Thread(target=wait, daemon=True).start()
+time.sleep(0.1)
+print("end")
+""",
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["end"]
+
+
+@pytest.mark.parametrize("call", ["rig.executor.drain()", "rig.executor.close()", "ticket.wait_filled()"])
+def test_ctrl_c_ends_every_call_that_waits(backend, tmp_path, call):
+    done = run_python(
+        preamble(backend, tmp_path, "chunk_count=20, pools=(1, 1), seam=aio.Seam(write_bytes_per_s=1e5)")
+        + f"""
+ticket = rig.store({{i: random_chunk(rng) for i in range(20)}})
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+start = time.monotonic()
+try:
+    {call}
+except KeyboardInterrupt:
+    print("interrupted", time.monotonic() - start < 5)
+rig.executor.close(drain=False)
+assert ticket.done
+""",
+        timeout=30,
+    )
+    assert done.stdout.split() == ["interrupted", "True"], done.stderr
+
+
+def test_a_killed_neighbour_in_the_same_directory_harms_nobody(backend, make_rig, tmp_path, rng):
+    rig = make_rig(seam=aio.Seam(delay_us_max=2000, seed=1))
+    values = {i: random_chunk(rng) for i in range(6)}
+    rig.store(values).wait()
+    code = (
+        preamble(backend, tmp_path, "seam=aio.Seam(write_bytes_per_s=1e5)")
+        + "rig.store(values); print('ready', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline().strip() == "ready"
+        fetches = [rig.fetch([i]) for i in range(6)]
+        os.kill(child.pid, signal.SIGKILL)  # in the middle of a write, and of our reads
+        child.wait(20)
+    for i, (ticket, targets) in enumerate(fetches):
+        ticket.wait(20)
+        assert same(targets[0], values[i])
+    assert list(tmp_path.iterdir()) == []
+    rig.store({i: values[5 - i] for i in range(6)}).wait(20)
+    assert all(same(rig.read(i), values[5 - i]) for i in range(6))
 
 
 def test_kill_leaves_no_file_and_frees_the_space(backend, tmp_path):

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from infinity import aio
 from infinity.aio import native_core, opening, plan, probe
+from tests.unit.aio.child import run_python
 from tests.unit.aio.rig import BACKENDS
 
 POOLS = {"small": aio.PoolSpec(2, 8192), "large": aio.PoolSpec(2, 65536)}
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -105,72 +102,114 @@ def test_a_python_executor_without_kernel_refuses_updates(file):
     executor.close()
 
 
+#: The sysctl is of the whole machine: this process sees a file over it, and its filter does what the kernel would do.
+SYSCTL = """
+import subprocess
+assert ctypes.CDLL(None).unshare(0x20000) == 0
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+import pathlib
+pathlib.Path(shown).write_text("2")
+subprocess.run(["mount", "--bind", shown, "/proc/sys/kernel/io_uring_disabled"], check=True)
+"""
+
+OPEN_AUTO = """
+with aio.SwapFile.create({directory!r}) as file:
+    executor = aio.open_executor([file], small=aio.PoolSpec(1, 4096), large=aio.PoolSpec(1, 8192))
+    assert executor.backend_reason == executor.stats().backend_reason
+    print(executor.backend)
+    print(executor.backend_reason)
+    executor.close()
+"""
+
+
 @pytest.mark.skipif("io_uring" not in BACKENDS, reason="no io_uring here")
-def test_a_seccomp_filter_that_forbids_io_uring_is_stepped_over_and_named(tmp_path):
-    code = f"""
-        import ctypes, struct
-        from infinity import aio
-        from infinity.aio import probe
-        # BPF: io_uring_setup (425) returns EPERM, as container runtimes do.
-        program = b"".join(struct.pack("HBBI", *line) for line in (
-            (0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)))
-        buffer = ctypes.create_string_buffer(program)
-        filter = struct.pack("HxxxxxxQ", 4, ctypes.addressof(buffer))
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.prctl(38, 1, 0, 0, 0) == 0
-        assert libc.prctl(22, 2, ctypes.c_char_p(filter), 0, 0) == 0
-        with aio.SwapFile.create({str(tmp_path)!r}) as file:
-            executor = aio.open_executor([file], small=aio.PoolSpec(1, 4096), large=aio.PoolSpec(1, 8192))
-            print(executor.backend)
-            print(executor.backend_reason)
-            executor.close()
-        print(probe.probe_engine().io_uring_reason)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=ROOT,
+@pytest.mark.parametrize(
+    ("code", "said", "probed_as", "sysctl"),
+    [
+        (errno.EPERM, "not permitted", "seccomp", False),
+        (errno.EPERM, "not permitted", "kernel.io_uring_disabled", True),
+        (errno.ENOSYS, "not implemented", "built without it", False),
+    ],
+    ids=["seccomp", "sysctl", "no_such_call"],
+)
+def test_a_kernel_that_forbids_io_uring_is_stepped_over_and_says_why(tmp_path, code, said, probed_as, sysctl):
+    if sysctl and os.getuid() != 0:
+        pytest.skip("needs root to show another sysctl to a process")
+    done = run_python(
+        f"""
+import ctypes, struct
+from infinity import aio
+from infinity.aio import probe
+shown = {str(tmp_path / "shown")!r}
+{SYSCTL if sysctl else ""}
+# BPF: io_uring_setup (425) returns an errno, as container runtimes do.
+program = b"".join(struct.pack("HBBI", *line) for line in (
+    (0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050000 | {code}), (0x06, 0, 0, 0x7FFF0000)))
+buffer = ctypes.create_string_buffer(program)
+filter = struct.pack("HxxxxxxQ", 4, ctypes.addressof(buffer))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, ctypes.c_char_p(filter), 0, 0) == 0
+print(probe.probe_engine().io_uring_reason)
+"""
+        + OPEN_AUTO.format(directory=str(tmp_path))
     )
     assert done.returncode == 0, done.stderr
-    backend, reason, probed = done.stdout.splitlines()
+    probed, backend, reason = done.stdout.splitlines()
     assert backend == "threads"
-    assert "not permitted" in reason
-    assert "seccomp" in probed
+    assert said in reason
+    assert probed_as in probed
+    assert done.stderr.count("no io_uring backend") <= 1
+
+
+@pytest.mark.skipif("threads" not in BACKENDS, reason="no native extension")
+def test_without_the_wheel_threads_take_over_and_the_reason_names_it(tmp_path):
+    hidden = 'import sys; sys.modules["liburing"] = None\nfrom infinity import aio\n'
+    done = run_python(hidden + OPEN_AUTO.format(directory=str(tmp_path)))
+    assert done.returncode == 0, done.stderr
+    backend, reason = done.stdout.splitlines()
+    assert backend == "threads"
+    assert "package liburing" in reason
+
+
+def test_without_a_compiler_python_takes_over_and_the_reason_says_so(tmp_path):
+    code = "from infinity import aio\n" + OPEN_AUTO.format(directory=str(tmp_path))
+    done = run_python(code, environment={"INFINITY_NO_NATIVE": "1"})
+    assert done.returncode == 0, done.stderr
+    backend, reason = done.stdout.splitlines()
+    assert backend == "python"
+    assert "INFINITY_NO_NATIVE" in reason
 
 
 @pytest.mark.skipif("io_uring" not in BACKENDS, reason="no io_uring here")
 def test_where_memory_may_not_be_locked_the_slab_goes_unregistered_and_works(tmp_path):
     if os.getuid() != 0:
         pytest.skip("needs root to become nobody")
-    code = f"""
+    done = run_python(f"""
         import os, resource
         from pathlib import Path
         import numpy as np
         from infinity import aio
         from tests.unit.aio.rig import *
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (8 << 20, 8 << 20))
         file = aio.SwapFile.create({str(tmp_path)!r})
-        value = random_chunk(np.random.default_rng(0))  # imports, before nobody may not
+        # Imports, and codecs, which nobody may not read later.
+        values = {{i: random_chunk(np.random.default_rng(i)) for i in range(6)}}
+        Rig(Path("/"), "io_uring", files=[file]).executor.close()
+        b"".decode("ascii")
         os.setuid(65534)
-        aio.SwapFile.create = lambda directory: file
-        rig = Rig(Path("/"), "io_uring", pools=(1024, 1024))
-        rig.store({{0: value}}).wait(20)
-        assert same(rig.read(0), value)
-        print(rig.executor.backend, rig.executor.stats().registered)
+        rig = Rig(Path("/"), "io_uring", files=[file], pools=(1024, 1024))  # 56 MiB
+        rig.store(values).wait(20)
+        assert all(same(rig.read(i), values[i]) for i in range(6))
+        stats = rig.executor.stats()
+        print(rig.executor.backend, stats.registered, stats.registered_reason)
         rig.close()
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.stdout.split() == ["io_uring", "False"], done.stderr
+    """)
+    assert done.returncode == 0, done.stderr
+    backend, registered, reason = done.stdout.strip().split(" ", 2)
+    assert (backend, registered) == ("io_uring", "False")
+    assert reason
+    assert "huge" in reason or "memory" in reason.lower() or "memlock" in reason.lower()
 
 
 @pytest.mark.skipif("io_uring" not in BACKENDS, reason="no io_uring here")
@@ -186,14 +225,7 @@ def test_a_library_without_the_symbols_is_an_error_that_names_one(monkeypatch, t
         print(ffi.string(why).decode())
         assert lib.inf_uring_probe() == -38
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=ROOT,
-    )
+    done = run_python(code)
     assert done.returncode == 0, done.stderr
     missing, incomplete = done.stdout.splitlines()
     assert "/nowhere/liburing.so" in missing
@@ -232,5 +264,5 @@ def test_spans_have_one_layout_in_c_and_python():
 
 def test_aio_imports_without_torch():
     code = "import sys, infinity.aio, infinity.aio.probe; assert 'torch' not in sys.modules; assert 'aio' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = run_python(code)
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from infinity.aio import memory_limits
 from infinity.aio.native_core import load_native
 from infinity.aio.slab import HUGE_PAGE_BYTES, Slab
 
@@ -56,6 +57,14 @@ def test_ranges_outside_are_value_errors():
 def test_too_much_is_a_memory_error():
     with pytest.raises(MemoryError):
         Slab(1 << 46)
+
+
+def test_more_than_a_cgroup_leaves_is_refused_before_any_of_it_is_taken(monkeypatch):
+    limit = memory_limits.CgroupLimit("/job", 64 << 20, 32 << 20)
+    monkeypatch.setattr(memory_limits, "cgroup_limits", lambda: [limit])
+    with pytest.raises(MemoryError, match=r"cgroup /job \(64 MiB\) leaves 32 MiB"):
+        Slab(33 << 20)
+    Slab(32 << 20).close()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from infinity import aio
 from infinity.bench import command, hardware
-from infinity.bench.swap import CHUNK_BYTES, Spread, measure_swap
+from infinity.bench.content import Content, is_hole
+from infinity.bench.figures import PhaseFigures, Spread
+from infinity.bench.limits import Fio, open_limit
+from infinity.bench.streams import CHUNK_BYTES, Sample
+from infinity.bench.swap import Bench, SwapTask, measure_swap
+from infinity.config import Policy
+from infinity.errors import AioError, ChecksumError
 from infinity.sizes import MIB
 
-SMALL = ["--size", "48MiB", "--rounds", "1", "--seconds", "1"]
+SMALL = ["--size", "48MiB", "--rounds", "1", "--seconds", "1", "--limit", "off"]
 
 
 @pytest.fixture(autouse=True)
@@ -25,40 +35,156 @@ def _swap_may_lie_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFINITY_ALLOW_TMPFS", "1")
 
 
+def task(*directories: Path, size: int = 48 * MIB, **values: Any) -> SwapTask:
+    return SwapTask(directories, size, **{"rounds": 1, "phase_s": 1.0, **values})
+
+
+def silent(_phase: str, _share: float) -> None:
+    return None
+
+
 def test_a_measurement_reads_and_writes_what_it_says(tmp_path: Path) -> None:
     phases: list[str] = []
-    figures = measure_swap(
-        [tmp_path], size_bytes=48 * MIB, rounds=2, phase_s=2.0, progress=lambda phase, _share: phases.append(phase)
-    )
+    figures = measure_swap(task(tmp_path, rounds=2), lambda phase, _share: phases.append(phase))
     assert figures.size_bytes == 48 * MIB // CHUNK_BYTES * CHUNK_BYTES
-    assert len(figures.read.rounds) == len(figures.write.rounds) == len(figures.mixed.rounds) == 2
-    assert min(*figures.read.rounds, *figures.write.rounds, *figures.mixed.rounds) > 0
+    for phase in figures.phases.values():
+        assert len(phase.samples) == 2
+        assert min(phase.spread.rounds) > 0
+        assert phase.limit is None
+    (drive,) = figures.drives
+    assert drive.bytes_written >= 3 * figures.size_bytes
+    assert drive.bytes_read >= 3 * figures.size_bytes
     assert figures.verified_bytes > 0
-    assert list(dict.fromkeys(phases)) == ["fill", "read 1/2", "write 1/2", "mixed 1/2", "read 2/2", "write 2/2", "mixed 2/2"]
+    expected = ["fill", "verify", "read 1/2", "write 1/2", "mixed 1/2", "read 2/2", "write 2/2", "mixed 2/2"]
+    assert list(dict.fromkeys(phases)) == expected
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_directories_are_measured_together(tmp_path: Path) -> None:
+def test_several_drives_are_measured_at_once_and_each_share_is_told(tmp_path: Path) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
     for directory in directories:
         directory.mkdir()
-    assert measure_swap(directories, size_bytes=48 * MIB, rounds=1, phase_s=1.0).size_bytes >= 45 * MIB
+    figures = measure_swap(task(*directories))
+    assert figures.size_bytes >= 45 * MIB
+    for phase in figures.phases.values():
+        parts = [phase.drive(number).median for number in range(2)]
+        assert sum(parts) == pytest.approx(phase.spread.median)
+    assert set(figures.settings.bandwidths) == {str(directory) for directory in directories}
+    told = figures.as_dict()["phases"]["read"]["drives"]
+    assert sum(drive["share"] for drive in told.values()) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("backend", ["threads", "python"])
 def test_every_backend_measures(tmp_path: Path, backend: str) -> None:
-    assert measure_swap([tmp_path], size_bytes=24 * MIB, rounds=1, phase_s=1.0, backend=backend).backend == backend
+    assert measure_swap(task(tmp_path, size=24 * MIB, backend=backend)).backend == backend
 
 
-def test_the_json_has_the_names_that_others_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checksums", ["off", "sample", "full"])
+def test_everything_is_read_back_when_asked(tmp_path: Path, checksums: str) -> None:
+    figures = measure_swap(task(tmp_path, checksums=checksums, verify_all=True))
+    # With checksums also what the rounds wrote.
+    assert figures.verified_bytes == figures.size_bytes * (1 if checksums == "off" else 2)
+    assert figures.as_dict()["checksums"] == checksums
+
+
+def test_damage_is_found_when_everything_is_read_back(tmp_path: Path) -> None:
+    with Bench(task(tmp_path), silent) as bench:
+        with bench.streams(block_bytes=1 << 20, depth=8, verify="full") as streams:
+            bench.fill(streams)
+            with aio.Slab(4096) as page:
+                os.pwritev(bench.chunks.drives[0].fd, [page.memory], 7 * CHUNK_BYTES + 65536)
+            with pytest.raises(ChecksumError):
+                bench.verify(streams, "verify", everything=True)
+
+
+def test_what_is_written_is_random_never_repeats_and_is_no_hole(tmp_path: Path) -> None:
+    with Bench(task(tmp_path, size=160 * MIB), silent) as bench:
+        with bench.streams(block_bytes=1 << 20, depth=8, verify="full") as streams:
+            with pytest.raises(AioError, match="hole"):
+                bench.check_no_holes()
+            bench.fill(streams)
+            bench.check_no_holes()
+        # More than the content's two halves, so both have been made new.
+        assert bench.chunks.count > 2 * bench.content.half
+        drive = bench.chunks.drives[0]
+        with aio.Slab(bench.chunks.size_bytes) as all_of_it:
+            for start in range(0, all_of_it.size_bytes, CHUNK_BYTES):
+                os.preadv(drive.fd, [all_of_it.memory[start : start + CHUNK_BYTES]], start)
+            blocks = all_of_it.array(np.uint64).reshape(-1, 512)
+            assert len(np.unique(blocks[:, 0])) == len(blocks)
+            ones = np.unpackbits(all_of_it.array(np.uint8, count=1 << 20)).mean()
+            assert 0.49 < ones < 0.51
+
+
+def test_content_is_made_new_by_halves() -> None:
+    content = Content(1)
+    try:
+        before = bytes(content.memory[:64]), bytes(content.memory[-64:])
+        content.renew(0)
+        assert bytes(content.memory[:64]) != before[0]
+        assert bytes(content.memory[-64:]) == before[1]
+        assert not is_hole(content.memory[:4096])
+    finally:
+        content.close()
+    assert is_hole(bytes(4096))
+
+
+@pytest.mark.parametrize("name", ["probe", "fio"])
+def test_the_limit_is_measured_beside_it(tmp_path: Path, name: str) -> None:
+    if name == "fio" and shutil.which("fio") is None:
+        pytest.skip("fio is not installed")
+    figures = measure_swap(task(tmp_path, limit=name, phase_s=0.3))
+    assert ("fio" in figures.limit_by) == (name == "fio")
+    for phase in figures.phases.values():
+        assert phase.limit is not None
+        assert phase.of_limit == pytest.approx(phase.spread.median / phase.limit.median)
+        assert phase.limit_cpu_s_per_gb is not None
+        assert sum(phase.limit_samples[0].drive_bytes) > 0
+    assert figures.as_dict()["limit_by"] == figures.limit_by
+
+
+def test_fio_is_told_the_same_time_in_whole_milliseconds(tmp_path: Path) -> None:
+    if shutil.which("fio") is None:
+        pytest.skip("fio is not installed")
+    with aio.SwapFile.create(tmp_path) as file:
+        command_line = Fio([file], block_bytes=1 << 20, depth=32).command("read", 1.5)
+    assert "--runtime=1500ms" in command_line
+    assert {"--bs=1048576", "--iodepth=32", "--ioengine=io_uring"} <= set(command_line)
+
+
+def test_the_limits_own_file_is_no_hole(tmp_path: Path) -> None:
+    content = Content(1)
+    with aio.SwapFile.create(tmp_path) as file:
+        file.grow(8 * MIB)
+        open_limit("probe", [file], content, block_bytes=1 << 20, depth=4)
+        with aio.Slab(4096) as page:
+            for offset in range(0, 8 * MIB, 1 * MIB):
+                os.preadv(file.fd, [page.memory], offset)
+                assert not is_hole(page.memory)
+    content.close()
+
+
+def test_the_json_has_the_names_that_others_read_and_a_policy_takes_it(tmp_path: Path) -> None:
     target = tmp_path / "figures.json"
-    assert command.main(["swap", "--dir", str(tmp_path), *SMALL, "--json", str(target)]) == 0
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    assert command.main(["swap", "--dir", str(swap), *SMALL, "--json", str(target)]) == 0
     found = json.loads(target.read_text())
     assert found["schema"] == "infinity.bench.swap/1"
     for name in ("read_gbps", "write_gbps", "mixed_gbps"):
         assert found[name] > 0
-    assert found["hardware"]["drives"][0]["path"] == str(tmp_path)
-    assert found["hardware"]["cores"] >= 1
+    for name in ("host", "kernel", "cpu", "cores", "memory_bytes", "huge_pages"):
+        assert found["hardware"][name], name
+    (drive,) = found["hardware"]["drives"]
+    assert drive["path"] == str(swap)
+    assert {"file_system", "model", "nr_requests", "max_sectors_kb", "scheduler"} <= drive.keys()
+    assert found["infinity"]["version"]
+    assert {"commit", "dirty"} <= found["infinity"].keys()
+    assert found["command"][0] == "swap"
+    assert found["sweep"] is None
+    policy = Policy(io=target)
+    assert policy.io_settings.bandwidths[str(swap)][0] == pytest.approx(found["read_gbps"] * 1e9)
+    assert list(swap.iterdir()) == []
 
 
 def test_without_arguments_it_uses_the_named_directory(
@@ -84,16 +210,36 @@ def test_default_directories_are_on_a_drive_and_writable(monkeypatch: pytest.Mon
     ("arguments", "message"),
     [
         (["--dir", "/nonexistent/here"], "does not exist"),
+        (["--dir", __file__], "not a directory"),
+        (["--dir", ".", "--dir", "."], "twice"),
         (["--dir", ".", "--size", "1MiB"], "32MiB"),
+        (["--dir", ".", "--size", "1000TiB"], "not enough space"),
         (["--dir", ".", "--size", "64MiB", "--depth", "1"], "depth"),
+        (["--dir", ".", "--size", "64MiB", "--depth", "5000"], "depth"),
         (["--dir", ".", "--size", "64MiB", "--block-size", "1000"], "block_bytes"),
+        (["--dir", ".", "--size", "64MiB", "--block-size", "8MiB"], "block_bytes"),
+        (["--dir", ".", "--size", "64MiB", "--rounds", "0"], "rounds"),
+        (["--dir", ".", "--size", "64MiB", "--seconds", "0"], "seconds"),
+        (["--dir", ".", "--size", "64MiB", "--sweep", "--sweep-depths", "1"], "depth"),
+        (["--dir", ".", "--size", "64MiB", "--json", "/nonexistent/a.json"], "does not exist"),
+        (["--dir", ".", "--size", "64MiB", "--plot", "picture.txt"], ".png"),
     ],
 )
 def test_a_mistake_is_one_line_and_exits_with_two(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(["swap", *arguments]) == 2
-    assert message in capsys.readouterr().out
+    shown = capsys.readouterr().out.replace("\n", " ")
+    assert message in shown
+    assert "Traceback" not in shown
+
+
+def test_fio_asked_for_and_missing_is_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command.main(["swap", "--dir", str(tmp_path), "--size", "48MiB", "--limit", "fio"]) == 2
+    assert "--limit probe" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -114,5 +260,11 @@ def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_reported_figure_is_the_middle_round() -> None:
+def test_the_reported_figure_is_the_middle_round_and_shares_pair_rounds() -> None:
     assert Spread((3e9, 1e9, 2e9)).gbps == 2.0
+    ours = tuple(Sample((2 * rate,), (2.0,), 1.0) for rate in (10, 40, 30))
+    limits = tuple(Sample((2 * rate,), (2.0,), 1.0) for rate in (20, 40, 10))
+    assert PhaseFigures(ours, limits).of_limit_rounds == (0.5, 1.0, 3.0)
+    assert PhaseFigures(ours, limits).of_limit == 1.0
+    assert Sample((10**9, 10**9), (1.0, 2.0), 3.0).rate == 1.5e9
+    assert Sample((10**9, 10**9), (1.0, 2.0), 3.0).cpu_s_per_gb == 1.5

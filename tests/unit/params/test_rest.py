@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from infinity.aio import PoolSpec, Priority, open_executor
+from infinity.aio import PoolSpec, Priority, memory_limits, open_executor
 from infinity.aio.plan import Format
 from infinity.memory.layout import CHUNK_NUMEL, plan_flat
 from infinity.memory.swap_space import SwapSpace
@@ -90,3 +91,64 @@ def test_overwriting_some_elements_leaves_the_others_and_resets_their_master(res
     low[start : start + 3000] = 0
     assert torch.equal(fetched(rest, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16))
     assert torch.equal(fetched(rest, flat, 1, torch.int16), low)
+
+
+def held_by(rest: Rest) -> dict[str, object]:
+    space = rest._space
+    assert space is not None
+    return {
+        "places": space._extents.used_bytes(0),
+        "file": space.size_bytes,
+        "counted on NVMe": rest.nvme_bytes,
+        "counted in RAM": rest.resident_bytes,
+        "slabs": len(rest._slabs),
+        "chunks": rest._executor.stats().extra.get("chunks_live"),
+    }
+
+
+@pytest.mark.parametrize("backend", ["io_uring", "threads", "python"])
+def test_a_define_that_fails_leaves_nothing_reserved(
+    tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_rest(tmp_path, backend) as rest:
+        unit = Unit(0, "u", ())
+        flats = [make_flat(unit, 0, torch.bfloat16), make_flat(unit, 1, torch.float32)]
+        # A chunk of each is resident, so that a slab is made as well.
+        masks = [[0] + [1] * (len(flat.layout.chunks) - 1) for flat in flats]
+        real, calls = rest._executor.define, []
+
+        def no_memory_for_the_second(chunks: Any) -> Any:
+            calls.append(len(chunks))
+            if len(calls) % 2 == 0:
+                raise MemoryError("no memory for chunks")
+            return real(chunks)
+
+        monkeypatch.setattr(rest._executor, "define", no_memory_for_the_second)
+        before = held_by(rest)
+        with pytest.raises(MemoryError):
+            rest.create(flats, masks)
+        assert len(calls) == 2
+        assert held_by(rest) == before
+        monkeypatch.setattr(rest._executor, "define", real)
+        rest.create(flats, masks)
+        values = torch.randn(flats[0].layout.shard_numel).bfloat16()
+        rest.store(flats[0], 0, values.data_ptr()).wait()
+        before = held_by(rest)
+        monkeypatch.setattr(rest._executor, "define", no_memory_for_the_second)
+        with pytest.raises(MemoryError):
+            rest.convert(flats, [Format.SPLIT, Format.RAW], [[0b1111] * len(masks[0]), [0] * len(masks[1])])
+        assert held_by(rest) == before
+        assert torch.equal(fetched(rest, flats[0], 0, torch.bfloat16), values)
+
+
+def test_a_slab_for_which_there_is_no_memory_leaves_nothing_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_rest(tmp_path, "python") as rest:
+        flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
+        before = held_by(rest)
+        with monkeypatch.context() as patch:
+            limit = memory_limits.CgroupLimit("/a/container", 1 << 30, (1 << 30) - 4096)
+            patch.setattr(memory_limits, "cgroup_limits", lambda: [limit])
+            with pytest.raises(MemoryError, match="/a/container"):
+                rest.create([flat], [[0] + [1] * (len(flat.layout.chunks) - 1)])
+        assert held_by(rest) == before
+        rest.create([flat], [[0] + [1] * (len(flat.layout.chunks) - 1)])

@@ -1,0 +1,105 @@
+"""What the block device under a swap file takes, and requests fitted to it.
+
+The kernel splits a request into pieces of at most max_sectors_kb, and each piece takes one of the device's nr_requests
+tags. A thread that submits beyond them sleeps inside the kernel, which no engine can overlap with anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from infinity.aio.swap_file import SwapFile
+
+DEPTH_MIN = 2
+_ALIGNMENT_BYTES = 4096
+_SYSFS = Path("/sys")
+
+
+@dataclass(frozen=True)
+class DriveLimits:
+    """A device's queue; 0 where there is no limit or none is known. `device`: its name ("nvme0n1"), "" if unknown."""
+
+    device: str = ""
+    nr_requests: int = 0
+    max_sectors_kb: int = 0
+
+    def fit(self, block_bytes: int, depth: int) -> tuple[int, int]:
+        """The largest (block, depth) up to those given whose requests the device takes all at once.
+
+        Depth gives way first, down to DEPTH_MIN, then the block (a multiple of 4096).
+        """
+        if not self.nr_requests or not self.max_sectors_kb:
+            return block_bytes, depth
+        piece_bytes = self.max_sectors_kb * 1024
+        fitting = self.nr_requests // -(-block_bytes // piece_bytes)
+        if fitting >= DEPTH_MIN:
+            return block_bytes, min(depth, fitting)
+        pieces = max(self.nr_requests // DEPTH_MIN, 1)
+        fitted = pieces * piece_bytes // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+        return min(block_bytes, max(fitted, _ALIGNMENT_BYTES)), min(depth, DEPTH_MIN)
+
+
+def limits_of(file: SwapFile | int | str | os.PathLike[str], *, sysfs: Path = _SYSFS) -> DriveLimits:
+    """The limits of the device that holds `file` (a swap file, a descriptor or a path).
+
+    Virtual devices (dm, md, loop, multipath heads) pass requests on to queues of their own choice, and some file systems
+    (btrfs, overlayfs, NFS) name no device: no limit is known for these.
+    """
+    if isinstance(file, (str, os.PathLike)):
+        return _limits(Path(file).stat().st_dev, sysfs)
+    return _limits(os.fstat(file if isinstance(file, int) else file.fd).st_dev, sysfs)
+
+
+def _limits(device: int, sysfs: Path) -> DriveLimits:
+    link = sysfs / "dev" / "block" / f"{os.major(device)}:{os.minor(device)}"
+    if not link.exists():
+        return DriveLimits()
+    folder = link.resolve()
+    # A partition has no queue of its own: its parent directory is the drive.
+    whole = next((place for place in (folder, folder.parent) if (place / "queue").is_dir()), None)
+    if whole is None:
+        return DriveLimits()
+    if "virtual" in whole.parts:
+        return DriveLimits(device=whole.name)
+    return DriveLimits(
+        device=whole.name,
+        nr_requests=_number(whole / "queue" / "nr_requests"),
+        max_sectors_kb=_number(whole / "queue" / "max_sectors_kb"),
+    )
+
+
+def fit(file: SwapFile | int, block_bytes: int, depth: int) -> tuple[int, int]:
+    """(block_bytes, depth) fitted to the device that holds `file`; as they are where its limits are unknown."""
+    return limits_of(file).fit(block_bytes, depth)
+
+
+def _number(path: Path) -> int:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):  # not there, or not text: no limit is known
+        return 0
+    return int(text) if text.isdigit() else 0
+
+
+_STATX_DIOALIGN = 0x2000
+_AT_EMPTY_PATH = 0x1000
+
+
+def direct_alignments(fd: int) -> tuple[int, int]:
+    """(memory, offset) alignment that O_DIRECT wants of an open file, in bytes; zeros where statx does not tell.
+
+    A kernel that tells, of a file that O_DIRECT cannot be used on at all, also says (0, 0): trying it is the only test.
+    """
+    # struct statx: stx_mask at 0 (u32), stx_dio_mem_align and stx_dio_offset_align at 0x98 (two u32); 256 bytes in all.
+    record = (ctypes.c_uint32 * 64)()
+    statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+    if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, record):
+        return 0, 0
+    if not record[0] & _STATX_DIOALIGN:
+        return 0, 0
+    return int(record[38]), int(record[39])

@@ -1,0 +1,123 @@
+"""What was measured of the drives and is used again: request size, depth, bandwidths. Read from JSON, checked once."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infinity.aio.plan import ALIGNMENT_BYTES
+
+BLOCK_BYTES_MAX = 1 << 30
+DEPTH_MAX = 4096
+
+
+@dataclass(frozen=True)
+class IoSettings:
+    """How drives are driven. The defaults suit most; `python -m infinity.bench swap --sweep --json FILE` measures others.
+
+    block_bytes: bytes per request, a multiple of 4096.
+    depth: requests in flight per drive, at least 2. Both are fitted to what the device takes without blocking.
+    bandwidths: for each directory (absolute) the measured (read, write) in bytes per second. Where all directories of a
+        policy are in it, they share the data in this proportion; else it is measured at set-up.
+
+    Raises: ValueError naming field, value and fix.
+    """
+
+    block_bytes: int = 1 << 20
+    depth: int = 32
+    # A mapping has no hash; equality still compares it.
+    bandwidths: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        _check_integer("block_bytes", self.block_bytes)
+        _check_integer("depth", self.depth)
+        if not ALIGNMENT_BYTES <= self.block_bytes <= BLOCK_BYTES_MAX or self.block_bytes % ALIGNMENT_BYTES:
+            raise ValueError(
+                f"block_bytes={self.block_bytes} must be a multiple of {ALIGNMENT_BYTES}, at most 1 GiB; "
+                "1048576 suits most drives"
+            )
+        if not 2 <= self.depth <= DEPTH_MAX:
+            raise ValueError(
+                f"depth={self.depth} must be 2 to {DEPTH_MAX}, so that reads and writes both have a place; 32 suits most drives"
+            )
+        if not isinstance(self.bandwidths, Mapping):
+            raise ValueError(
+                f"bandwidths={self.bandwidths!r} must map directories to [read, write] in bytes per second"
+            )
+        checked = {
+            _directory(name): _bandwidth(str(name), pair) for name, pair in self.bandwidths.items()
+        }
+        object.__setattr__(self, "bandwidths", checked)
+
+    @classmethod
+    def load(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> IoSettings:
+        """The settings in a mapping or a JSON file: a record of `infinity.bench swap` (its "settings"), or the fields themselves.
+
+        Raises: ValueError for a file that cannot be read, unknown fields, and values out of range.
+        """
+        where, found = "", source
+        if not isinstance(source, Mapping):
+            where = f"{os.fspath(source)!r}: "
+            found = _read_json(source)
+        if isinstance(found, Mapping) and "settings" in found:
+            found = found["settings"]
+        elif isinstance(found, Mapping) and "schema" in found:
+            raise ValueError(
+                f"{where}a {found['schema']!r} record has no \"settings\"; use one of python -m infinity.bench swap"
+            )
+        if not isinstance(found, Mapping):
+            raise ValueError(f"{where}settings are a mapping with {_fields()}, not {type(found).__name__}")
+        unknown = [str(name) for name in found if name not in cls.__dataclass_fields__]
+        if unknown:
+            raise ValueError(f"{where}unknown field {', '.join(sorted(unknown))}; settings have {_fields()}")
+        try:
+            return cls(**found)
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The settings as JSON has them; `load` reads it."""
+        pairs = {directory: list(pair) for directory, pair in self.bandwidths.items()}
+        return {"block_bytes": self.block_bytes, "depth": self.depth, "bandwidths": pairs}
+
+
+def _fields() -> str:
+    return ", ".join(IoSettings.__dataclass_fields__)
+
+
+def _read_json(path: str | os.PathLike[str]) -> Any:
+    how = "write one with: python -m infinity.bench swap --sweep --json FILE"
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{os.fspath(path)!r} cannot be read ({error.strerror}); {how}") from error
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)!r} is not JSON ({error}); {how}") from error
+
+
+def _check_integer(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r} must be an integer")
+
+
+def _directory(name: Any) -> str:
+    if not isinstance(name, (str, os.PathLike)) or not Path(name).is_absolute():
+        raise ValueError(f"bandwidths: {name!r} is not an absolute directory")
+    return os.fspath(name)
+
+
+def _bandwidth(name: str, pair: Any) -> tuple[float, float]:
+    right = isinstance(pair, (list, tuple)) and len(pair) == 2
+    if right:
+        right = all(
+            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+            for value in pair
+        )
+    if not right:
+        raise ValueError(f"bandwidths[{name!r}]={pair!r} must be [read, write], two numbers above 0 in bytes per second")
+    return float(pair[0]), float(pair[1])

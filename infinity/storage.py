@@ -1,0 +1,66 @@
+"""Where the states of a model rest: swap files, the executor with its pools, the chunks in them. Opened and closed together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+from infinity.aio import Executor, ExecutorStats, PoolSpec, Seam, open_executor
+from infinity.aio.endurance import Endurance
+from infinity.config import Policy
+from infinity.memory.placement import Plan
+from infinity.memory.striping import choose_shares
+from infinity.memory.swap_space import SwapSpace
+from infinity.ops.adamw import update_numpy_sections
+from infinity.params.rest import Rest
+
+OBSERVE_S = 15.0
+"""How often the drives are looked at within a step: an executor remembers 64 seconds."""
+
+
+class Storage:
+    """Executor and states at rest, and the watch over their drives. `undo` takes what closes them, in the right order."""
+
+    def __init__(self, policy: Policy, plan: Plan, seam: Seam | None, undo: contextlib.ExitStack) -> None:
+        settings = policy.io_settings
+        space = SwapSpace(policy.directories) if policy.directories else None
+        if space is not None:
+            undo.callback(space.close)
+            space.shares = choose_shares(
+                space.files, bandwidths=settings.bandwidths, backend=policy.io_backend, seam=seam
+            )
+        self.executor: Executor = open_executor(
+            space.files if space is not None else [],
+            small=PoolSpec(plan.small_count, plan.small_bytes),
+            large=PoolSpec(plan.large_count, plan.large_bytes),
+            backend=policy.io_backend,
+            verify=policy.verify,
+            workers=max(1, (os.cpu_count() or 2) // 4),
+            block_bytes=settings.block_bytes if policy.io is not None else None,
+            depth=settings.depth,
+            seam=seam,
+            kernel=update_numpy_sections,
+        )
+        undo.callback(self.executor.close, drain=False)
+        self.executor.spans(True)
+        self.rest = Rest(self.executor, space, sums_on=policy.verify != "off")
+        undo.callback(self.rest.close)
+        # Before its memory goes, if an interrupt left jobs in flight.
+        undo.callback(self.executor.close, drain=False)
+        self.endurance = Endurance()
+        self._steps = 0
+        self._observed_s = time.monotonic()
+
+    def observe(self, steps: int) -> ExecutorStats:
+        """The executor's counters, after the watch over the drives has seen them. `steps`: optimizer steps so far."""
+        self._steps = steps
+        self._observed_s = time.monotonic()
+        stats = self.executor.stats()
+        self.endurance.observe(stats, steps=steps)
+        return stats
+
+    def observe_sometimes(self) -> None:
+        """As `observe`, if the last time is long ago: within a step of minutes nothing else looks."""
+        if time.monotonic() - self._observed_s > OBSERVE_S:
+            self.observe(self._steps)

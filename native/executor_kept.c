@@ -1,0 +1,79 @@
+/* After a write failed: its slot is kept, its drive marked. All [locked].
+ *
+ * The slot of a write that failed holds the only copy of what it should have written: an update has no way back, and the
+ * range on the drive may be torn. So the chunk keeps the slot, reads are served from it, and the drive takes no further
+ * writes until somebody says that the cause is mended (inf_executor_recover).
+ *
+ * While a chunk keeps something its drive is marked, or a REWRITE is first in its FIFO: nothing else writes it.
+ */
+#include "executor.h"
+
+#include <assert.h>
+
+void inf_slot_release(struct inf_executor *ex, inf_slot *slot) {
+    if (slot->memory == NULL) return;
+    inf_pool *pool = &ex->pools[slot->pool];
+    if (slot->lost) pool->count--;
+    else pool->free[pool->free_count++] = slot->index;
+    slot->memory = NULL;
+}
+
+static uint32_t sections_in(const inf_slot *slot) {
+    uint32_t mask = 0;
+    for (int32_t s = 0; s < INF_SECTION_MAX; s++) mask |= (uint32_t)(slot->section_at[s] >= 0) << s;
+    return mask;
+}
+
+bool inf_run_keep(struct inf_executor *ex, inf_run *run) {
+    inf_chunk_record *chunk = run->chunk;
+    bool rewrite = run->job.kind == INF_JOB_REWRITE;
+    bool closed = run->fault.kind == INF_FAULT_CLOSED;
+    if (run->state != INF_WRITING || run->slot.memory == NULL || (closed && !rewrite)) return false;
+    if (run->job.mask & INF_MASK_MOVE_ONLY) return false; /* a measurement: the slot holds nothing that is missed */
+    assert(chunk->kept_mask == 0);
+    chunk->kept = run->slot;
+    chunk->kept_mask = sections_in(&run->slot);
+    /* A store holds what was wanted, in the slot or in resident sections; an update had no invalid section. */
+    if (run->job.kind == INF_JOB_STORE) chunk->invalid &= ~run->job.mask;
+    run->slot.memory = NULL;
+    ex->pools[run->slot.pool].count--;
+    ex->stats.kept_chunks++;
+    inf_drive *drive = &ex->drives[chunk->plan.drive];
+    if (!closed && !drive->stats.marked) {
+        drive->stats.marked = 1;
+        drive->stats.mark = run->fault;
+    }
+    return true;
+}
+
+void inf_run_take_kept(struct inf_executor *ex, inf_run *run) {
+    run->slot = run->chunk->kept;
+    run->chunk->kept_mask = 0;
+    ex->pools[run->slot.pool].count++;
+    ex->stats.kept_chunks--;
+}
+
+void inf_chunk_drop_kept(struct inf_executor *ex, inf_chunk_record *chunk) {
+    if (chunk->kept_mask == 0) return;
+    chunk->kept_mask = 0;
+    ex->pools[chunk->kept.pool].count++;
+    ex->stats.kept_chunks--;
+    inf_slot_release(ex, &chunk->kept);
+}
+
+bool inf_run_refused(const struct inf_executor *ex, inf_run *run) {
+    bool writes = run->job.kind == INF_JOB_STORE || run->job.kind == INF_JOB_UPDATE;
+    const inf_chunk *chunk = &run->chunk->plan;
+    bool placed = false; /* has it bytes on the drive, whether or not they are kept in memory now */
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        bool used = run->job.kind == INF_JOB_UPDATE || (run->job.mask >> s & 1u);
+        placed = placed || (used && !inf_section_resident(chunk, s));
+    }
+    if (!writes || !placed) return false;
+    const inf_drive *drive = &ex->drives[chunk->drive];
+    if (!drive->stats.marked) return false;
+    run->faulted = true;
+    run->fault = drive->stats.mark;
+    run->fault.earlier = INF_EARLIER_MARK;
+    return true;
+}

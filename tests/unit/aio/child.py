@@ -1,0 +1,41 @@
+"""Fresh interpreters: what must hold of a whole process is tried in one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def run_python(
+    code: str, *, timeout: float = 60, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter at the root of the project."""
+    return subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+    )
+
+
+def preamble(backend: str, directory: Path, options: str = "") -> str:
+    """Code that makes `rig`, and `values` for six chunks. `options`: arguments of Rig, as code."""
+    return f"""
+import os, signal, sys, threading, time
+from pathlib import Path
+import numpy as np
+from infinity import aio
+from infinity.errors import *
+from tests.unit.aio.rig import *
+rig = Rig(Path({str(directory)!r}), {backend!r}, {options})
+rng = np.random.default_rng(0)
+values = {{i: random_chunk(rng) for i in range(6)}}
+"""

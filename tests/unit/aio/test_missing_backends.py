@@ -1,0 +1,37 @@
+"""A run of tests that leaves a backend out says so, and fails when it must not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit.aio.child import ROOT
+
+ONE = "tests/unit/aio/test_executor_jobs.py::test_a_submission_of_nothing_is_done"
+
+
+def run_tests(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("INFINITY_")}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ONE],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**clean, **environment},
+    )
+
+
+@pytest.mark.parametrize("accepted", ["", "io_uring,threads"])
+def test_a_backend_that_is_not_tested_is_named_and_fails_the_run_unless_accepted(accepted):
+    done = run_tests(
+        {"INFINITY_NO_NATIVE": "1", "INFINITY_REQUIRE_NATIVE": "1", "INFINITY_WITHOUT_BACKENDS": accepted}
+    )
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert "NOT TESTED: io_uring: no native extension" in done.stdout
+    assert "NOT TESTED: threads: no native extension" in done.stdout
+    assert "INFINITY_NO_NATIVE" in done.stdout
+    assert (done.returncode == 0) == bool(accepted)

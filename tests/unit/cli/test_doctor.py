@@ -1,0 +1,103 @@
+"""Doctor: each shortcoming has a line that says what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from infinity.aio import memory_limits
+from infinity.aio.drive_limits import DriveLimits
+from infinity.aio.probe import ExecutorProbe, probe_directory, probe_engine
+from infinity.cli import doctor
+from tests.unit.aio.child import run_python
+from tests.unit.aio.disks import overlay_without_direct
+from tests.unit.aio.rig import BACKENDS
+
+MIB = 1 << 20
+
+
+def finding(subject: str, directories: list[str]) -> doctor.Finding:
+    (found,) = [entry for entry in doctor.findings(directories) if entry.subject == subject]
+    return found
+
+
+def test_the_executor_of_training_is_tried(tmp_path: Path) -> None:
+    found = finding("executor", [str(tmp_path)])
+    assert found.value.startswith(f"{BACKENDS[0]}, pools of 48 MiB")
+    assert not [entry for entry in doctor.findings([str(tmp_path / "gone")]) if entry.subject == "executor"]
+
+
+@pytest.mark.privileged
+def test_a_container_s_layer_without_o_direct_is_warned_of_with_the_reason(tmp_path: Path) -> None:
+    with overlay_without_direct(tmp_path / "overlay") as place:
+        found = finding("swap directory", [str(place)])
+    assert "buffered" in found.value
+    assert "overlay" in found.warning
+    assert "O_DIRECT" in found.warning
+    assert "not a container's own layer" in found.warning
+
+
+def test_a_drive_with_a_short_queue_says_which_requests_fit_and_what_to_raise(tmp_path: Path) -> None:
+    limits = DriveLimits("sda", 64, 128)
+    block_bytes, depth = limits.fit(1 << 20, 32)
+    probe = dataclasses.replace(probe_directory(tmp_path), limits=limits, block_bytes=block_bytes, depth=depth)
+    found = doctor._directory(probe)
+    assert "requests of 1 MiB, 8 in flight (sda takes 64 of 128 KiB)" in found.value
+    assert "8 requests of 1 MiB fit instead of 32" in found.warning
+    assert "/sys/block/sda/queue/nr_requests" in found.warning
+    found = doctor._directory(dataclasses.replace(probe, limits=DriveLimits("dm-0"), depth=32))
+    assert "dm-0 is virtual" in found.value
+    found = doctor._directory(dataclasses.replace(probe, preallocates=False, limits=DriveLimits(), depth=32))
+    assert "limits unknown" in found.value
+    assert "cannot preallocate" in found.warning
+
+
+def test_a_cgroup_that_leaves_little_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = memory_limits.CgroupLimit("/job", 512 * MIB, 100 * MIB)
+    monkeypatch.setattr(memory_limits, "cgroup_limits", lambda: [limit])
+    found = doctor._memory()
+    assert "cgroup limit 512 MiB, 412 MiB available" in found.value
+    assert "the cgroup's limit leaves less than 1 GiB" in found.warning
+
+
+def test_memlock_is_compared_with_what_registration_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.os, "geteuid", lambda: 1000)
+    engine = dataclasses.replace(probe_engine(), io_uring=True, memlock_bytes=8 * MIB)
+    reason = "the kernel refuses: RLIMIT_MEMLOCK is too small"
+    refused = ExecutorProbe(backend="io_uring", pool_bytes=48 * MIB, registered_reason=reason)
+    for executor in (None, refused, ExecutorProbe(error="no directory")):
+        found = doctor._memlock(engine, executor)
+        assert "8 MiB; registering the pools takes 48 MiB" in found.value
+        assert "`ulimit -l 49152`" in found.warning
+    assert doctor._memlock(engine, ExecutorProbe(backend="io_uring", registered=True)).warning == ""
+    assert doctor._memlock(dataclasses.replace(engine, memlock_bytes=None), None).warning == ""
+    # Without io_uring nothing is registered, and the line on the backend says so.
+    assert doctor._memlock(dataclasses.replace(engine, io_uring=False), None).warning == ""
+
+
+@pytest.mark.skipif("io_uring" not in BACKENDS, reason="no io_uring here")
+def test_without_the_wheel_doctor_says_what_takes_over_and_what_to_install(tmp_path: Path) -> None:
+    done = run_python(f"""
+        import sys
+        sys.modules["liburing"] = None
+        from infinity.cli.main import main
+        sys.exit(main(["doctor", "--dir", {str(tmp_path)!r}]))
+    """)
+    assert done.returncode == 0, done.stderr
+    (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning: I/O backend")]
+    assert "liburing" in warning
+    assert "pip install" in warning
+    assert "threads take over" in warning
+
+
+def test_pools_that_did_not_get_huge_pages_or_cannot_be_opened_are_warned_of() -> None:
+    engine = dataclasses.replace(probe_engine(), huge_pages_work=True, io_uring=True)
+    slow = ExecutorProbe(backend="io_uring", pool_bytes=100, huge_bytes=10, registered_reason="small pages")
+    found = doctor._pools(engine, slow)
+    assert "10 % in huge pages, not registered (small pages)" in found.value
+    assert "compact_memory" in found.warning
+    assert "no room" in doctor._pools(engine, ExecutorProbe(error="no room")).warning
+    found = doctor._pools(engine, ExecutorProbe(backend="threads", pool_bytes=8, huge_bytes=8, backend_reason="ENOMEM"))
+    assert found.warning == "ENOMEM"

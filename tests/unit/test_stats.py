@@ -1,0 +1,121 @@
+"""What `handle.stats()` tells of the drives, and what `infinity train` shows of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity as inf
+from infinity.aio.endurance import Endurance
+from infinity.cli.report import Steady, drive_rows
+from infinity.stats import DriveFigures, drive_figures
+from tests import models
+
+
+def figures(**given: Any) -> DriveFigures:
+    values: dict[str, Any] = dict.fromkeys(DriveFigures.__dataclass_fields__, 0)
+    values |= {"path": "/mnt/nvme0", "direct": True, "direct_reason": "", "failed": "", "slow": ""}
+    return DriveFigures(**values | {"written_tb_per_day": None, "written_per_step_bytes": None} | given)
+
+
+def test_every_drive_has_its_line_and_json_takes_it_all(tmp_path: Path) -> None:
+    paths = [tmp_path / "one", tmp_path / "two"]
+    for path in paths:
+        path.mkdir()
+    torch.manual_seed(0)
+    policy = inf.Policy(params="nvme", optim="nvme", nvme=paths, ram="min")
+    model = inf.offload(models.llama(layers=4).bfloat16(), policy)
+    optimizer = inf.AdamW(model.parameters())
+    handle = inf.handle(model)
+    endurance = Endurance()
+    before = handle._executor.stats()
+    endurance.observe(before, steps=0)
+    for batch in models.token_batches(3):
+        models.loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.flush()
+    after = handle._executor.stats()
+    endurance.observe(after, steps=3)
+    found = drive_figures(after, endurance)
+    stats = handle.stats()
+    handle.close()
+
+    assert [drive.path for drive in stats.drives] == [str(path) for path in paths]
+    assert sum(drive.bytes_written for drive in stats.drives) == stats.bytes_written > 0
+    assert sum(drive.bytes_read for drive in stats.drives) == stats.bytes_read > 0
+    for drive in stats.drives:
+        assert 0 < drive.write_p50_s <= drive.write_p99_s < 60
+        assert 0 < drive.read_p50_s <= drive.read_p99_s < 60
+        assert 0 < drive.depth_mean <= drive.depth
+        assert drive.block_bytes >= 4096
+        assert drive.path in str(drive)
+    again = json.loads(json.dumps(stats.as_dict()))
+    assert [drive["path"] for drive in again["drives"]] == [str(path) for path in paths]
+    assert again["registered"] or again["registered_reason"]
+
+    # What was written between the two looks is what the forecast is about; set-up was written before.
+    for old, new, drive in zip(before.drives, after.drives, found, strict=True):
+        assert old.bytes_written > 0
+        assert drive.written_per_step_bytes == pytest.approx((new.bytes_written - old.bytes_written) / 3)
+        assert drive.written_tb_per_day
+        assert "TB written per day" in str(drive)
+
+
+def test_bandwidth_of_the_last_seconds_is_what_was_moved_in_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = inf.offload(
+        models.llama(layers=4).bfloat16(), inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
+    )
+    executor = inf.handle(model)._executor
+    # The second in which it was written must be over.
+    end_s = time.monotonic() + 1.1
+    while time.monotonic() < end_s:
+        time.sleep(0.05)
+    stats = executor.stats()
+    now_s = stats.opened_s + 9.5
+    (drive,) = drive_figures(stats, Endurance(), now_s=now_s)
+    inf.handle(model).close()
+    assert drive.write_bytes_per_s_10s == pytest.approx(stats.bytes_written / (int(now_s) - stats.opened_s))
+    assert drive.write_bytes_per_s_60s == drive.write_bytes_per_s_10s
+    assert drive.written_tb_per_day is None
+
+
+def test_a_line_says_what_is_wrong_and_nothing_else() -> None:
+    assert "\n" not in str(figures())
+    wrong = figures(
+        failed="write ENOSPC", direct=False, direct_reason="overlayfs", retries=3, slow="writes have dropped"
+    )
+    told = str(wrong).splitlines()[1:]
+    assert [line.strip().split(":")[0] for line in told] == [
+        "FAILED",
+        "through the page cache",
+        "3 retries, 0 short transfers, 0 errors",
+        "writes have dropped",
+    ]
+
+
+def test_the_report_says_how_long_a_drive_would_last() -> None:
+    mean = Steady(
+        steps=3, step_s=10.0, first_forward_s=1.0, compute_s=1.0, io_wait_s=0.0, bytes_read=0.0, bytes_written=96e9,
+        tokens_per_s=1.0,
+    )  # fmt: skip
+    drive = {"path": "/mnt/nvme0", "read_p50_s": 0.004, "read_p99_s": 0.0125, "write_p50_s": 0.001, "write_p99_s": 0.02,
+             "depth_mean": 7.6, "failed": "", "direct_reason": "", "slow": "reads have dropped", "bytes_written": 3}  # fmt: skip
+    other = {**drive, "path": "/mnt/nvme1", "bytes_written": 1, "slow": ""}
+    rows = drive_rows(mean, {"drives": [drive, other]})
+    assert rows[0] == (
+        "drive /mnt/nvme0",
+        "p50 / p99 of requests: read 4.0 / 12.5 ms, write 1.0 / 20.0 ms; 8 in flight; reads have dropped",
+    )
+    # 96 GB in 10 s are 829 TB a day, three quarters of them on the first drive.
+    assert rows[-1] == (
+        "endurance",
+        "89.4 GiB written per step: 829 TB per day at this rate (a drive rated for 600 TBW would last 1.0 days)",
+    )
+    assert drive_rows(mean, {"drives": []}) == []
