@@ -15,10 +15,10 @@ import torch
 import infinity as inf
 
 
-def run(workload: r1.Workload, swap_dir: str) -> dict[str, Any]:
+def run(workload: r1.Workload, swap_dir: str, verify: str) -> dict[str, Any]:
     """Train with an ordinary loop and measure. Blocks until done."""
     began = time.perf_counter()
-    policy = inf.Policy(params="nvme", optim="nvme", nvme=[swap_dir], ram="min")
+    policy = inf.Policy(params="nvme", optim="nvme", nvme=[swap_dir], ram="min", verify=verify)
     model = inf.offload(r1.build_on_meta(workload), policy, load=partial(r1.fill, seed=workload.seed))
     optimizer = inf.AdamW(model.parameters(), lr=workload.lr, weight_decay=workload.weight_decay)
     handle = inf.handle(model)
@@ -44,15 +44,16 @@ def run(workload: r1.Workload, swap_dir: str) -> dict[str, Any]:
         setup_s=time.perf_counter() - began,
     )
     handle.close()
-    return {"arm": "infinity", "torch": torch.__version__, **record}
+    return {"arm": "infinity", "verify": verify, "torch": torch.__version__, **record}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", required=True, help="swap directory")
+    parser.add_argument("--verify", default="full", choices=("full", "sample", "off"), help="checksums (%(default)s)")
     r1.add_arguments(parser)
     args = parser.parse_args()
-    meter.report(run(r1.from_arguments(args), args.dir))
+    meter.report(run(r1.from_arguments(args), args.dir, args.verify))
     return 0
 
 

@@ -8,6 +8,7 @@ import datetime
 import json
 import os
 import platform
+import random
 import shutil
 import signal
 import statistics
@@ -23,7 +24,9 @@ from typing import Any
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 RESULTS = BENCH / "results"
+RESAMPLES = 10_000
 _LOG_TAIL = 4000
+_LAY_OUT_BYTES = 64 << 20
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -60,6 +63,31 @@ class Summary:
         return f"{self.median:.{digits}f} ({self.least:.{digits}f}–{self.most:.{digits}f})"
 
 
+@dataclass(frozen=True)
+class Interval:
+    """The median of a few paired measurements, with a confidence interval of it.
+
+    The interval is the 2.5 % and 97.5 % quantile of the medians of `RESAMPLES` resamples (percentile bootstrap, fixed seed).
+    """
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        if not values:
+            raise ValueError("nothing was measured")
+        chance = random.Random(0)
+        medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(RESAMPLES))
+        low, high = medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES) - 1]
+        return cls(statistics.median(values), low, high, len(values))
+
+    def text(self, digits: int = 3) -> str:
+        return f"{self.median:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
 def _stop(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
@@ -90,6 +118,36 @@ def check_directory(directory: Path, needed_bytes: int) -> None:
             f"{directory} has {free / 1e9:.1f} GB free and this run needs {needed_bytes / 1e9:.1f} GB: "
             "give another --dir, or a smaller workload"
         )
+
+
+def lay_out(file: Path, size: int) -> None:
+    """Write ``size`` random bytes (64 MiB that repeat) to ``file`` and to its drive.
+
+    The first pass over a new file pays for its blocks; swap files are reused, so that is not what is to be measured.
+    """
+    block = random.Random(0).randbytes(_LAY_OUT_BYTES)
+    with file.open("wb") as target:
+        os.posix_fallocate(target.fileno(), 0, size)
+        for start in range(0, size, _LAY_OUT_BYTES):
+            target.write(block[: min(_LAY_OUT_BYTES, size - start)])
+        target.flush()
+        os.fsync(target.fileno())
+        os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def commit() -> str:
+    """The commit of this checkout, with "+" when files differ from it; empty outside of one."""
+    git = ["git", "-C", str(ROOT), "-c", "core.fsmonitor=false"]
+    try:
+        found = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found + ("+" if changed.strip() else "")
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -56,6 +56,7 @@ def measure(
     reset_peak_rss()
     read_before, written_before = io_bytes()
     seconds: list[float] = []
+    cpu_before = time.process_time()
     began = time.perf_counter()
     mark = began
     for _ in range(steps):
@@ -65,11 +66,13 @@ def measure(
         mark = now
     flush()
     total = time.perf_counter() - began
+    cpu_s = time.process_time() - cpu_before
     read_after, written_after = io_bytes()
     peak_steps = peak_rss_bytes()
     moved = parameters * steps
     return {
         "s_per_step": total / steps,
+        "cpu_s_per_step": cpu_s / steps,
         "step_s": [round(s, 4) for s in seconds],
         "flush_s": round(total - sum(seconds), 4),
         "read_bytes_per_param": (read_after - read_before) / moved,
