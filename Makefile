@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | types | native | sanitize | bench | ranks | slow | wheel | clean
+# make setup | demo | test | lint | types | native | asan | tsan | portable | soak | bench | ranks | slow | wheel | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test lint types native sanitize bench ranks slow wheel clean
+.PHONY: setup demo test lint types native asan tsan portable soak bench ranks slow wheel clean
 
 setup: $(STAMP)
 
@@ -60,18 +60,48 @@ native: $(STAMP)
 	$(PIP) install -q -c $(PINS) --no-build-isolation --no-deps -e .
 	$(BIN)/python -c "import infinity._native; print(infinity._native.__file__)"
 
-# The native tests under address and undefined-behaviour sanitizers, in a copy of the tree, so that the extension in
-# use is not replaced. gcc only: its libasan must be loaded first. Leaks are not looked for: the interpreter has its own.
-SANITIZED := build/sanitize
-sanitize: $(STAMP)
+# The native code under sanitizers, three ways. First the tests under address and undefined-behaviour sanitizers, in a copy
+# of the tree, so that the extension in use is not replaced (gcc only: its libasan must be loaded first; leaks are not
+# looked for: the interpreter has its own; freed memory is held back, so tests of memory in use are left out). Then a C
+# program without an interpreter under the same, with leaks. Then that program under ThreadSanitizer, which does not work
+# under an interpreter that was not built for it.
+SANITIZED := build/asan
+STRESS    := native/*.c tests/native_stress.c -o
+STRESS_ON := -std=gnu11 -g -ffp-contract=off -fno-math-errno -pthread -Wall -Wextra -Werror
+asan: $(STAMP) tsan
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	cp -r aio infinity native tests pyproject.toml $(SANITIZED)/
 	rm -f $(SANITIZED)/infinity/_native*.so
+	$(CC) $(STRESS_ON) -O1 -fsanitize=address,undefined -fno-sanitize-recover=all $(STRESS) $(SANITIZED)/stress -ldl -lm
+	$(SANITIZED)/stress $(SANITIZED) 1000
 	cd $(SANITIZED) && INFINITY_WERROR=1 INFINITY_SANITIZE=address,undefined $(abspath $(BIN))/python native/build_native.py
 	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	    PYTHONMALLOC=malloc INFINITY_REQUIRE_NATIVE=1 \
-	    $(abspath $(BIN))/python -m pytest tests/unit/native tests/unit/aio -q -p no:cacheprovider
+	    $(abspath $(BIN))/python -m pytest tests/unit/native tests/unit/aio -q -p no:cacheprovider \
+	    -k "not grows and not grow_after and not come_and_go"
+
+# setarch: ThreadSanitizer does not start under some kernels' address randomisation.
+tsan:
+	mkdir -p build/tsan
+	$(CC) $(STRESS_ON) -O1 -fsanitize=thread $(STRESS) build/tsan/stress -ldl -lm
+	TSAN_OPTIONS=halt_on_error=1 setarch -R build/tsan/stress build/tsan 1000
+
+# The native code as another machine runs it: with the kernels that every one has, and for aarch64, under an emulator. Shows
+# that the thread backend and the portable kernels work there; speeds, and io_uring, it does not show.
+ARM := aarch64-linux-gnu
+portable:
+	mkdir -p build/portable
+	$(CC) $(STRESS_ON) -O3 $(STRESS) build/portable/stress -ldl -lm
+	STRESS_ISA=portable build/portable/stress build/portable 300
+	@command -v $(ARM)-gcc >/dev/null && command -v qemu-aarch64 >/dev/null || \
+	    { echo "NOT RUN for aarch64: apt-get install gcc-$(ARM) libc6-dev-arm64-cross qemu-user"; exit 1; }
+	$(ARM)-gcc $(STRESS_ON) -O3 $(STRESS) build/portable/stress.arm -ldl -lm
+	qemu-aarch64 -L /usr/$(ARM) build/portable/stress.arm build/portable 100
+
+# What asserts times, runs for minutes, or needs root: by hand, on a machine that does nothing else.
+soak: $(DEMO)
+	$(BIN)/python -m pytest -q -s -m soak tests/soak
 
 bench: $(STAMP)
 	$(BIN)/python -m infinity.bench
@@ -80,7 +110,7 @@ ranks: $(STAMP)
 	$(BIN)/python -m pytest -q tests/dist
 
 slow: $(DEMO)
-	$(BIN)/python -m pytest -q -m 'slow or not slow'
+	$(BIN)/python -m pytest -q -m 'not soak'
 
 wheel: $(STAMP)
 	$(PIP) wheel -q -c $(PINS) --no-build-isolation --no-deps -w dist .

@@ -12,8 +12,8 @@ from infinity.aio import plan
 from infinity.errors import AioCancelledError, AioError
 from tests.unit.aio.rig import NUMEL, adamw, hyper_record, outcome, random_chunk, same
 
-#: A chunk takes a sixth of a second: what is queued behind one stays queued until the test is through with it.
-SLOW = aio.Seam(read_bytes_per_s=5e4, write_bytes_per_s=5e4)
+#: A chunk takes 80 ms: what is queued behind one stays queued until the test is through with it.
+SLOW = aio.Seam(read_bytes_per_s=1e5, write_bytes_per_s=1e5)
 
 
 def slow(make_rig, rng, stored, **options):

@@ -25,7 +25,7 @@ def run_tests(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("accepted", ["", "io_uring,threads"])
+@pytest.mark.parametrize("accepted", ["", pytest.param("io_uring,threads", marks=pytest.mark.slow)])
 def test_a_backend_that_is_not_tested_is_named_and_fails_the_run_unless_accepted(accepted):
     done = run_tests(
         {"INFINITY_NO_NATIVE": "1", "INFINITY_REQUIRE_NATIVE": "1", "INFINITY_WITHOUT_BACKENDS": accepted}

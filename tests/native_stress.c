@@ -1,0 +1,340 @@
+/* The native executor without Python: threads that store, update, fetch, cancel, gate, drop and look, all at once.
+ *
+ * For what an interpreter is in the way of: ThreadSanitizer, other machines under an emulator, other compilers (make tsan,
+ * make portable). Each thread owns some chunks and knows what they must hold; everything else is shared.
+ *
+ *   [STRESS_ISA=portable] native_stress DIRECTORY ROUNDS [THREADS [LIBURING]]    0 and some figures, or a message and 1
+ */
+#include "../native/executor.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define NUMEL 4096
+#define PIECE 1024
+#define RUN_BYTES (12 * NUMEL)
+#define CHUNKS_EACH 3
+#define DRIVES 2
+#define THREADS_MAX 16
+#define WAIT_NS 60000000000
+#define SECONDS_MAX 600 /* a hang is a failure, too */
+
+#define CHECK(condition)                                                                      \
+    do {                                                                                      \
+        if (!(condition)) {                                                                   \
+            fprintf(stderr, "native_stress: line %d: %s (errno %d)\n", __LINE__, #condition, errno); \
+            exit(1);                                                                          \
+        }                                                                                     \
+    } while (0)
+
+typedef struct {
+    uint16_t hi[NUMEL];
+    int16_t lo[NUMEL];
+    float m[NUMEL];
+    float v[NUMEL];
+} values;
+
+typedef struct {
+    inf_executor *ex;
+    pthread_t thread;
+    uint64_t random;
+    int32_t first; /* of its chunks */
+    int32_t rounds;
+    inf_chunk plans[CHUNKS_EACH];
+    int32_t ids[CHUNKS_EACH];
+    values model[CHUNKS_EACH];
+    values source;
+    values target;
+    float grad[NUMEL];
+    uint16_t out[NUMEL];
+    uint32_t sums[CHUNKS_EACH][INF_SECTION_MAX][NUMEL / PIECE];
+    int64_t cancelled;
+    int64_t escaped;
+} actor;
+
+static const int32_t ITEMSIZES[INF_SECTION_MAX] = {2, 2, 4, 4};
+static const inf_hyper HYPER = {.decay = 0.9999f,
+                                .beta1 = 0.9f,
+                                .one_minus_beta1 = 0.1f,
+                                .beta2 = 0.99f,
+                                .one_minus_beta2 = 0.01f,
+                                .eps = 1e-8f,
+                                .bc2_sqrt = 0.1f,
+                                .step_size = 0.1f};
+
+static uint64_t next(actor *me) {
+    me->random ^= me->random << 13;
+    me->random ^= me->random >> 7;
+    return me->random ^= me->random << 17;
+}
+
+static void fill(actor *me, values *at) {
+    for (int32_t i = 0; i < NUMEL; i++) {
+        uint64_t word = next(me);
+        at->hi[i] = (uint16_t)(0x3C00 + (word & 0x3FF));
+        at->lo[i] = (int16_t)(word >> 16);
+        at->m[i] = (float)(word >> 40) * 1e-9f;
+        at->v[i] = (float)(word >> 44) * 1e-9f;
+    }
+}
+
+static void pointers(values *at, inf_job *job) {
+    job->ptr[0] = (uint64_t)(uintptr_t)at->hi;
+    job->ptr[1] = (uint64_t)(uintptr_t)at->lo;
+    job->ptr[2] = (uint64_t)(uintptr_t)at->m;
+    job->ptr[3] = (uint64_t)(uintptr_t)at->v;
+}
+
+static inf_ticket *submit(actor *me, const inf_job *job, const inf_seg *seg, inf_gate *gate) {
+    int64_t error = 0;
+    inf_ticket *ticket = inf_executor_submit(me->ex, job, 1, seg, seg != NULL, &HYPER, 1, (int32_t)(next(me) % 3), gate, &error);
+    CHECK(ticket != NULL);
+    return ticket;
+}
+
+/* 0, or the kind of fault. */
+static int32_t end(actor *me, inf_ticket *ticket) {
+    inf_fault fault = {0};
+    CHECK(inf_ticket_wait(me->ex, ticket, (int32_t)(next(me) & 1), WAIT_NS, 1) == 1);
+    CHECK(inf_ticket_wait(me->ex, ticket, 0, WAIT_NS, 1) == 1);
+    CHECK(inf_ticket_words(ticket)[1] != 0);
+    if (inf_ticket_words(ticket)[2]) inf_ticket_fault(me->ex, ticket, &fault);
+    inf_ticket_release(me->ex, ticket);
+    return fault.kind;
+}
+
+static void store(actor *me, int32_t chunk) {
+    inf_job job = {.chunk = me->ids[chunk], .kind = INF_JOB_STORE, .mask = 15, .base = -1};
+    fill(me, &me->source);
+    memcpy(&me->model[chunk], &me->source, sizeof me->source);
+    pointers(&me->source, &job);
+    inf_ticket *ticket = submit(me, &job, NULL, NULL);
+    inf_ticket_cancel(me->ex, ticket); /* does nothing to a store */
+    CHECK(end(me, ticket) == 0);
+}
+
+static void fetch(actor *me, int32_t chunk) {
+    inf_job job = {.chunk = me->ids[chunk], .kind = INF_JOB_FETCH, .mask = 15, .base = -1};
+    memset(&me->target, 0, sizeof me->target);
+    pointers(&me->target, &job);
+    inf_ticket *ticket = submit(me, &job, NULL, NULL);
+    bool cancel = next(me) % 4 == 0;
+    if (cancel) inf_ticket_cancel(me->ex, ticket);
+    int32_t kind = end(me, ticket);
+    CHECK(kind == 0 || (cancel && kind == INF_FAULT_CANCELLED));
+    if (kind == 0) CHECK(memcmp(&me->target, &me->model[chunk], sizeof me->target) == 0);
+    me->cancelled += kind != 0;
+}
+
+static void update(actor *me, int32_t chunk) {
+    inf_job job = {.chunk = me->ids[chunk], .kind = INF_JOB_UPDATE, .base = -1, .seg_count = 1};
+    inf_seg seg = {.numel = NUMEL, .grad = (uint64_t)(uintptr_t)me->grad, .grad_dtype = INF_GRAD_FP32};
+    for (int32_t i = 0; i < NUMEL; i++) me->grad[i] = (float)(int32_t)next(me) * 1e-9f;
+    memset(me->out, 0, sizeof me->out);
+    bool gated = next(me) & 1;
+    bool opened = true;
+    inf_gate *gate = gated ? inf_gate_new(me->ex) : NULL;
+    CHECK(!gated || gate != NULL);
+    job.base = gated ? 0 : -1;
+    job.ptr[0] = gated ? 0 : (uint64_t)(uintptr_t)me->out;
+    inf_ticket *ticket = submit(me, &job, &seg, gate);
+    if (gated && next(me) % 3 != 0) {
+        uint64_t base = (uint64_t)(uintptr_t)me->out;
+        opened = inf_gate_open(me->ex, gate, &base, 1) == 1;
+    } else if (gated) {
+        opened = false; /* waiting makes it escape */
+    }
+    CHECK(end(me, ticket) == 0);
+    if (gated) inf_gate_release(me->ex, gate);
+    me->escaped += !opened;
+    values *model = &me->model[chunk];
+    inf_adamw_split(model->hi, model->lo, model->m, model->v, me->grad, INF_GRAD_FP32, NUMEL, &HYPER);
+    if (opened) CHECK(memcmp(me->out, model->hi, sizeof me->out) == 0);
+}
+
+static void define_again(actor *me, int32_t chunk) {
+    CHECK(inf_executor_drop(me->ex, &me->ids[chunk], 1) == 0);
+    CHECK(inf_executor_define(me->ex, &me->plans[chunk], 1, &me->ids[chunk]) == 0);
+}
+
+static void *act(void *argument) {
+    actor *me = argument;
+    for (int32_t i = 0; i < CHUNKS_EACH; i++) store(me, i);
+    for (int32_t round = 0; round < me->rounds; round++) {
+        int32_t chunk = (int32_t)(next(me) % CHUNKS_EACH);
+        switch (next(me) % 8) {
+            case 0: store(me, chunk); break;
+            case 1: define_again(me, chunk); break;
+            case 2: case 3: case 4: update(me, chunk); break;
+            default: fetch(me, chunk); break;
+        }
+    }
+    return NULL;
+}
+
+static volatile int looking = 1;
+
+/* Everything that only looks, or may be called at any time. */
+static void *look(void *argument) {
+    inf_executor *ex = argument;
+    static inf_span spans[4096];
+    inf_exec_stats stats;
+    inf_drive_stats drives[DRIVES];
+    inf_fault fault;
+    inf_executor_spans(ex, 1);
+    while (__atomic_load_n(&looking, __ATOMIC_RELAXED)) {
+        inf_executor_stats(ex, &stats, drives);
+        CHECK(inf_executor_fault(ex, &fault) == 0);
+        inf_executor_take_spans(ex, spans, 4096);
+        inf_executor_hold_gates(ex, 1);
+        inf_executor_hold_gates(ex, 0);
+        inf_executor_release_gates(ex);
+        int64_t error = 0;
+        inf_ticket *ticket = inf_executor_recover(ex, &error);
+        CHECK(ticket != NULL);
+        CHECK(inf_ticket_wait(ex, ticket, 0, WAIT_NS, 1) == 1);
+        inf_ticket_release(ex, ticket);
+        usleep(2000);
+    }
+    return NULL;
+}
+
+static int32_t open_file(const char *directory, int64_t bytes) {
+    char path[4096];
+    snprintf(path, sizeof path, "%s/native_stress-XXXXXX", directory);
+    int32_t fd = mkstemp(path);
+    CHECK(fd >= 0);
+    CHECK(unlink(path) == 0 && ftruncate(fd, bytes) == 0);
+    return fd;
+}
+
+static void plan(actor *me, int32_t chunk) {
+    inf_chunk *at = &me->plans[chunk];
+    int32_t number = me->first + chunk;
+    *at = (inf_chunk){.key = (uint64_t)number + 1,
+                      .numel = NUMEL,
+                      .file_offset = (int64_t)number * RUN_BYTES,
+                      .run_bytes = RUN_BYTES,
+                      .drive = number % DRIVES,
+                      .format = INF_FORMAT_SPLIT,
+                      .section_count = INF_SECTION_MAX,
+                      .piece_numel = PIECE,
+                      .sums_ptr = (uint64_t)(uintptr_t)me->sums[chunk]};
+    int64_t end_at = 0;
+    for (int32_t s = 0; s < INF_SECTION_MAX; s++) {
+        at->itemsize[s] = ITEMSIZES[s];
+        at->section_at[s] = end_at;
+        end_at += (int64_t)NUMEL * ITEMSIZES[s];
+    }
+}
+
+/* What does not depend on the machine must be the same on every one. */
+static void check_kernels(void) {
+    CHECK(inf_crc32c(0, "123456789", 9) == 0xE3069283u);
+    float master[5] = {1.0f, -2.5f, 3.14159274f, 1e-30f, -7e20f};
+    float back[5];
+    uint16_t hi[5];
+    int16_t lo[5];
+    inf_split_master(master, hi, lo, 5);
+    inf_join_master(hi, lo, back, 5);
+    CHECK(memcmp(master, back, sizeof back) == 0);
+    float m[1] = {0.0f}, v[1] = {0.0f}, grad[1] = {0.5f};
+    inf_adamw_split(hi, lo, m, v, grad, INF_GRAD_FP32, 1, &HYPER);
+    inf_join_master(hi, lo, back, 1);
+    CHECK(m[0] == 0.1f * 0.5f && v[0] == 0.01f * 0.25f && back[0] < 1.0f && back[0] > 0.8f);
+}
+
+static void run(inf_executor *ex, int32_t threads, int32_t rounds) {
+    actor *actors = calloc((size_t)threads, sizeof *actors);
+    CHECK(actors != NULL);
+    pthread_t looker;
+    CHECK(pthread_create(&looker, NULL, look, ex) == 0);
+    for (int32_t t = 0; t < threads; t++) {
+        actor *me = &actors[t];
+        me->ex = ex;
+        me->random = 0x9E3779B97F4A7C15u * (uint64_t)(t + 1);
+        me->first = t * CHUNKS_EACH;
+        me->rounds = rounds;
+        for (int32_t i = 0; i < CHUNKS_EACH; i++) plan(me, i);
+        CHECK(inf_executor_define(ex, me->plans, CHUNKS_EACH, me->ids) == 0);
+        CHECK(pthread_create(&me->thread, NULL, act, me) == 0);
+    }
+    int64_t cancelled = 0, escaped = 0;
+    for (int32_t t = 0; t < threads; t++) {
+        CHECK(pthread_join(actors[t].thread, NULL) == 0);
+        cancelled += actors[t].cancelled;
+        escaped += actors[t].escaped;
+    }
+    __atomic_store_n(&looking, 0, __ATOMIC_RELAXED);
+    CHECK(pthread_join(looker, NULL) == 0);
+    inf_exec_stats stats;
+    inf_drive_stats drives[DRIVES];
+    inf_executor_stats(ex, &stats, drives);
+    CHECK(stats.jobs_done == stats.jobs_submitted && stats.jobs_failed == 0 && stats.submissions_live == 0);
+    printf("%llu jobs, %llu updates, %lld given up, %lld without target, %llu retries, %llu short\n",
+           (unsigned long long)stats.jobs_done, (unsigned long long)stats.updates, (long long)cancelled, (long long)escaped,
+           (unsigned long long)(drives[0].retries + drives[1].retries),
+           (unsigned long long)(drives[0].short_transfers + drives[1].short_transfers));
+    free(actors);
+}
+
+int main(int argc, char **argv) {
+    if (argc < 3) {
+        fprintf(stderr, "usage: native_stress DIRECTORY ROUNDS [THREADS [LIBURING]]\n");
+        return 2;
+    }
+    alarm(SECONDS_MAX);
+    const char *isa = getenv("STRESS_ISA");
+    CHECK(isa == NULL || inf_isa_select(isa) == 1);
+    check_kernels();
+    int32_t threads = argc > 3 ? atoi(argv[3]) : 4;
+    CHECK(threads >= 1 && threads <= THREADS_MAX);
+    char why[512] = "";
+    bool uring = argc > 4;
+    if (uring && inf_uring_load(argv[4], why, sizeof why) != 0) {
+        fprintf(stderr, "native_stress: %s\n", why);
+        return 1;
+    }
+    for (int32_t kind = INF_SEAM_NONE; kind <= INF_SEAM_SHORT; kind++) {
+        inf_exec_config config = {.uring = uring,
+                                  .verify = 1 + (kind & 1),
+                                  .workers = 2,
+                                  .threads_per_drive = 3,
+                                  .small_count = 2,
+                                  .large_count = 4,
+                                  .small_bytes = 8192,
+                                  .large_bytes = RUN_BYTES,
+                                  .drive_count = DRIVES,
+                                  .hold_ns = 2000000,
+                                  .seam = {.seed = 7,
+                                           .delay_us_max = kind == INF_SEAM_NONE ? 0 : 100,
+                                           .fault_kind = kind,
+                                           .fault_nth = 40,
+                                           .fault_op = kind & 1,
+                                           .fault_errno = EAGAIN}};
+        inf_drive_config drives[DRIVES];
+        for (int32_t d = 0; d < DRIVES; d++) {
+            int32_t fd = open_file(argv[1], (int64_t)THREADS_MAX * CHUNKS_EACH * RUN_BYTES);
+            drives[d] = (inf_drive_config){.fd = fd, .depth = 8, .block_bytes = 16384};
+        }
+        int32_t error = 0;
+        inf_executor *ex = inf_executor_open(&config, drives, &error, why, sizeof why);
+        if (ex == NULL) {
+            fprintf(stderr, "native_stress: %s (%d)\n", why, error);
+            return 1;
+        }
+        __atomic_store_n(&looking, 1, __ATOMIC_RELAXED);
+        run(ex, threads, atoi(argv[2]));
+        inf_executor_shut(ex, kind & 1);
+        CHECK(inf_executor_wait_idle(ex, WAIT_NS) == 1);
+        inf_executor_stop(ex);
+        inf_executor_free(ex);
+        for (int32_t d = 0; d < DRIVES; d++) close(drives[d].fd);
+    }
+    printf("native_stress: %s, %s, %s: ok\n", uring ? "io_uring" : "threads", inf_isa(), inf_crc32c_name(-1));
+    return 0;
+}
