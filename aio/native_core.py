@@ -1,6 +1,6 @@
 """The native executor's handles: the C object, tickets and gates, and what closing, forking and exit mean for them.
 
-Every call into C releases the GIL and returns at once, except the waits, which come back every 100 ms so that Ctrl-C works.
+Waits let go of the GIL and come back every 100 ms so that Ctrl-C works; what only hands work over keeps it (native_quick.py).
 
 Lifetime: a `Core` owns the C object and is kept by the executor and by its tickets and gates. Closing ends the threads;
 the C object itself goes with the last ticket. In a forked child the threads do not exist: everything raises.
@@ -9,6 +9,7 @@ the C object itself goes with the last ticket. In a forked child the threads do 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import errno
 import logging
 import os
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from infinity.aio import checks
+from infinity.aio.native_quick import load_quick
 from infinity.aio.swap_file import SwapFile
 from infinity.errors import AioClosedError, AioError
 
@@ -39,12 +41,14 @@ def load_native() -> tuple[Any, Any]:
 
 
 class Core:
-    """The C executor and what must not outlive or precede it."""
+    """The C executor and what must not outlive or precede it. `address`: of the C object, for the quick calls."""
 
     def __init__(self, ffi: Any, lib: Any, pointer: Any, drives: Sequence[SwapFile]) -> None:
         self.ffi = ffi
         self.lib = lib
         self.pointer = pointer
+        self.address = int(ffi.cast("uintptr_t", pointer))
+        self.quick = load_quick()
         self.drives = tuple(drives)
         self.paths = [drive.path for drive in drives]
         self.stopped = False
@@ -135,12 +139,12 @@ os.register_at_fork(after_in_child=_mark_forked)
 class NativeTicket:
     """`executor.Ticket` over words that the native threads set."""
 
-    __slots__ = ("_core", "_pointer", "_words")
+    __slots__ = ("_address", "_core", "_words")
 
-    def __init__(self, core: Core, pointer: Any) -> None:
+    def __init__(self, core: Core, address: int) -> None:
         self._core = core
-        self._pointer = pointer
-        self._words = core.lib.inf_ticket_words(pointer)
+        self._address = address
+        self._words = core.ffi.cast("uint32_t *", core.quick.ticket_words(address))
 
     @property
     def done(self) -> bool:
@@ -170,10 +174,14 @@ class NativeTicket:
         core = self._core
         if not self._words[0]:
             core.check()
-            core.lib.inf_ticket_cancel(core.pointer, self._pointer)
+            core.quick.ticket_cancel(core.address, self._address)
+
+    @property
+    def _pointer(self) -> Any:
+        return self._core.ffi.cast("inf_ticket *", self._address)
 
     def _wait(self, word: int, timeout: float | None) -> None:
-        self._block(word, timeout)  # also when it is done: C reads the word so that what was copied is seen
+        self._block(word, timeout)
         if self._words[2]:
             record = self._core.ffi.new("inf_fault *")
             self._core.lib.inf_ticket_fault(self._core.pointer, self._pointer, record)
@@ -181,10 +189,10 @@ class NativeTicket:
 
     def _block(self, word: int, timeout: float | None) -> None:
         core = self._core
-        if not self._words[word]:
-            core.check()
-        elif core.forked:
+        # C reads the word, so that what was copied before it was set is seen.
+        if core.quick.ticket_set(self._address, word):
             return
+        core.check()
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = SLICE_S if deadline is None else min(SLICE_S, max(0.0, deadline - time.monotonic()))
@@ -195,29 +203,29 @@ class NativeTicket:
 
     def __del__(self) -> None:
         if not self._core.forked:
-            self._core.lib.inf_ticket_release(self._core.pointer, self._pointer)
+            self._core.quick.ticket_release(self._core.address, self._address)
 
 
 class NativeGate:
     """`executor.Gate` of the native executor."""
 
-    __slots__ = ("_core", "_pointer")
+    __slots__ = ("_address", "_core")
 
-    def __init__(self, core: Core, pointer: Any) -> None:
+    def __init__(self, core: Core, address: int) -> None:
         self._core = core
-        self._pointer = pointer
+        self._address = address
 
     @property
     def escaped(self) -> bool:
         """See `Gate.escaped`."""
-        return bool(self._core.forked or self._core.lib.inf_gate_escaped(self._core.pointer, self._pointer))
+        return bool(self._core.forked or self._core.quick.gate_escaped(self._core.address, self._address))
 
     def open(self, bases: Sequence[int]) -> bool:
         """See `Gate.open`."""
         core = self._core
         core.check()
-        array = core.ffi.new("uint64_t[]", list(bases))
-        result = core.lib.inf_gate_open(core.pointer, self._pointer, array, len(bases))
+        array = (ctypes.c_uint64 * len(bases))(*bases)
+        result = core.quick.gate_open(core.address, self._address, array, len(bases))
         if result == 1:
             return True
         if result == 0:
@@ -230,7 +238,7 @@ class NativeGate:
 
     def __del__(self) -> None:
         if not self._core.forked:
-            self._core.lib.inf_gate_release(self._core.pointer, self._pointer)
+            self._core.quick.gate_release(self._core.address, self._address)
 
 
 def load_uring(ffi: Any, lib: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import time
 from collections.abc import Sequence
@@ -163,41 +164,40 @@ class NativeExecutor:
         """See `Executor.submit`."""
         core = self._core
         core.check()
-        ffi = core.ffi
         job_records = checks.as_records(jobs, plan.JOB, "job")
         seg_records = checks.as_records(segs, plan.SEG, "seg")
         hyper_records = checks.as_records(hypers, plan.HYPER, "hyper")
         if gate is not None and (not isinstance(gate, NativeGate) or gate._core is not core):
             raise ValueError("the gate is of another executor")
-        error = ffi.new("int64_t *")
-        pointer = core.lib.inf_executor_submit(
-            core.pointer,
-            ffi.from_buffer(job_records),
+        error = ctypes.c_int64()
+        address = core.quick.executor_submit(
+            core.address,
+            job_records.ctypes.data,
             len(job_records),
-            ffi.from_buffer(seg_records),
+            seg_records.ctypes.data,
             len(seg_records),
-            ffi.from_buffer(hyper_records),
+            hyper_records.ctypes.data,
             len(hyper_records),
             int(priority),
-            ffi.NULL if gate is None else gate._pointer,
-            error,
+            None if gate is None else gate._address,
+            ctypes.byref(error),
         )
-        if pointer == ffi.NULL:
-            raise _submit_error(int(error[0]))
-        return NativeTicket(core, pointer)
+        if not address:
+            raise _submit_error(error.value)
+        return NativeTicket(core, address)
 
     def gate(self) -> NativeGate:
         """See `Executor.gate`."""
         self._core.check()
-        pointer = self._core.lib.inf_gate_new(self._core.pointer)
-        if pointer == self._core.ffi.NULL:
+        address = self._core.quick.gate_new(self._core.address)
+        if not address:
             raise MemoryError("no memory for a gate")
-        return NativeGate(self._core, pointer)
+        return NativeGate(self._core, address)
 
     def hold_gates(self, held: bool) -> None:
         """See `Executor.hold_gates`."""
         self._core.check()
-        self._core.lib.inf_executor_hold_gates(self._core.pointer, held)
+        self._core.quick.executor_hold_gates(self._core.address, held)
 
     def release_gates(self) -> None:
         """See `Executor.release_gates`."""
@@ -228,7 +228,7 @@ class NativeExecutor:
         pointer = core.lib.inf_executor_recover(core.pointer, error)
         if pointer == core.ffi.NULL:
             raise _submit_error(int(error[0]))
-        return NativeTicket(core, pointer)
+        return NativeTicket(core, int(core.ffi.cast("uintptr_t", pointer)))
 
     def fault(self) -> AioError | None:
         """See `Executor.fault`."""

@@ -167,6 +167,8 @@ int32_t inf_executor_fault(inf_executor *ex, inf_fault *fault);
 
 /* Words: [0] done (0 pending, 1 well, 2 failed), [1] filled, [2] failed already. Valid until the release. */
 const uint32_t *inf_ticket_words(const inf_ticket *ticket);
+/* Whether a word is set; what was copied before it was set is seen by the caller then. */
+int32_t inf_ticket_set(const inf_ticket *ticket, int32_t word);
 /* word 0 or 1; 1 when it is set, 0 after timeout_ns. `escape`: make the gates that it
  * depends on escape, and its jobs demands, first. */
 int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int64_t timeout_ns, int32_t escape);

@@ -27,7 +27,9 @@
 
 #include "infinity.h"
 
+#pragma GCC visibility push(default) /* aio/native_quick.py looks some of them up by name */
 #include "executor.cdef.h"
+#pragma GCC visibility pop
 
 #define INF_PRIORITY_COUNT 3
 #define INF_RANGE_MAX INF_SECTION_MAX

@@ -180,6 +180,8 @@ static bool word_set(const inf_ticket *ticket, int32_t word) {
     return __atomic_load_n(&ticket->words[word], __ATOMIC_ACQUIRE) != 0;
 }
 
+int32_t inf_ticket_set(const inf_ticket *ticket, int32_t word) { return word_set(ticket, word); }
+
 int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int64_t timeout_ns, int32_t escape) {
     if (word_set(ticket, word)) return 1;
     int64_t start_ns = inf_now_ns();

@@ -125,9 +125,13 @@ def test_a_submission_beside_a_busy_thread_is_quick(backend, tmp_path):
     thread = threading.Thread(target=spin)
     times = []
     thread.start()
+    target = np.zeros(NUMEL, np.uint16)
+    jobs = np.zeros(1, dtype=plan.JOB)  # made before: numpy itself lets go of the GIL for an allocation
+    jobs["chunk"], jobs["kind"], jobs["mask"], jobs["base"] = rig.ids[0], plan.JobKind.FETCH, 1, -1
+    jobs["ptr"][0, 0] = target.ctypes.data
     for _ in range(300):
         start = time.perf_counter()
-        ticket, _ = rig.fetch([0], mask=1)
+        ticket = rig.executor.submit(jobs, priority=aio.Priority.DEMAND)
         times.append(time.perf_counter() - start)
         ticket.wait(30)
     ended.set()
@@ -135,7 +139,7 @@ def test_a_submission_beside_a_busy_thread_is_quick(backend, tmp_path):
     print(
         f"\n{backend}: submit p50 {percentile(times, 0.5) * 1e6:.0f} µs, p99 {percentile(times, 0.99) * 1e6:.0f} µs"
     )
-    assert percentile(times, 0.5) < 0.01
+    assert percentile(times, 0.5) < 0.001
     rig.close()
 
 
