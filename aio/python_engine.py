@@ -76,7 +76,9 @@ class Engine:
         small_bytes = small.count * small.bytes
         pool_bytes = small_bytes + large.count * large.bytes
         self.slab = Slab(pool_bytes) if pool_bytes else None
-        self.pools = (Pool(small, self.slab, 0), Pool(large, self.slab, small_bytes))
+        self.pools = tuple(
+            Pool(spec, self.slab, offset, len(drives)) for spec, offset in ((small, 0), (large, small_bytes))
+        )
         self.gates = Gates(self._consider, hold_s)
         self.kept = Kept(len(drives))
         self.chunks: dict[int, Chunk] = {}
@@ -197,9 +199,9 @@ class Engine:
 
     def _give_slots(self, pool: Pool) -> None:
         while pool.waiting:
-            if pool.free:
-                run = pool.waiting.pop()
-                run.place.pool, run.place.index = pool, pool.free.pop()
+            ready = pool.next_run()
+            if ready is not None:
+                run = ready
                 if run.kind != _STORE:
                     self._queue(run, READ)
                 elif run.move_only:

@@ -39,6 +39,7 @@ class Kept:
         chunk = run.chunk
         assert chunk.kept is None
         chunk.kept = run.place
+        run.place.pool.put_by(run.place.index)
         self.chunks[chunk.index] = chunk
         if not closed and self.marks[chunk.drive] is None:
             self.marks[chunk.drive] = run.fault
@@ -46,14 +47,18 @@ class Kept:
 
     def take(self, chunk: Chunk) -> None:
         """The chunk keeps its slot no more; who calls has it now."""
+        assert chunk.kept is not None
+        assert chunk.kept.pool is not None
+        chunk.kept.pool.put_back(chunk.kept.index, chunk.drive)
         chunk.kept = None
-        self.chunks.pop(chunk.index, None)
+        del self.chunks[chunk.index]
 
     def drop(self, chunk: Chunk) -> None:
         """The chunk is forgotten, and what it keeps."""
         if chunk.kept is not None:
-            chunk.kept.free()
+            place = chunk.kept
             self.take(chunk)
+            place.free()
 
     def refuses(self, run: Run) -> bool:
         """Whether the job may not write, because its drive is marked; then it has failed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -112,7 +112,7 @@ class Place:
     def free(self) -> None:
         """Give the slot back. [locked]"""
         if self.pool is not None:
-            self.pool.free.append(self.index)
+            self.pool.take_back(self.index)
             self.pool = None
 
 
@@ -196,6 +196,10 @@ class Lanes:
         if first:
             self._lanes[run.priority].move_to_end(run, last=False)
 
+    def __iter__(self) -> Iterator[Run]:
+        for lane in self._lanes:
+            yield from lane
+
     def head(self, priority: int | None = None) -> Run | None:
         """The job whose turn it is, of all or of one priority."""
         for lane in self._lanes if priority is None else (self._lanes[priority],):
@@ -217,14 +221,59 @@ class Lanes:
 
 
 class Pool:
-    """Slots of one size, and the jobs that wait for one."""
+    """Slots of one size, and the jobs that wait for one.
 
-    def __init__(self, spec: PoolSpec, slab: Slab | None, offset: int) -> None:
+    No drive may hold so many that another finds none: a slow one, whose jobs hold theirs for long, would in the end hold
+    all of them and stop the fast ones.
+    """
+
+    def __init__(self, spec: PoolSpec, slab: Slab | None, offset: int, drive_count: int) -> None:
         self.spec = spec
         self.free = list(range(spec.count))
         self.waiting = Lanes()
+        self._drives: dict[int, int] = {}  # slot -> drive, of those that go round
+        self._held = [0] * max(drive_count, 1)
+        self._kept = 0
         self._slab = slab
         self._offset = offset
+
+    def _held_max(self) -> int:
+        count, drives = self.spec.count - self._kept, len(self._held)
+        if drives < 2 or count < drives:
+            return count
+        return count - max(count // (2 * drives), 1) * (drives - 1)
+
+    def next_run(self) -> Run | None:
+        """Whose turn it is: by priority, then in the order of arrival. It has its slot; None: nobody's turn."""
+        if not self.free:
+            return None
+        held_max = self._held_max()
+        run = next((run for run in self.waiting if self._held[run.chunk.drive] < held_max), None)
+        if run is None:
+            return None
+        self.waiting.remove(run)
+        run.place.pool, run.place.index = self, self.free.pop()
+        self._hold(run.place.index, run.chunk.drive)
+        return run
+
+    def _hold(self, index: int, drive: int) -> None:
+        self._drives[index] = drive
+        self._held[drive] += 1
+
+    def take_back(self, index: int) -> None:
+        """A slot is free again."""
+        self._held[self._drives.pop(index)] -= 1
+        self.free.append(index)
+
+    def put_by(self, index: int) -> None:
+        """A chunk keeps the slot: it goes round no more ..."""
+        self._held[self._drives.pop(index)] -= 1
+        self._kept += 1
+
+    def put_back(self, index: int, drive: int) -> None:
+        """... and again."""
+        self._kept -= 1
+        self._hold(index, drive)
 
     def slot(self, index: int) -> npt.NDArray[np.uint8]:
         """The memory of a slot."""

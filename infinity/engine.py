@@ -208,6 +208,7 @@ class Handle:
         plan = plan_placement(
             self._needs(held),
             self._default_budget if self.policy.ram is None else budget_bytes(self.policy.ram, id(self)),
+            drive_count=len(self.policy.directories),
             scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL),
             pools=self._pools,
             advice=f"Policy(ram=...) is {describe_budget(self.policy.ram)}: raise it, or let states rest on a lower tier",

@@ -98,13 +98,10 @@ static int32_t pools_make(struct inf_executor *ex, char *why, size_t why_bytes) 
         ex->huge_bytes = inf_slab_huge_bytes(address, (uint64_t)ex->slab_bytes);
     }
     for (int32_t i = 0; i < 2; i++) {
-        inf_pool *pool = &ex->pools[i];
-        pool->count = pool->free_count = i == 0 ? config->small_count : config->large_count;
-        pool->bytes = pool->count == 0 ? 0 : i == 0 ? config->small_bytes : config->large_bytes;
-        pool->base = ex->slab == NULL ? NULL : ex->slab + (i == 0 ? 0 : small_total);
-        pool->free = calloc((size_t)pool->count + 1, sizeof *pool->free);
-        if (pool->free == NULL) return -ENOMEM;
-        for (int32_t s = 0; s < pool->count; s++) pool->free[s] = pool->count - 1 - s;
+        uint8_t *base = ex->slab == NULL ? NULL : ex->slab + (i == 0 ? 0 : small_total);
+        int32_t error = inf_pool_make(ex, &ex->pools[i], i == 0 ? config->small_count : config->large_count,
+                                      i == 0 ? config->small_bytes : config->large_bytes, base);
+        if (error != 0) return error;
     }
     return 0;
 }
@@ -223,8 +220,8 @@ static void executor_destroy(struct inf_executor *ex) {
     free(ex->drives);
     free(ex->chunks);
     free(ex->chunks_free);
-    free(ex->pools[0].free);
-    free(ex->pools[1].free);
+    inf_pool_free(&ex->pools[0]);
+    inf_pool_free(&ex->pools[1]);
     free(ex->workers);
     free(ex->worker_threads);
     free(ex->spans);

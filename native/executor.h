@@ -87,6 +87,7 @@ typedef struct {
     uint8_t *memory; /* NULL: none */
     int32_t index;
     int32_t pool;
+    int32_t drive;
     int32_t range_count;
     bool lost;                             /* a broken ring may still touch it: never to be used again */
     int64_t section_at[INF_SECTION_MAX];   /* where a section lies in it; -1 = not in it */
@@ -122,6 +123,7 @@ struct inf_run {
     bool filled;
     bool faulted;
     bool reread;
+    uint64_t order; /* of arrival at the slots */
     int64_t start_ns;
     inf_fault fault;
 };
@@ -215,7 +217,8 @@ typedef struct {
     int32_t count; /* slots that go round: not those that chunks keep or a broken ring may touch */
     int64_t bytes;
     uint8_t *base;
-    inf_queue waiting[INF_PRIORITY_COUNT];
+    inf_queue *waiting[INF_PRIORITY_COUNT]; /* [drive] */
+    int32_t *held;                          /* [drive] */
     int32_t waiting_count;
 } inf_pool;
 
@@ -259,6 +262,7 @@ struct inf_executor {
     inf_gate *gates;
     inf_gate *gates_tail;
     uint64_t order;
+    uint64_t slot_order;
     inf_worker *workers;
     pthread_t *worker_threads;
     inf_request *held; /* seam: by due time */
@@ -311,11 +315,21 @@ void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad);
 void inf_pump(struct inf_executor *ex); /* whoever changed something calls it before unlocking */
 void inf_submission_end(struct inf_executor *ex, inf_submission *submission); /* when no job of it is pending */
 
+/* executor_slots.c, all [locked] */
+int32_t inf_pool_make(struct inf_executor *ex, inf_pool *pool, int32_t count, int64_t bytes, uint8_t *base);
+void inf_pool_free(inf_pool *pool);
+void inf_slot_wait(struct inf_executor *ex, inf_run *run);   /* queues it for a slot */
+bool inf_slot_unwait(struct inf_executor *ex, inf_run *run); /* false: it was not waiting */
+inf_run *inf_slot_next(struct inf_executor *ex, inf_pool *pool); /* whose turn it is: it has its slot; NULL: nobody's */
+inf_run *inf_slot_waiting(inf_pool *pool, int32_t drive_count);  /* takes any that waits; NULL: none does */
+void inf_slot_release(struct inf_executor *ex, inf_slot *slot);
+void inf_slot_put_by(struct inf_executor *ex, inf_slot *slot);   /* it goes round no more ... */
+void inf_slot_put_back(struct inf_executor *ex, inf_slot *slot); /* ... and again */
+
 /* executor_kept.c, all [locked] */
 bool inf_run_keep(struct inf_executor *ex, inf_run *run); /* after a failed write; false: it was something else */
 void inf_run_take_kept(struct inf_executor *ex, inf_run *run);
 void inf_chunk_drop_kept(struct inf_executor *ex, inf_chunk_record *chunk);
-void inf_slot_release(struct inf_executor *ex, inf_slot *slot);
 bool inf_run_refused(const struct inf_executor *ex, inf_run *run); /* its drive is marked: it has failed */
 
 /* executor_meter.c, all [locked] */

@@ -104,9 +104,7 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
         inf_run_queue_compute(ex, run);
         return;
     }
-    run->state = INF_SLOT;
-    inf_queue_push(&ex->pools[run->slot.pool].waiting[run->priority], run);
-    ex->pools[run->slot.pool].waiting_count++;
+    inf_slot_wait(ex, run);
 }
 
 static void run_with_slot(struct inf_executor *ex, inf_run *run) {
@@ -135,19 +133,10 @@ static void no_slot(struct inf_executor *ex, inf_run *run) {
 
 static void pool_dispatch(struct inf_executor *ex, int32_t index) {
     inf_pool *pool = &ex->pools[index];
-    for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
-        while (pool->waiting[p].head != NULL && (pool->free_count > 0 || ex->cancelled || pool->count == 0)) {
-            inf_run *run = inf_queue_pop(&pool->waiting[p]);
-            pool->waiting_count--;
-            if (ex->cancelled || pool->count == 0) {
-                no_slot(ex, run);
-                continue;
-            }
-            run->slot.index = pool->free[--pool->free_count];
-            run->slot.memory = pool->base + (int64_t)run->slot.index * pool->bytes;
-            run_with_slot(ex, run);
-        }
-    }
+    inf_run *run;
+    while (!ex->cancelled && (run = inf_slot_next(ex, pool)) != NULL) run_with_slot(ex, run);
+    if (!ex->cancelled && pool->count > 0) return;
+    while ((run = inf_slot_waiting(pool, ex->config.drive_count)) != NULL) no_slot(ex, run);
 }
 
 /* While nobody opens gates they follow each other without a pause, as long as slots and workers are free. */

@@ -10,14 +10,6 @@
 
 #include <assert.h>
 
-void inf_slot_release(struct inf_executor *ex, inf_slot *slot) {
-    if (slot->memory == NULL) return;
-    inf_pool *pool = &ex->pools[slot->pool];
-    if (slot->lost) pool->count--;
-    else pool->free[pool->free_count++] = slot->index;
-    slot->memory = NULL;
-}
-
 static uint32_t sections_in(const inf_slot *slot) {
     uint32_t mask = 0;
     for (int32_t s = 0; s < INF_SECTION_MAX; s++) mask |= (uint32_t)(slot->section_at[s] >= 0) << s;
@@ -36,7 +28,7 @@ bool inf_run_keep(struct inf_executor *ex, inf_run *run) {
     /* A store holds what was wanted, in the slot or in resident sections; an update had no invalid section. */
     if (run->job.kind == INF_JOB_STORE) chunk->invalid &= ~run->job.mask;
     run->slot.memory = NULL;
-    ex->pools[run->slot.pool].count--;
+    inf_slot_put_by(ex, &chunk->kept);
     ex->stats.kept_chunks++;
     inf_drive *drive = &ex->drives[chunk->plan.drive];
     if (!closed && !drive->stats.marked) {
@@ -49,14 +41,14 @@ bool inf_run_keep(struct inf_executor *ex, inf_run *run) {
 void inf_run_take_kept(struct inf_executor *ex, inf_run *run) {
     run->slot = run->chunk->kept;
     run->chunk->kept_mask = 0;
-    ex->pools[run->slot.pool].count++;
+    inf_slot_put_back(ex, &run->slot);
     ex->stats.kept_chunks--;
 }
 
 void inf_chunk_drop_kept(struct inf_executor *ex, inf_chunk_record *chunk) {
     if (chunk->kept_mask == 0) return;
     chunk->kept_mask = 0;
-    ex->pools[chunk->kept.pool].count++;
+    inf_slot_put_back(ex, &chunk->kept);
     ex->stats.kept_chunks--;
     inf_slot_release(ex, &chunk->kept);
 }

@@ -7,10 +7,12 @@ static void run_promote(struct inf_executor *ex, inf_run *run) {
     inf_queue *from = NULL;
     inf_queue *to = NULL;
     if (priority == 0 || run->state == INF_DONE) return;
-    if (run->state == INF_SLOT) {
-        from = &ex->pools[run->slot.pool].waiting[priority];
-        to = &ex->pools[run->slot.pool].waiting[0];
-    } else if (run->state == INF_COMPUTING) {
+    if (inf_slot_unwait(ex, run)) {
+        run->priority = 0;
+        inf_slot_wait(ex, run);
+        return;
+    }
+    if (run->state == INF_COMPUTING) {
         from = &ex->compute[priority];
         to = &ex->compute[0];
     } else if (run->state == INF_READING || run->state == INF_WRITING) {
@@ -40,15 +42,12 @@ void inf_promote(struct inf_executor *ex, inf_submission *submission) {
 /* Gives a fetch up if no drive has begun it. Finishing it may be left to its turn in the FIFO of its chunk. [locked] */
 static void run_cancel(struct inf_executor *ex, inf_run *run) {
     if (run->job.kind != INF_JOB_FETCH || run->faulted || run->reread) return;
-    inf_pool *pool = &ex->pools[run->slot.pool];
     if (run->state == INF_WAITING) {
         inf_run_fail(run, INF_FAULT_CANCELLED, -1, 0, 0, 0);
         inf_run_consider(ex, run); /* it need not wait for its gate */
         return;
     }
-    if (run->state == INF_SLOT && inf_queue_remove(&pool->waiting[run->priority], run)) {
-        pool->waiting_count--;
-    } else {
+    if (!inf_slot_unwait(ex, run)) {
         bool unsent = run->state == INF_READING && run->cursor == 0 && run->position == 0;
         if (!unsent || !inf_drive_unqueue(&ex->drives[run->chunk->plan.drive], run, INF_OP_READ)) return;
     }

@@ -16,7 +16,7 @@ from infinity.errors import BudgetError
 from infinity.memory.layout import FlatLayout, sections_of
 from infinity.sizes import format_size, round_up
 
-# Enough requests in flight for one drive: 8 chunks of states, and 16 chunks of parameters alone (see bench/README.md).
+# Slots for each drive: 8 chunks of states in flight, and 16 of parameters alone (see bench/README.md).
 LARGE_COUNT = 8
 SMALL_COUNT = 16
 
@@ -86,11 +86,14 @@ def plan_placement(
     needs: Sequence[FlatNeed],
     ram_bytes: int | None,
     *,
+    drive_count: int = 1,
     scratch_bytes: int = 0,
     pools: tuple[int, int] | None = None,
     advice: str = "",
 ) -> Plan:
     """Place every chunk of `needs` under `ram_bytes` (None: the least that works); `scratch_bytes` is held besides.
+
+    drive_count: NVMe drives; each wants slots of its own, or they would wait for each other.
 
     pools: the slot sizes (small, large) of pools that exist already; the plan counts them, and says if it wants larger.
 
@@ -100,7 +103,8 @@ def plan_placement(
     slots = _slot_bytes(needs, masks)
     if pools is not None:
         slots = (max(slots[0], pools[0]), max(slots[1], pools[1]))
-    fixed = _fixed_bytes(needs, masks, slots) | {"scratch for norms": scratch_bytes}
+    counts = (SMALL_COUNT * max(drive_count, 1), LARGE_COUNT * max(drive_count, 1))
+    fixed = _fixed_bytes(needs, masks, slots, counts) | {"scratch for norms": scratch_bytes}
     least = sum(fixed.values())
     if ram_bytes is not None and ram_bytes < least:
         parts = ", ".join(f"{name} {format_size(size)}" for name, size in fixed.items() if size)
@@ -114,21 +118,20 @@ def plan_placement(
     # (an optimizer that holds fewer parameters) then finds room in the pools of this one.
     if not any(mask for row in masks for mask in row):
         slots = pools or (0, 0)
-    return _finish(needs, masks, slots, least, scratch_bytes)
+    return _finish(needs, masks, slots, counts, least, scratch_bytes)
 
 
 def _fixed_bytes(
-    needs: Sequence[FlatNeed], masks: list[list[int]], slots: tuple[int, int]
+    needs: Sequence[FlatNeed], masks: list[list[int]], slots: tuple[int, int], counts: tuple[int, int]
 ) -> dict[str, int]:
     """What no budget can leave out, by name."""
-    small, large = slots
     resident = sum(
         chunk_bytes(need, chunk, ~mask)
         for need, row in zip(needs, masks, strict=True)
         for chunk, mask in enumerate(row)
     )
     return {
-        "pinned pools": SMALL_COUNT * small + LARGE_COUNT * large,
+        "pinned pools": sum(count * size for count, size in zip(counts, slots, strict=True)),
         "gradients": sum(need.grad_bytes for need in needs),
         "states that the chosen tiers keep in RAM": resident,
         "checksums": sum(_sums_bytes(need) for need in needs),
@@ -173,7 +176,12 @@ def _keep_in_ram(needs: Sequence[FlatNeed], masks: list[list[int]], spare_bytes:
 
 
 def _finish(
-    needs: Sequence[FlatNeed], masks: list[list[int]], slots: tuple[int, int], least: int, scratch_bytes: int
+    needs: Sequence[FlatNeed],
+    masks: list[list[int]],
+    slots: tuple[int, int],
+    counts: tuple[int, int],
+    least: int,
+    scratch_bytes: int,
 ) -> Plan:
     small, large = slots
     pairs = [
@@ -181,9 +189,9 @@ def _finish(
     ]
     return Plan(
         nvme_masks=tuple(tuple(row) for row in masks),
-        small_count=SMALL_COUNT if small else 0,
+        small_count=counts[0] if small else 0,
         small_bytes=small,
-        large_count=LARGE_COUNT if large else 0,
+        large_count=counts[1] if large else 0,
         large_bytes=large,
         sums_bytes=sum(_sums_bytes(need) for need in needs),
         grad_bytes=sum(need.grad_bytes for need in needs),

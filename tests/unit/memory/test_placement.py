@@ -79,3 +79,14 @@ def test_the_error_states_the_smallest_budget_that_works_and_it_does() -> None:
         plan_placement(needs, least - 1)
     assert "gradients" in str(caught.value)
     assert "pinned pools" in str(caught.value)
+
+
+@given(NEEDS, st.integers(0, 400_000_000), st.integers(1, 4))
+def test_every_drive_has_slots_of_its_own_within_the_budget(
+    needs: list[FlatNeed], ram_bytes: int, drives: int
+) -> None:
+    one, several = plan_placement(needs, None), plan_placement(needs, None, drive_count=drives)
+    assert several.pool_bytes == drives * one.pool_bytes
+    assert several.min_bytes - one.min_bytes == several.pool_bytes - one.pool_bytes
+    if ram_bytes >= several.min_bytes:
+        assert plan_placement(needs, ram_bytes, drive_count=drives).ram_bytes <= ram_bytes

@@ -1,0 +1,111 @@
+/* Slots: who gets the next one. All [locked].
+ *
+ * By priority, then in the order of arrival; but no drive may hold so many that another finds none, or a slow drive, whose
+ * jobs hold theirs for long, would in the end hold all of them and stop the fast ones.
+ */
+#include "executor.h"
+
+#include <errno.h>
+#include <stdlib.h>
+
+int32_t inf_pool_make(struct inf_executor *ex, inf_pool *pool, int32_t count, int64_t bytes, uint8_t *base) {
+    size_t drives = (size_t)ex->config.drive_count + 1;
+    pool->count = pool->free_count = count;
+    pool->bytes = count == 0 ? 0 : bytes;
+    pool->base = base;
+    pool->free = calloc((size_t)count + 1, sizeof *pool->free);
+    pool->held = calloc(drives, sizeof *pool->held);
+    bool made = pool->free != NULL && pool->held != NULL;
+    for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
+        pool->waiting[p] = calloc(drives, sizeof *pool->waiting[p]);
+        made = made && pool->waiting[p] != NULL;
+    }
+    for (int32_t s = 0; made && s < count; s++) pool->free[s] = count - 1 - s;
+    return made ? 0 : -ENOMEM;
+}
+
+void inf_pool_free(inf_pool *pool) {
+    free(pool->free);
+    free(pool->held);
+    for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) free(pool->waiting[p]);
+}
+
+/* The most that one drive may hold: half of an equal share is left for each of the others. */
+static int32_t held_max(const struct inf_executor *ex, const inf_pool *pool) {
+    int32_t drives = ex->config.drive_count;
+    if (drives < 2 || pool->count < drives) return pool->count;
+    int32_t left = pool->count / (2 * drives);
+    return pool->count - (left > 0 ? left : 1) * (drives - 1);
+}
+
+void inf_slot_wait(struct inf_executor *ex, inf_run *run) {
+    inf_pool *pool = &ex->pools[run->slot.pool];
+    run->state = INF_SLOT;
+    run->slot.drive = run->chunk->plan.drive;
+    run->order = ++ex->slot_order;
+    inf_queue_push(&pool->waiting[run->priority][run->slot.drive], run);
+    pool->waiting_count++;
+}
+
+bool inf_slot_unwait(struct inf_executor *ex, inf_run *run) {
+    inf_pool *pool = &ex->pools[run->slot.pool];
+    if (run->state != INF_SLOT || !inf_queue_remove(&pool->waiting[run->priority][run->slot.drive], run)) return false;
+    pool->waiting_count--;
+    return true;
+}
+
+/* The queue of the one that came first, of the drives that hold fewer than `held`; NULL when there is none. */
+static inf_queue *first_of(inf_pool *pool, int32_t priority, int32_t drive_count, int32_t held) {
+    inf_queue *first = NULL;
+    for (int32_t d = 0; d < drive_count; d++) {
+        inf_queue *queue = &pool->waiting[priority][d];
+        if (queue->head == NULL || pool->held[d] >= held) continue;
+        if (first == NULL || queue->head->order < first->head->order) first = queue;
+    }
+    return first;
+}
+
+inf_run *inf_slot_waiting(inf_pool *pool, int32_t drive_count) {
+    for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
+        inf_queue *queue = first_of(pool, p, drive_count, INT32_MAX);
+        if (queue == NULL) continue;
+        pool->waiting_count--;
+        return inf_queue_pop(queue);
+    }
+    return NULL;
+}
+
+inf_run *inf_slot_next(struct inf_executor *ex, inf_pool *pool) {
+    if (pool->free_count == 0 || pool->waiting_count == 0) return NULL;
+    int32_t held = held_max(ex, pool);
+    for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
+        inf_queue *queue = first_of(pool, p, ex->config.drive_count, held);
+        if (queue == NULL) continue;
+        inf_run *run = inf_queue_pop(queue);
+        pool->waiting_count--;
+        pool->held[run->slot.drive]++;
+        run->slot.index = pool->free[--pool->free_count];
+        run->slot.memory = pool->base + (int64_t)run->slot.index * pool->bytes;
+        return run;
+    }
+    return NULL;
+}
+
+void inf_slot_release(struct inf_executor *ex, inf_slot *slot) {
+    if (slot->memory == NULL) return;
+    inf_pool *pool = &ex->pools[slot->pool];
+    pool->held[slot->drive]--;
+    if (slot->lost) pool->count--;
+    else pool->free[pool->free_count++] = slot->index;
+    slot->memory = NULL;
+}
+
+void inf_slot_put_by(struct inf_executor *ex, inf_slot *slot) {
+    ex->pools[slot->pool].count--;
+    ex->pools[slot->pool].held[slot->drive]--;
+}
+
+void inf_slot_put_back(struct inf_executor *ex, inf_slot *slot) {
+    ex->pools[slot->pool].count++;
+    ex->pools[slot->pool].held[slot->drive]++;
+}
