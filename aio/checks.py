@@ -40,7 +40,7 @@ JOB_WRONG = {
 _EARLIER = {
     0: "",
     1: " (of an earlier job, which left the chunk invalid)",
-    2: " (an earlier write there failed: nothing more is written to that drive until recover())",
+    2: " (an earlier write there failed: nothing more is written to that drive until Executor.recover())",
 }
 
 #: `verify`: which pieces that were read are compared with their checksums. "sample": one of VERIFY_STRIDE, others each time.

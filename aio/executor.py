@@ -14,7 +14,8 @@ Promises, the same in every backend:
 
 - Jobs on one chunk run in the order they were submitted; jobs on different chunks run concurrently.
 - A job takes one slot (small if its non-resident bytes fit, else large; none if wholly resident), by priority, then in
-  order of submission. A demand never waits behind a queued prefetch.
+  order of arrival; one turn in eight goes to the job that has waited longest, so that write-back progresses beside endless
+  demands. No drive may hold so many slots that another finds none.
 - Every transfer's result is checked, short ones are resumed, EAGAIN and EINTR retried, what is read is verified. What
   still fails is a typed `AioError`, raised by `Ticket.wait` every time it is called.
 - A write that fails keeps its slot, the only copy: the chunk's sections in it are *kept*, and a FETCH reads them there. It

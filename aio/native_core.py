@@ -13,6 +13,7 @@ import ctypes
 import errno
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -51,6 +52,7 @@ class Core:
         self.quick = load_quick()
         self.drives = tuple(drives)
         self.paths = [drive.path for drive in drives]
+        self._stopping = threading.RLock()
         self.stopped = False
         self.leaked = False
         self.forked = False
@@ -76,12 +78,19 @@ class Core:
 
     def stop(self, *, drain: bool) -> None:
         """End intake, wait, join the threads, free the pools."""
-        if self.stopped or self.forked or self.leaked:
+        if self.forked:  # the lock may be held by a thread that only the parent has
             return
+        with self._stopping:  # a second close returns when the first one has ended
+            if not (self.stopped or self.leaked):
+                self._stop(drain=drain)
+
+    def _stop(self, *, drain: bool) -> None:
         self.lib.inf_executor_shut(self.pointer, not drain)
         if not self.wait_idle(None if drain else CANCEL_S):
             # The drive still holds requests that point into the slab: freeing it would let them write anywhere.
             self.leaked = True
+            for drive in self.drives:
+                drive.keep_open()  # their descriptors' numbers must not become other files either
             log.error("closing: a drive does not answer after %.0f s; its buffers are left alone", CANCEL_S)
             return
         counters = self.ffi.new("inf_exec_stats *")

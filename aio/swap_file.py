@@ -55,6 +55,7 @@ class SwapFile:
         self.path = str(Path(directory) / name) if name else directory
         self.direct_reason = direct_reason
         self.preallocated = True
+        self._stays_open = False
         self.size_bytes = os.fstat(fd).st_size
         self._private: PrivateDirectory | None = None
         self._sidecar: Path | None = None
@@ -277,7 +278,7 @@ class SwapFile:
 
     def close(self) -> None:
         """Close the file; a nameless one's space is free then. Idempotent. Close the executor first."""
-        if self.fd < 0:
+        if self.fd < 0 or self._stays_open:
             return
         if self._sidecar is not None:
             with contextlib.suppress(OSError):  # only word of who held it, and while we still do
@@ -286,6 +287,10 @@ class SwapFile:
         self.fd = -1
         if self._private is not None:
             self._private.remove()
+
+    def keep_open(self) -> None:
+        """From now on `close` does nothing: requests that the drive still holds name the descriptor."""
+        self._stays_open = True
 
     def _disown(self) -> None:
         """In a forked child: the file is the parent's, and a child that outlives it must not keep its space or its lock."""

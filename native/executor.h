@@ -32,6 +32,8 @@
 #pragma GCC visibility pop
 
 #define INF_PRIORITY_COUNT 3
+/* Of slots and workers' turns one in so many goes to who waited longest, whatever its priority: so that all progress. */
+#define INF_FAIR_TURN 8
 #define INF_RANGE_MAX INF_SECTION_MAX
 #define INF_ALIGN 4096
 #define INF_SECTOR 512
@@ -123,7 +125,7 @@ struct inf_run {
     bool filled;
     bool faulted;
     bool reread;
-    uint64_t order; /* of arrival at the slots */
+    uint64_t order; /* of arrival, at the slots or the workers */
     int64_t start_ns;
     inf_fault fault;
 };
@@ -219,6 +221,7 @@ typedef struct {
     uint8_t *base;
     inf_queue *waiting[INF_PRIORITY_COUNT]; /* [drive] */
     int32_t *held;                          /* [drive] */
+    uint32_t grants;
     int32_t waiting_count;
 } inf_pool;
 
@@ -262,7 +265,8 @@ struct inf_executor {
     inf_gate *gates;
     inf_gate *gates_tail;
     uint64_t order;
-    uint64_t slot_order;
+    uint64_t arrivals;
+    uint32_t compute_grants;
     inf_worker *workers;
     pthread_t *worker_threads;
     inf_request *held; /* seam: by due time */

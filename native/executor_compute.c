@@ -76,19 +76,23 @@ void inf_run_queue_compute(struct inf_executor *ex, inf_run *run) {
     } else if (run->verify >= INF_VERIFY_SAMPLE && run->job.kind != INF_JOB_STORE) {
         run->verify = INF_VERIFY_SAMPLE + (int32_t)(run->chunk->verified++ % INF_VERIFY_STRIDE);
     }
+    run->order = ++ex->arrivals;
     inf_queue_push(&ex->compute[run->priority], run);
     ex->compute_count++;
     pthread_cond_signal(&ex->work);
 }
 
 static inf_run *compute_next(struct inf_executor *ex) {
-    for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
-        inf_run *run = inf_queue_pop(&ex->compute[p]);
-        if (run == NULL) continue;
-        ex->compute_count--;
-        return run;
+    bool fair = (ex->compute_grants + 1) % INF_FAIR_TURN == 0;
+    inf_queue *next = NULL;
+    for (int32_t p = 0; p < INF_PRIORITY_COUNT && (next == NULL || fair); p++) {
+        inf_queue *queue = &ex->compute[p];
+        if (queue->head != NULL && (next == NULL || queue->head->order < next->head->order)) next = queue;
     }
-    return NULL;
+    if (next == NULL) return NULL;
+    ex->compute_grants++;
+    ex->compute_count--;
+    return inf_queue_pop(next);
 }
 
 static void wait_for_work(struct inf_executor *ex) {

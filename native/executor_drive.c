@@ -176,6 +176,7 @@ static void request_end(inf_drive *drive, inf_request *request) {
 }
 
 static void request_result(inf_drive *drive, inf_request *request, int64_t result) {
+    inf_meter_tick(drive, inf_now_ns()); /* first: what is counted below opens a new window */
     inf_meter_result(drive, request);
     if (result_again(drive, request, result)) {
         request->next = drive->again;

@@ -15,15 +15,19 @@ void inf_gate_drop_user(inf_gate *gate) {
     free(gate);
 }
 
+static void bases_used(inf_gate *gate, const inf_submission *submission) {
+    for (int32_t j = 0; j < submission->job_count; j++) {
+        int32_t base = submission->runs[j].job.base;
+        if (base > gate->base_max && submission->runs[j].state != INF_DONE) gate->base_max = base;
+    }
+}
+
 void inf_gate_attach(struct inf_executor *ex, inf_gate *gate, inf_submission *submission) {
     gate->users++;
     submission->gate = gate;
     if (gate->state == INF_GATE_ESCAPED) submission->escaped = true;
     if (gate->state != INF_GATE_CLOSED) return;
-    for (int32_t j = 0; j < submission->job_count; j++) {
-        int32_t base = submission->runs[j].job.base;
-        if (base > gate->base_max) gate->base_max = base;
-    }
+    bases_used(gate, submission);
     submission->gate_next = gate->first;
     gate->first = submission;
     if (gate->order == 0) {
@@ -57,7 +61,9 @@ void inf_gate_detach(struct inf_executor *ex, inf_submission *submission) {
     inf_submission **at = &gate->first;
     while (*at != NULL && *at != submission) at = &(*at)->gate_next;
     if (*at != NULL) *at = submission->gate_next;
-    if (gate->first != NULL) return;
+    gate->base_max = -1;
+    for (const inf_submission *left = gate->first; left != NULL; left = left->gate_next) bases_used(gate, left);
+    if (gate->first != NULL) return; /* its order stays the oldest: the list of gates is sorted by it */
     gate_unlink(ex, gate);
     gate->order = 0;
 }

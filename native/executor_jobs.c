@@ -54,7 +54,7 @@ void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t
 void inf_run_consider(struct inf_executor *ex, inf_run *run) {
     const inf_submission *submission = run->submission;
     if (run->state != INF_WAITING || run->chunk->fifo_head != run) return;
-    if (!run->faulted && submission->gate != NULL && submission->gate->state == INF_GATE_CLOSED && !submission->escaped) return;
+    if (submission->gate != NULL && submission->gate->state == INF_GATE_CLOSED && !submission->escaped) return;
     run->state = INF_STARTING;
     ex->active++;
     inf_queue_push(&ex->starting, run);
@@ -63,7 +63,7 @@ void inf_run_consider(struct inf_executor *ex, inf_run *run) {
 static void run_start(struct inf_executor *ex, inf_run *run) {
     const inf_submission *submission = run->submission;
     if (ex->cancelled) inf_run_fail(run, INF_FAULT_CLOSED, -1, 0, 0, 0);
-    if (run->faulted) { /* or it was given up while it waited */
+    if (run->faulted) {
         inf_run_finish(ex, run);
         return;
     }
@@ -98,7 +98,7 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
         inf_run_finish(ex, run);
         return;
     }
-    assert(reads || run->chunk->kept_mask == 0);
+    assert(reads || (run->chunk->kept_mask & sections_used(run)) == 0);
     plan_ranges(run);
     if (run->slot.range_count == 0) {
         inf_run_queue_compute(ex, run);
@@ -274,17 +274,24 @@ void inf_submission_end(struct inf_executor *ex, inf_submission *submission) {
     pthread_cond_broadcast(&ex->done);
 }
 
+static void fifo_remove(struct inf_executor *ex, inf_run *run) {
+    inf_chunk_record *chunk = run->chunk;
+    inf_run *before = NULL;
+    for (inf_run *at = chunk->fifo_head; at != run; at = at->fifo_next) before = at;
+    *(before == NULL ? &chunk->fifo_head : &before->fifo_next) = run->fifo_next;
+    if (run->fifo_next == NULL) chunk->fifo_tail = before;
+    if (before == NULL && chunk->fifo_head != NULL) inf_run_consider(ex, chunk->fifo_head);
+}
+
 /* Ends a job. Its memory may be gone afterwards: callers must not touch `run` again. */
 void inf_run_finish(struct inf_executor *ex, inf_run *run) {
     inf_submission *submission = run->submission;
-    inf_chunk_record *chunk = run->chunk;
-    assert(chunk->fifo_head == run && run->state != INF_DONE && run->blocks_in_flight == 0);
+    bool first = run->chunk->fifo_head == run;
+    assert((first || run->fault.kind == INF_FAULT_CANCELLED) && run->state != INF_DONE && run->blocks_in_flight == 0);
     chunk_settle(ex, run);
     run->state = INF_DONE;
     inf_slot_release(ex, &run->slot);
-    chunk->fifo_head = run->fifo_next;
-    if (chunk->fifo_head == NULL) chunk->fifo_tail = NULL;
-    else inf_run_consider(ex, chunk->fifo_head);
+    fifo_remove(ex, run);
     ex->stats.jobs_done++;
     if (run->faulted) {
         bool given_up = run->fault.kind == INF_FAULT_CLOSED || run->fault.kind == INF_FAULT_CANCELLED;

@@ -39,15 +39,12 @@ void inf_promote(struct inf_executor *ex, inf_submission *submission) {
     }
 }
 
-/* Gives a fetch up if no drive has begun it. Finishing it may be left to its turn in the FIFO of its chunk. [locked] */
+/* Gives a fetch up if no drive has begun it. [locked] */
 static void run_cancel(struct inf_executor *ex, inf_run *run) {
     if (run->job.kind != INF_JOB_FETCH || run->faulted || run->reread) return;
     if (run->state == INF_WAITING) {
-        inf_run_fail(run, INF_FAULT_CANCELLED, -1, 0, 0, 0);
-        inf_run_consider(ex, run); /* it need not wait for its gate */
-        return;
-    }
-    if (!inf_slot_unwait(ex, run)) {
+        ex->active++; /* as if it had begun: it ends now, whatever it waits for */
+    } else if (!inf_slot_unwait(ex, run)) {
         bool unsent = run->state == INF_READING && run->cursor == 0 && run->position == 0;
         if (!unsent || !inf_drive_unqueue(&ex->drives[run->chunk->plan.drive], run, INF_OP_READ)) return;
     }

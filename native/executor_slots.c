@@ -1,6 +1,6 @@
 /* Slots: who gets the next one. All [locked].
  *
- * By priority, then in the order of arrival; but no drive may hold so many that another finds none, or a slow drive, whose
+ * By priority, then in the order of arrival; one in INF_FAIR_TURN goes to who came first of all. And no drive may hold so many that another finds none, or a slow drive, whose
  * jobs hold theirs for long, would in the end hold all of them and stop the fast ones.
  */
 #include "executor.h"
@@ -42,7 +42,7 @@ void inf_slot_wait(struct inf_executor *ex, inf_run *run) {
     inf_pool *pool = &ex->pools[run->slot.pool];
     run->state = INF_SLOT;
     run->slot.drive = run->chunk->plan.drive;
-    run->order = ++ex->slot_order;
+    run->order = ++ex->arrivals;
     inf_queue_push(&pool->waiting[run->priority][run->slot.drive], run);
     pool->waiting_count++;
 }
@@ -78,17 +78,20 @@ inf_run *inf_slot_waiting(inf_pool *pool, int32_t drive_count) {
 inf_run *inf_slot_next(struct inf_executor *ex, inf_pool *pool) {
     if (pool->free_count == 0 || pool->waiting_count == 0) return NULL;
     int32_t held = held_max(ex, pool);
-    for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
+    bool fair = (pool->grants + 1) % INF_FAIR_TURN == 0;
+    inf_queue *next = NULL;
+    for (int32_t p = 0; p < INF_PRIORITY_COUNT && (next == NULL || fair); p++) {
         inf_queue *queue = first_of(pool, p, ex->config.drive_count, held);
-        if (queue == NULL) continue;
-        inf_run *run = inf_queue_pop(queue);
-        pool->waiting_count--;
-        pool->held[run->slot.drive]++;
-        run->slot.index = pool->free[--pool->free_count];
-        run->slot.memory = pool->base + (int64_t)run->slot.index * pool->bytes;
-        return run;
+        if (queue != NULL && (next == NULL || queue->head->order < next->head->order)) next = queue;
     }
-    return NULL;
+    if (next == NULL) return NULL;
+    inf_run *run = inf_queue_pop(next);
+    pool->grants++;
+    pool->waiting_count--;
+    pool->held[run->slot.drive]++;
+    run->slot.index = pool->free[--pool->free_count];
+    run->slot.memory = pool->base + (int64_t)run->slot.index * pool->bytes;
+    return run;
 }
 
 void inf_slot_release(struct inf_executor *ex, inf_slot *slot) {

@@ -138,6 +138,20 @@ static void *copy_of(const void *source, int32_t count, size_t size) {
     return copy;
 }
 
+/* At the end; but what is kept is written again before anything that has not started, which might write the chunk. */
+static void fifo_insert(inf_run *run) {
+    inf_chunk_record *chunk = run->chunk;
+    inf_run *after = chunk->fifo_tail;
+    if (run->job.kind == INF_JOB_REWRITE) {
+        bool started = chunk->fifo_head != NULL && chunk->fifo_head->state != INF_WAITING;
+        after = started ? chunk->fifo_head : NULL;
+    }
+    inf_run **at = after == NULL ? &chunk->fifo_head : &after->fifo_next;
+    run->fifo_next = *at;
+    *at = run;
+    if (run->fifo_next == NULL) chunk->fifo_tail = run;
+}
+
 static void run_init(struct inf_executor *ex, inf_submission *submission, int32_t index, const inf_job *job,
                      int32_t priority) {
     inf_run *run = &submission->runs[index];
@@ -147,9 +161,7 @@ static void run_init(struct inf_executor *ex, inf_submission *submission, int32_
                      .state = INF_WAITING,
                      .priority = priority};
     run->slot.pool = pool_for(ex, slot_bytes(&run->chunk->plan, job));
-    if (run->chunk->fifo_tail != NULL) run->chunk->fifo_tail->fifo_next = run;
-    else run->chunk->fifo_head = run;
-    run->chunk->fifo_tail = run;
+    fifo_insert(run);
 }
 
 static void submission_enter(struct inf_executor *ex, inf_submission *submission, const inf_job *jobs,

@@ -105,6 +105,34 @@ def test_gradients_may_be_changed_at_once_after_the_step(tmp_path: Path) -> None
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_failed_update_that_forward_meets_first_says_what_helps(tmp_path: Path, persistent: bool) -> None:
+    def trained(seam: Seam | None, steps: int) -> nn.Module:
+        model = offload(small_llama(), nvme(tmp_path), _seam=seam)
+        optimizer = inf.AdamW(model.parameters())
+        if seam is not None:
+            with pytest.raises(StateInvalid) as caught:
+                train(model, optimizer, steps)
+            assert "start again from the last export" in str(caught.value)
+        return model
+
+    model = trained(None, 0)
+    set_up = inf.handle(model)._executor.stats().drives[0].writes
+    inf.handle(model).close()
+    model = trained(Seam(fault=Fault("write", set_up + 3, persistent=persistent)), 20)
+    with pytest.raises(StateInvalid):
+        inf.handle(model).close()
+
+
+def test_a_read_that_fails_in_forward_names_the_unit(tmp_path: Path) -> None:
+    fault = Fault("read", 0, persistent=True)
+    model = offload(small_llama(), nvme(tmp_path), _seam=Seam(fault=fault))
+    with pytest.raises(DeviceFailedError, match=r"model\.\S+ cannot be gathered: .*errno 5") as caught:
+        models.loss_of(model, models.token_batches(1)[0])
+    assert caught.value.path == str(tmp_path)
+    inf.handle(model).close()
+
+
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_a_fault_in_the_background_is_raised_by_the_next_call_and_stays(tmp_path: Path, op: str) -> None:
     def until_second_step(seam: Seam | None) -> tuple[nn.Module, torch.optim.Optimizer]:

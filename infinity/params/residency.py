@@ -140,9 +140,12 @@ class UnitResidency:
             if self._comm.world > 1:
                 for flat in unit.flats:
                     self._comm.all_gather(flat.tensor, flat.layout.shard_numel)
-        except BaseException:
+        except BaseException as error:
             self._quiesce(tickets)
             self._forget(unit)
+            if isinstance(error, AioError):
+                self.on_demand()  # if it was an update that failed, this says so and what helps
+                error.args = (f"{unit.name} cannot be gathered: {error}",)
             raise
         end_ns = time.monotonic_ns()
         self.wait_s += (end_ns - start_ns) / 1e9
