@@ -3,44 +3,52 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from infinity.aio.plan import ALIGNMENT_BYTES
+from infinity.aio.probe import probe_engine
+
+log = logging.getLogger("infinity.aio")
 
 BLOCK_BYTES_MAX = 1 << 30
 DEPTH_MAX = 4096
+ENGINES = ("io_uring", "threads", "python")
+
+_logged: set[str] = set()
 
 
 @dataclass(frozen=True)
 class IoSettings:
     """How drives are driven. The defaults suit most; `python -m infinity.bench swap --sweep --json FILE` measures others.
 
-    block_bytes: bytes per request, a multiple of 4096.
+    block_bytes: bytes per request, a multiple of 4096. None: what suits the backend, 1 MiB for rings, whole runs of up to
+        16 MiB for threads, which have one request each.
     depth: requests in flight per drive, at least 2. Both are fitted to what the device takes without blocking.
     bandwidths: for each directory (absolute) the measured (read, write) in bytes per second. Where all directories of a
         policy are in it, they share the data in this proportion; else it is measured at set-up.
+    backend: the one that `block_bytes` was measured with ("io_uring", "threads" or "python"); another takes what suits it.
+        None: `block_bytes` is for any.
 
     Raises: ValueError naming field, value and fix.
     """
 
-    block_bytes: int = 1 << 20
+    block_bytes: int | None = None
     depth: int = 32
     # A mapping has no hash; equality still compares it.
     bandwidths: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    backend: str | None = None
 
     def __post_init__(self) -> None:
-        _check_integer("block_bytes", self.block_bytes)
+        _check_block(self.block_bytes)
         _check_integer("depth", self.depth)
-        if not ALIGNMENT_BYTES <= self.block_bytes <= BLOCK_BYTES_MAX or self.block_bytes % ALIGNMENT_BYTES:
-            raise ValueError(
-                f"block_bytes={self.block_bytes} must be a multiple of {ALIGNMENT_BYTES}, at most 1 GiB; "
-                "1048576 suits most drives"
-            )
+        if self.backend is not None and self.backend not in ENGINES:
+            raise ValueError(f"backend={self.backend!r} must be None or one of {', '.join(ENGINES)}")
         if not 2 <= self.depth <= DEPTH_MAX:
             raise ValueError(
                 f"depth={self.depth} must be 2 to {DEPTH_MAX}, so that reads and writes both have a place; 32 suits most drives"
@@ -83,7 +91,30 @@ class IoSettings:
     def as_dict(self) -> dict[str, Any]:
         """The settings as JSON has them; `load` reads it."""
         pairs = {directory: list(pair) for directory, pair in self.bandwidths.items()}
-        return {"block_bytes": self.block_bytes, "depth": self.depth, "bandwidths": pairs}
+        return {"block_bytes": self.block_bytes, "depth": self.depth, "bandwidths": pairs, "backend": self.backend}
+
+    def for_backend(self, backend: str) -> IoSettings:
+        """The settings as an executor takes them that `open_executor(backend=...)` opens here; "auto" tries what it would open.
+
+        A block that was measured with another backend is left out, and that is logged once: a ring's 1 MiB cuts the runs of
+        threads, which have no other requests to fill the gaps.
+        """
+        if self.block_bytes is None or self.backend in (None, backend):
+            return self
+        used = backend
+        if backend == "auto":
+            found = probe_engine()
+            used = "io_uring" if found.io_uring else "threads" if found.native else "python"
+        if used == self.backend:
+            return self
+        text = (
+            f"block_bytes={self.block_bytes} was measured with {self.backend} and is not used with {used}, which takes what "
+            "suits it; measure again with: python -m infinity.bench swap --sweep --json FILE"
+        )
+        if text not in _logged:
+            _logged.add(text)
+            log.warning("%s", text)
+        return replace(self, block_bytes=None)
 
 
 def _fields() -> str:
@@ -103,6 +134,16 @@ def _read_json(path: str | os.PathLike[str]) -> Any:
 def _check_integer(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name}={value!r} must be an integer")
+
+
+def _check_block(value: int | None) -> None:
+    if value is None:
+        return
+    _check_integer("block_bytes", value)
+    if not ALIGNMENT_BYTES <= value <= BLOCK_BYTES_MAX or value % ALIGNMENT_BYTES:
+        raise ValueError(
+            f"block_bytes={value} must be a multiple of {ALIGNMENT_BYTES}, at most 1 GiB; None takes what suits the backend"
+        )
 
 
 def _directory(name: Any) -> str:

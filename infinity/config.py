@@ -47,11 +47,13 @@ class Policy:
     units: the modules to gather as one unit: modules, their classes' names, or qualified names. None: found.
     unit_bytes_max: modules larger than this are split further where the module tree allows it.
     on_nonfinite: what `opt.step()` does about a gradient that is not finite, before any state is touched.
-    verify: "full" checks every byte that is read against its checksum; "sample" a sixteenth of it or more, other parts
-        each time, at least one piece of every section, so stale and misdirected reads are always caught; "off" nothing.
+    verify: "full" checks every byte that is read against its checksum. "sample" checks one piece in 16 of each section that
+        is read (at least one), others each time: a run that is stale or misdirected as a whole is always caught, damage to a
+        part of it with the odds of its size (one damaged piece in one read of 16). "off" checks nothing.
     io_backend: "auto", "io_uring" or "threads"; a backend that is forced and missing is an error.
     io: request size, depth and the drives' bandwidths: an `infinity.aio.IoSettings`, a mapping with its fields, or the path
-        of what `python -m infinity.bench swap --sweep --json FILE` wrote. None: 1 MiB, 32, bandwidths measured when needed.
+        of what `python -m infinity.bench swap --sweep --json FILE` wrote. None: requests of a size that suits the backend
+        (1 MiB for rings, whole runs for threads), 32 of them, bandwidths measured when needed.
 
     Raises: ValueError naming field, value and fix.
     """
@@ -120,8 +122,8 @@ class Policy:
 
     @property
     def io_settings(self) -> IoSettings:
-        """`io` as it is used: the defaults where nothing is given."""
-        return self.io if isinstance(self.io, IoSettings) else IoSettings()
+        """`io` as it is used: the defaults where nothing is given, no block that was measured with another backend."""
+        return self.io.for_backend(self.io_backend) if isinstance(self.io, IoSettings) else IoSettings()
 
     def _io(self) -> IoSettings | None:
         given = self.io

@@ -37,7 +37,7 @@ class Storage:
             backend=policy.io_backend,
             verify=policy.verify,
             workers=max(1, (os.cpu_count() or 2) // 4),
-            block_bytes=settings.block_bytes if policy.io is not None else None,
+            block_bytes=settings.block_bytes,
             depth=settings.depth,
             seam=seam,
             kernel=update_numpy_sections,

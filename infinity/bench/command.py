@@ -45,7 +45,8 @@ def _add_swap(parser: argparse.ArgumentParser) -> None:
         "(default: $INFINITY_NVME_DIR, else a directory of yours on a drive)")  # fmt: skip
     add("--size", type=_size, metavar="SIZE", help="swap to use in all, for example 4G; the limit needs as much again "
         "(default: 4G, or an eighth of the free space)")  # fmt: skip
-    add("--block-size", type=_size, default=1 << 20, metavar="SIZE", help="bytes per I/O request (1M)")
+    add("--block-size", type=_size, metavar="SIZE", help="bytes per I/O request (as training: what suits the backend, 1M with "
+        "io_uring, whole chunks with threads)")  # fmt: skip
     add("--depth", type=int, default=32, help="requests in flight per drive (32)")
     add("--rounds", type=int, default=3, help="rounds; the median is reported (3)")
     add("--seconds", type=float, default=1.5, help="at most this long per phase and round (1.5)")
@@ -58,7 +59,8 @@ def _add_swap(parser: argparse.ArgumentParser) -> None:
         "again at the end")  # fmt: skip
     add("--sweep", action="store_true", help="find the best block size and depth, then measure with them; the JSON is what "
         "Policy(io=FILE) reads")  # fmt: skip
-    add("--sweep-blocks", type=_sizes, default=sweep.BLOCKS, metavar="LIST", help="block sizes to try (256K,512K,1M,2M,4M)")
+    add("--sweep-blocks", type=_sizes, default=sweep.BLOCKS, metavar="LIST", help="block sizes to try (256K,512K,1M,2M,4M and "
+        "whole chunks)")  # fmt: skip
     add("--sweep-depths", type=_integers, default=sweep.DEPTHS, metavar="LIST", help="depths to try (4,8,16,32,64)")
     _add_common(parser)
 

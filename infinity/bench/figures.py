@@ -110,6 +110,8 @@ class PhaseFigures:
 class SwapFigures:
     """What one measurement found. `size_bytes` is what was really written and read back in a round.
 
+    `block_bytes` is the longest request that was sent; `block_bytes_asked` what was asked for, None for what suits the backend.
+
     `verified_bytes` were read back and their checksums compared, apart from what the rounds themselves compare.
     `limit_by` names what measured the limit, empty without one.
     """
@@ -120,6 +122,7 @@ class SwapFigures:
     fill_bytes_per_s: float
     size_bytes: int
     block_bytes: int
+    block_bytes_asked: int | None
     depth: int
     checksums: str
     backend: str
@@ -143,12 +146,12 @@ class SwapFigures:
 
     @property
     def settings(self) -> IoSettings:
-        """What `Policy(io=...)` takes: the sizes that were measured with, and each drive's bandwidths."""
+        """What `Policy(io=...)` takes: the sizes that were asked for, the backend, and each drive's bandwidths."""
         bandwidths = {
             directory: (self.read.drive(number).median, self.write.drive(number).median)
             for number, directory in enumerate(self.directories)
         }
-        return IoSettings(block_bytes=self.block_bytes, depth=self.depth, bandwidths=bandwidths)
+        return IoSettings(self.block_bytes_asked, self.depth, bandwidths, self.backend)
 
     def as_dict(self) -> dict[str, Any]:
         """The figures ready for JSON; rates are in 10^9 bytes per second, medians where there is one number."""

@@ -1,7 +1,7 @@
 """What the drive gives to somebody else, in the same run: fio where it is installed, else plain preads and pwrites.
 
-Both work on a swap file of their own that has been written before, with the same blocks and depth, past the page cache, from
-memory that huge pages back; and both for as long as a phase of ours.
+Both work on a swap file of their own that has been written before, with the blocks that ours used and the depth that was
+asked for, past the page cache, from memory that huge pages back; and both for as long as a phase of ours.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Fio:
         """The command line; fio reaches the nameless files through the descriptors that it inherits."""
         milliseconds = max(round(seconds * 1e3), 1)  # of seconds fio reads whole ones only
         common = [
-            "fio", "--ioengine=io_uring", f"--direct={int(all(file.direct for file in self._files))}",
+            # Threads: a job that it forks has a session of its own and outlives fio when that is killed as it starts, holding
+            # the nameless file and with it the drive's space.
+            "fio", "--thread", "--ioengine=io_uring", f"--direct={int(all(file.direct for file in self._files))}",
             f"--bs={self._block_bytes}", f"--iodepth={self._depth}", *_FIO_PATTERNS[kind], f"--runtime={milliseconds}ms",
             # Random buffers that are not made new for every write: neither are ours.
             "--scramble_buffers=0", "--overwrite=1", "--invalidate=1", "--allow_file_create=0",

@@ -9,9 +9,10 @@
 
 and the figures beside them at the top level. `infinity.bench.swap/1`: read_gbps, write_gbps, mixed_gbps, fill_gbps (medians,
 10^9 bytes per second); rounds; phases.<kind> (gbps, rounds, cpu_s_per_gb, cpu_rounds, of_limit, of_limit_rounds, limit, drives);
-limit_by; settings (what `Policy(io=...)` reads: block_bytes, depth, bandwidths in bytes per second); size_bytes, block_bytes,
-depth, checksums, backend, backend_reason, direct, huge_page_share, registered, verified_bytes; drives (counters and
-latencies in seconds over the whole measurement); sweep (points, best), null without one. `infinity.bench.adam/1`: isas,
+limit_by; settings (what `Policy(io=...)` reads: block_bytes, null for what suits the backend, depth, bandwidths in bytes per
+second, backend that was measured); size_bytes, block_bytes (of the longest request), depth,
+checksums, backend, backend_reason, direct, huge_page_share, registered, verified_bytes; drives (counters and latencies in
+seconds over the whole measurement); sweep (points, best), null without one. `infinity.bench.adam/1`: isas,
 threads, torch, rows. `infinity.bench.copy/1`: device (null without one), rows.
 """
 

@@ -46,7 +46,8 @@ def show_swap(console: Console, figures: SwapFigures, record: dict[str, Any]) ->
         f"first write to fresh extents, checksummed: {figures.fill_bytes_per_s / 1e9:.2f} GB/s",
     )
     if figures.limit_by:
-        _line(console, f"limit: {figures.limit_by}, same blocks and depth, on a file of its own, in turns with ours")
+        how = f"blocks as large, depth {figures.depth}, on a file of its own, in turns with ours"
+        _line(console, f"limit: {figures.limit_by}, {how}")
     for note in _notes(figures, record):
         console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False, soft_wrap=True)
 
@@ -59,9 +60,10 @@ def _notes(figures: SwapFigures, record: dict[str, Any]) -> list[str]:
     for drive in figures.drives:
         if not drive.direct and drive.direct_reason:
             notes.append(f"{drive.path}: {drive.direct_reason}")
-        fitted = (drive.block_bytes, drive.depth)
-        if drive.block_bytes and fitted != (figures.block_bytes, figures.depth):
-            notes.append(f"{drive.path}: fitted to the device: {format_size(drive.block_bytes)} blocks, depth {drive.depth}")
+        asked = (figures.block_bytes_asked or drive.block_bytes, figures.depth)
+        if drive.block_bytes and (drive.block_bytes, drive.depth) != asked:
+            block = format_size(min(drive.block_bytes, figures.block_bytes))
+            notes.append(f"{drive.path}: fitted to device and backend: {block} blocks, depth {drive.depth}")
     if figures.huge_page_share < 0.9:
         notes.append("without huge pages drives are slower; see `infinity doctor`")
     return notes

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity import aio
+from infinity.aio.native_executor import RING_BLOCK_BYTES
 from infinity.aio.plan import CHUNK_NUMEL, SECTION_ITEMSIZES, piece_count
 
 CHUNK_BYTES = CHUNK_NUMEL * sum(SECTION_ITEMSIZES[aio.Format.SPLIT])
@@ -91,9 +92,10 @@ class Chunks:
 class Streams:
     """An executor over the chunks, and phases on it. Close it before the chunks' drives; not safe to share among threads."""
 
-    def __init__(self, chunks: Chunks, *, block_bytes: int, depth: int, backend: str, verify: str) -> None:
+    def __init__(self, chunks: Chunks, *, block_bytes: int | None, depth: int, backend: str, verify: str) -> None:
         self.chunks = chunks
-        in_flight = -(-depth * block_bytes // CHUNK_BYTES)
+        # Without a block: as many for eight threads with a chunk each as for a ring of the usual depth.
+        in_flight = -(-depth * (block_bytes or RING_BLOCK_BYTES) // CHUNK_BYTES)
         self._slots = in_flight + max(8, in_flight // 4)
         self.executor = aio.open_executor(
             chunks.drives,
@@ -106,6 +108,11 @@ class Streams:
             depth=depth,
         )
         self._ids = self.executor.define(chunks.records).reshape(len(chunks.drives), -1)
+
+    @property
+    def request_bytes(self) -> int:
+        """The longest request that a job becomes: the executor's block as fitted to the drives, at most a chunk."""
+        return min(max(drive.block_bytes for drive in self.executor.stats().drives), CHUNK_BYTES)
 
     def close(self) -> None:
         """End the executor; what has not started does not run."""

@@ -44,11 +44,14 @@ _SAMPLE_CHUNKS = 16
 
 @dataclasses.dataclass(frozen=True)
 class SwapTask:
-    """What to measure. Raises ValueError naming what is wrong and the fix."""
+    """What to measure. Raises ValueError naming what is wrong and the fix.
+
+    block_bytes: None for what suits the backend, which is what training uses.
+    """
 
     directories: tuple[Path, ...]
     size_bytes: int
-    block_bytes: int = 1 << 20
+    block_bytes: int | None = None
     depth: int = 32
     backend: str = "auto"
     rounds: int = 3
@@ -66,7 +69,7 @@ class SwapTask:
             raise ValueError(f"seconds={self.phase_s} must be above 0 and below 3600")
         if self.checksums not in CHECKSUMS:
             raise ValueError(f"checksums={self.checksums!r} is not known; use one of {', '.join(CHECKSUMS)}")
-        if self.block_bytes > CHUNK_BYTES:
+        if self.block_bytes is not None and self.block_bytes > CHUNK_BYTES:
             raise ValueError(
                 f"block_bytes={self.block_bytes} is more than a chunk has; use at most {CHUNK_BYTES} (4.5 MiB)"
             )
@@ -143,7 +146,7 @@ class Bench:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def streams(self, *, block_bytes: int, depth: int, verify: str) -> Streams:
+    def streams(self, *, block_bytes: int | None, depth: int, verify: str) -> Streams:
         """An executor over the chunks."""
         return Streams(self.chunks, block_bytes=block_bytes, depth=depth, backend=self.task.backend, verify=verify)
 
@@ -251,7 +254,8 @@ def measure_swap(task: SwapTask, progress: Progress | None = None) -> SwapFigure
         with bench.streams(block_bytes=task.block_bytes, depth=task.depth, verify=verify) as streams:
             fill = bench.fill(streams)
             verified = _verify(bench, streams, "verify", everything=task.verify_all)
-            limit = bench.limit(task.limit, block_bytes=task.block_bytes, depth=task.depth)
+            block_bytes = streams.request_bytes
+            limit = bench.limit(task.limit, block_bytes=block_bytes, depth=task.depth)
             streams.warm()
             ours, theirs = measure_rounds(bench, streams, limit)
             bench.check_no_holes()
@@ -262,7 +266,8 @@ def measure_swap(task: SwapTask, progress: Progress | None = None) -> SwapFigure
                 **{kind: PhaseFigures(tuple(ours[kind]), tuple(theirs[kind])) for kind in KINDS},
                 fill_bytes_per_s=fill,
                 size_bytes=bench.chunks.size_bytes,
-                block_bytes=task.block_bytes,
+                block_bytes=block_bytes,
+                block_bytes_asked=task.block_bytes,
                 depth=task.depth,
                 checksums=task.checksums,
                 backend=streams.executor.backend,

@@ -1,4 +1,4 @@
-"""Which block size and depth a drive likes: a coarse look at all pairs, then the best few and the default against one another.
+"""Which block size and depth a drive likes: a coarse look at all pairs, then the best few and the default in turns.
 
 Judged by mixed bandwidth, which is what a step does (14 bytes read and 12 written per parameter). Of what lies within
 `CLOSE` of the best the pair with the least bytes in flight wins: it needs the least pinned memory.
@@ -11,13 +11,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from infinity.aio import IoSettings
 from infinity.bench.figures import KINDS
-from infinity.bench.streams import Streams
+from infinity.bench.streams import CHUNK_BYTES, Streams
 from infinity.bench.swap import Bench, Progress, SwapTask
 from infinity.sizes import KIB, MIB
 
-BLOCKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
+BLOCKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, CHUNK_BYTES)
 DEPTHS = (4, 8, 16, 32, 64)
 IN_FLIGHT_MAX_BYTES = 128 * MIB
 """Pairs with more in flight per drive are left out: no drive needs it, and it is all pinned memory."""
@@ -109,12 +108,13 @@ def measure_sweep(
     say = progress or (lambda _phase, _share: None)
     with Bench(task, say) as bench:
         with bench.streams(block_bytes=task.block_bytes, depth=task.depth, verify="full") as streams:
+            default = (streams.request_bytes, streams.executor.stats().drives[0].depth)
             bench.fill(streams)
             bench.verify(streams, "verify", everything=task.verify_all)
         points = [Point(block, depth, {kind: [] for kind in KINDS}) for block, depth in wanted]
         _look(bench, points)
         points = [point for point in points if point.rates["mixed"]]
-        _final(bench, points)
+        _final(bench, points, default)
         bench.check_no_holes()
     return SweepFigures(tuple(points), choose(points))
 
@@ -133,14 +133,13 @@ def _look(bench: Bench, points: Sequence[Point]) -> None:
             _measure(bench, streams, point, min(_LOOK_S, bench.task.phase_s))
 
 
-def _final(bench: Bench, points: Sequence[Point]) -> None:
-    """The best few, and the default beside them, in turns, so that drift meets all of them."""
-    default = IoSettings()
+def _final(bench: Bench, points: Sequence[Point], default: tuple[int, int]) -> None:
+    """The best few, and beside them what is used without a sweep, in turns, so that drift meets all of them."""
     ranked = sorted(points, key=lambda point: -point.rate("mixed"))[:_FINALISTS]
     ranked += [
         point
         for point in points
-        if (point.block_bytes, point.depth) == (default.block_bytes, default.depth) and point not in ranked
+        if (point.block_bytes, point.depth) == default and point not in ranked
     ]
     for point in ranked:
         point.final = True

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infinity.aio import IoSettings
+from infinity.aio import IoSettings, PoolSpec, SwapFile, open_executor
 from infinity.config import Policy
 
 PAIR = {"/mnt/nvme0": [3e9, 2e9]}
@@ -23,6 +23,10 @@ def test_settings_come_back_from_a_record_a_file_and_a_mapping(tmp_path: Path) -
     assert IoSettings.load(file) == IoSettings.load(str(file)) == settings
     assert IoSettings.load({}) == IoSettings()
     assert hash(settings) == hash(IoSettings(2 << 20, 16))
+    without = IoSettings(depth=16, backend="threads")
+    assert without.block_bytes is None
+    assert IoSettings.load(json.loads(json.dumps(without.as_dict()))) == without
+    assert IoSettings.load({"block_bytes": None}) == IoSettings()
 
 
 def test_a_policy_takes_every_form(tmp_path: Path) -> None:
@@ -37,12 +41,42 @@ def test_a_policy_takes_every_form(tmp_path: Path) -> None:
     assert hash(Policy(io=settings)) is not None
 
 
+def test_a_block_is_used_with_the_backend_that_it_was_measured_with(caplog: pytest.LogCaptureFixture) -> None:
+    ring = IoSettings(1 << 20, 16, {"/mnt/nvme0": (3e9, 2e9)}, backend="io_uring")
+    assert ring.for_backend("io_uring") is ring
+    assert Policy(io=ring, io_backend="io_uring").io_settings == ring
+    used = Policy(io=ring, io_backend="threads").io_settings
+    assert (used.block_bytes, used.depth, used.bandwidths) == (None, 16, ring.bandwidths)
+    assert "measured with io_uring and is not used with threads" in caplog.text
+    # Without a backend it is for any; without a block there is nothing to leave out.
+    assert IoSettings(1 << 20).for_backend("threads").block_bytes == 1 << 20
+    assert IoSettings(backend="io_uring").for_backend("threads").block_bytes is None
+
+
+def test_auto_is_the_backend_that_opens_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFINITY_ALLOW_TMPFS", "1")
+
+    def opens() -> str:
+        with SwapFile.create(tmp_path) as file:
+            executor = open_executor([file], small=PoolSpec(1, 4096), large=PoolSpec(1, 8192))
+            executor.close()
+            return executor.backend
+
+    for hidden in ("0", "1"):
+        monkeypatch.setenv("INFINITY_NO_NATIVE", hidden)
+        for backend in ("io_uring", "threads", "python"):
+            kept = IoSettings(1 << 20, backend=backend).for_backend("auto").block_bytes
+            assert kept == (1 << 20 if backend == opens() else None)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"block_bytes": 1000}, "block_bytes=1000 must be a multiple of 4096"),
         ({"block_bytes": 2 << 30}, "at most 1 GiB"),
         ({"block_bytes": "1M"}, "block_bytes='1M' must be an integer"),
+        ({"backend": "auto"}, "backend='auto' must be None or one of io_uring, threads, python"),
+        ({"backend": 3}, "backend=3"),
         ({"depth": True}, "depth=True must be an integer"),
         ({"depth": 1}, "depth=1 must be 2 to 4096"),
         ({"depth": 5000}, "depth=5000"),

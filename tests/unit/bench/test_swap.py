@@ -79,6 +79,26 @@ def test_every_backend_measures(tmp_path: Path, backend: str) -> None:
     assert measure_swap(task(tmp_path, size=24 * MIB, backend=backend)).backend == backend
 
 
+@pytest.mark.parametrize("backend", ["auto", "threads", "python"])
+def test_without_a_block_size_it_measures_with_what_training_uses(tmp_path: Path, backend: str) -> None:
+    figures = measure_swap(task(tmp_path, size=24 * MIB, backend=backend, limit="probe", phase_s=0.3))
+    with aio.SwapFile.create(tmp_path) as file:
+        pools = {"small": aio.PoolSpec(0, 0), "large": aio.PoolSpec(1, CHUNK_BYTES)}
+        executor = aio.open_executor([file], **pools, backend=backend, block_bytes=Policy().io_settings.block_bytes)
+        trained = executor.stats().drives[0].block_bytes
+        executor.close()
+    assert figures.drives[0].block_bytes == trained
+    # No run of the benchmark is longer than a chunk.
+    assert figures.block_bytes == min(trained, CHUNK_BYTES)
+    assert figures.settings.block_bytes is None
+    assert figures.settings.backend == figures.backend
+    phase = figures.read
+    assert phase.limit_samples[0].drive_bytes[0] % figures.block_bytes == 0
+    asked = measure_swap(task(tmp_path, size=24 * MIB, backend=backend, block_bytes=65536))
+    assert asked.settings.block_bytes == 65536
+    assert backend == "python" or asked.block_bytes == 65536
+
+
 @pytest.mark.parametrize("checksums", ["off", "sample", "full"])
 def test_everything_is_read_back_when_asked(tmp_path: Path, checksums: str) -> None:
     figures = measure_swap(task(tmp_path, checksums=checksums, verify_all=True))
@@ -258,6 +278,67 @@ def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "nothing is left" in out
     assert list(tmp_path.iterdir()) == []
+
+
+_LONG_FIO = """
+import sys
+from pathlib import Path
+from infinity import aio
+from infinity.bench.limits import Fio
+
+class Long(Fio):
+    def command(self, kind, seconds):
+        return [*super().command(kind, seconds), "--time_based=1"]
+
+with aio.SwapFile.create(Path(sys.argv[1])) as file:
+    file.grow(64 << 20)
+    Long([file], block_bytes=1 << 20, depth=32).measure("read", 20)
+"""
+
+
+@pytest.mark.parametrize("delay_s", [0.1, 0.15, 0.2])
+def test_fio_ends_with_us_also_while_it_starts(tmp_path: Path, delay_s: float) -> None:
+    if shutil.which("fio") is None:
+        pytest.skip("fio is not installed: that it ends with us was NOT tested")
+    process = subprocess.Popen([sys.executable, "-c", _LONG_FIO, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline_s = time.monotonic() + 30
+        while not any("--rw=read" in line for line in _command_lines(process.pid)):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline_s
+            time.sleep(0.005)
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGINT)
+        _, problem = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert "KeyboardInterrupt" in problem
+    assert _holders(tmp_path) == []
+
+
+def _command_lines(parent: int) -> list[list[str]]:
+    """The command lines of a process's children."""
+    found = []
+    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        try:
+            found.append(Path(f"/proc/{child}/cmdline").read_text().split("\0"))
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def _holders(directory: Path) -> list[str]:
+    """Processes with a file of `directory` open, also a nameless one."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            target = str(link.readlink())
+        except OSError:
+            continue  # it has ended, or is somebody else's
+        if target.startswith(str(directory)):
+            found.append(f"{link}: {target}")
+    return found
 
 
 def test_the_reported_figure_is_the_middle_round_and_shares_pair_rounds() -> None:

@@ -55,7 +55,10 @@ def test_a_sweep_writes_what_a_policy_reads(
     best = found["sweep"]["best"]
     settings = Policy(io=target).io_settings
     assert (settings.block_bytes, settings.depth) == (best["block_bytes"], best["depth"])
-    assert (found["block_bytes"], found["depth"]) == (best["block_bytes"], best["depth"])
+    assert settings.backend == found["settings"]["backend"] == found["backend"]
+    # A device may take less at once.
+    assert found["block_bytes"] <= best["block_bytes"]
+    assert found["depth"] == best["depth"]
     assert set(settings.bandwidths) == {str(swap)}
     shown = capsys.readouterr().out
     assert "best:" in shown
