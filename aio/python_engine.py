@@ -109,6 +109,7 @@ class Engine:
 
     def recover(self, ticket: TicketState) -> None:
         """See `Executor.recover`."""
+        self.pump()  # what has started but was not looked at yet is refused: it must not write before what is kept
         submission = self.kept.unmark(ticket)
         if submission.runs:
             self._enter(submission)
@@ -252,14 +253,18 @@ class Engine:
         """The next jobs for a worker; those that will be written come together if the drive takes them as one."""
         batch: list[Run] = []
         size = 0
-        while (run := self.computing.head(batch[0].priority if batch else None)) is not None:
-            size += run.place.bytes
-            if batch and (size > BLOCK_BYTES or run.kind == _FETCH or not neighbours(batch[-1], run)):
-                break
+        run = self.computing.grant()
+        while run is not None:
             batch.append(run)
-            self.computing.remove(run)
-            if run.kind == _FETCH or not run.place.bytes:
+            size += run.place.bytes
+            alone = run.kind == _FETCH or not run.place.bytes
+            after = None if alone else self.computing.head(run.priority)
+            if after is None or after.kind == _FETCH or size + after.place.bytes > BLOCK_BYTES:
                 break
+            if not neighbours(run, after):
+                break
+            self.computing.remove(after)
+            run = after
         return batch
 
     def may_compute(self, run: Run) -> bool:
@@ -396,12 +401,13 @@ class Engine:
     def cancel(self, submission: Submission) -> None:
         """Give up its fetches that no drive has begun."""
         for run in submission.runs:
-            untouched = run.state in (State.WAITING, State.SLOT) or (
-                run.state == State.READING and run.lanes is not None
-            )
+            queued = run.state == State.READING and run.lanes is not None
+            untouched = queued or run.state in (State.WAITING, State.STARTING, State.SLOT)
             if run.kind == _FETCH and untouched and not run.reread:
                 if run.lanes is not None:
                     run.lanes.remove(run)
+                if run.state == State.STARTING:
+                    self._starting.remove(run)
                 run.fail(checks.FaultRecord(kind=checks.FAULT_CANCELLED))
                 self.finish(run)
         self.pump()

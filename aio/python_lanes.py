@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from infinity.aio.executor import Priority
-from infinity.aio.python_records import Lanes, Run
+from infinity.aio.python_records import FAIR_TURN, Lanes, Run
 from infinity.aio.python_transfer import BLOCK_BYTES, PARTS_MAX, neighbours
 
 READ, WRITE = 0, 1
@@ -16,6 +16,7 @@ class DriveLanes:
 
     - Reads and writes have half of the threads each while both want them, so both always progress.
     - A quarter of the threads takes nothing but demands: a demand finds one free, however much else is queued.
+    - Of the reads, and of the writes, one request in FAIR_TURN is for the job that came first of all priorities.
     """
 
     def __init__(self, depth: int, lock: threading.RLock) -> None:
@@ -26,6 +27,7 @@ class DriveLanes:
         self._in_flight = [0, 0]
         self._demands = 0
         self._last = WRITE
+        self._turns = [0, 0]
 
     def push(self, op: int, run: Run) -> None:
         """A job wants to be read or written."""
@@ -40,22 +42,29 @@ class DriveLanes:
         writes = max(1, self.depth // 2)
         return writes if op == WRITE else max(1, self.depth - writes)
 
+    def _next(self, op: int) -> tuple[Run | None, bool]:
+        """The job whose turn it is, and whether that is a fair turn."""
+        lanes = self.waiting[op]
+        if (self._turns[op] + 1) % FAIR_TURN:
+            return lanes.head(), False
+        heads = [head for priority in Priority if (head := lanes.head(priority)) is not None]
+        return min(heads, key=lambda run: run.arrival, default=None), True
+
     def _may_send(self, op: int) -> bool:
-        head = self.waiting[op].head()
+        head, fair = self._next(op)
         if head is None or sum(self._in_flight) >= self.depth:
             return False
         if op == READ and head.priority == Priority.DEMAND:
             return self._demands < self._share(READ)  # not held up by reads that are less urgent
-        return (
-            self._in_flight[op] < self._share(op) and sum(self._in_flight) - self._demands < self._others_max
-        )
+        others = sum(self._in_flight) - self._demands
+        return self._in_flight[op] < self._share(op) and (fair or others < self._others_max)
 
     def _choose(self) -> int | None:
         """The operation whose turn it is."""
         read, write = self._may_send(READ), self._may_send(WRITE)
         if not (read and write):
             return READ if read else WRITE if write else None
-        head = self.waiting[READ].head()
+        head, _ = self._next(READ)
         if self.depth > 1 and head is not None and head.priority == Priority.DEMAND:
             return READ  # writes have their half all the same
         if self._in_flight[READ] != self._in_flight[WRITE]:
@@ -68,7 +77,10 @@ class DriveLanes:
         if op is None:
             return None
         lanes = self.waiting[op]
-        batch = [lanes.pop()]
+        first, _ = self._next(op)
+        assert first is not None
+        self._turns[op] += 1
+        batch = [lanes.pop(first.priority)]
         priority, size = batch[0].priority, batch[0].place.bytes
         while (run := lanes.head(priority)) is not None and len(batch) < PARTS_MAX:
             size += run.place.bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -18,6 +18,8 @@ from infinity.errors import AioError
 
 GATE_CLOSED, GATE_OPEN, GATE_ESCAPED = 0, 1, 2
 FAULT_BROKEN = -1
+#: Of slots and workers' turns one in so many goes to who waited longest, whatever its priority: so that all progress.
+FAIR_TURN = 8
 
 
 class State(IntEnum):
@@ -151,6 +153,8 @@ class Run:
         self.priority = priority
         self.state = State.WAITING
         self.lanes: Lanes | None = None
+        self.arrival = 0
+        """When it came to its lanes, counted there."""
         self.filled = False
         self.reread = False
         self.phase = 0
@@ -182,23 +186,24 @@ class Submission:
 class Lanes:
     """Jobs that wait for one thing: by priority, then in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, drive_count: int = 1) -> None:
         self._lanes: tuple[OrderedDict[Run, None], ...] = tuple(OrderedDict() for _ in Priority)
+        self._arrivals = 0
+        self._passed = [0] * max(drive_count, 1)  # grants since each drive had its fair turn
 
     def __len__(self) -> int:
         return sum(map(len, self._lanes))
 
     def push(self, run: Run, *, first: bool = False) -> None:
-        """Put a job at the end of its lane, or back to its head."""
+        """Put a job at the end of its lane, or back to its head as if it had never left."""
         assert run.lanes is None
         run.lanes = self
+        if not first:
+            self._arrivals += 1
+            run.arrival = self._arrivals
         self._lanes[run.priority][run] = None
         if first:
             self._lanes[run.priority].move_to_end(run, last=False)
-
-    def __iter__(self) -> Iterator[Run]:
-        for lane in self._lanes:
-            yield from lane
 
     def head(self, priority: int | None = None) -> Run | None:
         """The job whose turn it is, of all or of one priority."""
@@ -213,6 +218,31 @@ class Lanes:
         assert run is not None
         self.remove(run)
         return run
+
+    def grant(self, may: Callable[[Run], bool] = lambda _: True) -> Run | None:
+        """Take out whose turn it is, of those that may: as `head`, but one time in FAIR_TURN who waited longest of all.
+
+        Drives have their fair turns each for itself: of drives that take turns, one would else have all of them.
+        """
+        owed = FAIR_TURN * len(self._passed) - 1
+        chosen: Run | None = None
+        if max(self._passed) >= owed:
+            fair = [
+                next((run for run in lane if self._passed_by(run) >= owed and may(run)), None)
+                for lane in self._lanes
+            ]
+            chosen = min(filter(None, fair), key=lambda run: run.arrival, default=None)
+        if chosen is not None:
+            self._passed[chosen.chunk.drive % len(self._passed)] = -1
+        else:
+            chosen = next((run for lane in self._lanes for run in lane if may(run)), None)
+        if chosen is not None:
+            self._passed = [count + 1 for count in self._passed]
+            self.remove(chosen)
+        return chosen
+
+    def _passed_by(self, run: Run) -> int:
+        return self._passed[run.chunk.drive % len(self._passed)]
 
     def remove(self, run: Run) -> None:
         """Take a job out that is in."""
@@ -230,7 +260,7 @@ class Pool:
     def __init__(self, spec: PoolSpec, slab: Slab | None, offset: int, drive_count: int) -> None:
         self.spec = spec
         self.free = list(range(spec.count))
-        self.waiting = Lanes()
+        self.waiting = Lanes(drive_count)
         self._drives: dict[int, int] = {}  # slot -> drive, of those that go round
         self._held = [0] * max(drive_count, 1)
         self._kept = 0
@@ -244,14 +274,13 @@ class Pool:
         return count - max(count // (2 * drives), 1) * (drives - 1)
 
     def next_run(self) -> Run | None:
-        """Whose turn it is: by priority, then in the order of arrival. It has its slot; None: nobody's turn."""
+        """Whose turn it is (`Lanes.grant`). It has its slot; None: nobody's turn."""
         if not self.free:
             return None
         held_max = self._held_max()
-        run = next((run for run in self.waiting if self._held[run.chunk.drive] < held_max), None)
+        run = self.waiting.grant(lambda run: self._held[run.chunk.drive] < held_max)
         if run is None:
             return None
-        self.waiting.remove(run)
         run.place.pool, run.place.index = self, self.free.pop()
         self._hold(run.place.index, run.chunk.drive)
         return run

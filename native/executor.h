@@ -32,7 +32,7 @@
 #pragma GCC visibility pop
 
 #define INF_PRIORITY_COUNT 3
-/* Of slots and workers' turns one in so many goes to who waited longest, whatever its priority: so that all progress. */
+/* Of the turns at slots, drives and workers one in so many goes to who waited longest, whatever its priority: so that all progress. */
 #define INF_FAIR_TURN 8
 #define INF_RANGE_MAX INF_SECTION_MAX
 #define INF_ALIGN 4096
@@ -189,6 +189,7 @@ typedef struct {
     inf_queue jobs[INF_OP_COUNT][INF_PRIORITY_COUNT];
     int32_t in_flight[INF_OP_COUNT];
     int64_t in_flight_bytes;
+    uint32_t turns[INF_OP_COUNT];
     int32_t last_op;
 } inf_drive_queue;
 
@@ -221,7 +222,7 @@ typedef struct {
     uint8_t *base;
     inf_queue *waiting[INF_PRIORITY_COUNT]; /* [drive] */
     int32_t *held;                          /* [drive] */
-    uint32_t grants;
+    int32_t *passed;                        /* [drive]: grants since its fair turn, which each has for itself */
     int32_t waiting_count;
 } inf_pool;
 

@@ -16,23 +16,37 @@ static int32_t first_class(const inf_drive_queue *queue, int32_t op) {
     return -1;
 }
 
+/* The class whose turn it is: the most urgent, or on a fair turn the one whose first job came first. -1: none waits. */
+static int32_t next_class(const inf_drive_queue *queue, int32_t op, bool *fair) {
+    int32_t next = -1;
+    *fair = (queue->turns[op] + 1) % INF_FAIR_TURN == 0;
+    for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
+        const inf_run *head = queue->jobs[op][p].head;
+        if (head == NULL) continue;
+        if (next < 0 || (*fair && head->order < queue->jobs[op][next].head->order)) next = p;
+    }
+    return next;
+}
+
 /* Reads and writes have half of the depth each while both want it, so both always progress; a quarter of the reads'
  * share is kept free for a demand that may come. */
-static bool may_send(const inf_drive *drive, int32_t op, int32_t class) {
+static bool may_send(const inf_drive *drive, int32_t op, int32_t class, bool fair) {
     const inf_drive_queue *queue = &drive->queue;
     int32_t other = 1 - op;
     int32_t cap = drive->config.depth;
     if (queue->in_flight[other] > 0 || first_class(queue, other) >= 0) cap = cap / 2 > 0 ? cap / 2 : 1;
-    if (op == INF_OP_READ && class != 0 && cap >= 4) cap -= cap / 4;
+    if (op == INF_OP_READ && class != 0 && !fair && cap >= 4) cap -= cap / 4;
     return class >= 0 && queue->in_flight[op] < cap;
 }
 
 /* The operation whose turn it is, or -1. */
 static int32_t choose_op(const inf_drive *drive) {
     const inf_drive_queue *queue = &drive->queue;
-    int32_t read_class = first_class(queue, INF_OP_READ);
-    bool read = may_send(drive, INF_OP_READ, read_class);
-    bool write = may_send(drive, INF_OP_WRITE, first_class(queue, INF_OP_WRITE));
+    bool fair_read, fair_write;
+    int32_t read_class = next_class(queue, INF_OP_READ, &fair_read);
+    int32_t write_class = next_class(queue, INF_OP_WRITE, &fair_write);
+    bool read = may_send(drive, INF_OP_READ, read_class, fair_read);
+    bool write = may_send(drive, INF_OP_WRITE, write_class, fair_write);
     if (!read || !write) return read ? INF_OP_READ : write ? INF_OP_WRITE : -1;
     if (read_class == 0) return INF_OP_READ;
     if (queue->in_flight[0] != queue->in_flight[1]) return queue->in_flight[0] < queue->in_flight[1] ? 0 : 1;
@@ -239,7 +253,9 @@ inf_request *inf_drive_take(inf_drive *drive) {
         } else {
             int32_t op = drive->free == NULL ? -1 : choose_op(drive);
             if (op < 0) return NULL;
-            inf_queue *queue = &drive->queue.jobs[op][first_class(&drive->queue, op)];
+            bool fair;
+            inf_queue *queue = &drive->queue.jobs[op][next_class(&drive->queue, op, &fair)];
+            drive->queue.turns[op]++;
             inf_run *run = queue->head;
             request = drive->free;
             drive->free = request->next;

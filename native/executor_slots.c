@@ -15,7 +15,8 @@ int32_t inf_pool_make(struct inf_executor *ex, inf_pool *pool, int32_t count, in
     pool->base = base;
     pool->free = calloc((size_t)count + 1, sizeof *pool->free);
     pool->held = calloc(drives, sizeof *pool->held);
-    bool made = pool->free != NULL && pool->held != NULL;
+    pool->passed = calloc(drives, sizeof *pool->passed);
+    bool made = pool->free != NULL && pool->held != NULL && pool->passed != NULL;
     for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
         pool->waiting[p] = calloc(drives, sizeof *pool->waiting[p]);
         made = made && pool->waiting[p] != NULL;
@@ -27,6 +28,7 @@ int32_t inf_pool_make(struct inf_executor *ex, inf_pool *pool, int32_t count, in
 void inf_pool_free(inf_pool *pool) {
     free(pool->free);
     free(pool->held);
+    free(pool->passed);
     for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) free(pool->waiting[p]);
 }
 
@@ -78,15 +80,21 @@ inf_run *inf_slot_waiting(inf_pool *pool, int32_t drive_count) {
 inf_run *inf_slot_next(struct inf_executor *ex, inf_pool *pool) {
     if (pool->free_count == 0 || pool->waiting_count == 0) return NULL;
     int32_t held = held_max(ex, pool);
-    bool fair = (pool->grants + 1) % INF_FAIR_TURN == 0;
+    int32_t drives = ex->config.drive_count;
+    int32_t owed = INF_FAIR_TURN * drives - 1;
     inf_queue *next = NULL;
-    for (int32_t p = 0; p < INF_PRIORITY_COUNT && (next == NULL || fair); p++) {
-        inf_queue *queue = first_of(pool, p, ex->config.drive_count, held);
-        if (queue != NULL && (next == NULL || queue->head->order < next->head->order)) next = queue;
+    for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
+        for (int32_t d = 0; d < drives; d++) {
+            inf_queue *queue = &pool->waiting[p][d];
+            if (queue->head == NULL || pool->held[d] >= held || pool->passed[d] < owed) continue;
+            if (next == NULL || queue->head->order < next->head->order) next = queue;
+        }
     }
+    if (next != NULL) pool->passed[next->head->slot.drive] = -1;
+    for (int32_t p = 0; p < INF_PRIORITY_COUNT && next == NULL; p++) next = first_of(pool, p, drives, held);
     if (next == NULL) return NULL;
     inf_run *run = inf_queue_pop(next);
-    pool->grants++;
+    for (int32_t d = 0; d < drives; d++) pool->passed[d] += pool->passed[d] < owed;
     pool->waiting_count--;
     pool->held[run->slot.drive]++;
     run->slot.index = pool->free[--pool->free_count];

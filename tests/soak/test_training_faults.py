@@ -24,17 +24,28 @@ KINDS = {
     "bitflip": ("bitflip", 0),
 }
 TRAINING = Training(lambda: models.llama(layers=2), steps=2, accumulation=1)
+TRIED_MAX = 24  # at most so many of the requests, evenly spread, where all would take too long
 
 
-def policy(directory: Path, backend: str) -> inf.Policy:
-    return inf.Policy(params="nvme", optim="nvme", nvme=str(directory), ram="min", io_backend=backend)
+def policy(directory: Path | list[Path], backend: str) -> inf.Policy:
+    paths = [str(path) for path in (directory if isinstance(directory, list) else [directory])]
+    return inf.Policy(params="nvme", optim="nvme", nvme=paths, ram="min", io_backend=backend)
 
 
-def sent(directory: Path, backend: str) -> dict[str, int]:
+def sent(directory: Path | list[Path], backend: str) -> dict[str, int]:
     ours = offloaded(TRAINING, policy(directory, backend), seam=Seam(seed=1))
     assert_equal(ours, reference(TRAINING))
     drives = ours.stats.drives
     return {"read": sum(drive.reads for drive in drives), "write": sum(drive.writes for drive in drives)}
+
+
+def cause_of(error: BaseException) -> AioError:
+    """The fault that ended the training."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, AioError):
+        cause = cause.__cause__
+    assert cause is not None, repr(error)
+    return cause
 
 
 @pytest.mark.slow
@@ -69,3 +80,43 @@ def test_a_fault_at_every_request_of_a_training(tmp_path, backend, op, name, per
     )
     assert not passes or equal == total
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["EIO", "EAGAIN", "bitflip"])
+@pytest.mark.parametrize("op", ["read", "write"])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "python"])
+def test_a_fault_of_either_of_two_drives(tmp_path, backend, op, name):
+    """One drive fails and the other does not: right all the same, or an error that names the one that failed."""
+    kind, code = KINDS[name]
+    passes = name == "EAGAIN" or (name, op) == ("bitflip", "read")
+    directories = [tmp_path / "first", tmp_path / "second"]
+    for directory in directories:
+        directory.mkdir()
+    wanted = reference(TRAINING)
+    total = sent(directories, backend)[op]
+    struck: set[Path] = set()
+    equal, tried = 0, range(0, total, max(1, total // TRIED_MAX) | 1)  # odd: drives take turns
+    for nth in tried:
+        fault = Fault(op, nth, kind=kind, errno=code)
+        ours, failed = None, None
+        try:
+            ours = offloaded(TRAINING, policy(directories, backend), seam=Seam(fault=fault))
+        except (AioError, StateInvalid) as error:
+            failed = cause_of(error)
+        if ours is None:
+            assert failed is not None
+            assert not passes, f"{fault}: {failed}"
+            struck.add(Path(failed.path))
+            continue
+        assert_equal(ours, wanted)
+        equal += 1
+        struck.update(
+            directory
+            for directory, drive in zip(directories, ours.stats.drives, strict=True)
+            if drive.errors or drive.retries
+        )
+    print(f"\n{backend} {op} {name}: {len(tried)} of {total} faults, {equal} runs equal bit by bit")
+    assert not passes or equal == len(tried)
+    assert struck == set(directories) or (passes and kind == "bitflip")  # which leaves no trace with a drive
+    assert [list(directory.iterdir()) for directory in directories] == [[], []]

@@ -25,12 +25,12 @@ def slow(make_rig, rng, stored, **options):
 
 
 def check_given_up(rig, ticket, targets, *, count=1):
-    """It says so every time, nothing was filled, and nothing is the worse for it."""
+    """It ends at once and says so every time, nothing was filled, and nothing is the worse for it."""
+    assert ticket.done
+    assert ticket.filled
     for _ in range(2):
         with pytest.raises(AioCancelledError):
             ticket.wait(20)
-    assert ticket.done
-    assert ticket.filled
     assert ticket.failed
     assert not any(array.any() for arrays in targets for array in arrays)
     stats = rig.executor.stats()
@@ -51,6 +51,39 @@ def test_a_fetch_behind_a_gate_is_given_up(make_rig, rng):
     gate.open([])  # whatever it says: it has nothing to hold
     assert not targets[0][0].any()
     assert same(rig.read(0), values[0])
+
+
+def test_a_fetch_behind_a_gated_one_is_given_up_and_the_gate_goes_on_holding(make_rig, rng):
+    rig, values = slow(make_rig, rng, [0])
+    gate = rig.executor.gate()
+    first, got = rig.fetch([0], gate=gate)
+    ticket, targets = rig.fetch([0])
+    after = rig.store({0: (new := random_chunk(rng))}, mask=1)
+    ticket.cancel()
+    check_given_up(rig, ticket, targets)
+    assert not gate.escaped
+    assert not first.done
+    assert not after.done
+    assert gate.open([])
+    first.wait(20)
+    after.wait(20)
+    assert same(got[0], values[0])
+    assert same(rig.read(0), [new[0], *values[0][1:]])
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_of_a_row_of_waiting_fetches_any_can_be_given_up(make_rig, rng, place):
+    rig, values = slow(make_rig, rng, [0])
+    gate = rig.executor.gate()
+    row = [rig.fetch([0], gate=gate), *(rig.fetch([0]) for _ in range(3))]
+    ticket, targets = row.pop({"first": 0, "middle": 1, "last": -1}[place])
+    ticket.cancel()
+    check_given_up(rig, ticket, targets)
+    row.append(rig.fetch([0]))  # the end of the row is where it should be
+    assert gate.open([])
+    for other, got in row:
+        other.wait(20)
+        assert same(got[0], values[0])
 
 
 def test_a_fetch_behind_another_job_of_its_chunk_is_given_up(make_rig, rng):

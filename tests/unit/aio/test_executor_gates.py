@@ -180,6 +180,25 @@ def test_a_gate_opens_once_and_wants_all_its_bases(make_rig, rng):
     ticket.wait(20)
 
 
+def test_a_gate_whose_fetch_was_given_up_wants_only_the_bases_of_the_others(make_rig, rng):
+    rig, values = prepared(make_rig, rng)
+    gate = rig.executor.gate()
+    jobs = np.zeros(1, dtype=plan.JOB)
+    jobs["kind"], jobs["mask"] = plan.JobKind.FETCH, 1
+    target = np.zeros(NUMEL, dtype=np.uint16)
+    tickets = []
+    for index, base in ((0, 0), (1, 5)):
+        jobs["chunk"], jobs["base"] = rig.ids[index], base
+        tickets.append(rig.executor.submit(jobs, priority=aio.Priority.PREFETCH, gate=gate))
+    with pytest.raises(ValueError, match="bases"):
+        gate.open([target.ctypes.data])
+    tickets[1].cancel()
+    assert tickets[1].done
+    assert gate.open([target.ctypes.data])
+    tickets[0].wait(20)
+    assert target.tobytes() == values[0][0].tobytes()
+
+
 def test_a_gate_of_another_executor_is_a_value_error(make_rig, rng):
     rig, other = make_rig(), make_rig()
     with pytest.raises(ValueError, match="another executor"):

@@ -163,6 +163,88 @@ def test_a_new_store_takes_the_place_of_what_was_kept(make_rig, rng):
     assert rig.executor.stats().kept_chunks == 0
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"verify": "off"}, {"checksums": False}], ids=["full", "off", "no_sums"]
+)
+@pytest.mark.parametrize("later", ["store", "update"])
+def test_what_is_kept_is_written_before_what_waits_at_a_gate(make_rig, rng, later, options):
+    rig = failing(make_rig, nth=1, hold_s=30.0, pools=(1, 1), chunk_count=3, **options)
+    value, kept, new = (random_chunk(rng) for _ in range(3))
+    rig.store({0: value}).wait(20)
+    assert outcome(rig.store({0: kept}, mask=1)) is not None
+    wanted = [kept[0], *value[1:]]
+    gate = rig.executor.gate()
+    gated, targets = rig.fetch([0], gate=gate)
+    if later == "store":
+        last = [new[0], *value[1:]]
+        behind = rig.store({0: new}, mask=1)
+    else:
+        last = [section.copy() for section in wanted]
+        grad = rng.standard_normal(NUMEL).astype(np.float32)
+        adamw(plan.Format.SPLIT, last, grad, hyper_record()[0])
+        behind = rig.update({0: grad})
+    rig.executor.recover().wait(20)  # does not wait for the gate
+    assert rig.executor.stats().kept_chunks == 0
+    assert not gate.escaped
+    assert not gated.done
+    assert not behind.done
+    assert gate.open([])
+    for ticket in (gated, behind):
+        ticket.wait(20)
+    assert same(targets[0], wanted)
+    assert same(rig.read(0), last)
+    every_slot_is_back(rig, rng)
+    assert same(rig.read(0), last)
+
+
+@pytest.mark.parametrize("later", ["store", "update"])
+def test_a_gate_that_opens_while_a_recovery_writes_lets_nothing_pass_it(make_rig, rng, later):
+    """Nobody waits in between: whatever the threads do, what came last is what is there."""
+    rig = failing(make_rig, nth=1, hold_s=30.0, pools=(1, 1), chunk_count=3)
+    value, kept, new = (random_chunk(rng) for _ in range(3))
+    rig.store({0: value}).wait(20)
+    assert outcome(rig.store({0: kept}, mask=0b0101)) is not None
+    gate = rig.executor.gate()
+    rig.fetch([0], gate=gate)
+    last = [new[0], value[1], kept[2], value[3]]
+    behind = rig.store({0: new}, mask=1)
+    if later == "update":
+        grad = rng.standard_normal(NUMEL).astype(np.float32)
+        adamw(plan.Format.SPLIT, last := [section.copy() for section in last], grad, hyper_record()[0])
+        behind = rig.update({0: grad})
+    again = rig.executor.recover()
+    assert gate.open([])
+    behind.wait(20)
+    again.wait(20)
+    assert same(rig.read(0), last)
+    assert rig.executor.stats().kept_chunks == 0
+    every_slot_is_back(rig, rng)
+
+
+def every_slot_is_back(rig, rng):
+    """Work that needs all slots of pools of one each, on chunks that hold nothing else."""
+    values = {i: random_chunk(rng) for i in (1, 2)}
+    tickets = [rig.store({1: values[1]}), rig.store({2: values[2]}), rig.store({1: values[2]}, mask=1)]
+    for ticket in tickets:
+        ticket.wait(20)
+    assert same(rig.read(1), [values[2][0], *values[1][1:]])
+    assert same(rig.read(2), values[2])
+
+
+def test_resident_sections_of_a_chunk_that_keeps_others_can_be_stored(make_rig, rng):
+    rig = failing(make_rig, resident=(0, 3))
+    first, second = random_chunk(rng), random_chunk(rng)
+    assert outcome(rig.store({0: first})) is not None
+    assert rig.executor.stats().kept_chunks == 1
+    rig.store({0: second}, mask=0b1001).wait(20)
+    wanted = [second[0], first[1], first[2], second[3]]
+    assert same(rig.read(0), wanted)
+    assert rig.executor.stats().kept_chunks == 1
+    rig.executor.recover().wait(20)
+    assert same(rig.read(0), wanted)
+    assert not rig.executor.invalid(rig.ids).any()
+
+
 def test_a_store_that_was_refused_is_lost_and_said_to_be_and_what_was_kept_stays(make_rig, rng):
     rig = failing(make_rig)
     first, second = random_chunk(rng), random_chunk(rng)

@@ -147,6 +147,21 @@ class ExecutorMachine(RuleBasedStateMachine):
     def recover(self) -> None:
         self.pending.append((self.rig.executor.recover(), [], []))
 
+    @rule(index=INDEX, mask=st.integers(1, 15), settled=st.booleans())
+    def recover_behind_a_gate(self, index: int, mask: int, settled: bool) -> None:
+        if settled:
+            self.rig.executor.drain(20)
+        gate = self.rig.executor.gate()
+        ticket, targets = self.rig.fetch([index], gate=gate)
+        wanted = self.model[index]
+        self.store(index, mask)
+        self.pending.append((self.rig.executor.recover(), [], []))
+        if gate.open([]):
+            self.pending.append((ticket, targets[0], wanted))
+        else:
+            self.ended(ticket)
+            assert not any(array.any() for array in targets[0])
+
     @rule(index=INDEX)
     def define_again(self, index: int) -> None:
         self.rig.executor.drain(20)

@@ -1,0 +1,150 @@
+"""Who is next: by priority, but everyone in the end, however many demands there are."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import numpy as np
+import pytest
+
+from infinity import aio
+from infinity.aio import plan
+from infinity.aio.python_records import FAIR_TURN, Chunk, Lanes, Run, Submission, TicketState
+from tests.unit.aio.rig import NUMEL, RUN_BYTES, random_chunk, same
+
+IN_FLIGHT = 4
+THREADS = 2
+ENOUGH = 400
+
+
+def waiting_run(priority: int, index: int = 0) -> Run:
+    job = np.zeros(1, dtype=plan.JOB)[0]
+    job["kind"] = plan.JobKind.FETCH
+    chunk = Chunk(index, np.zeros(1, dtype=plan.CHUNK)[0])
+    return Run(Submission(TicketState(), None), chunk, job, priority)
+
+
+def demand(rig, indexes: list[int], behind: list[aio.Ticket], passed: list[int]) -> None:
+    """Keep demands in flight until everything in `behind` is done, and count those that passed it."""
+    tickets: deque[aio.Ticket] = deque()
+    number = 0
+    while len(passed) < ENOUGH and not (behind and all(ticket.done for ticket in behind)):
+        while len(tickets) < IN_FLIGHT:
+            tickets.append(rig.fetch([indexes[number % len(indexes)]], mask=int(rig.mask))[0])
+            number += 1
+        tickets.popleft().wait(60)
+        if behind:
+            passed.append(number)
+    for ticket in tickets:
+        ticket.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("mask", "drive_count", "slots"),
+    [(15, 1, 2), (1, 1, 2), (15, 2, 2), (15, 1, 12)],
+    ids=["large", "small", "two_drives", "waiting_at_the_drive"],
+)
+def test_write_back_and_prefetches_progress_beside_endless_demands(make_rig, rng, mask, drive_count, slots):
+    """Counts, not times: so many demands may pass, and no more."""
+    speed = (RUN_BYTES if mask == 15 else 2 * NUMEL) / 3e-3  # slow enough that demands always wait for slots
+    rig = make_rig(
+        pools=(slots, slots),
+        chunk_count=12,
+        drive_count=drive_count,
+        depth=2,
+        threads_per_drive=1,
+        seam=aio.Seam(read_bytes_per_s=speed, write_bytes_per_s=speed),
+    )
+    rig.mask = mask
+    values = {i: random_chunk(rng) for i in range(12)}
+    rig.store(values).wait(60)
+    new = random_chunk(rng)
+    behind: list[aio.Ticket] = []
+    passed: list[int] = []
+    threads = [
+        threading.Thread(target=demand, args=(rig, range(n * IN_FLIGHT, (n + 1) * IN_FLIGHT), behind, passed))
+        for n in range(THREADS)
+    ]
+    for thread in threads:
+        thread.start()
+    before = rig.executor.stats().jobs_done
+    while rig.executor.stats().jobs_done < before + 2 * IN_FLIGHT:
+        assert any(thread.is_alive() for thread in threads)
+    store = rig.store({8: new}, mask=mask, priority=aio.Priority.WRITEBACK)
+    fetch, targets = rig.fetch([9], mask=mask, priority=aio.Priority.PREFETCH)
+    behind.extend((store, fetch))  # both at once: only then do the threads count
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    assert store.done
+    assert fetch.done
+    # Both are at most as far back as the demands before them and a fair turn each for a slot and a worker; twice that.
+    assert len(passed) <= 2 * (THREADS * IN_FLIGHT + 4 * FAIR_TURN * drive_count)
+    wanted = [section if mask >> s & 1 else values[8][s] for s, section in enumerate(new)]
+    assert same(rig.read(8), wanted)
+    assert all(targets[0][s].tobytes() == values[9][s].tobytes() for s in range(4) if mask >> s & 1)
+
+
+def test_of_the_turns_one_in_eight_goes_to_who_waited_longest():
+    lanes = Lanes()
+    old = [waiting_run(priority) for priority in (2, 1, 2, 1)]
+    for run in old:
+        lanes.push(run)
+    served = []
+    for _ in range(5 * FAIR_TURN):
+        lanes.push(waiting_run(0))
+        served.append(lanes.grant())
+    fair = served[FAIR_TURN - 1 :: FAIR_TURN]
+    assert fair[:4] == old
+    rest = [run for number, run in enumerate(served, 1) if number % FAIR_TURN]
+    assert {run.priority for run in rest} == {0}
+    assert [run.arrival for run in rest] == sorted(run.arrival for run in rest)
+
+
+def test_without_demands_the_others_go_by_priority_and_arrival():
+    lanes = Lanes()
+    runs = [waiting_run(priority) for priority in (2, 1, 0, 2, 1, 0)]
+    for run in runs:
+        lanes.push(run)
+    assert [lanes.grant() for _ in range(6)] == sorted(runs, key=lambda run: run.priority)
+    assert lanes.grant() is None
+
+
+def test_a_turn_passes_over_those_that_may_not_and_a_turn_that_nobody_takes_is_not_counted():
+    lanes = Lanes()
+    barred = waiting_run(2, index=1)
+    lanes.push(barred)
+    for _ in range(FAIR_TURN):
+        assert lanes.grant(lambda run: run.chunk.index != 1) is None
+    demands = [waiting_run(0) for _ in range(FAIR_TURN)]
+    for run in demands:
+        lanes.push(run)
+    served = [lanes.grant(lambda run: run.chunk.index != 1) for _ in range(FAIR_TURN)]
+    assert served == demands
+    assert [lanes.grant()] == [barred]
+
+
+def test_a_job_that_is_put_back_keeps_its_place():
+    lanes = Lanes()
+    old = waiting_run(2)
+    lanes.push(old)
+    lanes.push(waiting_run(2))
+    lanes.remove(old)
+    lanes.push(old, first=True)
+    assert lanes.head() is old
+    assert old.arrival == 1
+
+
+def test_what_takes_longer_than_a_second_is_spread_over_the_windows(make_rig, rng):
+    rig = make_rig(block_bytes=1 << 20, seam=aio.Seam(write_bytes_per_s=RUN_BYTES / 2.3))
+    rig.store({0: random_chunk(rng)}).wait(60)
+    drive = rig.executor.stats().drives[0]
+    assert drive.busy_s > 2
+    assert len(drive.windows) >= 3
+    for window in drive.windows:
+        assert window.busy_s <= 1.0 + 1e-6
+    assert sum(window.busy_s for window in drive.windows) == pytest.approx(drive.busy_s, rel=0.05)
+    assert sum(window.bytes_written for window in drive.windows) == drive.bytes_written == RUN_BYTES
+    starts = [window.start_s for window in drive.windows]
+    assert starts == sorted(set(starts))
