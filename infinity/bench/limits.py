@@ -1,4 +1,4 @@
-"""What the drive gives to somebody else, in the same run: fio where it is installed, else plain preads and pwrites.
+"""What the drive gives to somebody else, in the same run: fio where it is installed and may use io_uring, else plain preads and pwrites.
 
 Both work on a swap file of their own that has been written before, with the blocks that ours used and the depth that was
 asked for, past the page cache, from memory that huge pages back; and both for as long as a phase of ours.
@@ -6,6 +6,8 @@ asked for, past the page cache, from memory that huge pages back; and both for a
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
 import resource
@@ -22,6 +24,7 @@ from infinity.bench.streams import Sample
 from infinity.errors import AioError
 
 LIMITS = ("auto", "fio", "probe", "off")
+_IO_URING_SETUP = 425  # of every architecture
 
 _FIO_PATTERNS = {
     "read": ("--rw=read",),
@@ -52,7 +55,10 @@ def open_limit(
         return None
     probe = Probe(files, content, block_bytes=block_bytes, depth=depth)
     probe.fill()
-    if name == "probe" or (name == "auto" and shutil.which("fio") is None):
+    missing = why_no_fio()
+    if name == "auto" and missing:
+        probe.name += f" ({missing})"
+    if name == "probe" or missing:
         return probe
     return Fio(files, block_bytes=block_bytes, depth=depth)
 
@@ -61,8 +67,21 @@ def check_limit(name: str) -> None:
     """Raises ValueError for a limit that cannot be measured here."""
     if name not in LIMITS:
         raise ValueError(f"limit={name!r} is not known; use one of {', '.join(LIMITS)}")
-    if name == "fio" and shutil.which("fio") is None:
-        raise ValueError("--limit fio: fio is not installed; install it (apt-get install fio), or use --limit probe")
+    missing = why_no_fio()
+    if name == "fio" and missing:
+        raise ValueError(f"--limit fio: {missing}; use --limit probe")
+
+
+def why_no_fio() -> str:
+    """Why fio cannot tell the limit here; empty when it can."""
+    if shutil.which("fio") is None:
+        return "fio is not installed (apt-get install fio)"
+    libc = ctypes.CDLL(None, use_errno=True)
+    # io_uring_setup without parameters: EFAULT where it is allowed, EPERM or ENOSYS where it is not.
+    libc.syscall(_IO_URING_SETUP, 1, None)
+    if ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):
+        return "the kernel does not let fio use io_uring here"
+    return ""
 
 
 class Fio:

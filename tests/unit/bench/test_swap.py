@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from infinity import aio
 from infinity.bench import command, hardware
 from infinity.bench.content import Content, is_hole
 from infinity.bench.figures import PhaseFigures, Spread
-from infinity.bench.limits import Fio, open_limit
+from infinity.bench.limits import Fio, open_limit, why_no_fio
 from infinity.bench.streams import CHUNK_BYTES, Sample
 from infinity.bench.swap import Bench, SwapTask, measure_swap
 from infinity.config import Policy
@@ -151,8 +150,8 @@ def test_content_is_made_new_by_halves() -> None:
 
 @pytest.mark.parametrize("name", ["probe", "fio"])
 def test_the_limit_is_measured_beside_it(tmp_path: Path, name: str) -> None:
-    if name == "fio" and shutil.which("fio") is None:
-        pytest.skip("fio is not installed")
+    if name == "fio" and why_no_fio():
+        pytest.skip("fio cannot run here")
     figures = measure_swap(task(tmp_path, limit=name, phase_s=0.3))
     assert ("fio" in figures.limit_by) == (name == "fio")
     for phase in figures.phases.values():
@@ -164,8 +163,8 @@ def test_the_limit_is_measured_beside_it(tmp_path: Path, name: str) -> None:
 
 
 def test_fio_is_told_the_same_time_in_whole_milliseconds(tmp_path: Path) -> None:
-    if shutil.which("fio") is None:
-        pytest.skip("fio is not installed")
+    if why_no_fio():
+        pytest.skip("fio cannot run here")
     with aio.SwapFile.create(tmp_path) as file:
         command_line = Fio([file], block_bytes=1 << 20, depth=32).command("read", 1.5)
     assert "--runtime=1500ms" in command_line
@@ -298,8 +297,8 @@ with aio.SwapFile.create(Path(sys.argv[1])) as file:
 
 @pytest.mark.parametrize("delay_s", [0.1, 0.15, 0.2])
 def test_fio_ends_with_us_also_while_it_starts(tmp_path: Path, delay_s: float) -> None:
-    if shutil.which("fio") is None:
-        pytest.skip("fio is not installed: that it ends with us was NOT tested")
+    if why_no_fio():
+        pytest.skip("fio cannot run here: that it ends with us was NOT tested")
     process = subprocess.Popen([sys.executable, "-c", _LONG_FIO, str(tmp_path)], stderr=subprocess.PIPE, text=True)
     try:
         deadline_s = time.monotonic() + 30
