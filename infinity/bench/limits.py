@@ -1,4 +1,4 @@
-"""What the drive gives to somebody else, in the same run: fio where it is installed and may use io_uring, else plain preads and pwrites.
+"""What the drive gives to somebody else, in the same run: fio where it is installed and may run, else plain preads and pwrites.
 
 Both work on a swap file of their own that has been written before, with the blocks that ours used and the depth that was
 asked for, past the page cache, from memory that huge pages back; and both for as long as a phase of ours.
