@@ -142,7 +142,9 @@ def test_the_update_follows_torch_optim_adamw_within_rounding() -> None:
         optimizer.step()
         hyper = Hyper(lr=1e-3, step=step, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
         adamw_fp32_(param, exp_avg, exp_avg_sq, grad, hyper)
-    torch.testing.assert_close(param, plain.detach(), rtol=2e-6, atol=2e-7)
+    # torch's square root is an ulp off on some values, on other ones with other alignments of its tensors: 20 steps of 1e-3
+    # add up to a few 1e-7. A wrong bias correction or decay is a hundred times that.
+    torch.testing.assert_close(param, plain.detach(), rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(exp_avg, optimizer.state[plain]["exp_avg"], rtol=1e-5, atol=1e-7)
 
 
