@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from infinity.aio import checks
-from infinity.aio.executor import DriveStats, Latency, Window
+from infinity.aio.executor import DriveStats, Window
+from infinity.aio.latency import latency_of
 from infinity.aio.swap_file import SwapFile
 
 _WINDOWS = 64
@@ -41,21 +41,8 @@ def bucket_bounds_s(bucket: int) -> tuple[float, float]:
     return low * 1024e-9, (low + width) * 1024e-9
 
 
-def latency(counts: Sequence[int], max_ns: int) -> Latency:
-    """Percentiles of a histogram: the middle of the bucket that holds them, at most the largest value seen."""
-    total = sum(counts)
-    if total == 0:
-        return Latency()
-
-    def percentile(share: float) -> float:
-        seen = 0
-        for bucket, count in enumerate(counts):
-            seen += count
-            if seen >= share * total:
-                return min(sum(bucket_bounds_s(bucket)) / 2, max_ns / 1e9)
-        return max_ns / 1e9
-
-    return Latency(count=total, p50_s=percentile(0.5), p99_s=percentile(0.99), max_s=max_ns / 1e9)
+def _bucket_middle_s(bucket: int) -> float:
+    return sum(bucket_bounds_s(bucket)) / 2
 
 
 def _windows(record: Any) -> tuple[Window, ...]:
@@ -91,8 +78,8 @@ def drive_stats(record: Any, file: SwapFile, block_bytes: int, fault: checks.Fau
         depth=record.depth,
         busy_s=record.busy_ns / 1e9,
         depth_mean=record.depth_ns / record.busy_ns if record.busy_ns else 0.0,
-        read_latency=latency(list(record.latency[0]), record.latency_max_ns[0]),
-        write_latency=latency(list(record.latency[1]), record.latency_max_ns[1]),
+        read_latency=latency_of(list(record.latency[0]), record.latency_max_ns[0], _bucket_middle_s),
+        write_latency=latency_of(list(record.latency[1]), record.latency_max_ns[1], _bucket_middle_s),
         windows=_windows(record),
         failed="" if fault is None else str(fault.to_error([file.path] * (fault.drive + 1))),
     )

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 from infinity.aio.executor import DriveStats, Latency, Window
+from infinity.aio.latency import latency_of
 from infinity.aio.swap_file import SwapFile
 
 WINDOWS_MAX = 64
@@ -20,28 +21,16 @@ class LatencyHistogram:
 
     def __init__(self) -> None:
         self._counts = [0] * (64 * _BUCKETS_PER_OCTAVE)
-        self._count = 0
         self._max_ns = 0
 
     def add(self, took_ns: int) -> None:
         """Count one duration."""
         self._counts[int(_BUCKETS_PER_OCTAVE * math.log2(max(1, took_ns)))] += 1
-        self._count += 1
         self._max_ns = max(self._max_ns, took_ns)
-
-    def _percentile_s(self, share: float) -> float:
-        rank, seen = math.ceil(share * self._count), 0
-        for bucket, count in enumerate(self._counts):
-            seen += count
-            if seen >= rank:
-                return float(min(2 ** ((bucket + 0.5) / _BUCKETS_PER_OCTAVE), self._max_ns)) / 1e9
-        return self._max_ns / 1e9
 
     def latency(self) -> Latency:
         """Count, median, 99th percentile and the longest so far."""
-        if not self._count:
-            return Latency()
-        return Latency(self._count, self._percentile_s(0.5), self._percentile_s(0.99), self._max_ns / 1e9)
+        return latency_of(self._counts, self._max_ns, lambda bucket: 2 ** ((bucket + 0.5) / _BUCKETS_PER_OCTAVE) / 1e9)
 
 
 @dataclass
