@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | types | native | asan | tsan | portable | soak | bench | ranks | slow | wheel | clean
+# make setup | demo | test | lint | types | native | asan | tsan | portable | soak | bench | convergence | ranks | slow | wheel | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test lint types native asan tsan portable soak bench ranks slow wheel clean
+.PHONY: setup demo test lint types native asan tsan portable soak bench convergence ranks slow wheel clean
 
 setup: $(STAMP)
 
@@ -105,6 +105,10 @@ soak: $(DEMO)
 
 bench: $(STAMP)
 	$(BIN)/python -m infinity.bench
+
+# Whether the state formats train as well as exact: hours on two cores. Runs that bench/results has are not repeated.
+convergence: $(DEMO)
+	$(BIN)/python bench/convergence.py
 
 ranks: $(STAMP)
 	$(BIN)/python -m pytest -q tests/dist

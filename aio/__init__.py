@@ -12,6 +12,7 @@ the native inside. Nothing here knows torch.
 from __future__ import annotations
 
 from infinity.aio.executor import (
+    MASK_GIVEN,
     MASK_MOVE_ONLY,
     SPAN,
     TRACK_COPY,
@@ -40,6 +41,7 @@ __all__ = [
     "CHUNK",
     "HYPER",
     "JOB",
+    "MASK_GIVEN",
     "MASK_MOVE_ONLY",
     "SEG",
     "SPAN",

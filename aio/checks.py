@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.aio import plan
-from infinity.aio.executor import MASK_MOVE_ONLY, PoolSpec
+from infinity.aio.executor import MASK_GIVEN, MASK_MOVE_ONLY, PoolSpec
 from infinity.errors import (
     AioCancelledError,
     AioClosedError,
@@ -34,6 +34,7 @@ JOB_WRONG = {
     6: "is a STORE with a gate base; only FETCH and UPDATE have one",
     7: "needs a larger slot than the pools have",
     8: "updates a chunk that has no optimizer state",
+    9: "has MASK_GIVEN, and is no UPDATE with the address of what is given in ptr[1]",
 }
 
 
@@ -46,6 +47,12 @@ _EARLIER = {
 #: `verify`: which pieces that were read are compared with their checksums. "sample": one of VERIFY_STRIDE, others each time.
 VERIFY = ("full", "sample", "off")
 VERIFY_STRIDE = 16
+
+
+def section_bytes(chunk: Any, section: int, numel: int | None = None) -> int:
+    """Bytes of a section's first `numel` elements (None: all of the chunk); a begun item counts whole."""
+    group = max(int(chunk["group_numel"][section]), 1)
+    return -(-(int(chunk["numel"]) if numel is None else numel) // group) * int(chunk["itemsize"][section])
 
 
 def align_up(size_bytes: int) -> int:
@@ -134,7 +141,7 @@ def _chunk_wrong(chunk: Any, drive_count: int) -> str:
     end_before = 0
     for section in range(count):
         itemsize, at = int(chunk["itemsize"][section]), int(chunk["section_at"][section])
-        if itemsize < 1:
+        if itemsize < 1 or chunk["group_numel"][section] < 0:
             return f"has elements of {itemsize} bytes in section {section}"
         if at < 0:
             if chunk["section_ptr"][section] == 0:
@@ -142,7 +149,7 @@ def _chunk_wrong(chunk: Any, drive_count: int) -> str:
             continue
         if at % plan.ALIGNMENT_BYTES or at < end_before:
             return f"has section {section} at {at}, which is not 4096-aligned or overlaps the one before"
-        end_before = at + align_up(int(chunk["numel"]) * itemsize)
+        end_before = at + align_up(section_bytes(chunk, section))
     if end_before > chunk["run_bytes"]:
         return f"has sections of {end_before} bytes in a run of {chunk['run_bytes']}"
     if end_before and (chunk["file_offset"] < 0 or chunk["file_offset"] % plan.ALIGNMENT_BYTES):
@@ -161,10 +168,12 @@ def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArr
         used = section < count
         itemsize, at = chunks["itemsize"][:, section], chunks["section_at"][:, section]
         in_run = used & (at >= 0)
-        wrong |= used & (itemsize < 1)
+        group = chunks["group_numel"][:, section]
+        wrong |= used & ((itemsize < 1) | (group < 0))
         wrong |= used & (at < 0) & (chunks["section_ptr"][:, section] == 0)
         wrong |= in_run & ((at % plan.ALIGNMENT_BYTES != 0) | (at < end))
-        size = -(-numel * itemsize // plan.ALIGNMENT_BYTES) * plan.ALIGNMENT_BYTES
+        size = -(-numel // np.maximum(group, 1)) * itemsize
+        size = -(-size // plan.ALIGNMENT_BYTES) * plan.ALIGNMENT_BYTES
         end = np.where(in_run, at + size, end)
     offset, drive = chunks["file_offset"], chunks["drive"]
     placed = end > 0
@@ -191,7 +200,7 @@ def slot_bytes(chunk: Any, kind: int, mask: int) -> int:
     for section in range(int(chunk["section_count"])):
         used = kind == plan.JobKind.UPDATE or mask >> section & 1
         if used and chunk["section_at"][section] >= 0:
-            total += align_up(int(chunk["numel"]) * int(chunk["itemsize"][section]))
+            total += align_up(section_bytes(chunk, section))
     return total
 
 
@@ -205,6 +214,8 @@ def job_wrong(
     if kind not in (plan.JobKind.FETCH, plan.JobKind.STORE, plan.JobKind.UPDATE):
         return 2
     update = kind == plan.JobKind.UPDATE
+    if mask & MASK_GIVEN and not (update and job["ptr"][1]):
+        return 9
     sections = mask & ~MASK_MOVE_ONLY
     if not update and (sections == 0 or sections >> int(chunk["section_count"])):
         return 3
@@ -212,7 +223,7 @@ def job_wrong(
         return 4
     if kind == plan.JobKind.STORE and base >= 0:
         return 6
-    if update and chunk["format"] == plan.Format.RAW:
+    if update and int(chunk["format"]) == plan.Format.RAW:
         return 8
     first, count = int(job["seg_first"]), int(job["seg_count"])
     if update and (first < 0 or count < 0 or first + count > seg_count):

@@ -10,12 +10,19 @@ call, and gets a `Ticket`. Nothing blocks but `Ticket.wait`, `drain` and `close`
         STORE   copy from ptr --> checksum --> write
         UPDATE  read --> verify, update, checksum (one pass) --> copy section 0 to ptr[0] --> write
 
+An UPDATE reads all sections but one that it is given (MASK_GIVEN), and writes all but spilled gradients (`grad`), which it
+reads only if a segment has its gradient there.
+
 Promises, the same in every backend:
 
 - Jobs on one chunk run in the order they were submitted; jobs on different chunks run concurrently.
 - A job takes one slot (small if its non-resident bytes fit, else large; none if wholly resident), by priority, then in
   order of arrival; one turn in eight goes to the job that has waited longest, so that write-back progresses beside endless
   demands. No drive may hold so many slots that another finds none.
+- Slots that are idle read ahead, for UPDATEs at closed gates (oldest gate first) and for chunks named in `preread`: with the
+  least priority, and a quarter of each pool is left free. A job that finds no slot gets one of these: the youngest is given
+  up, and read again later. Such a read is never seen but in `stats`: one that fails, or is overtaken by a write of its
+  chunk, is done again by the UPDATE.
 - Every transfer's result is checked, short ones are resumed, EAGAIN and EINTR retried, what is read is verified. What
   still fails is a typed `AioError`, raised by `Ticket.wait` every time it is called.
 - A write that fails keeps its slot, the only copy: the chunk's sections in it are *kept*, and a FETCH reads them there. It
@@ -39,7 +46,8 @@ import numpy.typing as npt
 from infinity.errors import AioError
 
 #: One span of work of an executor, as `take_spans` returns them. `track` is one of TRACK_*; times are CLOCK_MONOTONIC
-#: nanoseconds (`time.monotonic_ns`); `drive` is -1 for work without I/O; `chunk` is the id that `define` returned.
+#: nanoseconds (`time.monotonic_ns`); `drive` is -1 for work without I/O; `chunk` is the id that `define` returned;
+#: `priority` is a Priority, or 3 for a read ahead.
 SPAN = np.dtype(
     [
         ("track", np.int32),
@@ -56,6 +64,10 @@ TRACK_READ, TRACK_WRITE, TRACK_UPDATE, TRACK_COPY = 0, 1, 2, 3
 
 #: In a job's mask: move the slot as it is, without copy and checksum. For measuring drives (`infinity.bench`).
 MASK_MOVE_ONLY = 0x8000_0000
+#: In an UPDATE's mask: section 0 is not read but taken from ptr[1] (the chunk's part of it, whole, in the caller's memory until
+#: the ticket is `filled`), and not verified; it is written with the rest. ptr[0] may be the same memory. Without effect
+#: where section 0 is resident: what is resident is what would be given.
+MASK_GIVEN = 0x4000_0000
 
 
 class Priority(IntEnum):
@@ -187,7 +199,8 @@ class ExecutorStats:
     `rereads` counts runs that were read again because a checksum did not match; `checksum_failures` those that still did not.
     `registered` says whether the slab's pages are registered with io_uring, `registered_reason` why not; `huge_bytes` how much
     of it huge pages back. `backend_reason`: as `Executor.backend_reason`. `kept_chunks`: chunks whose write failed and whose
-    contents are in memory only. `jobs_cancelled`: fetches that were given up.
+    contents are in memory only. `jobs_cancelled`: fetches that were given up. `reads_ahead`: chunks that idle slots began to
+    read for later UPDATEs; `reads_ahead_dropped`: those of them of which no UPDATE had anything.
     """
 
     backend: str
@@ -210,6 +223,8 @@ class ExecutorStats:
     registered_reason: str = ""
     kept_chunks: int = 0
     jobs_cancelled: int = 0
+    reads_ahead: int = 0
+    reads_ahead_dropped: int = 0
     opened_s: float = 0.0
     """CLOCK_MONOTONIC when the executor was opened."""
     extra: dict[str, int] = field(default_factory=dict)
@@ -351,6 +366,15 @@ class Executor(Protocol):
 
     def release_gates(self) -> None:
         """Make all closed gates escape now."""
+        ...
+
+    def preread(self, ids: npt.NDArray[np.int32], *, given: bool = False) -> int:
+        """Read chunks into idle slots, ahead of UPDATEs that are not submitted yet. Returns how many, from the first on.
+
+        `given`: these UPDATEs will have MASK_GIVEN, so section 0 is not read; nor are spilled gradients ever. Never blocks. What
+        is accepted is read as soon as slots are idle, even after it had to make room; it is forgotten when the chunk's
+        sections are STOREd. A read that fails is as if it had never been. Raises ValueError for an unknown id only.
+        """
         ...
 
     def invalid(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint32]:

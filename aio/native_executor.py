@@ -204,6 +204,16 @@ class NativeExecutor:
         self._core.check()
         self._core.lib.inf_executor_release_gates(self._core.pointer)
 
+    def preread(self, ids: npt.NDArray[np.int32], *, given: bool = False) -> int:
+        """See `Executor.preread`."""
+        core = self._core
+        core.check()
+        wanted = np.ascontiguousarray(ids, dtype=np.int32)
+        accepted = core.quick.executor_preread(core.address, wanted.ctypes.data, len(wanted), given)
+        if accepted < 0:
+            raise ValueError("a chunk is not defined")
+        return int(accepted)
+
     def invalid(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint32]:
         """See `Executor.invalid`."""
         core = self._core
@@ -274,7 +284,11 @@ class NativeExecutor:
             kept_chunks=counters.kept_chunks,
             jobs_cancelled=counters.jobs_cancelled,
             opened_s=self._opened_s,
-            extra={"submissions_live": counters.submissions_live, "chunks_live": counters.chunks_live},
+            reads_ahead=counters.reads_ahead,
+            reads_ahead_dropped=counters.reads_ahead_dropped,
+            extra={
+                name: int(getattr(counters, name)) for name in ("submissions_live", "chunks_live", "reads_ahead_live")
+            },
         )
 
     def spans(self, enable: bool) -> None:

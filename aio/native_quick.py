@@ -20,6 +20,7 @@ _CALLS: dict[str, tuple[Any, list[Any]]] = {
         [_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER],
     ),
     "executor_hold_gates": (None, [_POINTER, _INT]),
+    "executor_preread": (_INT, [_POINTER, _POINTER, _INT, _INT]),
     "ticket_words": (_POINTER, [_POINTER]),
     "ticket_set": (_INT, [_POINTER, _INT]),
     "ticket_cancel": (None, [_POINTER, _POINTER]),

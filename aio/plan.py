@@ -7,21 +7,28 @@ executor reads the same arrays; tests/unit/native/test_plan_layout.py compares e
 
 from __future__ import annotations
 
+import functools
 from enum import IntEnum
-from typing import Final
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 
 GROUP_NUMEL: Final = 2048
-"""Shard and chunk boundaries are multiples of this, so every section of a chunk starts 4096-aligned (2 B x 2048)."""
+"""Shard and chunk boundaries are multiples of this: whole 4096-byte blocks of two-byte elements, whole quantisation groups."""
+
+QUANT_GROUP: Final = 64
+"""Elements that share a quantisation scale. Parameters start at multiples of it, so a group never spans two."""
+
+CHUNK_BYTES: Final = 4_718_592
+"""What a chunk of any format takes at most, with all its sections: 4.5 MiB."""
 
 CHUNK_NUMEL: Final = 393_216
-"""Elements per chunk: 4.5 MiB with all sections of the `exact` state."""
+"""Elements per chunk of the `exact` state; of others see `chunk_numel`."""
 
 PIECE_NUMEL: Final = 8192
-"""Elements per checksum and section: 16-32 KiB, so a piece of all sections stays in L2 through the fused pass."""
+"""Elements per checksum and section: 8-32 KiB, so a piece of all sections stays in L2 through the fused pass."""
 
-SECTION_MAX: Final = 4
+SECTION_MAX: Final = 6
 LOG_MAX: Final = 8
 ALIGNMENT_BYTES: Final = 4096
 
@@ -36,22 +43,206 @@ class JobKind(IntEnum):
     """Write again what a failed write kept; `Executor.recover` submits these."""
 
 
-class Format(IntEnum):
-    """State format of a chunk: which sections it has."""
+class Master(IntEnum):
+    """How the parameter and its fp32 master rest."""
 
     RAW = 0
     """The parameter alone, any dtype."""
     SPLIT = 1
-    """bf16 AdamW: hi, lo, exp_avg, exp_avg_sq."""
+    """hi (bf16, what computes) and lo (int16): together the fp32 master."""
+    SPLIT8 = 2
+    """hi (bf16) and lo (int8): the upper 24 bits of the master."""
+    FP32 = 3
+    """The parameter is the master."""
+    FP16 = 4
+    """The parameter in fp16, and the fp32 master."""
+
+
+class Moments(IntEnum):
+    """How an optimizer's moments rest."""
+
+    FP32 = 0
+    BF16 = 1
+    Q8 = 2
+    """One byte each, and a section of scales: for each group of QUANT_GROUP elements one bf16 per moment."""
+
+
+class GradSection(IntEnum):
+    """The section of spilled gradients: read by an UPDATE, never written by it."""
+
+    NONE = 0
+    BF16 = 1
     FP32 = 2
-    """fp32 AdamW: param, exp_avg, exp_avg_sq."""
+    FP16 = 3
+
+
+class Section(NamedTuple):
+    """One state inside an extent: its name, and bytes per item. An item is `group_numel` elements."""
+
+    name: str
+    itemsize: int
+    group_numel: int = 1
+
+    def size_bytes(self, numel: int) -> int:
+        """Bytes of the first `numel` elements; a begun item counts whole."""
+        return -(-numel // self.group_numel) * self.itemsize
+
+
+_MASTER_SECTIONS: Final[dict[Master, tuple[Section, ...]]] = {
+    Master.SPLIT: (Section("hi", 2), Section("lo", 2)),
+    Master.SPLIT8: (Section("hi", 2), Section("lo", 1)),
+    Master.FP32: (Section("param", 4),),
+    Master.FP16: (Section("param", 2), Section("master", 4)),
+}
+_MOMENT_ITEMSIZES: Final = {Moments.FP32: 4, Moments.BF16: 2, Moments.Q8: 1}
+_GRAD_ITEMSIZES: Final = {GradSection.BF16: 2, GradSection.FP32: 4, GradSection.FP16: 2}
+
+
+class Format(int):
+    """State format of a chunk: how master, moments and spilled gradients rest, and so which sections it has.
+
+    An int, the code of CHUNK["format"]: master | moments << 8 | count << 16 | grad << 24. One object per code.
+    Raises: ValueError for what no kernel knows.
+    """
+
+    RAW: ClassVar[Format]
+    """The parameter alone, any dtype."""
+    SPLIT: ClassVar[Format]
+    """The `exact` state of bf16: hi, lo, two fp32 moments."""
+    FP32: ClassVar[Format]
+    """The `exact` state of fp32: param, two fp32 moments."""
+    _known: ClassVar[dict[int, Format]] = {}
+
+    def __new__(  # noqa: PYI034 - interned, and not to be derived from
+        cls,
+        master: int = Master.RAW,
+        moments: int = Moments.FP32,
+        count: int = 0,
+        grad: int = GradSection.NONE,
+    ) -> Format:
+        """master: a Master; moments: a Moments; count: how many moments, 0 to 3; grad: a GradSection."""
+        code = Master(master) | Moments(moments) << 8 | count << 16 | GradSection(grad) << 24
+        if master == Master.RAW and code:
+            raise ValueError("Master.RAW is the parameter alone: it has no moments and no gradient")
+        if not 0 <= count <= 3 or (moments == Moments.Q8 and count not in (1, 2)):
+            raise ValueError(f"{count} moments in {Moments(moments).name}: 0 to 3, in Q8 one or two")
+        found = cls._known.get(code)
+        return found if found is not None else cls._known.setdefault(code, int.__new__(cls, code))
+
+    @classmethod
+    def of(cls, code: int) -> Format:
+        """The format of a CHUNK["format"]."""
+        code = int(code)
+        return cls(code & 255, code >> 8 & 255, code >> 16 & 255, code >> 24)
+
+    @property
+    def code(self) -> int:
+        """The plain number."""
+        return int(self)
+
+    @property
+    def master(self) -> Master:
+        """How the parameter and its master rest."""
+        return Master(self & 255)
+
+    @property
+    def moments(self) -> Moments:
+        """How the moments rest."""
+        return Moments(self >> 8 & 255)
+
+    @property
+    def count(self) -> int:
+        """How many moments there are."""
+        return self >> 16 & 255
+
+    @property
+    def grad(self) -> GradSection:
+        """The section of spilled gradients."""
+        return GradSection(self >> 24)
+
+    def with_grad(self, grad: int) -> Format:
+        """The same states with another section of spilled gradients (a GradSection)."""
+        return Format(self.master, self.moments, self.count, grad)
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """Its sections in order. RAW's one has the parameter's itemsize, which nobody knows here: it says 0."""
+        return _sections(self)
+
+    @property
+    def master_count(self) -> int:
+        """How many sections the parameter and its master take; the moments follow."""
+        return 1 if self.master in (Master.RAW, Master.FP32) else 2
+
+    @property
+    def written_count(self) -> int:
+        """How many sections an UPDATE writes: all but `grad`, which is the last."""
+        return len(self.sections) - (self.grad is not GradSection.NONE)
+
+    def __repr__(self) -> str:
+        return f"Format({self.master.name}, {self.count} x {self.moments.name}, grad {self.grad.name})"
+
+    __str__ = __repr__
+
+    def __getnewargs__(self) -> tuple[int, int, int, int]:  # type: ignore[override]
+        return (self.master, self.moments, self.count, self.grad)
+
+
+@functools.lru_cache(maxsize=256)
+def _sections(state: Format) -> tuple[Section, ...]:
+    """`Format.sections`: asked for every chunk of a model, and the same for each format."""
+    if state.master is Master.RAW:
+        return (Section("param", 0),)
+    itemsize = _MOMENT_ITEMSIZES[state.moments]
+    moments = [Section(f"moment{index}", itemsize) for index in range(state.count)]
+    if state.moments is Moments.Q8:
+        moments.append(Section("scales", 2 * state.count, QUANT_GROUP))
+    if state.grad:
+        moments.append(Section("grad", _GRAD_ITEMSIZES[state.grad]))
+    return (*_MASTER_SECTIONS[state.master], *moments)
+
+
+Format.RAW = Format()
+Format.SPLIT = Format(Master.SPLIT, Moments.FP32, 2)
+Format.FP32 = Format(Master.FP32, Moments.FP32, 2)
+
+
+def chunk_numel(state_format: Format) -> int:
+    """Elements per chunk: what CHUNK_BYTES hold of all sections, a multiple of 8 * GROUP_NUMEL; RAW as the `exact` state.
+
+    Spilled gradients do not count, so that a budget does not change where chunks begin.
+    """
+    if state_format.master is Master.RAW:
+        return CHUNK_NUMEL
+    step = 8 * GROUP_NUMEL
+    sections = state_format.with_grad(GradSection.NONE).sections
+    return CHUNK_BYTES // sum(section.size_bytes(step) for section in sections) * step
 
 
 class GradDtype(IntEnum):
-    """Element type of a segment's gradient."""
+    """Element type of a segment's gradient, or where it lies."""
 
     BF16 = 0
     FP32 = 1
+    FP16 = 2
+    SECTION = 3
+    """In the chunk's own `grad` section, from the segment's start; the segment has no address then."""
+
+
+class Algorithm(IntEnum):
+    """What an update computes; see the files of infinity/ops."""
+
+    ADAMW = 0
+    SGD = 1
+    LION = 2
+
+
+class HyperFlag(IntEnum):
+    """Bits of HYPER["flags"]; only SGD has any."""
+
+    NESTEROV = 1
+    FIRST = 2
+    """The momentum buffer becomes the gradient: the parameter's first step."""
 
 
 class LogKind(IntEnum):
@@ -60,18 +251,6 @@ class LogKind(IntEnum):
     MUL = 0
     DIV = 1
 
-
-SECTION_NAMES: Final[dict[Format, tuple[str, ...]]] = {
-    Format.RAW: ("param",),
-    Format.SPLIT: ("hi", "lo", "exp_avg", "exp_avg_sq"),
-    Format.FP32: ("param", "exp_avg", "exp_avg_sq"),
-}
-
-SECTION_ITEMSIZES: Final[dict[Format, tuple[int, ...]]] = {
-    Format.SPLIT: (2, 2, 4, 4),
-    Format.FP32: (4, 4, 4),
-}
-"""Bytes per element of each section. RAW is absent: its one section has the parameter's itemsize."""
 
 CHUNK: Final = np.dtype(
     [
@@ -85,12 +264,13 @@ CHUNK: Final = np.dtype(
         ("section_count", "<i4"),
         ("piece_numel", "<i4"),
         ("itemsize", "<i4", (SECTION_MAX,)),
+        ("group_numel", "<i4", (SECTION_MAX,)),
         ("section_at", "<i8", (SECTION_MAX,)),
         ("section_ptr", "<u8", (SECTION_MAX,)),
         ("sums_ptr", "<u8"),
     ]
 )
-"""`inf_chunk`."""
+"""`inf_chunk`. `group_numel`: elements per item of a section; 0 stands for 1."""
 
 JOB: Final = np.dtype(
     [
@@ -106,12 +286,20 @@ JOB: Final = np.dtype(
 """`inf_job`."""
 
 SEG: Final = np.dtype(
-    [("start", "<i8"), ("numel", "<i8"), ("grad", "<u8"), ("grad_dtype", "<i4"), ("hyper", "<i4")]
+    [
+        ("start", "<i8"),
+        ("numel", "<i8"),
+        ("element", "<i8"),
+        ("grad", "<u8"),
+        ("grad_dtype", "<i4"),
+        ("hyper", "<i4"),
+    ]
 )
-"""`inf_seg`."""
+"""`inf_seg`. `element`: index in the parameter of the segment's first element; random rounding is keyed on it."""
 
 HYPER: Final = np.dtype(
     [
+        ("key", "<u8"),
         ("decay", "<f4"),
         ("beta1", "<f4"),
         ("one_minus_beta1", "<f4"),
@@ -120,12 +308,15 @@ HYPER: Final = np.dtype(
         ("eps", "<f4"),
         ("bc2_sqrt", "<f4"),
         ("step_size", "<f4"),
+        ("weight_decay", "<f4"),
+        ("algorithm", "<i4"),
+        ("flags", "<i4"),
         ("log_count", "<i4"),
         ("log_kind", "<i4", (LOG_MAX,)),
         ("log_value", "<f4", (LOG_MAX,)),
     ]
 )
-"""`inf_hyper`."""
+"""`inf_hyper`; native/infinity.h says which scalar means what to which algorithm."""
 
 
 def piece_count(numel: int, piece_numel: int = PIECE_NUMEL) -> int:

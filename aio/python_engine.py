@@ -18,12 +18,16 @@ from dataclasses import replace
 
 from infinity.aio import checks, plan
 from infinity.aio.executor import TRACK_COPY, TRACK_READ, TRACK_UPDATE, TRACK_WRITE, PoolSpec, Priority, Seam
+from infinity.aio.python_ahead import ReadsAhead
 from infinity.aio.python_gates import Gates
 from infinity.aio.python_kept import EARLIER_JOB, EARLIER_MARK, Kept
-from infinity.aio.python_lanes import READ, WRITE, DriveLanes
+from infinity.aio.python_lanes import DriveLanes
 from infinity.aio.python_pass import BAD_PLAN, PASSED, checksum_fault, section_of
 from infinity.aio.python_records import (
+    AHEAD,
     GATE_CLOSED,
+    READ,
+    WRITE,
     Chunk,
     GateState,
     Lanes,
@@ -81,6 +85,7 @@ class Engine:
         )
         self.gates = Gates(self._consider, hold_s)
         self.kept = Kept(len(drives))
+        self.ahead = ReadsAhead(self)
         self.chunks: dict[int, Chunk] = {}
         self.verify = verify
         self.kernel = kernel
@@ -92,8 +97,13 @@ class Engine:
         self.spans: deque[tuple[int, ...]] | None = None
         self.spans_dropped = 0
         self.shut = self.cancelled = self.stopping = False
-        self._order = 0
-        self._starting: deque[Run] = deque()
+        self._order = self._numbers = 0
+        self.starting: deque[Run] = deque()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no job is pending, and no drive reads ahead."""
+        return not self.pending and not self.ahead.reading
 
     # ---- from submission to slot ----
 
@@ -104,6 +114,8 @@ class Engine:
     def enter(self, submission: Submission) -> None:
         """Put the jobs into the FIFOs of their chunks."""
         for run in submission.runs:
+            self._numbers += 1
+            run.number = self._numbers
             run.chunk.fifo.append(run)
         self._enter(submission)
 
@@ -131,20 +143,25 @@ class Engine:
     def _consider(self, run: Run) -> None:
         """Start the job if the FIFO of its chunk and its gate allow."""
         gate = run.submission.gate
-        closed = gate is not None and gate.state == GATE_CLOSED
-        if run.state == State.WAITING and run.chunk.fifo[0] is run and not closed:
+        if run.state != State.WAITING or run.chunk.fifo[0] is not run:
+            return
+        if gate is not None and gate.state == GATE_CLOSED:
+            if run.kind == _UPDATE:
+                self.ahead.hint(run)
+        else:
+            self.ahead.unhint(run)
             run.state = State.STARTING
             self.active += 1
-            self._starting.append(run)
+            self.starting.append(run)
 
     def pump(self) -> None:
         """Go on with all that can; whoever changed something calls it."""
         while True:
-            while self._starting:
-                self._start(self._starting.popleft())
+            while self.starting:
+                self._start(self.starting.popleft())
             for pool in self.pools:
                 self._give_slots(pool)
-            if self._starting:
+            if self.starting:
                 continue
             gates = self.gates
             if (
@@ -157,6 +174,7 @@ class Engine:
             if len(self.computing) >= _COMPUTE_FEW:
                 break
             gates.escape_oldest()
+        self.ahead.begin()
         if self.gates.closed and not self.active:
             self.work.notify()  # a worker keeps the time of gates
 
@@ -166,19 +184,22 @@ class Engine:
             run.fail(_CLOSED)
         elif run.kind == _REWRITE:
             if chunk.kept is not None:
+                self.ahead.written(chunk, chunk.kept.writes)
                 run.place = chunk.kept
                 self.kept.take(chunk)
-                self._queue(run, WRITE)
+                self.queue(run, WRITE)
                 return
         elif not (submission.escaped and run.kind == _FETCH):
             self._aim(run)
-            if run.kind != _STORE and chunk.invalid & run.mask:
+            if chunk.invalid & run.reads:
                 run.fault = replace(chunk.fault, earlier=EARLIER_JOB)
             else:
-                kept = chunk.kept.mask if chunk.kept is not None and run.kind == _FETCH else 0
-                run.place = Place(chunk.record, run.mask & ~kept)
+                kept = chunk.kept.writes if chunk.kept is not None and run.kind == _FETCH else 0
+                run.place = Place(chunk.record, run.mask & ~kept, run.reads, run.writes)
                 if not self.kept.refuses(run):
-                    self._want_slot(run)
+                    if run.kind != _UPDATE or not self.ahead.take(run):
+                        self.ahead.written(chunk, run.writes)
+                        self.want_slot(run)
                     return
         self.finish(run)
 
@@ -191,7 +212,8 @@ class Engine:
         elif submission.gate is not None and run.base >= 0:
             run.ptr[0] += submission.gate.bases[run.base]
 
-    def _want_slot(self, run: Run) -> None:
+    def want_slot(self, run: Run) -> None:
+        """Get the job a slot if it needs one; then it goes on."""
         if run.place.bytes:
             run.state = State.SLOT
             self.pool_for(run.place.bytes).waiting.push(run)
@@ -202,13 +224,9 @@ class Engine:
         while pool.waiting:
             ready = pool.next_run()
             if ready is not None:
-                run = ready
-                if run.kind != _STORE:
-                    self._queue(run, READ)
-                elif run.move_only:
-                    self._queue(run, WRITE)
-                else:
-                    self._queue_compute(run)
+                self.go_on(ready)
+            elif self.ahead.give_up(pool):
+                continue
             elif self.kept.is_stuck(pool):
                 assert self.first_fault is not None, "what is kept was kept after a fault"
                 run = pool.waiting.pop()
@@ -217,9 +235,19 @@ class Engine:
             else:
                 return
 
+    def go_on(self, run: Run) -> None:
+        """The job has its slot."""
+        if run.place.ranges[READ]:
+            self.queue(run, READ)
+        elif run.kind == _STORE and run.move_only:
+            self.queue(run, WRITE)
+        else:
+            self._queue_compute(run)
+
     # ---- through drive and workers ----
 
-    def _queue(self, run: Run, op: int) -> None:
+    def queue(self, run: Run, op: int) -> None:
+        """The job's slot is to be read or written."""
         run.state = State.WRITING if op == WRITE else State.READING
         self.lanes[run.chunk.drive].push(op, run)
 
@@ -238,7 +266,9 @@ class Engine:
                 run.fail(failed[run])
             elif op == READ and self.cancelled:
                 run.fail(_CLOSED)
-            if run.fault is None and op == READ and not self.kept.refuses(run) and self._computes(run):
+            if run.kind == AHEAD:
+                self.ahead.moved(run)
+            elif run.fault is None and op == READ and not self.kept.refuses(run) and self._computes(run):
                 self._queue_compute(run)
             else:
                 self.finish(run)
@@ -257,11 +287,11 @@ class Engine:
         while run is not None:
             batch.append(run)
             size += run.place.bytes
-            alone = run.kind == _FETCH or not run.place.bytes
+            alone = not run.place.ranges[WRITE]
             after = None if alone else self.computing.head(run.priority)
             if after is None or after.kind == _FETCH or size + after.place.bytes > BLOCK_BYTES:
                 break
-            if not neighbours(run, after):
+            if not neighbours(run, after, WRITE):
                 break
             self.computing.remove(after)
             run = after
@@ -295,9 +325,9 @@ class Engine:
         if bad == PASSED:
             self.counts["updates"] += run.kind == _UPDATE
             self._filled(run)
-            if run.kind != _FETCH and run.place.bytes and self.cancelled:
+            if run.place.ranges[WRITE] and self.cancelled:
                 run.fail(_CLOSED)
-            elif run.kind != _FETCH and run.place.bytes:
+            elif run.place.ranges[WRITE]:
                 return True
         elif bad == BAD_PLAN:
             run.fail(checks.FaultRecord(kind=checks.FAULT_PLAN, error=22))
@@ -305,7 +335,8 @@ class Engine:
             # A transfer gone wrong is mended by another one; what lies wrong on the drive is not.
             run.reread = True
             self.counts["rereads"] += 1
-            self._queue(run, READ)
+            run.place.read_only(run.reads)  # also what was read ahead
+            self.queue(run, READ)
             return False
         else:
             self.counts["checksums"] += 1
@@ -316,7 +347,7 @@ class Engine:
     def write(self, batch: Sequence[Run]) -> None:
         """What workers made goes to the drive."""
         for run in batch:
-            self._queue(run, WRITE)
+            self.queue(run, WRITE)
 
     # ---- ends ----
 
@@ -331,10 +362,16 @@ class Engine:
 
     def finish(self, run: Run) -> None:
         """End a job, well or with its fault."""
+        if run.kind == AHEAD:
+            self.ahead.moved(run)
+            return
         submission, chunk = run.submission, run.chunk
         assert run.state != State.DONE
         assert run.lanes is None
         self.active -= run.state != State.WAITING
+        self.ahead.unhint(run)
+        if run.kind == _UPDATE and run.state == State.STARTING:
+            self.ahead.drop(chunk)  # it ends before it takes what was read for it
         self._settle(run)
         run.state = State.DONE
         chunk.rewrites -= run.kind == _REWRITE
@@ -356,7 +393,7 @@ class Engine:
             self.gates.detach(submission)
             submission.ticket.submission = None
             submission.ticket.done = True
-        if submission.pending == 0 or self.pending == 0:
+        if submission.pending == 0 or self.idle:
             self.done.notify_all()
 
     def _count_fault(self, fault: checks.FaultRecord) -> None:
@@ -369,48 +406,18 @@ class Engine:
         """What the job's end means for its chunk and its slot."""
         chunk, fault = run.chunk, run.fault
         if fault is None:
-            if run.kind == _STORE:
-                chunk.invalid &= ~run.mask
+            chunk.invalid &= ~run.writes  # of an UPDATE only what it was given
         elif self.kept.keep(run):
-            chunk.invalid &= ~run.mask  # nothing of a REWRITE
+            chunk.invalid &= ~run.writes  # nothing of a REWRITE
             return
         elif run.kind in (_STORE, _UPDATE) and fault.kind != checks.FAULT_PLAN:
             # An update that was not done leaves old values, also in sections that were valid.
-            chunk.invalid |= run.mask
+            chunk.invalid |= run.writes
             if fault.earlier != EARLIER_JOB:
                 chunk.fault = fault
         run.place.free()
 
-    # ---- what somebody who waits, or no longer wants to, changes ----
-
-    def promote(self, submission: Submission) -> None:
-        """Somebody waits for it: its jobs, and those before them on their chunks, are demands now."""
-        for run in submission.runs:
-            for before in run.chunk.fifo if run.state != State.DONE else ():
-                lanes = before.lanes
-                if lanes is not None and before.priority != Priority.DEMAND:
-                    lanes.remove(before)
-                    before.priority = Priority.DEMAND
-                    lanes.push(before)
-                before.priority = Priority.DEMAND
-                if before is run:
-                    break
-        for drive in self.lanes:
-            drive.wake.notify()  # what was too many may go now
-
-    def cancel(self, submission: Submission) -> None:
-        """Give up its fetches that no drive has begun."""
-        for run in submission.runs:
-            queued = run.state == State.READING and run.lanes is not None
-            untouched = queued or run.state in (State.WAITING, State.STARTING, State.SLOT)
-            if run.kind == _FETCH and untouched and not run.reread:
-                if run.lanes is not None:
-                    run.lanes.remove(run)
-                if run.state == State.STARTING:
-                    self._starting.remove(run)
-                run.fail(checks.FaultRecord(kind=checks.FAULT_CANCELLED))
-                self.finish(run)
-        self.pump()
+    # ---- gates, and the end ----
 
     def open_gate(self, gate: GateState, state: int) -> None:
         """Let a gate's submissions go."""
@@ -420,22 +427,6 @@ class Engine:
     def escape(self) -> None:
         """All gates escape."""
         self.gates.escape()
-        self.pump()
-
-    def shut_down(self, *, cancel: bool) -> None:
-        """No more submissions; all gates escape. `cancel`: what has not started fails."""
-        self.shut = True
-        self.cancelled = self.cancelled or cancel
-        self.escape()
-        if not self.cancelled:
-            return
-        waiting = [self.computing, *(pool.waiting for pool in self.pools)]
-        waiting += [lanes for drive in self.lanes for lanes in drive.waiting]
-        for lanes in waiting:
-            while lanes:
-                run = lanes.pop()
-                run.fail(_CLOSED)
-                self.finish(run)
         self.pump()
 
     def _span(self, track: int, run: Run, start_ns: int) -> None:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from infinity.aio import checks, plan
 from infinity.aio.executor import SPAN, ExecutorStats, Gate, PoolSpec, Priority, Seam, spans_empty
 from infinity.aio.python_engine import SPANS_MAX, Engine
+from infinity.aio.python_promote import cancel, promote
 from infinity.aio.python_records import (
     GATE_CLOSED,
     GATE_ESCAPED,
@@ -205,6 +206,7 @@ class PythonExecutor:
             for index in ids:
                 chunk = engine.chunks.pop(int(index), None)
                 if chunk is not None:
+                    engine.ahead.drop(chunk)
                     engine.kept.drop(chunk)
             engine.pump()
 
@@ -277,6 +279,23 @@ class PythonExecutor:
         with self._engine.lock:
             self._engine.escape()
 
+    def preread(self, ids: npt.NDArray[np.int32], *, given: bool = False) -> int:
+        """See `Executor.preread`."""
+        self._check()
+        engine = self._engine
+        with engine.lock:
+            chunks = [engine.chunks.get(int(index)) for index in ids]
+            if None in chunks:
+                raise ValueError("a chunk is not defined")
+            accepted = 0
+            while accepted < len(chunks) and not engine.shut:
+                chunk = chunks[accepted]
+                if chunk is None or not engine.ahead.want(chunk, given=given):
+                    break
+                accepted += 1
+            engine.pump()
+        return accepted
+
     def invalid(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint32]:
         """See `Executor.invalid`."""
         self._check()
@@ -302,7 +321,7 @@ class PythonExecutor:
         engine = self._engine
         with engine.lock:
             if state.submission is not None:
-                engine.cancel(state.submission)
+                cancel(engine, state.submission)
 
     def fault(self) -> AioError | None:
         """See `Executor.fault`."""
@@ -319,6 +338,7 @@ class PythonExecutor:
             gates_opened, gates_escaped = engine.gates.opened, engine.gates.escaped
             kept_chunks, compute_s = len(engine.kept.chunks), engine.compute_s
             marks = tuple(engine.kept.marks)
+            reads_ahead, dropped, live = engine.ahead.begun, engine.ahead.dropped, engine.ahead.live
         drives = tuple(
             channel.meter.stats(
                 channel.file,
@@ -350,7 +370,9 @@ class PythonExecutor:
             kept_chunks=kept_chunks,
             jobs_cancelled=counts["cancelled"],
             opened_s=self._opened_s,
-            extra={"chunks_live": len(engine.chunks)},
+            reads_ahead=reads_ahead,
+            reads_ahead_dropped=dropped,
+            extra={"chunks_live": len(engine.chunks), "reads_ahead_live": live},
         )
 
     def spans(self, enable: bool) -> None:
@@ -376,7 +398,7 @@ class PythonExecutor:
         with engine.lock:
             if state.submission is not None:
                 engine.gates.escape_for(state.submission)
-                engine.promote(state.submission)
+                promote(engine, state.submission)
                 engine.pump()
             try:
                 ended = engine.done.wait_for(lambda: getattr(state, word), timeout)
@@ -391,7 +413,7 @@ class PythonExecutor:
         engine = self._engine
         with engine.lock:
             engine.escape()
-            if not engine.done.wait_for(lambda: engine.pending == 0, timeout):
+            if not engine.done.wait_for(lambda: engine.idle, timeout):
                 raise TimeoutError(f"jobs are pending after {timeout} s")
 
     def close(self, *, drain: bool = True) -> None:

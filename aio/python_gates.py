@@ -30,6 +30,7 @@ class Gates:
         submission.escaped = gate.state == GATE_ESCAPED
         if gate.state == GATE_CLOSED:
             if not gate.submissions:
+                gate.order = submission.order
                 self.closed.append(gate)
             gate.submissions.append(submission)
             self.idle_since = time.monotonic()

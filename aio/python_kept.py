@@ -15,7 +15,7 @@ import numpy as np
 
 from infinity.aio import checks, plan
 from infinity.aio.executor import Priority
-from infinity.aio.python_records import Chunk, Pool, Run, State, Submission, TicketState
+from infinity.aio.python_records import WRITE, Chunk, Pool, Run, State, Submission, TicketState
 
 JOB_OWN, EARLIER_JOB, EARLIER_MARK = 0, 1, 2
 
@@ -62,7 +62,7 @@ class Kept:
 
     def refuses(self, run: Run) -> bool:
         """Whether the job may not write, because its drive is marked; then it has failed."""
-        if run.kind not in (plan.JobKind.STORE, plan.JobKind.UPDATE) or not run.place.bytes:
+        if run.kind not in (plan.JobKind.STORE, plan.JobKind.UPDATE) or not run.place.ranges[WRITE]:
             return False
         mark = self.marks[run.chunk.drive]
         if mark is None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 
 from infinity.aio.executor import Priority
-from infinity.aio.python_records import FAIR_TURN, Lanes, Run
+from infinity.aio.python_records import FAIR_TURN, READ, WRITE, Lanes, Run
 from infinity.aio.python_transfer import BLOCK_BYTES, PARTS_MAX, neighbours
-
-READ, WRITE = 0, 1
 
 
 class DriveLanes:
@@ -48,7 +46,9 @@ class DriveLanes:
         if (self._turns[op] + 1) % FAIR_TURN:
             return lanes.head(), False
         heads = [head for priority in Priority if (head := lanes.head(priority)) is not None]
-        return min(heads, key=lambda run: run.arrival, default=None), True
+        if not heads:
+            return lanes.head(), False  # reads ahead have no fair turns
+        return min(heads, key=lambda run: run.arrival), True
 
     def _may_send(self, op: int) -> bool:
         head, fair = self._next(op)
@@ -81,10 +81,10 @@ class DriveLanes:
         assert first is not None
         self._turns[op] += 1
         batch = [lanes.pop(first.priority)]
-        priority, size = batch[0].priority, batch[0].place.bytes
+        priority, size = batch[0].priority, batch[0].place.moved_bytes(op)
         while (run := lanes.head(priority)) is not None and len(batch) < PARTS_MAX:
-            size += run.place.bytes
-            if size > BLOCK_BYTES or not neighbours(batch[-1], run):
+            size += run.place.moved_bytes(op)
+            if size > BLOCK_BYTES or not neighbours(batch[-1], run, op):
                 break
             batch.append(lanes.pop(priority))
         self._last = op

@@ -28,10 +28,14 @@ def run_pass(run: Run, kernel: Kernel | None, *, verify: str) -> int:
         for s in range(plan.SECTION_MAX)
     ]
     sections = Sections(chunk.record, lodged)
-    used = [section for section in range(sections.count) if run.mask >> section & 1]
-    if run.kind != _STORE and verify != "off":
+    used = _of(run.mask)
+    if run.given:
+        hi = sections.arrays[0]
+        assert hi is not None
+        hi[:] = memory_at(run.ptr[1], hi.nbytes)
+    if verify != "off":
         phase = run.phase if verify == "sample" and not run.reread else None
-        for section in used:
+        for section in _of(run.reads):
             bad = sections.verify(section, phase)
             if bad >= 0:
                 return section * sections.pieces + bad
@@ -42,13 +46,17 @@ def run_pass(run: Run, kernel: Kernel | None, *, verify: str) -> int:
             return BAD_PLAN
     for section in used if run.kind == _STORE else ():
         _copy(sections.arrays[section], run.ptr[section])
-    for section in used if run.kind != _FETCH and verify != "off" else ():
+    for section in _of(run.writes) if verify != "off" else ():
         sections.seal(section)
     for section in used if run.kind == _FETCH else [0] if run.kind == _UPDATE else []:
         array = sections.arrays[section]
         if run.ptr[section] and array is not None and array.ctypes.data != run.ptr[section]:
             memory_at(run.ptr[section], array.nbytes)[:] = array
     return PASSED
+
+
+def _of(mask: int) -> list[int]:
+    return [section for section in range(plan.SECTION_MAX) if mask >> section & 1]
 
 
 def _copy(target: npt.NDArray[np.uint8] | None, address: int) -> None:
@@ -72,12 +80,11 @@ def checksum_fault(run: Run, bad: int) -> checks.FaultRecord:
     numel, piece_numel = int(record["numel"]), int(record["piece_numel"])
     section, piece = divmod(bad, plan.piece_count(numel, piece_numel))
     first = piece * piece_numel
-    itemsize = int(record["itemsize"][section])
     return checks.FaultRecord(
         kind=checks.FAULT_CHECKSUM,
         op=0,
-        offset=int(record["file_offset"]) + int(record["section_at"][section]) + first * itemsize,
-        length=min(numel - first, piece_numel) * itemsize,
+        offset=int(record["file_offset"]) + int(record["section_at"][section]) + checks.section_bytes(record, section, first),
+        length=checks.section_bytes(record, section, min(numel - first, piece_numel)),
         section=section,
         piece=piece,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.aio import checks, plan
-from infinity.aio.executor import MASK_MOVE_ONLY, PoolSpec, Priority
+from infinity.aio.executor import MASK_GIVEN, MASK_MOVE_ONLY, PoolSpec, Priority
 from infinity.aio.slab import Slab
 from infinity.errors import AioError
 
@@ -20,6 +21,10 @@ GATE_CLOSED, GATE_OPEN, GATE_ESCAPED = 0, 1, 2
 FAULT_BROKEN = -1
 #: Of slots and workers' turns one in so many goes to who waited longest, whatever its priority: so that all progress.
 FAIR_TURN = 8
+#: The kind of a read ahead's own job, which nobody submits, and its place at a drive: after every priority.
+AHEAD = 5
+AHEAD_CLASS = len(Priority)
+READ, WRITE = 0, 1
 
 
 class State(IntEnum):
@@ -73,34 +78,56 @@ class GateState:
     """A gate and the submissions that it holds."""
 
     state: int = GATE_CLOSED
+    order: int = 0
+    """Of the first submission that it held."""
     bases: list[int] = field(default_factory=list)
     submissions: list[Submission] = field(default_factory=list)
 
 
 class Place:
-    """A slot, and which bytes of a chunk's run it holds. Without `pool`: what it would hold."""
+    """A slot, and which bytes of a chunk's run it holds. Without `pool`: what it would hold.
 
-    def __init__(self, record: Any, mask: int) -> None:
+    `mask`: the sections in it, of which some are read into it, some written from it. Ranges are (file offset, offset in the
+    slot, bytes); of what is read, and of what is written, sections that lie together are one range.
+    """
+
+    def __init__(self, record: Any, mask: int, reads: int, writes: int) -> None:
         self.pool: Pool | None = None
         self.index = -1
         self.at = [-1] * plan.SECTION_MAX
-        self.ranges: list[tuple[int, int, int]] = []  # file offset, offset in the slot, bytes
         self.bytes = 0
-        self.mask = 0
+        self.writes = 0
+        self._sizes = [0] * plan.SECTION_MAX
+        self._record = record
         for section in range(int(record["section_count"])):
-            section_at = int(record["section_at"][section])
-            if not mask >> section & 1 or section_at < 0:
+            if not mask >> section & 1 or int(record["section_at"][section]) < 0:
                 continue
-            size = checks.align_up(int(record["numel"]) * int(record["itemsize"][section]))
-            file_at = int(record["file_offset"]) + section_at
-            self.mask |= 1 << section
+            self._sizes[section] = checks.align_up(checks.section_bytes(record, section))
             self.at[section] = self.bytes
-            if self.ranges and sum(self.ranges[-1][::2]) == file_at:
-                first = self.ranges[-1]
-                self.ranges[-1] = (first[0], first[1], first[2] + size)
+            self.bytes += self._sizes[section]
+            self.writes |= writes & 1 << section
+        self.ranges = [self._ranges(reads), self._ranges(writes)]
+
+    def _ranges(self, mask: int) -> list[tuple[int, int, int]]:
+        ranges: list[tuple[int, int, int]] = []
+        for section, slot_at in enumerate(self.at):
+            if not mask >> section & 1 or slot_at < 0:
+                continue
+            file_at = int(self._record["file_offset"]) + int(self._record["section_at"][section])
+            last = ranges[-1] if ranges else (-1, -1, 0)
+            if last[0] + last[2] == file_at and last[1] + last[2] == slot_at:
+                ranges[-1] = (last[0], last[1], last[2] + self._sizes[section])
             else:
-                self.ranges.append((file_at, self.bytes, size))
-            self.bytes += size
+                ranges.append((file_at, slot_at, self._sizes[section]))
+        return ranges
+
+    def read_only(self, mask: int) -> None:
+        """What the next read brings into it."""
+        self.ranges[READ] = self._ranges(mask)
+
+    def moved_bytes(self, op: int) -> int:
+        """Bytes that a read into it, or a write from it, moves."""
+        return sum(size for _, _, size in self.ranges[op])
 
     def memory(self) -> npt.NDArray[np.uint8]:
         """The memory of the slot."""
@@ -135,6 +162,8 @@ class Chunk:
         """Why sections are invalid."""
         self.verified = 0
         """Counts runs that were verified: the phase of samples."""
+        self.ahead: Ahead | None = None
+        """What was, or will be, read for its next UPDATE."""
 
 
 class Run:
@@ -144,8 +173,8 @@ class Run:
         self.submission = submission
         self.chunk = chunk
         self.kind = int(job["kind"])
-        all_sections = (1 << int(chunk.record["section_count"])) - 1
-        self.mask = all_sections if self.kind == plan.JobKind.UPDATE else int(job["mask"]) & all_sections
+        self.mask, self.reads, self.writes = _sections(chunk.record, job, submission.segs)
+        self.given = self.kind == plan.JobKind.UPDATE and not self.reads & 1
         self.move_only = bool(int(job["mask"]) & MASK_MOVE_ONLY)
         self.base = int(job["base"])
         self.segs = slice(int(job["seg_first"]), int(job["seg_first"]) + int(job["seg_count"]))
@@ -160,12 +189,60 @@ class Run:
         self.phase = 0
         self.fault: checks.FaultRecord | None = None
         self.place = _NOWHERE
+        self.number = 0
+        """Counts jobs as they come."""
+        self.hinted = False
+        """It stands at a closed gate, and wants to be read ahead."""
+        self.unlucky = False
+        """Its read ahead failed: it reads for itself."""
+        self.ahead: Ahead | None = None
+        """Whose read it waits for."""
 
     def fail(self, record: checks.FaultRecord) -> None:
         """Keep the first fault: later ones are its consequences."""
         if self.fault is None:
             key, drive = int(self.chunk.record["key"]), self.chunk.drive
             self.fault = replace(record, key=key, drive=drive, chunk=self.chunk.index)
+
+
+def _sections(record: Any, job: Any, segs: npt.NDArray[np.void]) -> tuple[int, int, int]:
+    """Masks of a job's sections: those in its slot, those it takes from the chunk, those it writes.
+
+    An UPDATE does not look at a section that it is given (a resident one is as good), nor at spilled gradients when no
+    segment of it has its there.
+    """
+    kind, count = int(job["kind"]), int(record["section_count"])
+    everything = (1 << count) - 1
+    mask = int(job["mask"])
+    if kind == plan.JobKind.UPDATE:
+        written = (1 << plan.Format.of(record["format"]).written_count) - 1
+        reads = written
+        if mask & MASK_GIVEN and record["section_at"][0] >= 0:
+            reads &= ~1
+        own = segs[int(job["seg_first"]) : int(job["seg_first"]) + int(job["seg_count"])]
+        if (own["grad_dtype"] == plan.GradDtype.SECTION).any():
+            reads = reads | (everything & ~written)
+        return everything, reads, written
+    mask &= everything
+    return mask, mask if kind == plan.JobKind.FETCH else 0, mask if kind == plan.JobKind.STORE else 0
+
+
+@dataclass(eq=False)
+class Ahead:
+    """A read ahead of an UPDATE: see `python_ahead.py`."""
+
+    run: Run
+    """What a drive moves. It is in no FIFO."""
+    pool: Pool
+    chunk: Chunk | None
+    """None: nobody wants what is being read any more."""
+    have: int
+    """Sections that it reads, or has, as they are on the drive."""
+    asked: bool
+    """By `Executor.preread`, not for a job at a gate."""
+    state: int = 0
+    taker: Run | None = None
+    """The UPDATE that waits for the read."""
 
 
 class Submission:
@@ -187,12 +264,17 @@ class Lanes:
     """Jobs that wait for one thing: by priority, then in order."""
 
     def __init__(self, drive_count: int = 1) -> None:
-        self._lanes: tuple[OrderedDict[Run, None], ...] = tuple(OrderedDict() for _ in Priority)
+        self._lanes: tuple[OrderedDict[Run, None], ...] = tuple(
+            OrderedDict() for _ in range(AHEAD_CLASS + 1)
+        )
         self._arrivals = 0
         self._passed = [0] * max(drive_count, 1)  # grants since each drive had its fair turn
 
     def __len__(self) -> int:
         return sum(map(len, self._lanes))
+
+    def __iter__(self) -> Iterator[Run]:
+        return itertools.chain.from_iterable(self._lanes)
 
     def push(self, run: Run, *, first: bool = False) -> None:
         """Put a job at the end of its lane, or back to its head as if it had never left."""
@@ -264,6 +346,8 @@ class Pool:
         self._drives: dict[int, int] = {}  # slot -> drive, of those that go round
         self._held = [0] * max(drive_count, 1)
         self._kept = 0
+        self.asked = 0
+        """Reads ahead that somebody asked for."""
         self._slab = slab
         self._offset = offset
 
@@ -281,9 +365,28 @@ class Pool:
         run = self.waiting.grant(lambda run: self._held[run.chunk.drive] < held_max)
         if run is None:
             return None
-        run.place.pool, run.place.index = self, self.free.pop()
-        self._hold(run.place.index, run.chunk.drive)
+        self.take(run.place, run.chunk.drive)
         return run
+
+    def take(self, place: Place, drive: int) -> None:
+        """Take a free slot."""
+        place.pool, place.index = self, self.free.pop()
+        self._hold(place.index, drive)
+
+    @property
+    def ahead_max(self) -> int:
+        """How many slots may read ahead: all but a quarter, which is left to others."""
+        count = self.spec.count - self._kept
+        return count - max(1, -(-count // 4))
+
+    def may_read_ahead(self, drive: int) -> bool:
+        """Whether a slot is idle: nobody waits for one, and enough are left for who comes."""
+        spare = self.spec.count - self._kept - self.ahead_max
+        return not self.waiting and len(self.free) > spare and self._held[drive] < self._held_max()
+
+    def lacks(self, drive: int) -> bool:
+        """Whether a slot of that drive is one that somebody who waits could have."""
+        return not self.free or any(run.chunk.drive == drive for run in self.waiting)
 
     def _hold(self, index: int, drive: int) -> None:
         self._drives[index] = drive
@@ -312,4 +415,4 @@ class Pool:
         )
 
 
-_NOWHERE = Place(np.zeros(1, dtype=plan.CHUNK)[0], 0)
+_NOWHERE = Place(np.zeros(1, dtype=plan.CHUNK)[0], 0, 0, 0)

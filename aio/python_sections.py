@@ -17,14 +17,32 @@ try:
 except ImportError:  # checksums live in RAM only, so which one it is does not matter to anyone
     xxhash = None  # type: ignore[assignment, unused-ignore]
 
-Kernel = Callable[[int, list[npt.NDArray[Any]], npt.NDArray[Any], Any], None]
-"""(format, sections, grad, hyper): update the sections in place. SPLIT: uint16, int16, float32, float32; FP32: three
-float32; all [numel]. grad [numel]: float32, or uint16 with the bits of bfloat16. hyper: one plan.HYPER record."""
+Kernel = Callable[[plan.Format, list[npt.NDArray[Any]], npt.NDArray[Any], Any, int], None]
+"""(format, sections, grad, hyper, element): update a segment of the sections in place.
 
-_SECTION_DTYPES = {
-    int(plan.Format.SPLIT): (np.uint16, np.int16, np.float32, np.float32),
-    int(plan.Format.FP32): (np.float32, np.float32, np.float32),
+format: without `grad`. sections: one array per section, [items] of its `_dtype`. grad [numel]: float32, float16, or uint16
+with the bits of bfloat16. hyper: one plan.HYPER record. element: the parameter's, at the first.
+"""
+
+_DTYPES = {"lo": {1: "<i1", 2: "<i2"}, "param": {2: "<u2", 4: "<f4"}, "master": {4: "<f4"}}
+_MOMENT_DTYPES = {1: "u1", 2: "<u2", 4: "<f4"}
+_GRAD_DTYPES: dict[int, tuple[str, int]] = {
+    plan.GradDtype.BF16: ("<u2", 2),
+    plan.GradDtype.FP32: ("<f4", 4),
+    plan.GradDtype.FP16: ("<f2", 2),
 }
+_SECTION_GRADS = {
+    plan.GradSection.BF16: plan.GradDtype.BF16,
+    plan.GradSection.FP32: plan.GradDtype.FP32,
+    plan.GradSection.FP16: plan.GradDtype.FP16,
+}
+
+
+def _dtype(section: plan.Section) -> str:
+    """What an item of a section is to numpy: floats and lo as they are, the bits of others."""
+    if section.name.startswith("moment"):
+        return _MOMENT_DTYPES[section.itemsize]
+    return _DTYPES.get(section.name, {}).get(section.itemsize, f"<u{section.itemsize}")
 
 
 def memory_at(address: int, size_bytes: int) -> npt.NDArray[np.uint8]:
@@ -45,10 +63,9 @@ class Sections:
         self.chunk = chunk
         self.numel = int(chunk["numel"])
         self.count = int(chunk["section_count"])
-        self.itemsizes = [int(size) for size in chunk["itemsize"]]
         self.arrays: list[npt.NDArray[np.uint8] | None] = []
         for section in range(self.count):
-            size = self.numel * self.itemsizes[section]
+            size = checks.section_bytes(chunk, section)
             memory = lodged[section]
             if chunk["section_at"][section] < 0:
                 self.arrays.append(memory_at(int(chunk["section_ptr"][section]), size))
@@ -63,7 +80,7 @@ class Sections:
     def _piece_sum(self, section: int, piece: int) -> int:
         array = self.arrays[section]
         assert array is not None
-        step = int(self.chunk["piece_numel"]) * self.itemsizes[section]
+        step = checks.section_bytes(self.chunk, section, int(self.chunk["piece_numel"]))
         seed = plan.sum_seed(int(self.chunk["generation"]), int(self.chunk["key"]), section, piece)
         return _sum(array[piece * step : (piece + 1) * step].data, seed)
 
@@ -88,25 +105,47 @@ class Sections:
 
     def update(self, kernel: Kernel, segs: npt.NDArray[np.void], hypers: npt.NDArray[np.void]) -> bool:
         """Run the kernel on every segment; False (and nothing touched) when a segment is out of range."""
+        fmt = plan.Format.of(self.chunk["format"])
+        align = plan.QUANT_GROUP if fmt.moments is plan.Moments.Q8 else 1
         for seg in segs:
             start, numel = int(seg["start"]), int(seg["numel"])
             if start < 0 or numel < 0 or start + numel > self.numel or not 0 <= seg["hyper"] < len(hypers):
                 return False
-        dtypes = _SECTION_DTYPES[int(self.chunk["format"])]
+            if start % align or seg["element"] % align or seg["element"] < 0 or self._grad_dtype(fmt, seg) is None:
+                return False
         typed = []
-        for array, dtype in zip(self.arrays, dtypes, strict=True):
+        for array, section in zip(self.arrays, fmt.sections, strict=True):
             assert array is not None, "an update has all sections in memory"
-            typed.append(array.view(dtype))
+            typed.append(array.view(_dtype(section)))
         for seg in segs:
             start, numel = int(seg["start"]), int(seg["numel"])
-            bf16 = seg["grad_dtype"] == plan.GradDtype.BF16
-            grad = memory_at(int(seg["grad"]), numel * (2 if bf16 else 4)).view(
-                np.uint16 if bf16 else np.float32
-            )
             kernel(
-                int(self.chunk["format"]),
-                [section[start : start + numel] for section in typed],
-                grad,
+                fmt.with_grad(plan.GradSection.NONE),
+                [
+                    array[start // kind.group_numel : -(-(start + numel) // kind.group_numel)]
+                    for array, kind in zip(typed[: fmt.written_count], fmt.sections, strict=False)
+                ],
+                self._gradient(fmt, seg),
                 hypers[int(seg["hyper"])],
+                int(seg["element"]),
             )
         return True
+
+    @staticmethod
+    def _grad_dtype(fmt: plan.Format, seg: Any) -> int | None:
+        """The GradDtype of the elements; None: the segment has none that can be."""
+        kind = int(seg["grad_dtype"])
+        if kind == plan.GradDtype.SECTION:
+            return _SECTION_GRADS.get(fmt.grad)
+        return kind if kind in _GRAD_DTYPES and seg["grad"] else None
+
+    def _gradient(self, fmt: plan.Format, seg: Any) -> npt.NDArray[Any]:
+        kind = self._grad_dtype(fmt, seg)
+        assert kind is not None
+        start, numel = int(seg["start"]), int(seg["numel"])
+        dtype, itemsize = _GRAD_DTYPES[kind]
+        if seg["grad_dtype"] == plan.GradDtype.SECTION:
+            array = self.arrays[-1]
+            assert array is not None
+            return array[start * itemsize : (start + numel) * itemsize].view(dtype)
+        return memory_at(int(seg["grad"]), numel * itemsize).view(dtype)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from infinity.aio.python_engine import Engine
 from infinity.aio.python_pass import PASSED, run_pass
+from infinity.aio.python_promote import shut_down
 from infinity.aio.python_records import FAULT_BROKEN, BrokenRecord, Run, State
 
 log = logging.getLogger("infinity.aio")
@@ -54,8 +55,8 @@ class Threads:
         """Run what is pending, or give it up; join the threads and free the slab. False: a drive does not answer."""
         engine = self._engine
         with engine.lock:
-            engine.shut_down(cancel=not drain)
-            ended = engine.done.wait_for(lambda: engine.pending == 0, None if drain else CANCEL_S)
+            shut_down(engine, cancel=not drain)
+            ended = engine.done.wait_for(lambda: engine.idle, None if drain else CANCEL_S)
             if ended:
                 engine.stopping = True
                 for condition in (engine.work, *(lanes.wake for lanes in engine.lanes)):

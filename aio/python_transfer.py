@@ -57,7 +57,7 @@ class DriveChannel:
         Neighbours go in one request. If that fails its parts are moved one by one, which finds out whose fault it was.
         """
         failed: dict[Run, checks.FaultRecord] = {}
-        for group in _groups(runs):
+        for group in _groups(runs, op):
             try:
                 self._move_group(op, group)
                 continue
@@ -76,17 +76,16 @@ class DriveChannel:
         first = group[0].place
         try:
             if len(group) > 1:
-                views = [run.place.memory()[: run.place.bytes].data for run in group]
-                self.transfer(op, views, first.ranges[0][0])
+                self.transfer(op, [_view(run, op) for run in group], first.ranges[op][0][0])
                 return
             memory = first.memory()
-            for file_at, slot_at, size in first.ranges:
+            for file_at, slot_at, size in first.ranges[op]:
                 self.transfer(op, [memory[slot_at : slot_at + size].data], file_at)
         except TransferError:
             raise
         except Exception as error:
             cause = error.with_traceback(None)  # a traceback would hold the slots
-            at, size = first.ranges[0][0], sum(run.place.bytes for run in group)
+            at, size = first.ranges[op][0][0], sum(run.place.moved_bytes(op) for run in group)
             record = BrokenRecord(FAULT_BROKEN, op, self.index, offset=at, length=size, cause=cause)
             raise TransferError(record) from error
 
@@ -201,17 +200,23 @@ class RequestCounter:
         return fault.kind if nth == fault.nth or (fault.persistent and nth > fault.nth) else ""
 
 
-def neighbours(first: Run, second: Run) -> bool:
+def neighbours(first: Run, second: Run, op: int) -> bool:
     """Whether `second` follows `first` in the file of its drive, so that one request serves both."""
-    one, two = first.place.ranges, second.place.ranges
+    one, two = first.place.ranges[op], second.place.ranges[op]
     return len(one) == 1 and len(two) == 1 and sum(one[0][::2]) == two[0][0]
 
 
-def _groups(runs: Sequence[Run]) -> list[list[Run]]:
+def _view(run: Run, op: int) -> memoryview:
+    """What moves of a slot with one range."""
+    _, slot_at, size = run.place.ranges[op][0]
+    return run.place.memory()[slot_at : slot_at + size].data
+
+
+def _groups(runs: Sequence[Run], op: int) -> list[list[Run]]:
     """The runs, neighbours together."""
     groups: list[list[Run]] = []
     for run in runs:
-        if groups and neighbours(groups[-1][-1], run) and len(groups[-1]) < PARTS_MAX:
+        if groups and neighbours(groups[-1][-1], run, op) and len(groups[-1]) < PARTS_MAX:
             groups[-1].append(run)
         else:
             groups.append([run])

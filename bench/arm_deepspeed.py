@@ -1,6 +1,6 @@
 """One run of R1 under DeepSpeed ZeRO-Infinity on the CPU, tuned by hand; prints one JSON line.
 
-Started by compare_deepspeed.py inside DeepSpeed's own environment. Everything rests on NVMe.
+Started by compare_deepspeed.py inside DeepSpeed's own environment. Everything rests on NVMe, or in RAM (--offload cpu).
 """
 
 from __future__ import annotations
@@ -98,9 +98,18 @@ def tuned_config(workload: r1.Workload, swap_dir: str) -> dict[str, Any]:
     }
 
 
-def build_engine(workload: r1.Workload, swap_dir: str) -> Any:
-    """The DeepSpeed engine around R1. Parameters go to NVMe as they are built: no full copy exists in RAM."""
-    config = tuned_config(workload, swap_dir)
+def cpu_config(workload: r1.Workload) -> dict[str, Any]:
+    """CPU offload: everything in RAM, the update by DeepSpeedCPUAdam."""
+    config = tuned_config(workload, "")
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": False}
+    del config["aio"]
+    return config
+
+
+def build_engine(workload: r1.Workload, swap_dir: str, offload: str) -> Any:
+    """The DeepSpeed engine around R1. Parameters go to their tier as they are built: no further full copy exists in RAM."""
+    config = tuned_config(workload, swap_dir) if offload == "nvme" else cpu_config(workload)
     with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
         model = r1.construct(workload)
     for name, parameter in model.named_parameters():
@@ -111,12 +120,12 @@ def build_engine(workload: r1.Workload, swap_dir: str) -> Any:
     return engine
 
 
-def run(workload: r1.Workload, swap_dir: str) -> dict[str, Any]:
+def run(workload: r1.Workload, swap_dir: str, offload: str) -> dict[str, Any]:
     """Train and measure. Blocks until done."""
     began = time.perf_counter()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     unlink_shared_memory()
-    engine = build_engine(workload, swap_dir)
+    engine = build_engine(workload, swap_dir, offload)
     batches = r1.micro_batches(workload)
 
     def step() -> float:
@@ -143,6 +152,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", help="swap directory")
     parser.add_argument("--build-ops", action="store_true", help="only compile DeepSpeed's extensions")
+    parser.add_argument("--offload", default="nvme", choices=("nvme", "cpu"), help="where everything rests (%(default)s)")
     r1.add_arguments(parser)
     args = parser.parse_args()
     single_process_environment()
@@ -152,7 +162,7 @@ def main() -> int:
     if not args.dir:
         parser.error("--dir is needed")
     try:
-        meter.report(run(r1.from_arguments(args), args.dir))
+        meter.report(run(r1.from_arguments(args), args.dir, args.offload))
     finally:
         unlink_shared_memory()
     if torch.distributed.is_initialized():

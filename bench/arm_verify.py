@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity import aio
-from infinity.aio.plan import CHUNK_NUMEL, PIECE_NUMEL, SECTION_ITEMSIZES, piece_count
+from infinity.aio.plan import CHUNK_NUMEL, PIECE_NUMEL, piece_count
 
-ITEMSIZES = SECTION_ITEMSIZES[aio.Format.SPLIT]
+ITEMSIZES = tuple(section.itemsize for section in aio.Format.SPLIT.sections)
 CHUNK_BYTES = CHUNK_NUMEL * sum(ITEMSIZES)
 SLOTS = 16
 MEMORY_CHUNKS = 24
@@ -63,8 +63,9 @@ class Pass:
         chunks["format"] = aio.Format.SPLIT
         chunks["section_count"] = len(ITEMSIZES)
         chunks["piece_numel"] = PIECE_NUMEL
-        chunks["itemsize"] = ITEMSIZES
-        chunks["section_at"] = starts
+        chunks["itemsize"][:, : len(ITEMSIZES)] = ITEMSIZES
+        chunks["section_at"] = -1
+        chunks["section_at"][:, : len(starts)] = starts
         chunks["sums_ptr"] = self.sums.ctypes.data + np.arange(count) * self.sums[0].nbytes
         self.ids = executor.define(chunks)
         # Each job's memory: one of the chunks of memory, its sections one after the other.
@@ -77,7 +78,7 @@ class Pass:
             jobs["seg_first"], jobs["seg_count"] = np.arange(self.count), 1
         else:
             jobs["mask"] = (1 << len(ITEMSIZES)) - 1
-            jobs["ptr"] = self.places
+            jobs["ptr"][:, : len(ITEMSIZES)] = self.places
         return jobs
 
     def run(self, kind: aio.JobKind) -> dict[str, float]:

@@ -71,13 +71,13 @@ def _states(state_format: Format, numel: int) -> tuple[list[np.ndarray[Any, Any]
 
 def _kernel_arm(name: str, state_format: Format, numel: int) -> Arm:
     sections, grad = _states(state_format, numel)
-    function = lib.inf_adamw_split if state_format is Format.SPLIT else lib.inf_adamw_fp32
-    pointers = [_address(array, "void *") for array in [*sections, grad]]
+    addresses = ffi.new("uint8_t *[6]", [_address(array, "uint8_t *") for array in sections])
+    place = _address(grad, "void *")
     kind = GradDtype.BF16 if grad.itemsize == 2 else GradDtype.FP32
     row = _address(HYPER_ROW, "inf_hyper *")
 
     def run() -> None:
-        function(*pointers, int(kind), numel, row)
+        lib.inf_update(int(state_format), addresses, place, int(kind), numel, 0, row)
 
     traffic = SPLIT_BYTES if state_format is Format.SPLIT else FP32_BYTES
     return Arm(name, run, traffic, keep=(sections, grad))
@@ -90,12 +90,12 @@ def _chunk_arm(numel: int) -> Arm:
     sums, scratch = np.zeros((4, pieces), np.uint32), np.zeros((4, pieces), np.uint32)
     record, seg, hypers = np.zeros((), CHUNK), np.zeros(1, SEG), np.array([HYPER_ROW], HYPER)
     record["numel"], record["format"], record["section_count"] = numel, int(Format.SPLIT), 4
-    record["piece_numel"], record["itemsize"] = PIECE_NUMEL, (2, 2, 4, 4)
-    record["section_at"], record["run_bytes"] = [0, 2 * numel, 4 * numel, 8 * numel], 12 * numel
+    record["piece_numel"], record["itemsize"][:4] = PIECE_NUMEL, (2, 2, 4, 4)
+    record["section_at"][:4], record["run_bytes"] = [0, 2 * numel, 4 * numel, 8 * numel], 12 * numel
     record["sums_ptr"] = sums.ctypes.data
     seg["numel"], seg["grad"] = numel, grad.ctypes.data
     chunk = _address(record, "inf_chunk *")
-    addresses = ffi.new("uint8_t *[4]", [_address(section, "uint8_t *") for section in sections])
+    addresses = ffi.new("uint8_t *[6]", [_address(section, "uint8_t *") for section in sections])
     for index in range(4):
         lib.inf_section_store(chunk, index, addresses[index], addresses[index])
 
@@ -109,6 +109,7 @@ def _chunk_arm(numel: int) -> Arm:
             1,
             ffi.NULL,
             1,
+            0,
             _address(scratch, "uint32_t *"),
         )
         assert code == -1, code

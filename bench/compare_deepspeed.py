@@ -1,8 +1,11 @@
-"""infinity beside DeepSpeed ZeRO-Infinity: the same model, the same drive, alternating runs.
+"""infinity beside DeepSpeed and plain torch: the same model, the same drive, alternating runs.
 
     python bench/compare_deepspeed.py --dir /mnt/nvme0
+    python bench/compare_deepspeed.py --dir /mnt/nvme0 --arms infinity:state=compact:ram=1GiB deepspeed
+    python bench/compare_deepspeed.py --dir /mnt/nvme0 --arms infinity:tier=cpu deepspeed:offload=cpu plain
 
-DeepSpeed lives in an environment of its own, made on the first run. See bench/README.md.
+An arm is infinity, deepspeed, plain (torch alone, all in RAM) or limit (forward, backward and the drive alone, from which η of
+the infinity arms of the same round follows), with options of arm_*.py after colons. Ratios are to the first arm. DeepSpeed lives in an environment of its own, made on the first run. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -23,10 +26,13 @@ from typing import Any
 import harness
 import r1
 
+from infinity.limits import Compute, Drives, Moved, Traffic, limits
+
 DEEPSPEED = "0.19.8"
 TORCH = "2.13.0"
 VENV = harness.BENCH / ".venv-deepspeed"
 ARMS = ("infinity", "deepspeed")
+KINDS = ("infinity", "deepspeed", "plain", "limit")
 INSTALL_TIMEOUT_S = 3600
 ARM_TIMEOUT_S = 7200
 # DeepSpeed's files: fp32 parameter and two moments (12), fp32 gradient (4), bf16 parameter (2).
@@ -97,58 +103,81 @@ def prepare_deepspeed(pip_arguments: Sequence[str]) -> None:
     harness.note(f"DeepSpeed's environment took {time.perf_counter() - began:.0f} s")
 
 
+def parse_arm(text: str) -> tuple[str, list[str]]:
+    """The kind of an arm and the options for its script: "infinity:state=compact" -> infinity, --state=compact."""
+    kind, *options = text.split(":")
+    if kind not in KINDS or any("=" not in option for option in options):
+        raise ValueError(f"--arms {text}: give {', '.join(KINDS)}, with options as infinity:state=compact:ram=1GiB")
+    return kind, [f"--{option}" for option in options]
+
+
 def run_arm(arm: str, workload: r1.Workload, directory: Path) -> dict[str, Any]:
     """Run one arm in a fresh process and a fresh swap directory; returns its record. Blocks until it ends."""
-    if arm == "deepspeed":
+    kind, chosen = parse_arm(arm)
+    if kind == "deepspeed":
         python, env = str(VENV / "bin" / "python"), deepspeed_environment()
     else:
         python, env = sys.executable, harness.environment(PYTHONPATH=str(harness.ROOT))
     options = [f"--hidden={workload.hidden}", f"--layers={workload.layers}", f"--micro-batches={workload.micro_batches}",
-               f"--steps={workload.steps}", f"--warmup={workload.warmup}"]  # fmt: skip
+               f"--steps={workload.steps}", f"--warmup={workload.warmup}", f"--tokens={workload.tokens}"]  # fmt: skip
     # What the arm before left in the page cache must not be written during this one.
     os.sync()
     with harness.scratch(directory) as swap:
-        command = [python, str(harness.BENCH / f"arm_{arm}.py"), f"--dir={swap}", *options]
-        return harness.last_json_line(harness.run_command(command, env, timeout_s=ARM_TIMEOUT_S))
+        command = [python, str(harness.BENCH / f"arm_{kind}.py"), f"--dir={swap}", *options, *chosen]
+        record = harness.last_json_line(harness.run_command(command, env, timeout_s=ARM_TIMEOUT_S))
+        return {**record, "arm": arm, "micro_batches": workload.micro_batches}
 
 
-def summarise(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians per arm, the ratio of each pair, and how far the two losses are apart."""
-    summary: dict[str, Any] = {"arms": {}}
-    for arm in ARMS:
-        mine = [record for record in records if record["arm"] == arm]
+def summarise(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
+    """Medians per arm, η where the limits are known, the ratios of each round to the first arm, and how far the losses are
+    apart from its own."""
+    summary: dict[str, Any] = {"arms": {}, "ratios": {}}
+    by_arm = {arm: [record for record in records if record["arm"] == arm] for arm in arms}
+    bounds = by_arm.pop("limit", [])
+    summary["limit"] = bounds
+    for arm, mine in by_arm.items():
         if mine:
             summary["arms"][arm] = {
                 "s_per_step": vars(harness.Summary.of([r["s_per_step"] for r in mine])),
                 "read_bytes_per_param": harness.Summary.of([r["read_bytes_per_param"] for r in mine]).median,
-                "write_bytes_per_param": harness.Summary.of(
-                    [r["write_bytes_per_param"] for r in mine]
-                ).median,
+                "write_bytes_per_param": harness.Summary.of([r["write_bytes_per_param"] for r in mine]).median,
                 "peak_rss_bytes": max(r["peak_rss_bytes"] for r in mine),
                 "peak_rss_steps_bytes": max(r["peak_rss_steps_bytes"] for r in mine),
                 "last_loss": mine[-1]["losses"][-1],
+                "nvme_share": mine[-1].get("nvme_share"),
+                "eta": eta(mine, bounds),
             }
-    ours = [r for r in records if r["arm"] == "infinity"]
-    theirs = [r for r in records if r["arm"] == "deepspeed"]
-    pairs = list(zip(ours, theirs, strict=False))
-    if pairs:
-        summary["speedup"] = vars(harness.Summary.of([b["s_per_step"] / a["s_per_step"] for a, b in pairs]))
-        losses = zip(pairs[0][0]["losses"], pairs[0][1]["losses"], strict=True)
-        summary["loss_difference"] = max(abs(a - b) for a, b in losses)
+    first, *others = [arm for arm in by_arm if by_arm[arm]]
+    for arm in others:
+        pairs = list(zip(by_arm[first], by_arm[arm], strict=False))
+        if pairs:
+            losses = zip(pairs[0][0]["losses"], pairs[0][1]["losses"], strict=True)
+            summary["ratios"][arm] = {
+                **vars(harness.Summary.of([b["s_per_step"] / a["s_per_step"] for a, b in pairs])),
+                "loss_difference": max(abs(a - b) for a, b in losses),
+            }
     return summary
+
+
+def eta(mine: Sequence[dict[str, Any]], bounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Limit / measured of each round's pair, for any schedule and for the arm's update mode; empty without limits."""
+    found: dict[str, list[float]] = {"any schedule": [], "its schedule": []}
+    for record, bound in zip(mine, bounds, strict=False):
+        if "moved" not in record:
+            continue
+        traffic = Traffic(record["moved"]["params_read"], *(Moved(**record["moved"][name]) for name in
+                          ("states", "grads", "activations", "beside_states")))  # fmt: skip
+        compute = Compute.of(bound["forward_s"], bound["backward_s"], record["micro_batches"])
+        drives = Drives(bound["read_bytes_per_s"], bound["write_bytes_per_s"])
+        floor, schedule = limits(traffic, compute, drives, record["update"]).eta(record["s_per_step"])
+        found["any schedule"].append(floor)
+        found["its schedule"].append(schedule)
+    return {name: vars(harness.Summary.of(values)) for name, values in found.items() if values}
 
 
 def show(workload: r1.Workload, summary: dict[str, Any]) -> None:
     """Print the summary for people."""
-    columns = [
-        "arm",
-        "s/step (min–max)",
-        "read B/param",
-        "write B/param",
-        "peak RSS GB",
-        "in steps GB",
-        "last loss",
-    ]
+    columns = ["arm", "s/step (min–max)", "read B/param", "write B/param", "peak RSS GB", "in steps GB", "on NVMe", "last loss"]
     rows = [
         [
             arm,
@@ -157,19 +186,27 @@ def show(workload: r1.Workload, summary: dict[str, Any]) -> None:
             f"{values['write_bytes_per_param']:.2f}",
             f"{values['peak_rss_bytes'] / 1e9:.2f}",
             f"{values['peak_rss_steps_bytes'] / 1e9:.2f}",
+            "" if values["nvme_share"] is None else f"{values['nvme_share']:.0%}",
             f"{values['last_loss']:.4f}",
         ]
         for arm, values in summary["arms"].items()
     ]
     title = (
-        f"R1: {workload.parameters / 1e6:.0f}M parameters, hidden {workload.hidden}, {workload.layers} layers, "
+        f"{workload.parameters / 1e6:.0f}M parameters, hidden {workload.hidden}, {workload.layers} layers, "
         f"{workload.micro_batches} micro-batch(es) of 1 x {workload.tokens}, {workload.steps} steps"
     )
     harness.print_table(title, columns, rows)
-    if "speedup" in summary:
-        ratio = harness.Summary(**summary["speedup"])
-        print(f"DeepSpeed / infinity, time per step, {ratio.count} pair(s): {ratio.text()}")
-        print(f"largest difference between the two losses of a step: {summary['loss_difference']:.4f}")
+    for bound in summary["limit"]:
+        print(f"forward {bound['forward_s']:.2f} s, backward {bound['backward_s']:.2f} s; drive {bound['read_bytes_per_s'] / 1e9:.2f}"
+              f" GB/s read, {bound['write_bytes_per_s'] / 1e9:.2f} written")  # fmt: skip
+    for arm, values in summary["arms"].items():
+        for name, share in values["eta"].items():
+            print(f"{arm}: limit of {name} / measured = {harness.Summary(**share).text()}")
+    first = next(iter(summary["arms"]))
+    for arm, values in summary["ratios"].items():
+        difference = values.pop("loss_difference")
+        ratio = harness.Summary(**values)
+        print(f"{arm} / {first}, time per step, {ratio.count} pair(s): {ratio.text()}; losses differ by {difference:.4f} at most")
 
 
 def parse() -> argparse.Namespace:
@@ -178,7 +215,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--dir", type=Path, required=True, help="swap directory, on the drive to measure")
     parser.add_argument("--rounds", type=int, default=3, help="alternating rounds (%(default)s)")
-    parser.add_argument("--only", choices=ARMS, help="run one arm only")
+    parser.add_argument("--arms", nargs="+", default=ARMS, metavar="ARM", help="what is compared (infinity deepspeed)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--results", type=Path, default=harness.RESULTS / "compare_deepspeed.jsonl",
                         help="JSON lines file to append to (bench/results/compare_deepspeed.jsonl)")  # fmt: skip
@@ -189,15 +226,20 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error("--rounds: give at least 1")
+    for arm in args.arms:
+        try:
+            parse_arm(arm)
+        except ValueError as error:
+            parser.error(str(error))
     return args
 
 
 def main() -> int:
     args = parse()
     workload = r1.from_arguments(args)
-    arms = (args.only,) if args.only else ARMS
+    arms = tuple(dict.fromkeys(args.arms))
     harness.check_directory(args.dir, SWAP_BYTES_PER_PARAM * workload.parameters + SPARE_BYTES)
-    if "deepspeed" in arms:
+    if any(arm.startswith("deepspeed") for arm in arms):
         if workload.hidden**2 < SWAPPABLE_NUMEL:
             raise ValueError(
                 f"--hidden {workload.hidden}: DeepSpeed fails on matrices below 1 MiB; give 768 or more"
@@ -215,9 +257,9 @@ def main() -> int:
             # Written at once: an interrupted run keeps the rounds it completed.
             harness.append_line(args.results, {**about, "round": number, **record})
             harness.note(
-                f"round {number + 1}/{args.rounds} {arm}: {record['s_per_step']:.2f} s/step ({took:.0f} s)"
+                f"round {number + 1}/{args.rounds} {arm}: {record.get('s_per_step', 0):.2f} s/step ({took:.0f} s)"
             )
-    summary = summarise(records)
+    summary = summarise(records, arms)
     if args.json:
         print(json.dumps({**about, **summary}))
     else:

@@ -97,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--micro-batches", type=int, default=default.micro_batches, help="per step (R1: %(default)s)"
     )
+    parser.add_argument("--tokens", type=int, default=default.tokens, help="per micro-batch (R1: %(default)s)")
     parser.add_argument("--steps", type=int, default=default.steps, help="measured steps (%(default)s)")
     parser.add_argument("--warmup", type=int, default=default.warmup, help="steps before them (%(default)s)")
 
@@ -107,6 +108,7 @@ def from_arguments(args: argparse.Namespace) -> Workload:
         hidden=args.hidden,
         layers=args.layers,
         micro_batches=args.micro_batches,
+        tokens=args.tokens,
         steps=args.steps,
         warmup=args.warmup,
     )

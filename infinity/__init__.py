@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from infinity.config import Policy
     from infinity.engine import Handle, export_safetensors, handle, offload
     from infinity.optim.adamw import AdamW
+    from infinity.optim.elementwise import Elementwise
+    from infinity.optim.lion import Lion
+    from infinity.optim.sgd import SGD
 
 __version__ = "0.1.0"
 
@@ -21,10 +24,24 @@ _HOMES = {
     "handle": "infinity.engine",
     "Handle": "infinity.engine",
     "AdamW": "infinity.optim.adamw",
+    "SGD": "infinity.optim.sgd",
+    "Lion": "infinity.optim.lion",
+    "Elementwise": "infinity.optim.elementwise",
     "export_safetensors": "infinity.engine",
 }
 
-__all__ = ["AdamW", "Handle", "Policy", "__version__", "export_safetensors", "handle", "offload"]
+__all__ = [
+    "SGD",
+    "AdamW",
+    "Elementwise",
+    "Handle",
+    "Lion",
+    "Policy",
+    "__version__",
+    "export_safetensors",
+    "handle",
+    "offload",
+]
 
 
 def __getattr__(name: str) -> Any:

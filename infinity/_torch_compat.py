@@ -6,12 +6,14 @@ When a new torch release moves one of them, this file and `tests/unit/test_torch
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 
 _C: Any = torch._C
 _TENSOR: Any = torch.Tensor
@@ -149,3 +151,126 @@ def is_running(wanted: FrameType, thread: int) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def version_witness(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor that shares the version counter of `tensor`, and not its memory."""
+    witness = tensor.detach()
+    _TENSOR.data.__set__(witness, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+    return witness
+
+
+class CheckpointCall:
+    """A call of `torch.utils.checkpoint`, with gradients and outside of backward, whose inputs its graph keeps.
+
+    Holds no tensors. owner, label: for watchers to write on.
+    """
+
+    __slots__ = ("_inputs", "_saved", "label", "owner")
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self.owner: object = None
+        self.label = ""
+        self._inputs = [weakref.ref(arg) for arg in args if isinstance(arg, torch.Tensor)]
+        self._saved: Callable[[], list[Any]] = list
+
+    def keeps(self, saved: Callable[[], list[Any]]) -> None:
+        """saved: gives what the graph keeps of the inputs as SavedTensors, in order; empty when it is gone."""
+        self._saved = saved
+
+    def inputs(self) -> list[torch.Tensor]:
+        """The inputs that live."""
+        return [tensor for ref in self._inputs if (tensor := ref()) is not None]
+
+    def pairs(self) -> list[tuple[torch.Tensor, Any]]:
+        """The inputs that live, each with the SavedTensor by which the graph keeps it (it has `register_hooks`)."""
+        saved = self._saved()
+        if not saved:
+            return []
+        inputs = [ref() for ref in self._inputs]
+        return [(tensor, of) for tensor, of in zip(inputs, saved, strict=True) if tensor is not None]
+
+
+class CheckpointWatcher(Protocol):
+    """Who is told of checkpointed calls."""
+
+    def checkpoint_begins(self, call: CheckpointCall) -> None:
+        """A call begins. Reentrant ones keep their inputs when they end, the others before their function runs."""
+
+    def checkpoint_saved(self, call: CheckpointCall) -> None:
+        """The graph keeps the inputs now: `call.pairs()`."""
+
+
+_watchers: list[CheckpointWatcher] = []
+
+
+def watch_checkpoints(watcher: CheckpointWatcher) -> Callable[[], None]:
+    """Tell `watcher` of every call of `torch.utils.checkpoint.checkpoint`, of both kinds; returns what ends that.
+
+    Calls inside of other checkpoints, and under hooks of the user's own on saved tensors, are left out. torch is as it was
+    when nobody watches. Raises: ValueError when this torch keeps the inputs of checkpoints in another way.
+    """
+    checkpoint: Any = torch_checkpoint
+    frame_class: Any = getattr(checkpoint, "_CheckpointFrame", None)
+    function_class = checkpoint.CheckpointFunction
+    if not hasattr(frame_class, "save_inputs"):
+        raise ValueError(f"activations= needs torch 2.13; torch {torch.__version__} keeps the inputs of checkpoints differently")
+    if not _watchers:
+        _tell_of(frame_class, function_class)
+    _watchers.append(watcher)
+
+    def end() -> None:
+        if watcher not in _watchers:
+            return
+        _watchers.remove(watcher)
+        if not _watchers:
+            frame_class.save_inputs = frame_class.save_inputs.__wrapped__
+            del function_class.apply
+
+    return end
+
+
+def _tell_of(frame_class: Any, function_class: Any) -> None:
+    plain_save, plain_apply = frame_class.save_inputs, function_class.apply
+
+    def save_inputs(frame: Any, *args: Any) -> None:
+        plain_save(frame, *args)
+        if not _keeps_plainly():
+            return
+        alive = weakref.ref(frame)
+
+        def saved() -> list[Any]:
+            found = alive()
+            return [arg for arg in found.saved_args if isinstance(arg, _C._autograd.SavedTensor)] if found is not None else []
+
+        call = CheckpointCall(args)
+        call.keeps(saved)
+        for watcher in tuple(_watchers):
+            watcher.checkpoint_begins(call)
+            watcher.checkpoint_saved(call)
+
+    def apply(run_function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        if not _keeps_plainly():
+            return plain_apply(run_function, preserve_rng_state, *args)
+        call = CheckpointCall(args)
+        for watcher in tuple(_watchers):
+            watcher.checkpoint_begins(call)
+        outputs = plain_apply(run_function, preserve_rng_state, *args)
+        several = outputs if isinstance(outputs, tuple) else (outputs,)
+        node = next((out.grad_fn for out in several if isinstance(out, torch.Tensor) and out.grad_fn is not None), None)
+        if node is not None:
+            call.keeps(lambda: list(node._raw_saved_tensors))  # type: ignore[attr-defined]
+            for watcher in tuple(_watchers):
+                watcher.checkpoint_saved(call)
+            call.keeps(list)  # whoever holds the call does not hold the graph
+        return outputs
+
+    save_inputs.__wrapped__ = plain_save  # type: ignore[attr-defined]
+    frame_class.save_inputs = save_inputs
+    function_class.apply = staticmethod(apply)
+
+
+def _keeps_plainly() -> bool:
+    """Whether what is saved now stays until backward, and no hooks of others take it."""
+    hooks = _C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.is_grad_enabled() and graph_task_id() == NO_TASK and hooks is None

@@ -18,10 +18,7 @@ NONFINITE = ("raise", "skip", "ignore")
 
 # Values that design names and a later release builds: (field, value) -> what the user gets to read.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "state": ("bf16", "compact"),
     "zero": (1, 2),
-    "update": ("backward", "delayed"),
-    "activations": ("cpu", "nvme"),
     "generations": (2,),
     "durable": (True, "new"),
     "update_on": ("device",),
@@ -33,14 +30,23 @@ class Policy:
     """How a model is offloaded. Every field has a default that works.
 
     params, optim, grads, activations: the lowest tier where these may rest: "device", "cpu" or "nvme"; budget that
-        is left keeps them higher. `grads` rest in "cpu".
+        is left keeps them higher. grads="nvme" spills those that an explicit `ram` does not hold. `activations` are the inputs
+        of checkpointed calls (torch.utils.checkpoint, or what `gradient_checkpointing_enable()` makes of it), from 64 KiB on:
+        they go during forward and come back ahead of backward. "cpu" is for models that compute on another device.
     nvme: one directory, or several, on NVMe drives; needed when a tier is "nvme". Default: $INFINITY_NVME_DIR.
     ram: everything that this process holds for offloading, in bytes or as text ("64GiB"): pinned buffers, gradients,
         resident extents. "min" is the least that works; None is `RAM_SHARE` of what the machine or its cgroup leaves,
         divided by the ranks of the node.
-    state: the encoding of states at rest. "exact": fp32 masters and moments.
+    resident: how much of a state whose tier is "nvme" rests in RAM all the same: {"params": 0.5, "optim": "8GiB"}, a share
+        (float, 0 to 1) or a size. None: what the budget leaves, as the planner places it.
+    state: the encoding of states at rest. "exact": fp32 masters and moments (12 bytes per bf16 parameter). "bf16": moments in
+        bf16 (8). "compact": 24-bit masters, moments in 8 bits (5.1). The last two round at random, keyed on `seed`.
     zero: 3 (parameters, gradients and optimizer states are split over the ranks).
-    update: "deferred": `opt.step()` returns at once and the update overlaps with the next forward.
+    update: "deferred": `opt.step()` returns at once and the update overlaps with the next forward. "backward": each unit is
+        updated as soon as backward has its gradient; no clipping by norm, no GradScaler. "delayed": the update overlaps with
+        the whole next step, which computes with the parameters before it (ZeRO-Offload's delayed parameter update).
+    delayed_warmup: steps that update="delayed" takes as "deferred" first.
+    seed: of random rounding.
     compute_dtype: None: as the module is.
     grad_dtype: the dtype in which gradients are accumulated and wait; None: the parameter's.
     reduce_dtype: the dtype in which gradients are summed over ranks; None: the gradient's.
@@ -64,9 +70,12 @@ class Policy:
     activations: str = "device"
     nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
     ram: int | str | None = None
+    resident: Mapping[str, float | int | str] | None = None
     state: str = "exact"
     zero: int = 3
     update: str = "deferred"
+    delayed_warmup: int = 40
+    seed: int = 0
     compute_dtype: Any = None
     grad_dtype: Any = None
     reduce_dtype: Any = None
@@ -83,11 +92,11 @@ class Policy:
     def __post_init__(self) -> None:
         self._check_choice("params", TIERS)
         self._check_choice("optim", TIERS)
-        self._check_choice("grads", ("cpu",), later=("device", "nvme"))
-        self._check_choice("activations", ("device",))
-        self._check_choice("state", ("exact",))
+        self._check_choice("grads", ("cpu", "nvme"), later=("device",))
+        self._check_choice("activations", TIERS)
+        self._check_choice("state", ("exact", "bf16", "compact"))
         self._check_choice("zero", (3,))
-        self._check_choice("update", ("deferred",))
+        self._check_choice("update", ("deferred", "backward", "delayed"))
         self._check_choice("on_nonfinite", NONFINITE)
         self._check_choice("verify", ("full", "sample", "off"))
         self._check_choice("io_backend", ("auto", "io_uring", "threads"))
@@ -100,8 +109,15 @@ class Policy:
             )
         for field in ("grad_dtype", "reduce_dtype"):
             value = getattr(self, field)
-            if value not in (None, torch.bfloat16, torch.float32):
-                raise ValueError(f"{field}={value!r} is not supported; use torch.bfloat16, torch.float32 or None")
+            if value not in (None, torch.bfloat16, torch.float16, torch.float32):
+                raise ValueError(
+                    f"{field}={value!r} is not supported; use torch.bfloat16, torch.float16, torch.float32 or None"
+                )
+        for field in ("delayed_warmup", "seed"):
+            value = getattr(self, field)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{field}={value!r}: give a whole number, 0 or more")
+        object.__setattr__(self, "resident", self._resident())
         if isinstance(self.units, str):
             object.__setattr__(self, "units", (self.units,))
         object.__setattr__(self, "nvme", self._paths())
@@ -109,10 +125,15 @@ class Policy:
         object.__setattr__(self, "unit_bytes_max", self._size("unit_bytes_max", self.unit_bytes_max))
         if self.ram is not None and self.ram != "min":
             object.__setattr__(self, "ram", self._size("ram", self.ram))
-        if "nvme" in (self.params, self.optim) and not self.nvme:
+        if "nvme" in self._tiers and not self.nvme:
             raise ValueError(
-                f"params={self.params!r}, optim={self.optim!r} need a place on NVMe: set nvme=[directories] or $INFINITY_NVME_DIR"
+                f"params={self.params!r}, optim={self.optim!r}, grads={self.grads!r}, activations={self.activations!r} need a "
+                "place on NVMe: set nvme=[directories] or $INFINITY_NVME_DIR"
             )
+
+    @property
+    def _tiers(self) -> tuple[str, ...]:
+        return (self.params, self.optim, self.grads, self.activations)
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -124,6 +145,24 @@ class Policy:
     def io_settings(self) -> IoSettings:
         """`io` as it is used: the defaults where nothing is given, no block that was measured with another backend."""
         return self.io.for_backend(self.io_backend) if isinstance(self.io, IoSettings) else IoSettings()
+
+    def _resident(self) -> Mapping[str, float | int] | None:
+        """`resident` with sizes as bytes (int) and shares as they are (float)."""
+        if self.resident is None:
+            return None
+        given = dict(self.resident)
+        wrong = next((key for key in given if key not in ("params", "optim")), None)
+        if wrong is not None:
+            raise ValueError(f"resident={given!r}: {wrong!r} is not known; use 'params' and 'optim'")
+        parsed: dict[str, float | int] = {}
+        for key, value in given.items():
+            if isinstance(value, float):
+                if not 0.0 <= value <= 1.0:
+                    raise ValueError(f"resident[{key!r}]={value!r}: a share is between 0.0 and 1.0; write sizes as '8GiB'")
+                parsed[key] = value
+            else:
+                parsed[key] = self._size(f"resident[{key!r}]", value)
+        return parsed
 
     def _io(self) -> IoSettings | None:
         given = self.io
@@ -143,7 +182,7 @@ class Policy:
         given = self.nvme
         if isinstance(given, (str, os.PathLike)):
             given = (given,)
-        if not given and "nvme" in (self.params, self.optim) and os.environ.get("INFINITY_NVME_DIR"):
+        if not given and "nvme" in self._tiers and os.environ.get("INFINITY_NVME_DIR"):
             given = tuple(os.environ["INFINITY_NVME_DIR"].split(os.pathsep))
         paths = tuple(Path(path) for path in given)
         if len({path.absolute() for path in paths}) != len(paths):

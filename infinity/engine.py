@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import logging
 import os
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,32 +20,35 @@ from typing import Any
 import torch
 
 from infinity.aio import Seam
-from infinity.aio.plan import Format
 from infinity.checkpoint import write_safetensors
 from infinity.comm.collectives import Comm
 from infinity.config import Policy
-from infinity.errors import BudgetError, EngineClosed
+from infinity.errors import EngineClosed
+from infinity.holding import Holding
 from infinity.memory.heap import keep_large_blocks_apart
-from infinity.memory.ledger import LEDGER, budget_bytes, describe_budget, memory_left_bytes
-from infinity.memory.placement import FlatNeed, Plan, plan_placement
+from infinity.memory.ledger import memory_left_bytes
+from infinity.optim.modes import open_mode
+from infinity.optim.state import OptimizerState, States
 from infinity.optim.step import Pipeline
 from infinity.params.discover import build, find_units
+from infinity.params.drain import Drain
 from infinity.params.gradients import GradientMemory
 from infinity.params.residency import UnitResidency
-from infinity.params.stand_in import NORM_PIECE_NUMEL, GradBook
+from infinity.params.stand_in import GradBook
 from infinity.params.unit import Flat, Param, Unit
+from infinity.placing import Placing, chunk_numel_of
 from infinity.runtime.filling import Source, fill_unit, open_source
+from infinity.runtime.gather import chosen_params
 from infinity.runtime.lifecycle import Lifecycle, attach
 from infinity.sizes import format_size
 from infinity.stats import Stats
-from infinity.storage import Storage
+from infinity.storage import Storage, check_activations
 from infinity.telemetry import Timeline
 
 log = logging.getLogger("infinity")
 
 _HANDLE = "_infinity_handle"  # where a model keeps its handle: a table here would keep closed models alive
 _OPEN: set[Handle] = set()
-_STATE_FORMATS = {torch.bfloat16: Format.SPLIT, torch.float32: Format.FP32}
 
 
 def offload(
@@ -74,6 +76,7 @@ def offload(
     if before is not None:
         raise ValueError("this model is offloaded already; inf.handle(model).close() ends that")
     device = _compute_device(model)
+    check_activations(policy or Policy(), device)
     handle_ = Handle(model, policy or Policy(), device, load, _seam)
     model.__dict__[_HANDLE] = handle_
     _OPEN.add(handle_)
@@ -119,10 +122,6 @@ class Handle:
         self.timeline = Timeline(spans_max=200_000)
         self._closed = False
         self._undo = contextlib.ExitStack()
-        self._holders: dict[Param, weakref.ref[Any]] = {}
-        # Once: what is left shrinks as this model takes its share, and must not be halved again for the optimizer.
-        self._default_budget = budget_bytes(None, id(self)) if policy.ram is None else None
-        self._pools: tuple[int, int] | None = None  # slot sizes (small, large), once they are allocated
         with contextlib.ExitStack() as undo:
             self._build(model, device, load, seam, undo)
             self._undo = undo.pop_all()
@@ -143,15 +142,17 @@ class Handle:
         specs = find_units(
             model, units=policy.units, unit_bytes_max=int(policy.unit_bytes_max), nested=self._comm.world == 1
         )
-        self.units: list[Unit] = build(model, specs, device, self._comm.world)
+        self.units: list[Unit] = build(
+            model, specs, device, self._comm.world, lambda dtype: chunk_numel_of(policy.state, dtype)
+        )
         for unit in self.units:
             unit.engine = self
         self._flats: list[Flat] = [flat for unit in self.units for flat in unit.flats]
         self._params: list[Param] = [param for unit in self.units for param in unit.params]
         source, self._gradients = open_source(model, load), GradientMemory(self.rank, policy.grad_dtype)
-        undo.callback(LEDGER.release, id(self))
-        plan = self._first_plan()
-        self._pools = (plan.small_bytes, plan.large_bytes)
+        self._placing = Placing(policy, self._flats, self._gradients, ledger_owner=id(self))
+        undo.callback(self._placing.close)
+        plan = self._placing.first()
         self._storage = Storage(policy, plan, seam, undo)
         self._executor, self._rest = self._storage.executor, self._storage.rest
         self._rest.create(self._flats, plan.nvme_masks)
@@ -159,137 +160,70 @@ class Handle:
             fill_unit(unit, source, self._store_flat)
         source.fill_buffers(device)
         self._book = GradBook(self._comm.sum_floats if self._comm.world > 1 else None)
+        self._drain = Drain(self.units, gradients=self._gradients, book=self._book, comm=self._comm)
         self.residency = UnitResidency(
             self.units,
             rest=self._rest,
             executor=self._executor,
-            gradients=self._gradients,
-            book=self._book,
+            gradients=self._drain,
             comm=self._comm,
             keep=policy.params == "device",
             timeline=self.timeline,
         )
         self.residency.on_demand = self._on_demand
-        self.pipeline = Pipeline(
-            self.units,
-            rest=self._rest,
-            executor=self._executor,
-            gradients=self._gradients,
-            residency=self.residency,
-            comm=self._comm,
-        )
-        self.pipeline.on_step = self._storage.observe
-        self.pipeline.plan(self._flats)
+        self._build_step(undo)
         self._lifecycle: Lifecycle = attach(
             model,
             self.units,
             self.residency,
             where=lambda _param: policy.params,
             check_state_dict=self._check_state_dict,
+            activations=self._storage.open_activations(model, self.units, self.timeline, undo),
         )
 
-    # -- placement -----------------------------------------------------------------------------------------------------
-
-    def _needs(self, held: Iterable[Flat]) -> list[FlatNeed]:
-        chosen = set(held)
-        return [
-            FlatNeed(
-                flat.layout,
-                _STATE_FORMATS[flat.dtype] if flat in chosen else Format.RAW,
-                self.policy.params,
-                self.policy.optim,
-                self._gradients.shard_bytes(flat) if flat in chosen else 0,
-            )
-            for flat in self._flats
-        ]
-
-    def _plan(self, held: list[Flat]) -> Plan:
-        largest = max((param.numel for flat in held for param in flat.params), default=0)
-        plan = plan_placement(
-            self._needs(held),
-            self._default_budget if self.policy.ram is None else budget_bytes(self.policy.ram, id(self)),
-            drive_count=len(self.policy.directories),
-            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL),
-            pools=self._pools,
-            advice=f"Policy(ram=...) is {describe_budget(self.policy.ram)}: raise it, or let states rest on a lower tier",
+    def _build_step(self, undo: contextlib.ExitStack) -> None:
+        """What updates: the pipeline, what optimizers hold, and when updates are submitted."""
+        policy = self.policy
+        self.pipeline = Pipeline(
+            self.units,
+            rest=self._rest,
+            executor=self._executor,
+            residency=self.residency,
+            comm=self._comm,
         )
-        LEDGER.reserve(id(self), plan.ram_bytes)
-        self._placement = plan
-        return plan
-
-    def _first_plan(self) -> Plan:
-        """The placement before an optimizer exists: parameters only, but pools for the step that may come."""
-        trainable = [flat for flat in self._flats if flat.trainable and flat.dtype in _STATE_FORMATS]
-        if not trainable:
-            return self._plan([])
-        try:
-            return self._plan(trainable)
-        except BudgetError as error:
-            log.warning("this budget does not allow training: %s", error)
-            return self._plan([])
-
-    def hold(self, optimizer: object, params: list[Param]) -> None:
-        """Give parameters optimizer states (called by optimizers). Blocks while states are written.
-
-        Raises: ValueError when another optimizer holds one or its dtype has no state format, BudgetError, SwapFullError.
-        """
-        self.check_open()
-        self._check_holdable(optimizer, params)
-        self.pipeline.wait()
-        self._executor.drain()
-        held_params = {*self._holders, *params}
-        held = [flat for flat in self._flats if any(param in held_params for param in flat.params)]
-        before = self._placement
-        try:
-            plan = self._plan(held)
-            if (plan.small_bytes, plan.large_bytes) != self._pools:
-                # Pools are allocated once, for all parameters that required a gradient when the model was offloaded.
-                raise ValueError(
-                    "the optimizer holds parameters that required no gradient when the model was offloaded, or whose "
-                    "states did not fit the budget then; call requires_grad_() before inf.offload, or raise Policy(ram=...)"
-                )
-            needs = self._needs(held)
-            self._rest.convert(self._flats, [need.format for need in needs], plan.nvme_masks)
-            for param in params:
-                if param in self._holders and self._holders[param]() is not optimizer:
-                    # Its optimizer is gone; a new one starts with masters and moments of its own.
-                    start, _, numel = param.flat.layout.shard_range(param.slot_index, self.rank)
-                    self._rest.forget(param.flat, start, numel)
-            self._gradients.allocate(held)
-        except BaseException:
-            self._placement = before
-            LEDGER.reserve(id(self), before.ram_bytes)
-            self.pipeline.plan(self._flats)
-            raise
-        self._holders.update((param, weakref.ref(optimizer)) for param in params)
-        for flat in held:
-            for param in flat.params:
-                if param.grad is not None:
-                    memory = self._gradients.of(param)
-                    memory.copy_(param.grad.tensor)
-                    param.grad.tensor = memory
-                elif param in self._holders:
-                    self.residency.slot(param)
-        self._book.reserve()
+        self._holding = Holding(
+            policy,
+            self._flats,
+            placing=self._placing,
+            rest=self._rest,
+            executor=self._executor,
+            gradients=self._gradients,
+            book=self._book,
+            residency=self.residency,
+            pipeline=self.pipeline,
+            rank=self.rank,
+            check_open=self.check_open,
+        )
+        self._mode = open_mode(
+            policy,
+            self.units,
+            pipeline=self.pipeline,
+            residency=self.residency,
+            drain=self._drain,
+            rest=self._rest,
+            rank=self.rank,
+            holder_of=self._holding.holder_of,
+            make_gradients=self._holding.make_gradients,
+        )
+        self._holding.mode = self._mode
+        undo.callback(self._mode.close)
+        self.pipeline.on_step = self._storage.step_begins
         self.pipeline.plan(self._flats)
+        self.states = States(self._rest, self.residency, self._comm, wait=self.flush)
 
-    def _check_holdable(self, optimizer: object, params: list[Param]) -> None:
-        for param in params:
-            holder = self._holders.get(param)
-            if holder is not None and holder() is not None and holder() is not optimizer:
-                raise ValueError(
-                    f"{param.name} is held by another optimizer; give each parameter to one optimizer only"
-                )
-            if param.dtype not in _STATE_FORMATS:
-                raise ValueError(
-                    f"{param.name} is {param.dtype}; optimizer states are built for bfloat16 and float32 parameters: "
-                    "cast the model before inf.offload, or freeze the parameter"
-                )
-            grad_dtype = self._gradients.dtype(param.flat)
-            if grad_dtype not in (torch.bfloat16, torch.float32):
-                raise ValueError(
-                    f"grad_dtype={grad_dtype} is not supported; use torch.bfloat16, torch.float32 or None"
-                )
+    def hold(self, optimizer: Any, params: list[Param]) -> None:
+        """Give parameters the states that `optimizer.moments_of` names (called by optimizers); see `infinity.holding`."""
+        self._holding.hold(optimizer, params)
 
     def _store_flat(self, flat: Flat, values: torch.Tensor) -> None:
         """Write a whole flat [layout.numel] to rest; this rank's shard of it. Blocks."""
@@ -311,10 +245,53 @@ class Handle:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Marks micro-batches that are not the last of a step. Stage 3 reduces each of them into the shards, which
-        keeps memory flat and sums the same gradients, so there is nothing to postpone."""
+        """Marks micro-batches that are not the last of a step: with update="backward" they accumulate, and the first
+        backward outside of it updates. The other modes need no mark: gradients are reduced into the shards at once, which
+        keeps memory flat, and `opt.step()` says when.
+
+        Raises: BudgetError when update="backward" has no room for gradients, at the first time.
+        """
         self.check_open()
-        yield
+        with self._mode.no_sync():
+            yield
+
+    def optimizer_state(self, param: torch.nn.Parameter) -> OptimizerState:
+        """What the parameter's optimizer keeps for it, by name, to be read and written on any tier: "master", moments, "step".
+
+        Raises: ValueError for a parameter of another model, or that no optimizer holds.
+        """
+        self.check_open()
+        found = self._one(param)
+        holder = self._holding.holder_of(found)
+        if holder is None:
+            raise ValueError(f"no optimizer holds {found.name}; build inf.AdamW(model.parameters()) first, and keep it")
+        return OptimizerState(found, holder, self.states)
+
+    def full_grad(self, param: torch.nn.Parameter) -> torch.Tensor | None:
+        """The accumulated gradient of a parameter, with what the loop did to it: a fresh fp32 CPU tensor [param.shape].
+
+        None where `param.grad` is None. Waits for pending updates. Collective on several ranks: it is the mean over all, and
+        every rank gets the whole. Raises: ValueError for a parameter of another model.
+        """
+        self.check_open()
+        return self.states.full_grad(self._one(param))
+
+    def set_full_grad(self, param: torch.nn.Parameter, grad: torch.Tensor | None) -> None:
+        """Make `grad` [param.shape] the gradient of a parameter, rounded to the dtype in which gradients wait; None clears it.
+
+        Waits for pending updates. On several ranks all pass the same tensor. Raises: ValueError for a wrong shape or dtype,
+        or a parameter of another model.
+        """
+        self.check_open()
+        self.states.set_full_grad(self._one(param), grad)
+
+    def _one(self, param: torch.nn.Parameter) -> Param:
+        found = chosen_params(self._lifecycle, param) if isinstance(param, torch.Tensor) else []
+        if len(found) != 1:
+            raise ValueError(
+                f"this wants one parameter of the offloaded model, as model.parameters() yields it, not a {type(param).__name__}"
+            )
+        return found[0]
 
     def read(self, param: Param) -> torch.Tensor:
         """The current value of one parameter as an ordinary CPU tensor; waits for pending updates of its unit."""
@@ -327,10 +304,14 @@ class Handle:
             endurance=self._storage.endurance,
             residency=self.residency,
             pipeline=self.pipeline,
-            placement=self._placement,
+            placement=self._placing.plan,
             param_numel=sum(param.numel for param in self._params),
             unit_count=len(self.units),
             backend_reason=self._executor.backend_reason,
+            update=self.policy.update,
+            bandwidths=self.policy.io_settings.bandwidths,
+            activations=self._storage.activation_figures(),
+            fresh_grad_bytes_peak=max(self._drain.fresh_bytes_peak, self._mode.fresh_bytes_peak),
         )
 
     def trace(self, path: str | os.PathLike[str]) -> int:
@@ -374,7 +355,7 @@ class Handle:
         for param in self._params:
             if param.grad is not None:
                 param.grad.empty()
-                param.grad.tensor = torch.empty(0, dtype=param.grad.tensor.dtype)
+                param.grad.move_to(torch.empty(0, dtype=param.grad.dtype), None)
                 param.at_rest.grad = None
             for leaf in (param.gathered, param.at_rest):
                 # These hooks hold the engine from C++, where the garbage collector does not look.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from infinity.aio import DriveStats, ExecutorStats
@@ -11,7 +12,10 @@ from infinity.aio.endurance import Endurance, recent_bytes_per_s
 from infinity.memory.placement import Plan
 from infinity.optim.step import Pipeline
 from infinity.params.residency import UnitResidency
+from infinity.runtime.activations import ActivationFigures
 from infinity.sizes import format_size
+from infinity.step_terms import StepTerms
+from infinity.telemetry import PhaseFigures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +126,16 @@ class Stats:
     params: elements of the model; step_count: optimizer steps submitted; bytes_read, bytes_written: on all drives;
     io_wait_s: time that forward and backward waited for a unit; update_wait_s: time that `opt.step()`, `flush()` and
     others waited for updates; ram_bytes: what the engine holds in RAM by plan (pools, gradients, resident states,
-    checksums, scratch), ram_min_bytes the least that works; nvme_bytes: states that rest on NVMe; gathered_bytes_peak:
-    the most that was gathered at once (device memory, not in ram_bytes); demands: times a unit was wanted, of which
-    demand_reads were not read ahead; deviations: demands that the traced order did not foresee; registered: whether
+    checksums, scratch), ram_min_bytes the least that works; nvme_bytes: states that rest on NVMe; spilled_bytes: gradients
+    that do, by way of staging_bytes of windows in RAM; gathered_bytes_peak: the most that was gathered at once,
+    fresh_grad_bytes_peak: of gradients between autograd and where they wait (both device memory, not in ram_bytes); demands:
+    times a unit was wanted, of which demand_reads were not read ahead; deviations: demands that the traced order did not
+    foresee; params_read_bytes: of bytes_read, parameters for a forward or a backward alone; registered: whether
     io_uring has the pools' pages registered, else registered_reason says why not; kept_chunks: chunks whose write failed,
     which are in memory only; jobs_cancelled: reads that were given up; written_per_step_bytes, written_tb_per_day: by
-    training on all drives, None before the first step; drives: the same and more for each drive.
+    training on all drives, None before the first step; phases: where the time went, and what moved meanwhile, by the names of
+    `telemetry.PHASES`; activations: see `ActivationFigures`; terms: a step against its limits, None before there were two;
+    drives: bytes and more for each drive.
     """
 
     params: int
@@ -135,6 +143,7 @@ class Stats:
     step_count: int
     bytes_read: int
     bytes_written: int
+    params_read_bytes: int
     io_wait_s: float
     update_wait_s: float
     compute_s: float
@@ -142,9 +151,12 @@ class Stats:
     ram_min_bytes: int
     pool_bytes: int
     grad_bytes: int
+    spilled_bytes: int
+    staging_bytes: int
     resident_bytes: int
     nvme_bytes: int
     gathered_bytes_peak: int
+    fresh_grad_bytes_peak: int
     demands: int
     demand_reads: int
     deviations: int
@@ -163,13 +175,32 @@ class Stats:
     jobs_cancelled: int
     written_per_step_bytes: float | None
     written_tb_per_day: float | None
+    phases: Mapping[str, PhaseFigures]
+    terms: StepTerms | None
+    activations: ActivationFigures
     drives: tuple[DriveFigures, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """As a plain dictionary, for logs and JSON."""
         record = dataclasses.asdict(self)
         record["drives"] = list(record["drives"])
+        record["terms"] = self.terms.as_dict() if self.terms is not None else None
         return record
+
+    def __str__(self) -> str:
+        """For people: what is held, phase by phase where a step's time goes, η against both limits, the drives."""
+        parts = {"pools": self.pool_bytes, "gradients": self.grad_bytes + self.staging_bytes, "resident": self.resident_bytes}
+        held = f"{format_size(self.ram_bytes)} ({', '.join(f'{name} {format_size(size)}' for name, size in parts.items())})"
+        lines = [
+            f"{self.params / 1e6:.1f} M parameters in {self.units} units; {self.step_count} steps",
+            f"RAM {held}; NVMe {format_size(self.nvme_bytes)}; gathered at most {format_size(self.gathered_bytes_peak)}",
+            f"waited {self.io_wait_s:.2f} s for units, {self.update_wait_s:.2f} s for updates",
+        ]
+        if self.terms is not None:
+            lines.append(str(self.terms))
+        if self.activations.calls:
+            lines.append(str(self.activations))
+        return "\n".join([*lines, *map(str, self.drives)])
 
     @classmethod
     def collect(
@@ -183,8 +214,15 @@ class Stats:
         unit_count: int,
         backend_reason: str,
         endurance: Endurance | None = None,
+        update: str = "deferred",
+        bandwidths: Mapping[str, tuple[float, float]] | None = None,
+        activations: ActivationFigures | None = None,
+        fresh_grad_bytes_peak: int = 0,
     ) -> Stats:
-        """Put together what the parts counted. `endurance` has observed `executor`; without it nothing is forecast."""
+        """Put together what the parts counted. `endurance` has observed `executor`; without it nothing is forecast.
+
+        bandwidths: of the drives, by directory, where they are known better than from this run.
+        """
         drives = drive_figures(executor, endurance or Endurance())
         return cls(
             params=param_numel,
@@ -192,6 +230,7 @@ class Stats:
             step_count=pipeline.steps,
             bytes_read=executor.bytes_read,
             bytes_written=executor.bytes_written,
+            params_read_bytes=residency.clock.marks().params_read,
             io_wait_s=residency.wait_s,
             update_wait_s=pipeline.update_wait_s,
             compute_s=executor.compute_s,
@@ -199,9 +238,12 @@ class Stats:
             ram_min_bytes=placement.min_bytes,
             pool_bytes=placement.pool_bytes,
             grad_bytes=placement.grad_bytes,
+            spilled_bytes=placement.spilled_bytes,
+            staging_bytes=placement.staging_bytes,
             resident_bytes=placement.resident_bytes,
             nvme_bytes=placement.nvme_bytes,
             gathered_bytes_peak=residency.gathered_bytes_peak,
+            fresh_grad_bytes_peak=fresh_grad_bytes_peak,
             demands=residency.demands,
             demand_reads=residency.demand_reads,
             deviations=residency.schedule.deviations,
@@ -220,6 +262,9 @@ class Stats:
             jobs_cancelled=executor.jobs_cancelled,
             written_per_step_bytes=_sum([drive.written_per_step_bytes for drive in drives]),
             written_tb_per_day=_sum([drive.written_tb_per_day for drive in drives]),
+            phases=residency.clock.totals(),
+            terms=StepTerms.collect(residency.clock, executor, update=update, bandwidths=bandwidths or {}),
+            activations=activations or ActivationFigures(),
             drives=drives,
         )
 

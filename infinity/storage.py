@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
+
+import torch
 
 from infinity.aio import Executor, ExecutorStats, PoolSpec, Seam, open_executor
 from infinity.aio.endurance import Endurance
@@ -12,11 +15,24 @@ from infinity.config import Policy
 from infinity.memory.placement import Plan
 from infinity.memory.striping import choose_shares
 from infinity.memory.swap_space import SwapSpace
-from infinity.ops.adamw import update_numpy_sections
+from infinity.ops.update import update_numpy_sections
 from infinity.params.rest import Rest
+from infinity.params.unit import Unit
+from infinity.runtime.activations import ActivationFigures, Activations
+from infinity.runtime.shelf import DriveShelf
+from infinity.telemetry import Timeline
 
 OBSERVE_S = 15.0
 """How often the drives are looked at within a step: an executor remembers 64 seconds."""
+
+
+def check_activations(policy: Policy, device: torch.device) -> None:
+    """Raises ValueError when the policy takes activations from `device`, which computes, to where they are already."""
+    if policy.activations == device.type:
+        raise ValueError(
+            f"activations={policy.activations!r} takes them from the device that computes to the CPU, and this model computes "
+            "there: they are in CPU memory already. Use 'nvme', or 'device' (they stay)"
+        )
 
 
 class Storage:
@@ -30,6 +46,9 @@ class Storage:
             space.shares = choose_shares(
                 space.files, bandwidths=settings.bandwidths, backend=policy.io_backend, seam=seam
             )
+        self._space = space
+        self._policy = policy
+        self._activations: Activations | None = None
         self.executor: Executor = open_executor(
             space.files if space is not None else [],
             small=PoolSpec(plan.small_count, plan.small_bytes),
@@ -51,6 +70,31 @@ class Storage:
         self.endurance = Endurance()
         self._steps = 0
         self._observed_s = time.monotonic()
+
+    def open_activations(
+        self, model: torch.nn.Module, units: Sequence[Unit], timeline: Timeline, undo: contextlib.ExitStack
+    ) -> Activations | None:
+        """What takes the model's boundary activations away; None where they stay on the device.
+
+        Raises: ValueError when this torch keeps the inputs of checkpoints in a way that is not known.
+        """
+        if self._policy.activations != "nvme":
+            return None
+        assert self._space is not None, "Policy sees to it that there are directories"
+        shelf = DriveShelf(self.executor, self._space, sums_on=self._policy.verify != "off")
+        self._activations = Activations(shelf, model, units, timeline)
+        undo.callback(self._activations.close)
+        return self._activations
+
+    def activation_figures(self) -> ActivationFigures:
+        """What was done with boundary activations so far."""
+        return self._activations.figures() if self._activations is not None else ActivationFigures()
+
+    def step_begins(self, steps: int) -> None:
+        """A training step's forwards and backwards are done, and its update begins. `steps`: those before it."""
+        if self._activations is not None:
+            self._activations.step_ended()
+        self.observe(steps)
 
     def observe(self, steps: int) -> ExecutorStats:
         """The executor's counters, after the watch over the drives has seen them. `steps`: optimizer steps so far."""

@@ -14,9 +14,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 NATIVE_TRACKS: Final = ("reads", "writes", "updates", "copies")
 """Track names by the number in the `track` field of an executor's spans."""
 
-TRACKS: Final = ("compute", *NATIVE_TRACKS)
+TRACKS: Final = ("phases", "wait", *NATIVE_TRACKS)
 """The tracks every trace has, in the order in which they are shown."""
 
 
@@ -237,3 +237,148 @@ def _row(ends: list[int], span: Span) -> int:
     # More than 64 at once cannot be told apart on a screen; share the last row.
     ends[-1] = max(ends[-1], span.end_ns)
     return len(ends) - 1
+
+
+# -- phases of a step ------------------------------------------------------------------------------------------------------
+
+
+class Marks(NamedTuple):
+    """What an engine has counted by some moment: bytes and seconds since it was opened.
+
+    params_read: bytes of parameters whose reading for a gather has begun; drives_busy_s: mean over the drives.
+    """
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    params_read: int = 0
+    wait_s: float = 0.0
+    drives_busy_s: float = 0.0
+
+    @classmethod
+    def of(cls, drives: Sequence[Any], params_read: int, wait_s: float) -> Marks:
+        """From the counters of an executor's drives (`aio.DriveStats`)."""
+        busy_s = sum(drive.busy_s for drive in drives) / max(len(drives), 1)
+        moved = sum(drive.bytes_read for drive in drives), sum(drive.bytes_written for drive in drives)
+        return cls(*moved, params_read, wait_s, busy_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseFigures:
+    """All runs of one phase together: how many, and in seconds and bytes what passed meanwhile.
+
+    wait_s: the part of `seconds` in which the training thread waited for a unit or for updates. bytes_read, bytes_written:
+    what the drives confirmed, of whatever was in flight; params_read_bytes: reads of parameters that were begun (the rest of
+    what a run reads are states). drives_busy_s: with a request in flight, mean over the drives.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    wait_s: float = 0.0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    params_read_bytes: int = 0
+    drives_busy_s: float = 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """Time less waits. What computed beside updates and reads was slowed by them, and counts as it was."""
+        return self.seconds - self.wait_s
+
+    def __add__(self, other: PhaseFigures) -> PhaseFigures:
+        return PhaseFigures(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
+
+    def __sub__(self, other: PhaseFigures) -> PhaseFigures:
+        return PhaseFigures(*(a - b for a, b in zip(_values(self), _values(other), strict=True)))
+
+
+def _values(figures: PhaseFigures) -> tuple[Any, ...]:
+    return tuple(getattr(figures, name) for name in PhaseFigures.__dataclass_fields__)
+
+
+PHASES: Final = ("first forward", "forward", "backward", "step", "evaluation", "idle")
+"""Phases of a run. "first forward": the training forward that follows a step; "forward": those of further micro-batches;
+"step": `opt.step()`; "idle": everything else, such as the data loader, clipping, and `flush()`."""
+
+
+class PhaseClock:
+    """Divides the time of a run into phases, and what is counted meanwhile. One thread uses it.
+
+    marks: reads the engine's counters; called at every edge (tens of microseconds). A phase is entered by name; `enter("idle")`
+    ends it. Times of steps are taken from the end of the first step to the end of the last one, since the first one traces
+    and fills pools: `steady`, over `steady_steps` steps.
+    """
+
+    def __init__(self, timeline: Timeline, marks: Callable[[], Marks]) -> None:
+        self._timeline = timeline
+        self.marks = marks
+        self._phase = "idle"
+        self._since_ns = now_ns()
+        self._at = marks()
+        self._totals = dict.fromkeys(PHASES, PhaseFigures())
+        self._first: dict[str, PhaseFigures] | None = None
+        self._last: dict[str, PhaseFigures] | None = None
+        self._steps = 0
+        self._quiet = False
+        self._quiet_forward = PhaseFigures()
+        self._after_step = True
+
+    def enter(self, phase: str, *, quiet: bool = False) -> None:
+        """The running phase ends and `phase` begins; "forward" tells by itself whether it is the first one of a step.
+
+        quiet: for a training forward: no update is pending, so that it computes undisturbed by them.
+        """
+        if phase == "forward" and self._after_step:
+            phase, self._after_step = "first forward", False
+        before = self._close()
+        if before == "step":
+            self._after_step = True
+            self._steps += 1
+            self._last = dict(self._totals)
+            self._first = self._first or self._last
+        self._phase, self._quiet = phase, quiet
+
+    def _close(self) -> str:
+        """Book what passed since the running phase began; returns the phase."""
+        end_ns, marks = now_ns(), self.marks()
+        phase, at = self._phase, self._at
+        passed = PhaseFigures(
+            1,
+            (end_ns - self._since_ns) / 1e9,
+            marks.wait_s - at.wait_s,
+            marks.bytes_read - at.bytes_read,
+            marks.bytes_written - at.bytes_written,
+            marks.params_read - at.params_read,
+            marks.drives_busy_s - at.drives_busy_s,
+        )
+        self._totals[phase] += passed
+        if self._quiet and phase in ("first forward", "forward") and self._steps:
+            self._quiet_forward += passed
+        if phase != "idle":
+            self._timeline.add("phases", phase, self._since_ns, end_ns, {"waited_ms": round(1e3 * passed.wait_s, 3)})
+        self._since_ns, self._at = end_ns, marks
+        return phase
+
+    @property
+    def steady_steps(self) -> int:
+        """Steps after the first one that have ended."""
+        return max(self._steps - 1, 0)
+
+    def totals(self) -> dict[str, PhaseFigures]:
+        """Every phase since the clock was made, the running one as far as it has come."""
+        self._close()
+        # The running phase goes on: it is the same run of it, not another.
+        found = dict(self._totals)
+        self._totals[self._phase] -= PhaseFigures(1)
+        return found
+
+    def steady(self) -> dict[str, PhaseFigures]:
+        """Every phase from the end of the first step to the end of the last; zeros before there were two."""
+        if self._first is None or self._last is None:
+            return dict.fromkeys(PHASES, PhaseFigures())
+        return {phase: self._last[phase] - self._first[phase] for phase in PHASES}
+
+    @property
+    def quiet_forward(self) -> PhaseFigures:
+        """Training forwards after the first step that began with no update pending: after `flush()`, and those of further
+        micro-batches."""
+        return self._quiet_forward

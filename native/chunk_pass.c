@@ -12,16 +12,37 @@ uint32_t inf_sum_seed(uint64_t generation, uint64_t key, int32_t section, int64_
     return (uint32_t)(mixed ^ (mixed >> 31));
 }
 
+/* Master sections of each INF_MASTER_*: itemsizes, 0 ends. RAW's is the parameter's own. */
+static const int32_t MASTER_ITEMSIZES[5][2] = {{0, 0}, {2, 2}, {2, 1}, {4, 0}, {2, 4}};
+static const int32_t MOMENT_ITEMSIZES[3] = {4, 2, 1};
+static const int32_t GRAD_ITEMSIZES[4] = {0, 2, 4, 2};
+
+int32_t inf_format_sections(int32_t format, int32_t itemsize[INF_SECTION_MAX], int32_t group_numel[INF_SECTION_MAX]) {
+    const int32_t master = inf_format_master(format), moments = inf_format_moments(format);
+    const int32_t moment_count = inf_format_count(format), grad = inf_format_grad(format);
+    if (master > INF_MASTER_FP16 || moments > INF_MOMENTS_Q8 || moment_count > 3 || grad > INF_GRAD_SECTION_FP16) return 0;
+    if (master == INF_MASTER_RAW && format != INF_FORMAT_RAW) return 0;
+    if (moments == INF_MOMENTS_Q8 && (moment_count < 1 || moment_count > 2)) return 0;
+    int32_t count = inf_format_master_count(format);
+    for (int32_t s = 0; s < count; s++) itemsize[s] = MASTER_ITEMSIZES[master][s];
+    for (int32_t k = 0; k < moment_count; k++) itemsize[count++] = MOMENT_ITEMSIZES[moments];
+    const int32_t scales = moments == INF_MOMENTS_Q8 ? count : -1;
+    if (scales >= 0) itemsize[count++] = 2 * moment_count;
+    if (grad != INF_GRAD_SECTION_NONE) itemsize[count++] = GRAD_ITEMSIZES[grad];
+    for (int32_t s = 0; s < count; s++) group_numel[s] = s == scales ? INF_QUANT_GROUP : 1;
+    return count;
+}
+
 int32_t inf_chunk_valid(const inf_chunk *chunk) {
-    static const int32_t itemsize_of[3][INF_SECTION_MAX] = {{0, 0, 0, 0}, {2, 2, 4, 4}, {4, 4, 4, 0}};
-    static const int32_t section_count_of[3] = {1, 4, 3};
-    if (chunk->format < INF_FORMAT_RAW || chunk->format > INF_FORMAT_FP32) return 0;
-    if (chunk->section_count != section_count_of[chunk->format]) return 0;
+    int32_t itemsizes[INF_SECTION_MAX], groups[INF_SECTION_MAX];
+    const int32_t section_count = inf_format_sections(chunk->format, itemsizes, groups);
+    if (section_count == 0 || chunk->section_count != section_count) return 0;
     if (chunk->numel <= 0 || chunk->piece_numel <= 0 || chunk->run_bytes < 0) return 0;
-    for (int32_t s = 0; s < chunk->section_count; s++) {
+    for (int32_t s = 0; s < section_count; s++) {
         const int32_t itemsize = chunk->itemsize[s];
-        const int32_t wanted = itemsize_of[chunk->format][s];
-        if (itemsize <= 0 || itemsize > 16 || (wanted != 0 && itemsize != wanted)) return 0;
+        const int32_t group = chunk->group_numel[s] == 0 ? 1 : chunk->group_numel[s];
+        if (itemsize <= 0 || itemsize > 16 || (itemsizes[s] != 0 && itemsize != itemsizes[s])) return 0;
+        if (group != groups[s] || chunk->piece_numel % group != 0) return 0;
         if (chunk->numel > INT64_MAX / itemsize) return 0;
         if (inf_section_resident(chunk, s)) {
             if (chunk->section_ptr[s] == 0) return 0;
@@ -44,10 +65,18 @@ static piece_range piece_at(const inf_chunk *chunk, int64_t index) {
     return (piece_range){index, start, left < chunk->piece_numel ? left : chunk->piece_numel};
 }
 
+/* Where a piece lies in a section, and how many bytes it has there. */
+static int64_t piece_offset(const inf_chunk *chunk, int32_t section, piece_range piece) {
+    return inf_section_span(chunk, section, piece.start);
+}
+
+static size_t piece_bytes(const inf_chunk *chunk, int32_t section, piece_range piece) {
+    return (size_t)inf_section_span(chunk, section, piece.numel);
+}
+
 static uint32_t piece_sum(const inf_chunk *chunk, int32_t section, piece_range piece, const uint8_t *section_data) {
-    const int64_t itemsize = chunk->itemsize[section];
     return inf_crc32c(inf_sum_seed(chunk->generation, chunk->key, section, piece.index),
-                      section_data + piece.start * itemsize, (size_t)(piece.numel * itemsize));
+                      section_data + piece_offset(chunk, section, piece), piece_bytes(chunk, section, piece));
 }
 
 static uint32_t *section_sums(const inf_chunk *chunk, int32_t section) {
@@ -68,7 +97,6 @@ static int piece_verified(const inf_chunk *chunk, int64_t index, int32_t verify)
 }
 
 int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to, int32_t verify) {
-    const int64_t itemsize = chunk->itemsize[section];
     if (!verify || !section_summed(chunk, section)) {
         if (to != NULL && to != from) memcpy(to, from, (size_t)inf_section_bytes(chunk, section));
         return INF_OK;
@@ -78,20 +106,19 @@ int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t
     for (int64_t k = 0; k < piece_count; k++) {
         const piece_range piece = piece_at(chunk, k);
         if (piece_verified(chunk, k, verify) && piece_sum(chunk, section, piece, from) != sums[k]) return k;
-        const int64_t at = piece.start * itemsize;
-        if (to != NULL && to != from) memcpy(to + at, from + at, (size_t)(piece.numel * itemsize));
+        const int64_t at = piece_offset(chunk, section, piece);
+        if (to != NULL && to != from) memcpy(to + at, from + at, piece_bytes(chunk, section, piece));
     }
     return INF_OK;
 }
 
 void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to) {
-    const int64_t itemsize = chunk->itemsize[section];
     const int64_t piece_count = inf_piece_count(chunk);
     uint32_t *sums = section_summed(chunk, section) ? section_sums(chunk, section) : NULL;
     for (int64_t k = 0; k < piece_count; k++) {
         const piece_range piece = piece_at(chunk, k);
-        const int64_t at = piece.start * itemsize;
-        const size_t size_bytes = (size_t)(piece.numel * itemsize);
+        const int64_t at = piece_offset(chunk, section, piece);
+        const size_t size_bytes = piece_bytes(chunk, section, piece);
         if (from == NULL) {
             memset(to + at, 0, size_bytes);
         } else if (from != to) {
@@ -103,32 +130,49 @@ void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *f
 
 /* ---- update ---------------------------------------------------------------------------------------------------- */
 
+/* The chunk's section of spilled gradients; -1 = it has none. */
+static int32_t grad_section(const inf_chunk *chunk) {
+    return inf_format_grad(chunk->format) == INF_GRAD_SECTION_NONE ? -1 : chunk->section_count - 1;
+}
+
+/* What the elements of a segment's gradient are, an INF_GRAD_* other than SECTION; -1: nothing that can be. */
+static int32_t grad_dtype_of(const inf_chunk *chunk, const inf_seg *seg) {
+    if (seg->grad_dtype >= INF_GRAD_BF16 && seg->grad_dtype <= INF_GRAD_FP16) return seg->grad == 0 ? -1 : seg->grad_dtype;
+    if (seg->grad_dtype != INF_GRAD_SECTION) return -1;
+    switch (inf_format_grad(chunk->format)) {
+    case INF_GRAD_SECTION_BF16: return INF_GRAD_BF16;
+    case INF_GRAD_SECTION_FP32: return INF_GRAD_FP32;
+    case INF_GRAD_SECTION_FP16: return INF_GRAD_FP16;
+    default: return -1;
+    }
+}
+
 static int update_plan_valid(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
                              int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count,
                              const uint32_t *sums_scratch) {
-    if (chunk->format != INF_FORMAT_SPLIT && chunk->format != INF_FORMAT_FP32) return 0;
     if (!inf_chunk_valid(chunk) || (chunk->sums_ptr != 0 && sums_scratch == NULL)) return 0;
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (section[s] == NULL) return 0;
     }
+    const int64_t align = inf_format_moments(chunk->format) == INF_MOMENTS_Q8 ? INF_QUANT_GROUP : 1;
     int64_t end = 0;
     for (int32_t i = 0; i < seg_count; i++) {
         const inf_seg *seg = &segs[i];
         if (seg->start < end || seg->numel < 0 || seg->numel > chunk->numel - seg->start) return 0;
-        if (seg->grad == 0 || (seg->grad_dtype != INF_GRAD_BF16 && seg->grad_dtype != INF_GRAD_FP32)) return 0;
+        if (seg->element < 0 || seg->start % align != 0 || seg->element % align != 0) return 0;
+        if (grad_dtype_of(chunk, seg) < 0) return 0;
         if (seg->hyper < 0 || seg->hyper >= hyper_count) return 0;
-        const int32_t log_count = hypers[seg->hyper].log_count;
-        if (log_count < 0 || log_count > INF_LOG_MAX) return 0;
+        if (!inf_update_valid(inf_format_states(chunk->format), &hypers[seg->hyper])) return 0;
         end = seg->start + seg->numel;
     }
     return 1;
 }
 
 static int64_t verify_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], piece_range piece,
-                            int32_t verify) {
+                            int32_t verify, uint32_t given_mask) {
     if (!piece_verified(chunk, piece.index, verify)) return INF_OK;
     for (int32_t s = 0; s < chunk->section_count; s++) {
-        if (!section_summed(chunk, s)) continue;
+        if (!section_summed(chunk, s) || (given_mask >> s & 1u)) continue;
         if (piece_sum(chunk, s, piece, section[s]) != section_sums(chunk, s)[piece.index]) {
             return s * inf_piece_count(chunk) + piece.index;
         }
@@ -136,15 +180,22 @@ static int64_t verify_piece(const inf_chunk *chunk, uint8_t *const section[INF_S
     return INF_OK;
 }
 
-static void update_range(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], int64_t start, int64_t numel,
-                         const uint8_t *grad, int32_t grad_dtype, const inf_hyper *hyper) {
-    if (chunk->format == INF_FORMAT_SPLIT) {
-        inf_adamw_split((uint16_t *)section[0] + start, (int16_t *)section[1] + start, (float *)section[2] + start,
-                        (float *)section[3] + start, grad, grad_dtype, numel, hyper);
+/* Update elements [start, start + numel) of the chunk, which lie in the segment. */
+static void update_range(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *seg,
+                         int64_t start, int64_t numel, const inf_hyper *hyper) {
+    const int32_t grad_dtype = grad_dtype_of(chunk, seg);
+    const int64_t ahead = start - seg->start;
+    const uint8_t *grad;
+    if (seg->grad_dtype == INF_GRAD_SECTION) {
+        const int32_t s = grad_section(chunk);
+        grad = section[s] + inf_section_span(chunk, s, start);
     } else {
-        inf_adamw_fp32((float *)section[0] + start, (float *)section[1] + start, (float *)section[2] + start, grad,
-                       grad_dtype, numel, hyper);
+        grad = (const uint8_t *)(uintptr_t)seg->grad + ahead * (grad_dtype == INF_GRAD_FP32 ? 4 : 2);
     }
+    uint8_t *at[INF_SECTION_MAX] = {NULL};
+    const int32_t written = inf_format_written(chunk->format, chunk->section_count);
+    for (int32_t s = 0; s < written; s++) at[s] = section[s] + inf_section_span(chunk, s, start);
+    inf_update(inf_format_states(chunk->format), at, grad, grad_dtype, numel, seg->element + ahead, hyper);
 }
 
 typedef struct {
@@ -164,14 +215,24 @@ static int update_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTI
         const int64_t start = seg->start > piece.start ? seg->start : piece.start;
         const int64_t end = seg_end < piece_end ? seg_end : piece_end;
         if (start < end) {
-            const int64_t grad_itemsize = seg->grad_dtype == INF_GRAD_BF16 ? 2 : 4;
-            const uint8_t *grad = (const uint8_t *)(uintptr_t)seg->grad + (start - seg->start) * grad_itemsize;
-            update_range(chunk, section, start, end - start, grad, seg->grad_dtype, &hypers[seg->hyper]);
+            update_range(chunk, section, seg, start, end - start, &hypers[seg->hyper]);
             touched = 1;
         }
         if (seg_end > piece_end) break; /* goes on in the next piece */
     }
     return touched;
+}
+
+/* The checksums that a piece has after its update, into `sums_new`: those of what it holds now. */
+static void sum_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], piece_range piece, int touched,
+                      uint32_t given_mask, uint32_t *sums_new) {
+    const int64_t piece_count = inf_piece_count(chunk);
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        if (!section_summed(chunk, s)) continue;
+        const int changed = s != grad_section(chunk) && (touched || (given_mask >> s & 1u));
+        sums_new[s * piece_count + piece.index] =
+            changed ? piece_sum(chunk, s, piece, section[s]) : section_sums(chunk, s)[piece.index];
+    }
 }
 
 static void commit_sums(const inf_chunk *chunk, const uint32_t *sums_new) {
@@ -184,33 +245,31 @@ static void commit_sums(const inf_chunk *chunk, const uint32_t *sums_new) {
 
 int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
                          int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
-                         int32_t verify, uint32_t *sums_scratch) {
+                         int32_t verify, uint32_t given_mask, uint32_t *sums_scratch) {
     if (!update_plan_valid(chunk, section, segs, seg_count, hypers, hyper_count, sums_scratch)) return INF_BAD_PLAN;
     const int64_t piece_count = inf_piece_count(chunk);
-    int32_t resident_count = 0;
-    for (int32_t s = 0; s < chunk->section_count; s++) resident_count += inf_section_resident(chunk, s);
-    const int fallible = verify != INF_VERIFY_OFF && chunk->sums_ptr != 0 && resident_count < chunk->section_count;
-    const int verify_ahead = fallible && resident_count > 0;
+    int32_t unread_count = 0; /* sections that no read could bring back */
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        unread_count += inf_section_resident(chunk, s) || (given_mask >> s & 1u);
+    }
+    const int fallible = verify != INF_VERIFY_OFF && chunk->sums_ptr != 0 && unread_count < chunk->section_count;
+    const int verify_ahead = fallible && unread_count > 0;
     for (int64_t k = 0; verify_ahead && k < piece_count; k++) {
-        const int64_t bad = verify_piece(chunk, section, piece_at(chunk, k), verify);
+        const int64_t bad = verify_piece(chunk, section, piece_at(chunk, k), verify, given_mask);
         if (bad != INF_OK) return bad;
     }
     seg_cursor cursor = {segs, seg_count, 0};
     for (int64_t k = 0; k < piece_count; k++) {
         const piece_range piece = piece_at(chunk, k);
         if (fallible && !verify_ahead) {
-            const int64_t bad = verify_piece(chunk, section, piece, verify);
+            const int64_t bad = verify_piece(chunk, section, piece, verify, given_mask);
             if (bad != INF_OK) return bad;
         }
         const int touched = update_piece(chunk, section, piece, &cursor, hypers);
-        for (int32_t s = 0; s < chunk->section_count; s++) {
-            if (!section_summed(chunk, s)) continue;
-            sums_scratch[s * piece_count + k] =
-                touched ? piece_sum(chunk, s, piece, section[s]) : section_sums(chunk, s)[k];
-        }
+        sum_piece(chunk, section, piece, touched, given_mask, sums_scratch);
         if (out0 != NULL) {
-            const int64_t at = piece.start * chunk->itemsize[0];
-            memcpy(out0 + at, section[0] + at, (size_t)(piece.numel * chunk->itemsize[0]));
+            const int64_t at = piece_offset(chunk, 0, piece);
+            memcpy(out0 + at, section[0] + at, piece_bytes(chunk, 0, piece));
         }
     }
     if (chunk->sums_ptr != 0) commit_sums(chunk, sums_scratch);

@@ -103,7 +103,7 @@ static int32_t pools_make(struct inf_executor *ex, char *why, size_t why_bytes) 
                                       i == 0 ? config->small_bytes : config->large_bytes, base);
         if (error != 0) return error;
     }
-    return 0;
+    return inf_ahead_make(ex);
 }
 
 static int32_t drives_make(struct inf_executor *ex, const inf_drive_config *configs) {
@@ -182,17 +182,21 @@ void inf_executor_shut(inf_executor *ex, int32_t cancel) {
     inf_gates_escape(ex, UINT64_MAX);
     for (int32_t d = 0; d < ex->config.drive_count && cancel; d++) inf_drive_cancel(&ex->drives[d]);
     inf_pump(ex);
+    inf_ahead_drop_all(ex); /* what no job of before has taken over, none will */
+    inf_pump(ex);
     pthread_mutex_unlock(&ex->lock);
 }
+
+bool inf_idle(const struct inf_executor *ex) { return ex->pending == 0 && ex->ahead_reading == 0; }
 
 int32_t inf_executor_wait_idle(inf_executor *ex, int64_t timeout_ns) {
     struct timespec deadline;
     inf_deadline(&deadline, inf_now_ns() + timeout_ns);
     pthread_mutex_lock(&ex->lock);
-    while (ex->pending > 0) {
+    while (!inf_idle(ex)) {
         if (pthread_cond_timedwait(&ex->done, &ex->lock, &deadline) == ETIMEDOUT) break;
     }
-    int32_t idle = ex->pending == 0;
+    int32_t idle = inf_idle(ex);
     pthread_mutex_unlock(&ex->lock);
     return idle;
 }
@@ -218,6 +222,7 @@ static void executor_destroy(struct inf_executor *ex) {
     for (int32_t d = 0; d < ex->config.drive_count && ex->drives != NULL; d++) free(ex->drives[d].requests);
     for (int32_t c = 0; c < ex->chunk_count; c++) free(ex->chunks[c]);
     free(ex->drives);
+    free(ex->aheads);
     free(ex->chunks);
     free(ex->chunks_free);
     inf_pool_free(&ex->pools[0]);
@@ -254,6 +259,7 @@ int32_t inf_executor_registered(const inf_executor *ex) { return ex->registered;
 void inf_executor_stats(inf_executor *ex, inf_exec_stats *stats, inf_drive_stats *drives) {
     pthread_mutex_lock(&ex->lock);
     *stats = ex->stats;
+    stats->reads_ahead_live = (uint64_t)(ex->pools[0].ahead_count + ex->pools[1].ahead_count);
     for (int32_t d = 0; d < ex->config.drive_count; d++) {
         inf_meter_tick(&ex->drives[d], inf_now_ns());
         drives[d] = ex->drives[d].stats;

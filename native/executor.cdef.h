@@ -66,6 +66,9 @@ typedef struct {
     uint64_t spans_dropped;
     uint64_t submissions_live;
     uint64_t chunks_live;
+    uint64_t reads_ahead;
+    uint64_t reads_ahead_dropped;
+    uint64_t reads_ahead_live; /* slots that hold one which no job has taken over */
 } inf_exec_stats;
 
 typedef struct {
@@ -151,6 +154,9 @@ int32_t inf_executor_invalid(inf_executor *ex, const int32_t *ids, int32_t count
 inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_count, const void *segs,
                                 int32_t seg_count, const void *hypers, int32_t hyper_count, int32_t priority,
                                 inf_gate *gate, int64_t *error);
+/* Reads chunks ahead of their next UPDATE where slots are idle; `given`: section 0 will be given, and is not read. How many
+ * were accepted. */
+int32_t inf_executor_preread(inf_executor *ex, const int32_t *ids, int32_t count, int32_t given);
 /* Takes the marks off the drives and writes again what failed writes kept; as submit. */
 inf_ticket *inf_executor_recover(inf_executor *ex, int64_t *error);
 void inf_executor_release_gates(inf_executor *ex);

@@ -3,6 +3,8 @@
  *   submit -> chunk FIFO -> [gate] -> slot -> read -> compute -> write -> done
  *                                          drive    workers    drive
  *
+ * Slots that are idle read ahead, for UPDATEs at closed gates (executor_ahead.c).
+ *
  * One mutex guards everything. At 1 MiB a block and 10 GB/s that is 20,000 short critical sections a second, which is
  * nothing beside what they order; and there is no lock order to get wrong. Threads: per drive one (io_uring) or several
  * (threads) that move blocks, and workers that verify, update, copy. None of them knows Python.
@@ -32,6 +34,9 @@
 #pragma GCC visibility pop
 
 #define INF_PRIORITY_COUNT 3
+/* Of reads at a drive: those ahead of their time come after every priority, and have no fair turns. */
+#define INF_CLASS_AHEAD INF_PRIORITY_COUNT
+#define INF_CLASS_COUNT (INF_PRIORITY_COUNT + 1)
 /* Of the turns at slots, drives and workers one in so many goes to who waited longest, whatever its priority: so that all progress. */
 #define INF_FAIR_TURN 8
 #define INF_RANGE_MAX INF_SECTION_MAX
@@ -41,6 +46,10 @@
 #define INF_PIECE_BYTES ((int64_t)1 << 30)
 /* In a job's mask: move the slot as it is; no copy, no checksum. For measuring drives. */
 #define INF_MASK_MOVE_ONLY 0x80000000u
+/* In an UPDATE's mask: section 0 is not read but copied from ptr[1]; without effect on a resident section 0. */
+#define INF_MASK_GIVEN 0x40000000u
+/* The kind of a read ahead's own job; nobody submits it. */
+#define INF_JOB_AHEAD 5
 
 enum { INF_OP_READ = 0, INF_OP_WRITE = 1, INF_OP_COUNT = 2 };
 enum {
@@ -71,6 +80,7 @@ typedef enum {
 typedef struct inf_run inf_run;
 typedef struct inf_submission inf_submission;
 typedef struct inf_drive inf_drive;
+typedef struct inf_ahead inf_ahead;
 
 typedef struct {
     inf_run *head;
@@ -84,16 +94,18 @@ typedef struct {
     int64_t bytes;
 } inf_range;
 
-/* A slot, and which bytes of the chunk's run it holds. */
+/* A slot, and which bytes of the chunk's run it holds. What is read into it is not always what is written from it. */
 typedef struct {
     uint8_t *memory; /* NULL: none */
+    int64_t bytes;   /* of all sections in it; 0 = the job needs no slot */
     int32_t index;
     int32_t pool;
     int32_t drive;
-    int32_t range_count;
+    uint32_t written;                      /* sections that are written from it */
     bool lost;                             /* a broken ring may still touch it: never to be used again */
+    int32_t range_count[INF_OP_COUNT];
     int64_t section_at[INF_SECTION_MAX];   /* where a section lies in it; -1 = not in it */
-    inf_range ranges[INF_RANGE_MAX];
+    inf_range ranges[INF_OP_COUNT][INF_RANGE_MAX];
 } inf_slot;
 
 typedef struct {
@@ -102,6 +114,7 @@ typedef struct {
     inf_run *fifo_tail;
     inf_slot kept;      /* of a write that failed: the only copy of its sections */
     uint32_t kept_mask; /* 0 = nothing is kept */
+    inf_ahead *ahead;   /* what was, or will be, read for its next UPDATE; NULL = nothing */
     uint32_t invalid;   /* sections whose contents are lost */
     uint32_t verified;  /* counts runs that were verified: the phase of samples */
     inf_fault fault;    /* why they are invalid */
@@ -114,9 +127,13 @@ struct inf_run {
     inf_run *fifo_next;
     inf_submission *submission;
     inf_chunk_record *chunk;
+    inf_run *hint_next; /* UPDATEs behind closed gates that want to be read ahead, by gate */
+    inf_run *hint_previous;
+    inf_ahead *ahead; /* whose read it waits for */
     inf_slot slot;
     inf_job job;
     inf_state state;
+    uint32_t reads; /* sections that it takes from the chunk, in memory or on the drive */
     int32_t priority;
     int32_t verify; /* of its next pass */
     int32_t cursor; /* next block: range, and position in it */
@@ -125,10 +142,32 @@ struct inf_run {
     bool filled;
     bool faulted;
     bool reread;
+    bool hinted; /* on the list of those that want to be read ahead */
+    bool unlucky; /* its read ahead failed: it reads for itself */
     uint64_t order; /* of arrival, at the slots or the workers */
     int64_t start_ns;
     inf_fault fault;
 };
+
+typedef enum { INF_AHEAD_WANTED, INF_AHEAD_READING, INF_AHEAD_HELD } inf_ahead_state;
+
+/* A read ahead of an UPDATE: see executor_ahead.c. */
+struct inf_ahead {
+    inf_run run;             /* what a drive moves; it is in no FIFO and has no submission */
+    inf_chunk_record record; /* the run's chunk, a copy: the real one may be dropped while a drive reads */
+    inf_chunk_record *chunk; /* NULL: nobody wants what is being read any more */
+    inf_run *taker;          /* the UPDATE that waits for the read */
+    inf_ahead *next;         /* free, or of one state, oldest first */
+    inf_ahead *previous;
+    uint32_t have;           /* sections that it reads, or has, as they are on the drive */
+    bool asked;              /* by inf_executor_preread, not for a job at a gate */
+    inf_ahead_state state;
+};
+
+typedef struct {
+    inf_ahead *head;
+    inf_ahead *tail;
+} inf_ahead_list;
 
 struct inf_ticket {
     uint32_t words[4];
@@ -186,7 +225,7 @@ struct inf_request {
 };
 
 typedef struct {
-    inf_queue jobs[INF_OP_COUNT][INF_PRIORITY_COUNT];
+    inf_queue jobs[INF_OP_COUNT][INF_CLASS_COUNT];
     int32_t in_flight[INF_OP_COUNT];
     int64_t in_flight_bytes;
     uint32_t turns[INF_OP_COUNT];
@@ -224,6 +263,8 @@ typedef struct {
     int32_t *held;                          /* [drive] */
     int32_t *passed;                        /* [drive]: grants since its fair turn, which each has for itself */
     int32_t waiting_count;
+    int32_t ahead_count; /* slots with reads ahead that no job has taken over */
+    int32_t asked_count; /* reads ahead that inf_executor_preread asked for */
 } inf_pool;
 
 /* A backend moves blocks: it takes requests with inf_drive_take and gives them back with inf_drive_done. */
@@ -261,6 +302,13 @@ struct inf_executor {
     int32_t compute_count;
     int64_t active; /* jobs past their FIFO and gate, not done */
     int64_t pending;
+    inf_ahead *aheads; /* [slots] */
+    inf_ahead *aheads_free;
+    inf_ahead_list wanted;       /* by inf_executor_preread, without a slot */
+    inf_ahead_list with_slot;    /* reading or held */
+    int32_t ahead_reading;       /* of these, how many a drive works on */
+    inf_run *hint_first;
+    inf_run *hint_last;
     int64_t idle_since_ns;
     inf_submission *live;
     inf_gate *gates;
@@ -296,6 +344,16 @@ struct inf_executor {
 extern const inf_backend inf_backend_uring;
 extern const inf_backend inf_backend_threads;
 
+/* The section with the chunk's spilled gradients, as a mask; 0 = it has none. */
+static inline uint32_t inf_grad_mask(const inf_chunk *chunk) {
+    return inf_format_grad(chunk->format) == INF_GRAD_SECTION_NONE ? 0 : 1u << (chunk->section_count - 1);
+}
+
+static inline uint32_t inf_sections_all(const inf_chunk *chunk) { return (1u << chunk->section_count) - 1u; }
+
+/* Slots that reads ahead leave to others. */
+static inline int32_t inf_ahead_spared(const inf_pool *pool) { return pool->count < 4 ? 1 : (pool->count + 3) / 4; }
+
 static inline int64_t inf_align_up(int64_t bytes) {
     return (bytes + INF_ALIGN - 1) & ~(int64_t)(INF_ALIGN - 1);
 }
@@ -309,6 +367,7 @@ int32_t inf_thread_start(pthread_t *thread, void *(*run)(void *), void *argument
 void inf_queue_push(inf_queue *queue, inf_run *run);
 inf_run *inf_queue_pop(inf_queue *queue);
 bool inf_queue_remove(inf_queue *queue, inf_run *run); /* false: it was not on it */
+bool inf_idle(const struct inf_executor *ex); /* no job is pending, and no drive reads ahead. [locked] */
 void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, int64_t start_ns, int64_t bytes); /* [locked] */
 
 /* executor_jobs.c, all [locked] */
@@ -317,6 +376,9 @@ void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t
 void inf_run_moved(struct inf_executor *ex, inf_run *run); /* its last block came back */
 void inf_run_finish(struct inf_executor *ex, inf_run *run);
 void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad);
+void inf_run_with_slot(struct inf_executor *ex, inf_run *run); /* it goes on with the slot that it has */
+void inf_run_want_slot(struct inf_executor *ex, inf_run *run);
+void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads, uint32_t written);
 void inf_pump(struct inf_executor *ex); /* whoever changed something calls it before unlocking */
 void inf_submission_end(struct inf_executor *ex, inf_submission *submission); /* when no job of it is pending */
 
@@ -330,6 +392,23 @@ inf_run *inf_slot_waiting(inf_pool *pool, int32_t drive_count);  /* takes any th
 void inf_slot_release(struct inf_executor *ex, inf_slot *slot);
 void inf_slot_put_by(struct inf_executor *ex, inf_slot *slot);   /* it goes round no more ... */
 void inf_slot_put_back(struct inf_executor *ex, inf_slot *slot); /* ... and again */
+
+int32_t inf_held_max(const struct inf_executor *ex, const inf_pool *pool); /* the most slots that one drive may hold */
+bool inf_slot_take(struct inf_executor *ex, inf_slot *slot); /* beside the queues; false: there is none */
+
+/* executor_ahead.c, all [locked] */
+int32_t inf_ahead_make(struct inf_executor *ex);
+void inf_ahead_begin(struct inf_executor *ex);                 /* reads ahead as far as slots are idle */
+bool inf_ahead_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool, bool given); /* false: one too many */
+bool inf_ahead_yield(struct inf_executor *ex, int32_t pool);   /* a job wants a slot: false, there is none to give up */
+bool inf_ahead_take(struct inf_executor *ex, inf_run *run);    /* an UPDATE begins; true: it goes on with what was read */
+void inf_ahead_moved(struct inf_executor *ex, inf_run *run);   /* the last block of a read ahead came back */
+void inf_ahead_promote(struct inf_executor *ex, inf_ahead *ahead, int32_t class);
+void inf_ahead_written(struct inf_executor *ex, inf_chunk_record *chunk, uint32_t mask); /* these will be others than were read */
+void inf_ahead_drop(struct inf_executor *ex, inf_chunk_record *chunk); /* nobody wants it any more */
+void inf_ahead_drop_all(struct inf_executor *ex);
+void inf_ahead_hint(struct inf_executor *ex, inf_run *run);    /* an UPDATE, first in its FIFO, waits at a closed gate */
+void inf_ahead_unhint(struct inf_executor *ex, inf_run *run);
 
 /* executor_kept.c, all [locked] */
 bool inf_run_keep(struct inf_executor *ex, inf_run *run); /* after a failed write; false: it was something else */
@@ -364,6 +443,7 @@ inf_request *inf_drive_take(inf_drive *drive);
 void inf_drive_done(inf_drive *drive, inf_request *request, int64_t result);
 void inf_drive_cancel(inf_drive *drive);
 bool inf_drive_unqueue(inf_drive *drive, inf_run *run, int32_t op); /* false: it was issued whole */
+void inf_drive_requeue(inf_drive *drive, inf_run *run, int32_t op); /* what is left of it, at another priority */
 void inf_drive_break(inf_drive *drive, int32_t error); /* fails all that is in flight; the ring is gone */
 void *inf_seam_main(void *executor);
 

@@ -46,10 +46,14 @@ static int64_t compute_update(inf_worker *worker, const inf_run *run) {
     }
     uint8_t *sections[INF_SECTION_MAX] = {NULL};
     for (int32_t s = 0; s < chunk->section_count; s++) sections[s] = section_address(run, s);
+    uint32_t unread = inf_sections_all(chunk) & ~run->reads;
+    if (unread & 1u) { /* given; again in a redo: the pass spoils the slot */
+        memcpy(sections[0], pointer(run->job.ptr[1]), (size_t)inf_section_bytes(chunk, 0));
+    }
     const inf_submission *submission = run->submission;
     return inf_chunk_update(chunk, sections, submission->segs + run->job.seg_first, run->job.seg_count,
-                            submission->hypers, submission->hyper_count, pointer(run->job.ptr[0]),
-                            run->verify, worker->scratch);
+                            submission->hypers, submission->hyper_count, pointer(run->job.ptr[0]), run->verify, unread,
+                            worker->scratch);
 }
 
 static int64_t compute(inf_worker *worker, const inf_run *run) {

@@ -10,7 +10,7 @@
 /* ---- choosing ---- */
 
 static int32_t first_class(const inf_drive_queue *queue, int32_t op) {
-    for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
+    for (int32_t p = 0; p < INF_CLASS_COUNT; p++) {
         if (queue->jobs[op][p].head != NULL) return p;
     }
     return -1;
@@ -24,6 +24,10 @@ static int32_t next_class(const inf_drive_queue *queue, int32_t op, bool *fair) 
         const inf_run *head = queue->jobs[op][p].head;
         if (head == NULL) continue;
         if (next < 0 || (*fair && head->order < queue->jobs[op][next].head->order)) next = p;
+    }
+    if (next < 0 && queue->jobs[op][INF_CLASS_AHEAD].head != NULL) {
+        next = INF_CLASS_AHEAD;
+        *fair = false;
     }
     return next;
 }
@@ -53,11 +57,11 @@ static int32_t choose_op(const inf_drive *drive) {
     return 1 - queue->last_op;
 }
 
-static bool issued_whole(const inf_run *run) { return run->cursor >= run->slot.range_count; }
+static bool issued_whole(const inf_run *run, int32_t op) { return run->cursor >= run->slot.range_count[op]; }
 
 static void next_block(inf_drive *drive, inf_request *request, inf_run *run, int32_t op) {
     const struct inf_executor *ex = drive->ex;
-    const inf_range *range = &run->slot.ranges[run->cursor];
+    const inf_range *range = &run->slot.ranges[op][run->cursor];
     int64_t bytes = range->bytes - run->position;
     if (bytes > drive->config.block_bytes) bytes = drive->config.block_bytes;
     uint8_t *data = run->slot.memory + range->slot_at + run->position;
@@ -186,7 +190,7 @@ static void request_end(inf_drive *drive, inf_request *request) {
     request->next = drive->free;
     drive->free = request;
     run->blocks_in_flight--;
-    if (run->blocks_in_flight == 0 && (run->faulted || issued_whole(run))) inf_run_moved(drive->ex, run);
+    if (run->blocks_in_flight == 0 && (run->faulted || issued_whole(run, request->op))) inf_run_moved(drive->ex, run);
 }
 
 static void request_result(inf_drive *drive, inf_request *request, int64_t result) {
@@ -236,7 +240,7 @@ void inf_drive_queue_run(struct inf_executor *ex, inf_run *run, int32_t op) {
     run->position = 0;
     run->start_ns = inf_now_ns();
     if (drive->dead != 0) {
-        inf_run_fail(run, INF_FAULT_ERRNO, op, drive->dead, run->slot.ranges[0].file_at, run->slot.ranges[0].bytes);
+        inf_run_fail(run, INF_FAULT_ERRNO, op, drive->dead, run->slot.ranges[op][0].file_at, run->slot.ranges[op][0].bytes);
         inf_run_finish(ex, run);
         return;
     }
@@ -260,7 +264,7 @@ inf_request *inf_drive_take(inf_drive *drive) {
             request = drive->free;
             drive->free = request->next;
             next_block(drive, request, run, op);
-            if (issued_whole(run)) inf_queue_pop(queue);
+            if (issued_whole(run, op)) inf_queue_pop(queue);
             drive->queue.last_op = op;
             inf_meter_tick(drive, inf_now_ns());
             drive->queue.in_flight[op]++;
@@ -281,10 +285,11 @@ inf_request *inf_drive_take(inf_drive *drive) {
 
 static void queued_fail(inf_drive *drive, int32_t kind, int32_t error) {
     for (int32_t op = 0; op < INF_OP_COUNT; op++) {
-        for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
+        for (int32_t p = 0; p < INF_CLASS_COUNT; p++) {
             inf_run *run;
             while ((run = inf_queue_pop(&drive->queue.jobs[op][p])) != NULL) {
-                inf_run_fail(run, kind, op, error, run->slot.ranges[0].file_at, run->slot.ranges[0].bytes);
+                const inf_range *range = &run->slot.ranges[op][0];
+                inf_run_fail(run, kind, op, error, range->file_at, range->bytes);
                 if (run->blocks_in_flight == 0) inf_run_moved(drive->ex, run);
             }
         }
@@ -293,6 +298,11 @@ static void queued_fail(inf_drive *drive, int32_t kind, int32_t error) {
 
 bool inf_drive_unqueue(inf_drive *drive, inf_run *run, int32_t op) {
     return inf_queue_remove(&drive->queue.jobs[op][run->priority], run);
+}
+
+void inf_drive_requeue(inf_drive *drive, inf_run *run, int32_t op) {
+    inf_queue_push(&drive->queue.jobs[op][run->priority], run);
+    drive->ex->backend->wake(drive);
 }
 
 void inf_drive_cancel(inf_drive *drive) { queued_fail(drive, INF_FAULT_CLOSED, 0); }

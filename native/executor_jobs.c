@@ -5,35 +5,46 @@
 #include <errno.h>
 #include <stdlib.h>
 
-static uint32_t sections_all(const inf_chunk *chunk) { return (1u << chunk->section_count) - 1u; }
-
+/* Sections that the job has in its slot, unless they are resident. */
 static uint32_t sections_used(const inf_run *run) {
-    uint32_t all = sections_all(&run->chunk->plan);
+    uint32_t all = inf_sections_all(&run->chunk->plan);
     return run->job.kind == INF_JOB_UPDATE ? all : run->job.mask & all; /* none of a REWRITE */
 }
 
-/* Lays the job's sections out in its slot; sections that lie together in the file become one range. What the chunk keeps
- * in memory is not read from the drive. */
-static void plan_ranges(inf_run *run) {
-    const inf_chunk *chunk = &run->chunk->plan;
-    inf_slot *slot = &run->slot;
-    uint32_t used = sections_used(run) & ~run->chunk->kept_mask;
-    int64_t slot_at = 0;
-    slot->range_count = 0;
+static uint32_t sections_written(const inf_run *run) {
+    uint32_t all = inf_sections_all(&run->chunk->plan);
+    if (run->job.kind == INF_JOB_UPDATE) return all & ~inf_grad_mask(&run->chunk->plan);
+    return run->job.kind == INF_JOB_STORE ? run->job.mask & all : 0;
+}
+
+static void range_add(inf_slot *slot, int32_t op, int64_t file_at, int64_t slot_at, int64_t bytes) {
+    inf_range *last = slot->range_count[op] > 0 ? &slot->ranges[op][slot->range_count[op] - 1] : NULL;
+    if (last != NULL && last->file_at + last->bytes == file_at && last->slot_at + last->bytes == slot_at) last->bytes += bytes;
+    else slot->ranges[op][slot->range_count[op]++] = (inf_range){file_at, slot_at, bytes};
+}
+
+/* Lays `used` out in the slot, in the order of sections. What is read and what is written of it are ranges of their own; in
+ * each of the two, sections that lie together in the file and in the slot are one. */
+void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads, uint32_t written) {
+    slot->range_count[INF_OP_READ] = slot->range_count[INF_OP_WRITE] = 0;
+    slot->bytes = 0;
+    slot->written = 0;
     for (int32_t s = 0; s < INF_SECTION_MAX; s++) {
         slot->section_at[s] = -1;
         if (s >= chunk->section_count || !(used >> s & 1u) || inf_section_resident(chunk, s)) continue;
         int64_t bytes = inf_align_up(inf_section_bytes(chunk, s));
         int64_t file_at = chunk->file_offset + chunk->section_at[s];
-        inf_range *last = slot->range_count > 0 ? &slot->ranges[slot->range_count - 1] : NULL;
-        slot->section_at[s] = slot_at;
-        if (last != NULL && last->file_at + last->bytes == file_at) {
-            last->bytes += bytes;
-        } else {
-            slot->ranges[slot->range_count++] = (inf_range){file_at, slot_at, bytes};
-        }
-        slot_at += bytes;
+        slot->section_at[s] = slot->bytes;
+        if (reads >> s & 1u) range_add(slot, INF_OP_READ, file_at, slot->bytes, bytes);
+        if (written >> s & 1u) range_add(slot, INF_OP_WRITE, file_at, slot->bytes, bytes);
+        slot->written |= written & 1u << s;
+        slot->bytes += bytes;
     }
+}
+
+/* What the chunk keeps in memory is not read from the drive. */
+static void plan_slot(inf_run *run) {
+    inf_slot_plan(&run->slot, &run->chunk->plan, sections_used(run) & ~run->chunk->kept_mask, run->reads, sections_written(run));
 }
 
 void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t offset, int64_t length) {
@@ -54,7 +65,11 @@ void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t
 void inf_run_consider(struct inf_executor *ex, inf_run *run) {
     const inf_submission *submission = run->submission;
     if (run->state != INF_WAITING || run->chunk->fifo_head != run) return;
-    if (submission->gate != NULL && submission->gate->state == INF_GATE_CLOSED && !submission->escaped) return;
+    if (submission->gate != NULL && submission->gate->state == INF_GATE_CLOSED && !submission->escaped) {
+        if (run->job.kind == INF_JOB_UPDATE) inf_ahead_hint(ex, run);
+        return;
+    }
+    inf_ahead_unhint(ex, run);
     run->state = INF_STARTING;
     ex->active++;
     inf_queue_push(&ex->starting, run);
@@ -72,6 +87,7 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
             inf_run_finish(ex, run);
             return;
         }
+        inf_ahead_written(ex, run->chunk, run->chunk->kept_mask);
         inf_run_take_kept(ex, run);
         run->state = INF_WRITING;
         inf_drive_queue_run(ex, run, INF_OP_WRITE);
@@ -86,8 +102,7 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
     } else if (submission->gate != NULL && run->job.base >= 0) {
         run->job.ptr[0] += submission->gate->bases[run->job.base];
     }
-    bool reads = run->job.kind != INF_JOB_STORE;
-    if (reads && (run->chunk->invalid & sections_used(run)) != 0) {
+    if ((run->chunk->invalid & run->reads) != 0) {
         run->fault = run->chunk->fault;
         run->fault.earlier = INF_EARLIER_JOB;
         run->faulted = true;
@@ -98,20 +113,23 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
         inf_run_finish(ex, run);
         return;
     }
-    assert(reads || (run->chunk->kept_mask & sections_used(run)) == 0);
-    plan_ranges(run);
-    if (run->slot.range_count == 0) {
-        inf_run_queue_compute(ex, run);
-        return;
-    }
-    inf_slot_wait(ex, run);
+    assert(run->job.kind == INF_JOB_FETCH || (run->chunk->kept_mask & sections_used(run)) == 0);
+    plan_slot(run);
+    if (run->job.kind == INF_JOB_UPDATE && inf_ahead_take(ex, run)) return;
+    inf_ahead_written(ex, run->chunk, sections_written(run));
+    inf_run_want_slot(ex, run);
 }
 
-static void run_with_slot(struct inf_executor *ex, inf_run *run) {
-    if (run->job.kind != INF_JOB_STORE) {
+void inf_run_want_slot(struct inf_executor *ex, inf_run *run) {
+    if (run->slot.bytes == 0) inf_run_queue_compute(ex, run);
+    else inf_slot_wait(ex, run);
+}
+
+void inf_run_with_slot(struct inf_executor *ex, inf_run *run) {
+    if (run->slot.range_count[INF_OP_READ] > 0) {
         run->state = INF_READING;
         inf_drive_queue_run(ex, run, INF_OP_READ);
-    } else if (run->job.mask & INF_MASK_MOVE_ONLY) {
+    } else if (run->job.kind == INF_JOB_STORE && (run->job.mask & INF_MASK_MOVE_ONLY)) {
         run->state = INF_WRITING;
         inf_drive_queue_run(ex, run, INF_OP_WRITE);
     } else {
@@ -134,7 +152,9 @@ static void no_slot(struct inf_executor *ex, inf_run *run) {
 static void pool_dispatch(struct inf_executor *ex, int32_t index) {
     inf_pool *pool = &ex->pools[index];
     inf_run *run;
-    while (!ex->cancelled && (run = inf_slot_next(ex, pool)) != NULL) run_with_slot(ex, run);
+    do {
+        while (!ex->cancelled && (run = inf_slot_next(ex, pool)) != NULL) inf_run_with_slot(ex, run);
+    } while (!ex->cancelled && pool->waiting_count > 0 && inf_ahead_yield(ex, index));
     if (!ex->cancelled && pool->count > 0) return;
     while ((run = inf_slot_waiting(pool, ex->config.drive_count)) != NULL) no_slot(ex, run);
 }
@@ -152,8 +172,9 @@ void inf_pump(struct inf_executor *ex) {
         pool_dispatch(ex, 0);
         pool_dispatch(ex, 1);
         if (ex->starting.head != NULL) continue;
-        if (!gates_may_flow(ex) || !inf_gate_escape_oldest(ex)) return;
+        if (!gates_may_flow(ex) || !inf_gate_escape_oldest(ex)) break;
     }
+    inf_ahead_begin(ex);
 }
 
 static bool fetch_computes(const struct inf_executor *ex, const inf_run *run) {
@@ -165,16 +186,23 @@ static bool fetch_computes(const struct inf_executor *ex, const inf_run *run) {
     return false;
 }
 
-static int64_t run_bytes(const inf_run *run) {
+static int64_t run_bytes(const inf_run *run, int32_t op) {
     int64_t bytes = 0;
-    for (int32_t r = 0; r < run->slot.range_count; r++) bytes += run->slot.ranges[r].bytes;
+    for (int32_t r = 0; r < run->slot.range_count[op]; r++) bytes += run->slot.ranges[op][r].bytes;
     return bytes;
 }
 
 void inf_run_moved(struct inf_executor *ex, inf_run *run) {
     bool reading = run->state == INF_READING;
     assert(run->blocks_in_flight == 0 && (reading || run->state == INF_WRITING));
-    if (ex->spans_on) inf_span_add(ex, run, reading ? INF_TRACK_READ : INF_TRACK_WRITE, run->start_ns, run_bytes(run));
+    if (ex->spans_on) {
+        int32_t op = reading ? INF_OP_READ : INF_OP_WRITE;
+        inf_span_add(ex, run, reading ? INF_TRACK_READ : INF_TRACK_WRITE, run->start_ns, run_bytes(run, op));
+    }
+    if (run->job.kind == INF_JOB_AHEAD) {
+        inf_ahead_moved(ex, run);
+        return;
+    }
     bool refused = reading && !run->faulted && inf_run_refused(ex, run);
     if (run->faulted || !reading || refused) {
         inf_run_finish(ex, run);
@@ -203,17 +231,23 @@ static void checksum_failed(struct inf_executor *ex, inf_run *run, int64_t bad) 
     int64_t numel = chunk->numel - first < chunk->piece_numel ? chunk->numel - first : chunk->piece_numel;
     int64_t at = chunk->section_at[section] < 0 ? 0 : chunk->file_offset + chunk->section_at[section];
     ex->stats.checksum_failures++;
-    inf_run_fail(run, INF_FAULT_CHECKSUM, INF_OP_READ, 0, at + first * chunk->itemsize[section],
-                 numel * chunk->itemsize[section]);
+    inf_run_fail(run, INF_FAULT_CHECKSUM, INF_OP_READ, 0, at + inf_section_span(chunk, section, first),
+                 inf_section_span(chunk, section, numel));
     run->fault.section = section;
     run->fault.piece = (int32_t)(bad % pieces);
+}
+
+static uint32_t sections_in(const inf_slot *slot) {
+    uint32_t mask = 0;
+    for (int32_t s = 0; s < INF_SECTION_MAX; s++) mask |= (uint32_t)(slot->section_at[s] >= 0) << s;
+    return mask;
 }
 
 void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad) {
     if (bad == INF_OK) {
         if (run->job.kind == INF_JOB_UPDATE) ex->stats.updates++;
         run_filled(ex, run);
-        if (run->job.kind == INF_JOB_FETCH || run->slot.range_count == 0) {
+        if (run->slot.range_count[INF_OP_WRITE] == 0) {
             inf_run_finish(ex, run);
         } else if (ex->cancelled) {
             inf_run_fail(run, INF_FAULT_CLOSED, -1, 0, 0, 0);
@@ -224,10 +258,12 @@ void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad) {
         }
         return;
     }
-    if (bad >= 0 && !run->reread && run->slot.range_count > 0 && !ex->cancelled) {
-        /* A transfer gone wrong is mended by another one; what lies wrong on the drive is not. */
+    if (bad >= 0 && !run->reread && (run->reads & sections_in(&run->slot)) != 0 && !ex->cancelled) {
+        /* A transfer gone wrong is mended by another one; what lies wrong on the drive is not. All of it: the pass may have
+         * spoilt what it had verified, and part of the slot may have been read ahead. */
         run->reread = true;
         ex->stats.rereads++;
+        plan_slot(run);
         run->state = INF_READING;
         inf_drive_queue_run(ex, run, INF_OP_READ);
         return;
@@ -243,15 +279,14 @@ void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad) {
 /* What the job's end means for its chunk. [before the slot is released] */
 static void chunk_settle(struct inf_executor *ex, inf_run *run) {
     inf_chunk_record *chunk = run->chunk;
-    bool store = run->job.kind == INF_JOB_STORE;
     if (!run->faulted) {
-        if (store) chunk->invalid &= ~sections_used(run);
+        chunk->invalid &= ~sections_written(run); /* of an UPDATE only what it was given */
         return;
     }
     if (inf_run_keep(ex, run) || run->job.kind == INF_JOB_REWRITE) return;
     if (run->job.kind == INF_JOB_FETCH || run->fault.kind == INF_FAULT_PLAN) return;
     /* Also after an update that did not begin: nobody may take the values before it for those after it. */
-    chunk->invalid |= store ? sections_used(run) : sections_all(&chunk->plan);
+    chunk->invalid |= sections_written(run);
     chunk->fault = run->fault;
 }
 
@@ -288,6 +323,9 @@ void inf_run_finish(struct inf_executor *ex, inf_run *run) {
     inf_submission *submission = run->submission;
     bool first = run->chunk->fifo_head == run;
     assert((first || run->fault.kind == INF_FAULT_CANCELLED) && run->state != INF_DONE && run->blocks_in_flight == 0);
+    inf_ahead_unhint(ex, run);
+    /* An UPDATE that ends before it takes what was read for it: a mark, or an earlier fault. */
+    if (run->job.kind == INF_JOB_UPDATE && run->state == INF_STARTING) inf_ahead_drop(ex, run->chunk);
     chunk_settle(ex, run);
     run->state = INF_DONE;
     inf_slot_release(ex, &run->slot);
@@ -314,5 +352,5 @@ void inf_run_finish(struct inf_executor *ex, inf_run *run) {
         if (ex->gates != NULL) pthread_cond_signal(&ex->work); /* a worker keeps the time of gates */
     }
     if (--submission->pending == 0) inf_submission_end(ex, submission);
-    if (ex->pending == 0) pthread_cond_broadcast(&ex->done);
+    if (inf_idle(ex)) pthread_cond_broadcast(&ex->done);
 }

@@ -10,12 +10,6 @@
 
 #include <assert.h>
 
-static uint32_t sections_in(const inf_slot *slot) {
-    uint32_t mask = 0;
-    for (int32_t s = 0; s < INF_SECTION_MAX; s++) mask |= (uint32_t)(slot->section_at[s] >= 0) << s;
-    return mask;
-}
-
 bool inf_run_keep(struct inf_executor *ex, inf_run *run) {
     inf_chunk_record *chunk = run->chunk;
     bool rewrite = run->job.kind == INF_JOB_REWRITE;
@@ -24,7 +18,7 @@ bool inf_run_keep(struct inf_executor *ex, inf_run *run) {
     if (run->job.mask & INF_MASK_MOVE_ONLY) return false; /* a measurement: the slot holds nothing that is missed */
     assert(chunk->kept_mask == 0);
     chunk->kept = run->slot;
-    chunk->kept_mask = sections_in(&run->slot);
+    chunk->kept_mask = run->slot.written;
     /* A store holds what was wanted, in the slot or in resident sections; an update had no invalid section. */
     if (run->job.kind == INF_JOB_STORE) chunk->invalid &= ~run->job.mask;
     run->slot.memory = NULL;
@@ -54,14 +48,15 @@ void inf_chunk_drop_kept(struct inf_executor *ex, inf_chunk_record *chunk) {
 }
 
 bool inf_run_refused(const struct inf_executor *ex, inf_run *run) {
-    bool writes = run->job.kind == INF_JOB_STORE || run->job.kind == INF_JOB_UPDATE;
+    bool update = run->job.kind == INF_JOB_UPDATE;
+    if (!update && run->job.kind != INF_JOB_STORE) return false;
     const inf_chunk *chunk = &run->chunk->plan;
-    bool placed = false; /* has it bytes on the drive, whether or not they are kept in memory now */
+    bool writes = false; /* to the drive, whether or not what is there is kept in memory now */
     for (int32_t s = 0; s < chunk->section_count; s++) {
-        bool used = run->job.kind == INF_JOB_UPDATE || (run->job.mask >> s & 1u);
-        placed = placed || (used && !inf_section_resident(chunk, s));
+        bool written = update ? !(inf_grad_mask(chunk) >> s & 1u) : run->job.mask >> s & 1u;
+        writes = writes || (written && !inf_section_resident(chunk, s));
     }
-    if (!writes || !placed) return false;
+    if (!writes) return false;
     const inf_drive *drive = &ex->drives[chunk->drive];
     if (!drive->stats.marked) return false;
     run->faulted = true;

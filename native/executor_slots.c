@@ -33,7 +33,7 @@ void inf_pool_free(inf_pool *pool) {
 }
 
 /* The most that one drive may hold: half of an equal share is left for each of the others. */
-static int32_t held_max(const struct inf_executor *ex, const inf_pool *pool) {
+int32_t inf_held_max(const struct inf_executor *ex, const inf_pool *pool) {
     int32_t drives = ex->config.drive_count;
     if (drives < 2 || pool->count < drives) return pool->count;
     int32_t left = pool->count / (2 * drives);
@@ -79,7 +79,7 @@ inf_run *inf_slot_waiting(inf_pool *pool, int32_t drive_count) {
 
 inf_run *inf_slot_next(struct inf_executor *ex, inf_pool *pool) {
     if (pool->free_count == 0 || pool->waiting_count == 0) return NULL;
-    int32_t held = held_max(ex, pool);
+    int32_t held = inf_held_max(ex, pool);
     int32_t drives = ex->config.drive_count;
     int32_t owed = INF_FAIR_TURN * drives - 1;
     inf_queue *next = NULL;
@@ -96,10 +96,17 @@ inf_run *inf_slot_next(struct inf_executor *ex, inf_pool *pool) {
     inf_run *run = inf_queue_pop(next);
     for (int32_t d = 0; d < drives; d++) pool->passed[d] += pool->passed[d] < owed;
     pool->waiting_count--;
-    pool->held[run->slot.drive]++;
-    run->slot.index = pool->free[--pool->free_count];
-    run->slot.memory = pool->base + (int64_t)run->slot.index * pool->bytes;
+    inf_slot_take(ex, &run->slot);
     return run;
+}
+
+bool inf_slot_take(struct inf_executor *ex, inf_slot *slot) {
+    inf_pool *pool = &ex->pools[slot->pool];
+    if (pool->free_count == 0) return false;
+    pool->held[slot->drive]++;
+    slot->index = pool->free[--pool->free_count];
+    slot->memory = pool->base + (int64_t)slot->index * pool->bytes;
+    return true;
 }
 
 void inf_slot_release(struct inf_executor *ex, inf_slot *slot) {

@@ -6,7 +6,7 @@
 #include <string.h>
 
 /* What is wrong with a job; aio/native_executor.py has the sentences. */
-enum { BAD_CHUNK = 1, BAD_KIND, BAD_MASK, BAD_BASE, BAD_SEGS, BAD_STORE_GATE, BAD_SIZE, BAD_FORMAT };
+enum { BAD_CHUNK = 1, BAD_KIND, BAD_MASK, BAD_BASE, BAD_SEGS, BAD_STORE_GATE, BAD_SIZE, BAD_FORMAT, BAD_GIVEN };
 
 /* ---- chunks ---- */
 
@@ -70,6 +70,7 @@ int32_t inf_executor_drop(inf_executor *ex, const int32_t *ids, int32_t count) {
     }
     for (int32_t i = 0; i < count && error == 0; i++) {
         if (ex->chunks[ids[i]] == NULL) continue; /* named twice */
+        inf_ahead_drop(ex, ex->chunks[ids[i]]);
         inf_chunk_drop_kept(ex, ex->chunks[ids[i]]);
         free(ex->chunks[ids[i]]);
         ex->chunks[ids[i]] = NULL;
@@ -117,8 +118,9 @@ static int32_t job_wrong(const struct inf_executor *ex, const inf_job *job, int3
     if (record == NULL) return BAD_CHUNK;
     const inf_chunk *chunk = &record->plan;
     if (job->kind < INF_JOB_FETCH || job->kind > INF_JOB_UPDATE) return BAD_KIND;
-    uint32_t known = ((1u << chunk->section_count) - 1u) | INF_MASK_MOVE_ONLY;
+    uint32_t known = inf_sections_all(chunk) | INF_MASK_MOVE_ONLY;
     bool update = job->kind == INF_JOB_UPDATE;
+    if ((job->mask & INF_MASK_GIVEN) && (!update || job->ptr[1] == 0)) return BAD_GIVEN;
     if (!update && ((job->mask & ~known) != 0 || (job->mask & ~INF_MASK_MOVE_ONLY) == 0)) return BAD_MASK;
     if (job->base < -1 || (job->base >= 0 && !gated)) return BAD_BASE;
     if (job->kind == INF_JOB_STORE && job->base >= 0) return BAD_STORE_GATE;
@@ -129,6 +131,23 @@ static int32_t job_wrong(const struct inf_executor *ex, const inf_job *job, int3
     }
     int64_t bytes = slot_bytes(chunk, job);
     return bytes > 0 && pool_for(ex, bytes) < 0 ? BAD_SIZE : 0;
+}
+
+int32_t inf_executor_preread(inf_executor *ex, const int32_t *ids, int32_t count, int32_t given) {
+    int32_t accepted = 0;
+    pthread_mutex_lock(&ex->lock);
+    for (int32_t i = 0; i < count && accepted >= 0; i++) {
+        if (chunk_of(ex, ids[i]) == NULL) accepted = -EINVAL;
+    }
+    while (accepted >= 0 && accepted < count && !ex->shut) {
+        inf_chunk_record *chunk = chunk_of(ex, ids[accepted]);
+        const inf_job update = {.kind = INF_JOB_UPDATE};
+        if (!inf_ahead_want(ex, chunk, pool_for(ex, slot_bytes(&chunk->plan, &update)), given != 0)) break;
+        accepted++;
+    }
+    inf_pump(ex);
+    pthread_mutex_unlock(&ex->lock);
+    return accepted;
 }
 
 static void *copy_of(const void *source, int32_t count, size_t size) {
@@ -152,6 +171,17 @@ static void fifo_insert(inf_run *run) {
     if (run->fifo_next == NULL) chunk->fifo_tail = run;
 }
 
+/* Sections that an UPDATE takes from the chunk: not the one that it is given (a resident one is as good), and spilled
+ * gradients only if one of its segments has its there. */
+static uint32_t update_reads(const inf_chunk *chunk, const inf_job *job, const inf_seg *segs) {
+    uint32_t reads = inf_sections_all(chunk) & ~inf_grad_mask(chunk);
+    if ((job->mask & INF_MASK_GIVEN) && !inf_section_resident(chunk, 0)) reads &= ~1u;
+    for (int32_t i = 0; i < job->seg_count; i++) {
+        if (segs[job->seg_first + i].grad_dtype == INF_GRAD_SECTION) reads |= inf_grad_mask(chunk);
+    }
+    return reads;
+}
+
 static void run_init(struct inf_executor *ex, inf_submission *submission, int32_t index, const inf_job *job,
                      int32_t priority) {
     inf_run *run = &submission->runs[index];
@@ -160,6 +190,8 @@ static void run_init(struct inf_executor *ex, inf_submission *submission, int32_
                      .job = *job,
                      .state = INF_WAITING,
                      .priority = priority};
+    if (job->kind == INF_JOB_FETCH) run->reads = job->mask & inf_sections_all(&run->chunk->plan);
+    if (job->kind == INF_JOB_UPDATE) run->reads = update_reads(&run->chunk->plan, job, submission->segs);
     run->slot.pool = pool_for(ex, slot_bytes(&run->chunk->plan, job));
     fifo_insert(run);
 }

@@ -14,12 +14,26 @@
 #error "infinity needs a little-endian machine"
 #endif
 
-#define INF_SECTION_MAX 4
+#define INF_SECTION_MAX 6
 #define INF_LOG_MAX 8
 
-enum { INF_FORMAT_RAW = 0, INF_FORMAT_SPLIT = 1, INF_FORMAT_FP32 = 2 };
+#define INF_QUANT_GROUP 64 /* elements that share a quantisation scale */
+
+/* A state format: master | moments << 8 | count << 16 | grad << 24; class Format of aio/plan.py says what they are. */
+enum { INF_MASTER_RAW = 0, INF_MASTER_SPLIT = 1, INF_MASTER_SPLIT8 = 2, INF_MASTER_FP32 = 3, INF_MASTER_FP16 = 4 };
+enum { INF_MOMENTS_FP32 = 0, INF_MOMENTS_BF16 = 1, INF_MOMENTS_Q8 = 2 };
+enum { INF_GRAD_SECTION_NONE = 0, INF_GRAD_SECTION_BF16 = 1, INF_GRAD_SECTION_FP32 = 2, INF_GRAD_SECTION_FP16 = 3 };
+enum {
+    INF_FORMAT_RAW = 0,
+    INF_FORMAT_SPLIT = INF_MASTER_SPLIT | INF_MOMENTS_FP32 << 8 | 2 << 16,
+    INF_FORMAT_FP32 = INF_MASTER_FP32 | INF_MOMENTS_FP32 << 8 | 2 << 16,
+    INF_FORMAT_BF16 = INF_MASTER_SPLIT | INF_MOMENTS_BF16 << 8 | 2 << 16,
+    INF_FORMAT_COMPACT = INF_MASTER_SPLIT8 | INF_MOMENTS_Q8 << 8 | 2 << 16
+};
 enum { INF_JOB_FETCH = 1, INF_JOB_STORE = 2, INF_JOB_UPDATE = 3, INF_JOB_REWRITE = 4 };
-enum { INF_GRAD_BF16 = 0, INF_GRAD_FP32 = 1 };
+enum { INF_GRAD_BF16 = 0, INF_GRAD_FP32 = 1, INF_GRAD_FP16 = 2, INF_GRAD_SECTION = 3 };
+enum { INF_ADAMW = 0, INF_SGD = 1, INF_LION = 2 };
+enum { INF_FLAG_NESTEROV = 1, INF_FLAG_FIRST = 2 }; /* of SGD */
 enum { INF_LOG_MUL = 0, INF_LOG_DIV = 1 };
 
 /* What the passes over a chunk return when no (section, piece) is to blame. */
@@ -34,10 +48,11 @@ typedef struct {
     int64_t file_offset; /* bytes; of the run, -1 = none */
     int64_t run_bytes;   /* 0 = wholly resident */
     int32_t drive;       /* -1 = none */
-    int32_t format;      /* INF_FORMAT_* */
+    int32_t format;
     int32_t section_count;
     int32_t piece_numel; /* elements covered by one checksum of one section */
     int32_t itemsize[INF_SECTION_MAX];
+    int32_t group_numel[INF_SECTION_MAX]; /* elements per item; 0 = 1 */
     int64_t section_at[INF_SECTION_MAX];
     uint64_t section_ptr[INF_SECTION_MAX]; /* address when resident, else 0 */
     uint64_t sums_ptr;                     /* uint32_t[section_count][piece_count]; 0 = no checksums */
@@ -53,25 +68,44 @@ typedef struct {
     uint64_t ptr[INF_SECTION_MAX];
 } inf_job;
 
-/* A range of a chunk that one parameter's gradient updates. The segments of a chunk ascend and do not overlap. */
+/* A range of a chunk that one parameter's gradient updates. The segments of a chunk ascend and do not overlap. Where
+ * moments are quantised, `start` and `element` are multiples of INF_QUANT_GROUP, and the elements from a segment's end to
+ * the end of its group belong to nobody. */
 typedef struct {
     int64_t start; /* element in the chunk */
     int64_t numel;
-    uint64_t grad; /* address of the gradient of element `start`, aligned to its own size */
+    int64_t element; /* of the parameter, at `start`: random rounding is keyed on (hyper's key, element) */
+    uint64_t grad;   /* address of the gradient of element `start`, aligned to its own size; unused for INF_GRAD_SECTION */
     int32_t grad_dtype;
     int32_t hyper; /* index into the submission's inf_hyper array */
 } inf_seg;
 
-/* AdamW's scalars, computed in double and rounded once; `log` is replayed on the fp32 gradient first. */
+/* An algorithm's scalars, computed in double and rounded once; `log` is replayed on the fp32 gradient first.
+ *
+ *              AdamW                        Lion                  SGD
+ * decay        1 - lr * weight_decay        the same              -
+ * beta1        beta1                        beta1                 momentum
+ * one_minus_1  1 - beta1                    1 - beta1             1 - dampening
+ * beta2        beta2                        beta2                 -
+ * one_minus_2  1 - beta2                    1 - beta2             -
+ * eps          eps                          -                     -
+ * bc2_sqrt     sqrt(1 - beta2 ** step)      -                     -
+ * step_size    lr / (1 - beta1 ** step)     lr                    lr
+ * weight_decay -                            -                     weight_decay, added to the gradient; 0 = none
+ */
 typedef struct {
-    float decay; /* 1 - lr * weight_decay */
+    uint64_t key; /* of random rounding */
+    float decay;
     float beta1;
     float one_minus_beta1;
     float beta2;
     float one_minus_beta2;
     float eps;
-    float bc2_sqrt;  /* sqrt(1 - beta2 ** step) */
-    float step_size; /* lr / (1 - beta1 ** step) */
+    float bc2_sqrt;
+    float step_size;
+    float weight_decay;
+    int32_t algorithm; /* INF_ADAMW ... */
+    int32_t flags;     /* INF_FLAG_* */
     int32_t log_count;
     int32_t log_kind[INF_LOG_MAX]; /* INF_LOG_* */
     float log_value[INF_LOG_MAX];
@@ -83,12 +117,44 @@ static inline int64_t inf_piece_count(const inf_chunk *chunk) {
     return (chunk->numel + chunk->piece_numel - 1) / chunk->piece_numel;
 }
 
+/* Bytes of the first `numel` elements of a section; a begun item counts whole. */
+static inline int64_t inf_section_span(const inf_chunk *chunk, int32_t section, int64_t numel) {
+    const int64_t group = chunk->group_numel[section];
+    const int64_t items = group > 1 ? numel / group + (numel % group != 0) : numel;
+    return items * chunk->itemsize[section];
+}
+
 static inline int64_t inf_section_bytes(const inf_chunk *chunk, int32_t section) {
-    return chunk->numel * chunk->itemsize[section];
+    return inf_section_span(chunk, section, chunk->numel);
 }
 
 static inline int inf_section_resident(const inf_chunk *chunk, int32_t section) {
     return chunk->section_at[section] < 0;
+}
+
+/* ---- formats ---------------------------------------------------------------------------------------------------- */
+
+static inline int32_t inf_format_master(int32_t format) { return format & 255; }
+static inline int32_t inf_format_moments(int32_t format) { return format >> 8 & 255; }
+static inline int32_t inf_format_count(int32_t format) { return format >> 16 & 255; }
+static inline int32_t inf_format_grad(int32_t format) { return (int32_t)((uint32_t)format >> 24); }
+
+/* The format without its section of gradients. */
+static inline int32_t inf_format_states(int32_t format) { return format & 0xFFFFFF; }
+
+/* Sections of the master; the moments follow. */
+static inline int32_t inf_format_master_count(int32_t format) {
+    const int32_t master = inf_format_master(format);
+    return master == INF_MASTER_RAW || master == INF_MASTER_FP32 ? 1 : 2;
+}
+
+/* Itemsizes and elements per item of a format's sections (RAW: itemsize 0 = any). Returns how many there are, 0 for a code
+ * that is no format. */
+int32_t inf_format_sections(int32_t format, int32_t itemsize[INF_SECTION_MAX], int32_t group_numel[INF_SECTION_MAX]);
+
+/* How many of `section_count` sections an UPDATE writes: all but the gradients, which are the last. */
+static inline int32_t inf_format_written(int32_t format, int32_t section_count) {
+    return section_count - (inf_format_grad(format) != INF_GRAD_SECTION_NONE);
 }
 
 /* 1 when the fields agree with each other (sizes positive, sections inside the run, itemsizes as the format says). */
@@ -122,29 +188,35 @@ void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *f
 
 /* UPDATE: one fused pass: verify a piece of every section -> kernel on segments that meet it -> new checksum.
  *
- * section[s]: where the sections lie now (the run's buffer, or section_ptr when resident). out0: where section 0 is
- * copied to after the update, or NULL. sums_scratch: uint32_t[section_count * piece_count], unused when sums_ptr is 0.
+ * section[s]: where the sections lie now (the run's buffer, or section_ptr when resident); all in place. out0: where
+ * section 0 is copied to after the update, or NULL. given_mask: bit s = section s did not come from the drive but from the
+ * caller's memory (it is not verified; its checksums are set anew, since the drive gets it). sums_scratch:
+ * uint32_t[section_count * piece_count], unused when sums_ptr is 0.
+ * The `grad` section is verified as the others are, and neither written nor summed anew.
  * Returns INF_OK, after which *sums_ptr holds the new checksums; INF_BAD_PLAN, nothing touched; or
- * section * piece_count + piece of the first mismatch. Then *sums_ptr and resident sections are as before and the
- * run's buffer is spoilt: read the run again and redo. (So in a chunk that mixes resident and other sections all
- * pieces are verified before the first is updated: resident sections cannot be read again.)
+ * section * piece_count + piece of the first mismatch. Then *sums_ptr, resident and given sections are as before and the
+ * run's buffer is spoilt: read the run again and redo. (So in a chunk that mixes these and other sections all pieces
+ * are verified before the first is updated: resident and given sections cannot be read again.)
  * A piece that no segment meets keeps its checksum. */
 int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
                          int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
-                         int32_t verify, uint32_t *sums_scratch);
+                         int32_t verify, uint32_t given_mask, uint32_t *sums_scratch);
 
-/* ---- kernels (adamw.c) ----------------------------------------------------------------------------------------- */
+/* ---- kernels (update.c) ----------------------------------------------------------------------------------------- */
 
 /* The kernels' instruction set: "portable", "avx2" or "avx512"; the best the machine has unless selected. */
 const char *inf_isa(void);
 int32_t inf_isa_select(const char *name); /* 1, or 0 where the machine lacks it. Not while a kernel runs. */
 
-/* In place on [numel] elements, pointers aligned to their element. grad_dtype: INF_GRAD_*. Denormals are kept
- * whatever the thread's floating-point mode is. */
-void inf_adamw_split(uint16_t *hi, int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad,
-                     int32_t grad_dtype, int64_t numel, const inf_hyper *hyper);
-void inf_adamw_fp32(float *param, float *exp_avg, float *exp_avg_sq, const void *grad, int32_t grad_dtype,
-                    int64_t numel, const inf_hyper *hyper);
+/* Whether `inf_update` knows the format with the algorithm (RAW has no states; AdamW has two moments, Lion one, SGD one, or
+ * none when its momentum is 0), and the hyper's log is in range. */
+int32_t inf_update_valid(int32_t format, const inf_hyper *hyper);
+
+/* The update of `hyper->algorithm` in place on [numel] elements of the sections of `format`, which has no `grad`. element: the
+ * parameter's, at the first (see inf_seg). grad_dtype: an INF_GRAD_* other than SECTION. Pointers are aligned to their items.
+ * Denormals are kept whatever the thread's floating-point mode is. Only what inf_update_valid knows. */
+void inf_update(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad, int32_t grad_dtype,
+                int64_t numel, int64_t element, const inf_hyper *hyper);
 
 /* fp32 master <-> (hi, lo). NaN becomes 0x7FC00000, everything else round-trips. */
 void inf_split_master(const float *master, uint16_t *hi, int16_t *lo, int64_t numel);

@@ -11,9 +11,10 @@ typedef struct {
     int32_t format;
     int32_t section_count;
     int32_t piece_numel;
-    int32_t itemsize[4];
-    int64_t section_at[4];
-    uint64_t section_ptr[4];
+    int32_t itemsize[6];
+    int32_t group_numel[6];
+    int64_t section_at[6];
+    uint64_t section_ptr[6];
     uint64_t sums_ptr;
 } inf_chunk;
 
@@ -24,18 +25,20 @@ typedef struct {
     int32_t base;
     int32_t seg_first;
     int32_t seg_count;
-    uint64_t ptr[4];
+    uint64_t ptr[6];
 } inf_job;
 
 typedef struct {
     int64_t start;
     int64_t numel;
+    int64_t element;
     uint64_t grad;
     int32_t grad_dtype;
     int32_t hyper;
 } inf_seg;
 
 typedef struct {
+    uint64_t key;
     float decay;
     float beta1;
     float one_minus_beta1;
@@ -44,11 +47,15 @@ typedef struct {
     float eps;
     float bc2_sqrt;
     float step_size;
+    float weight_decay;
+    int32_t algorithm;
+    int32_t flags;
     int32_t log_count;
     int32_t log_kind[8];
     float log_value[8];
 } inf_hyper;
 
+int32_t inf_format_sections(int32_t format, int32_t itemsize[6], int32_t group_numel[6]);
 int32_t inf_chunk_valid(const inf_chunk *chunk);
 
 uint32_t inf_crc32c(uint32_t seed, const void *data, size_t size_bytes);
@@ -58,15 +65,14 @@ uint32_t inf_sum_seed(uint64_t generation, uint64_t key, int32_t section, int64_
 
 int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to, int32_t verify);
 void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to);
-int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[4], const inf_seg *segs, int32_t seg_count,
+int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[6], const inf_seg *segs, int32_t seg_count,
                          const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0, int32_t verify,
-                         uint32_t *sums_scratch);
+                         uint32_t given_mask, uint32_t *sums_scratch);
 
 const char *inf_isa(void);
 int32_t inf_isa_select(const char *name);
-void inf_adamw_split(uint16_t *hi, int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad,
-                     int32_t grad_dtype, int64_t numel, const inf_hyper *hyper);
-void inf_adamw_fp32(float *param, float *exp_avg, float *exp_avg_sq, const void *grad, int32_t grad_dtype,
-                    int64_t numel, const inf_hyper *hyper);
+int32_t inf_update_valid(int32_t format, const inf_hyper *hyper);
+void inf_update(int32_t format, uint8_t *const section[6], const void *grad, int32_t grad_dtype, int64_t numel,
+                int64_t element, const inf_hyper *hyper);
 void inf_split_master(const float *master, uint16_t *hi, int16_t *lo, int64_t numel);
 void inf_join_master(const uint16_t *hi, const int16_t *lo, float *master, int64_t numel);

@@ -15,7 +15,7 @@ import infinity as inf
 from infinity.aio import Seam
 from infinity.engine import offload
 from tests import models
-from tests.reference import ReferenceAdamW
+from tests.reference import ReferenceAdamW, ReferenceLion, ReferenceScaler, ReferenceSGD, ReferenceTorch
 
 Between = Callable[[nn.Module, int], Any]
 """Something done to the model between micro-batches, or before a step; numbers that it returns are compared."""
@@ -38,6 +38,10 @@ class Training:
     before: Between | None = None  # called before every step; gradients are cleared after it
     between: Between | None = None  # called after every micro-batch
     rows: int = 2
+    optimizer: str = "AdamW"  # or SGD, Lion, or a class of torch.optim
+    options: tuple[tuple[str, Any], ...] = ()  # of the optimizer
+    scaler: tuple[float, int] | None = None  # GradScaler's init_scale and growth_interval
+    poisoned: tuple[int, ...] = ()  # steps whose loss is infinite
 
     @property
     def batches(self) -> list[models.Batch]:
@@ -56,6 +60,32 @@ class Training:
             if any(not parameter.requires_grad for parameter in model.parameters()):
                 model.enable_input_require_grads()
         return model
+
+    def make_reference(self, model: nn.Module) -> ReferenceAdamW:
+        """The optimizer of the plain loop."""
+        made: Any = {"AdamW": ReferenceAdamW, "SGD": ReferenceSGD, "Lion": ReferenceLion}.get(self.optimizer)
+        options = dict(self.options)
+        if made is None:
+            settings = {"lr": self.lr, "weight_decay": self.weight_decay, **options}
+            options = {"torch_class": getattr(torch.optim, self.optimizer), "settings": settings}
+            made = ReferenceTorch
+        optimizer: ReferenceAdamW = made(
+            self.param_groups(model),
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            grad_dtype=self.grad_dtype,
+            order=model.parameters(),
+            **options,
+        )
+        return optimizer
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of the offloaded model."""
+        values = {"lr": self.lr, "weight_decay": self.weight_decay, **dict(self.options)}
+        if self.optimizer in ("AdamW", "SGD", "Lion"):
+            made: torch.optim.Optimizer = getattr(inf, self.optimizer)(self.param_groups(model), **values)
+            return made
+        return inf.Elementwise(getattr(torch.optim, self.optimizer), self.param_groups(model), **values)
 
     def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """The parameters that are trained, in one group or two."""
@@ -99,15 +129,10 @@ def reference(training: Training) -> Result:
     """The plain loop."""
     with one_thread():
         model = training.model()
-        optimizer = ReferenceAdamW(
-            training.param_groups(model),
-            lr=training.lr,
-            weight_decay=training.weight_decay,
-            grad_dtype=training.grad_dtype,
-            order=model.parameters(),
-        )
+        optimizer = training.make_reference(model)
+        scaler = ReferenceScaler(*training.scaler) if training.scaler is not None else None
         losses, norms, seen = _loop(
-            training, model, optimizer, lambda: optimizer.clip(training.max_norm or 0.0)
+            training, model, optimizer, lambda: optimizer.clip(training.max_norm or 0.0), scaler
         )
         params = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         return Result(losses, norms, seen, params)
@@ -123,11 +148,13 @@ def offloaded(
         offload(model, policy, load=load, _seam=seam)
         handle = inf.handle(model)
         try:
-            optimizer = inf.AdamW(
-                training.param_groups(model), lr=training.lr, weight_decay=training.weight_decay
-            )
+            optimizer = training.make_optimizer(model)
             clip = functools.partial(_clip, model, training.max_norm)
-            losses, norms, seen = _loop(training, model, optimizer, clip)
+            scaler = None
+            if training.scaler is not None:
+                scale, interval = training.scaler
+                scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
+            losses, norms, seen = _loop(training, model, optimizer, clip, scaler)
             state = model.state_dict()
             names = [name for name, _ in model.named_parameters()]
             return Result(losses, norms, seen, {name: state[name].clone() for name in names}, handle.stats())
@@ -141,7 +168,7 @@ def _clip(model: nn.Module, max_norm: float | None) -> torch.Tensor:
 
 
 def _loop(
-    training: Training, model: nn.Module, optimizer: Any, clip: Callable[[], torch.Tensor]
+    training: Training, model: nn.Module, optimizer: Any, clip: Callable[[], torch.Tensor], scaler: Any = None
 ) -> tuple[list[float], list[float], list[Any]]:
     losses, norms, seen = [], [], []
     batches = iter(training.batches)
@@ -154,13 +181,22 @@ def _loop(
             optimizer.zero_grad()
         for _ in range(training.accumulation):
             loss = models.loss_of(model, next(batches)) / training.accumulation
-            loss.backward()
+            if step in training.poisoned:
+                loss = loss * float("inf")
+            (loss if scaler is None else scaler.scale(loss)).backward()
             losses.append(loss.item())
             if training.between is not None:
                 seen.append(training.between(model, step))
+        if scaler is not None:
+            scaler.unscale_(optimizer)
         if training.max_norm is not None:
             norms.append(clip().item())
-        optimizer.step()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append(scaler.get_scale())
         optimizer.zero_grad()
     return losses, norms, seen
 

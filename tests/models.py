@@ -153,11 +153,11 @@ def albert() -> nn.Module:
     )
 
 
-def lora() -> nn.Module:
+def lora(layers: int = 3) -> nn.Module:
     """A Llama whose weights are frozen, with LoRA adapters."""
     from peft import LoraConfig, get_peft_model
 
-    base = llama()
+    base = llama(layers)
     config = LoraConfig(
         r=4,
         lora_alpha=8,

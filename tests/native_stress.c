@@ -1,4 +1,4 @@
-/* The native executor without Python: threads that store, update, fetch, cancel, gate, drop and look, all at once.
+/* The native executor without Python: threads that store, update, fetch, cancel, gate, read ahead, drop and look, all at once.
  *
  * For what an interpreter is in the way of: ThreadSanitizer, other machines under an emulator, other compilers (make tsan,
  * make portable). Each thread owns some chunks and knows what they must hold; everything else is shared.
@@ -16,7 +16,10 @@
 
 #define NUMEL 4096
 #define PIECE 1024
-#define RUN_BYTES (12 * NUMEL)
+#define FORMAT (INF_FORMAT_SPLIT | INF_GRAD_SECTION_FP32 << 24)
+#define SECTIONS 5
+#define ALL ((1u << SECTIONS) - 1u)
+#define RUN_BYTES (16 * NUMEL)
 #define CHUNKS_EACH 3
 #define DRIVES 2
 #define THREADS_MAX 16
@@ -36,6 +39,7 @@ typedef struct {
     int16_t lo[NUMEL];
     float m[NUMEL];
     float v[NUMEL];
+    float g[NUMEL];
 } values;
 
 typedef struct {
@@ -51,12 +55,13 @@ typedef struct {
     values target;
     float grad[NUMEL];
     uint16_t out[NUMEL];
-    uint32_t sums[CHUNKS_EACH][INF_SECTION_MAX][NUMEL / PIECE];
+    uint16_t given[NUMEL];
+    uint32_t sums[CHUNKS_EACH][SECTIONS][NUMEL / PIECE];
     int64_t cancelled;
     int64_t escaped;
 } actor;
 
-static const int32_t ITEMSIZES[INF_SECTION_MAX] = {2, 2, 4, 4};
+static const int32_t ITEMSIZES[SECTIONS] = {2, 2, 4, 4, 4};
 static const inf_hyper HYPER = {.decay = 0.9999f,
                                 .beta1 = 0.9f,
                                 .one_minus_beta1 = 0.1f,
@@ -79,6 +84,7 @@ static void fill(actor *me, values *at) {
         at->lo[i] = (int16_t)(word >> 16);
         at->m[i] = (float)(word >> 40) * 1e-9f;
         at->v[i] = (float)(word >> 44) * 1e-9f;
+        at->g[i] = (float)(int32_t)word * 1e-9f;
     }
 }
 
@@ -87,6 +93,7 @@ static void pointers(values *at, inf_job *job) {
     job->ptr[1] = (uint64_t)(uintptr_t)at->lo;
     job->ptr[2] = (uint64_t)(uintptr_t)at->m;
     job->ptr[3] = (uint64_t)(uintptr_t)at->v;
+    job->ptr[4] = (uint64_t)(uintptr_t)at->g;
 }
 
 static inf_ticket *submit(actor *me, const inf_job *job, const inf_seg *seg, inf_gate *gate) {
@@ -107,18 +114,25 @@ static int32_t end(actor *me, inf_ticket *ticket) {
     return fault.kind;
 }
 
-static void store(actor *me, int32_t chunk) {
-    inf_job job = {.chunk = me->ids[chunk], .kind = INF_JOB_STORE, .mask = 15, .base = -1};
+static void store(actor *me, int32_t chunk, uint32_t mask) {
+    inf_job job = {.chunk = me->ids[chunk], .kind = INF_JOB_STORE, .mask = mask, .base = -1};
     fill(me, &me->source);
-    memcpy(&me->model[chunk], &me->source, sizeof me->source);
+    if (mask == ALL) memcpy(&me->model[chunk], &me->source, sizeof me->source);
+    else memcpy(me->model[chunk].g, me->source.g, sizeof me->source.g);
     pointers(&me->source, &job);
     inf_ticket *ticket = submit(me, &job, NULL, NULL);
     inf_ticket_cancel(me->ex, ticket); /* does nothing to a store */
     CHECK(end(me, ticket) == 0);
 }
 
+static void preread(actor *me) {
+    int32_t count = (int32_t)(next(me) % (CHUNKS_EACH + 1));
+    int32_t accepted = inf_executor_preread(me->ex, me->ids, count, (int32_t)(next(me) & 1));
+    CHECK(accepted >= 0 && accepted <= count);
+}
+
 static void fetch(actor *me, int32_t chunk) {
-    inf_job job = {.chunk = me->ids[chunk], .kind = INF_JOB_FETCH, .mask = 15, .base = -1};
+    inf_job job = {.chunk = me->ids[chunk], .kind = INF_JOB_FETCH, .mask = ALL, .base = -1};
     memset(&me->target, 0, sizeof me->target);
     pointers(&me->target, &job);
     inf_ticket *ticket = submit(me, &job, NULL, NULL);
@@ -141,6 +155,14 @@ static void update(actor *me, int32_t chunk) {
     CHECK(!gated || gate != NULL);
     job.base = gated ? 0 : -1;
     job.ptr[0] = gated ? 0 : (uint64_t)(uintptr_t)me->out;
+    bool spilled = next(me) & 1;
+    if (spilled) seg = (inf_seg){.numel = NUMEL, .grad_dtype = INF_GRAD_SECTION};
+    if (next(me) & 1) { /* sometimes where the result goes */
+        uint16_t *given = !gated && (next(me) & 1) ? me->out : me->given;
+        memcpy(given, me->model[chunk].hi, sizeof me->given);
+        job.mask = INF_MASK_GIVEN;
+        job.ptr[1] = (uint64_t)(uintptr_t)given;
+    }
     inf_ticket *ticket = submit(me, &job, &seg, gate);
     if (gated && next(me) % 3 != 0) {
         uint64_t base = (uint64_t)(uintptr_t)me->out;
@@ -152,7 +174,8 @@ static void update(actor *me, int32_t chunk) {
     if (gated) inf_gate_release(me->ex, gate);
     me->escaped += !opened;
     values *model = &me->model[chunk];
-    inf_adamw_split(model->hi, model->lo, model->m, model->v, me->grad, INF_GRAD_FP32, NUMEL, &HYPER);
+    uint8_t *sections[INF_SECTION_MAX] = {(uint8_t *)model->hi, (uint8_t *)model->lo, (uint8_t *)model->m, (uint8_t *)model->v};
+    inf_update(INF_FORMAT_SPLIT, sections, spilled ? model->g : me->grad, INF_GRAD_FP32, NUMEL, 0, &HYPER);
     if (opened) CHECK(memcmp(me->out, model->hi, sizeof me->out) == 0);
 }
 
@@ -163,13 +186,14 @@ static void define_again(actor *me, int32_t chunk) {
 
 static void *act(void *argument) {
     actor *me = argument;
-    for (int32_t i = 0; i < CHUNKS_EACH; i++) store(me, i);
+    for (int32_t i = 0; i < CHUNKS_EACH; i++) store(me, i, ALL);
     for (int32_t round = 0; round < me->rounds; round++) {
         int32_t chunk = (int32_t)(next(me) % CHUNKS_EACH);
-        switch (next(me) % 8) {
-            case 0: store(me, chunk); break;
+        switch (next(me) % 10) {
+            case 0: store(me, chunk, next(me) & 1 ? ALL : 16); break;
             case 1: define_again(me, chunk); break;
             case 2: case 3: case 4: update(me, chunk); break;
+            case 5: case 6: preread(me); break;
             default: fetch(me, chunk); break;
         }
     }
@@ -193,6 +217,8 @@ static void *look(void *argument) {
         inf_executor_hold_gates(ex, 1);
         inf_executor_hold_gates(ex, 0);
         inf_executor_release_gates(ex);
+        int32_t id = stats.reads_ahead % THREADS_MAX;
+        CHECK(inf_executor_preread(ex, &id, 1, 0) >= -EINVAL);
         int64_t error = 0;
         inf_ticket *ticket = inf_executor_recover(ex, &error);
         CHECK(ticket != NULL);
@@ -220,12 +246,12 @@ static void plan(actor *me, int32_t chunk) {
                       .file_offset = (int64_t)number * RUN_BYTES,
                       .run_bytes = RUN_BYTES,
                       .drive = number % DRIVES,
-                      .format = INF_FORMAT_SPLIT,
-                      .section_count = INF_SECTION_MAX,
+                      .format = FORMAT,
+                      .section_count = SECTIONS,
                       .piece_numel = PIECE,
                       .sums_ptr = (uint64_t)(uintptr_t)me->sums[chunk]};
     int64_t end_at = 0;
-    for (int32_t s = 0; s < INF_SECTION_MAX; s++) {
+    for (int32_t s = 0; s < SECTIONS; s++) {
         at->itemsize[s] = ITEMSIZES[s];
         at->section_at[s] = end_at;
         end_at += (int64_t)NUMEL * ITEMSIZES[s];
@@ -243,7 +269,8 @@ static void check_kernels(void) {
     inf_join_master(hi, lo, back, 5);
     CHECK(memcmp(master, back, sizeof back) == 0);
     float m[1] = {0.0f}, v[1] = {0.0f}, grad[1] = {0.5f};
-    inf_adamw_split(hi, lo, m, v, grad, INF_GRAD_FP32, 1, &HYPER);
+    uint8_t *sections[INF_SECTION_MAX] = {(uint8_t *)hi, (uint8_t *)lo, (uint8_t *)m, (uint8_t *)v};
+    inf_update(INF_FORMAT_SPLIT, sections, grad, INF_GRAD_FP32, 1, 0, &HYPER);
     inf_join_master(hi, lo, back, 1);
     CHECK(m[0] == 0.1f * 0.5f && v[0] == 0.01f * 0.25f && back[0] < 1.0f && back[0] > 0.8f);
 }
@@ -275,8 +302,9 @@ static void run(inf_executor *ex, int32_t threads, int32_t rounds) {
     inf_drive_stats drives[DRIVES];
     inf_executor_stats(ex, &stats, drives);
     CHECK(stats.jobs_done == stats.jobs_submitted && stats.jobs_failed == 0 && stats.submissions_live == 0);
-    printf("%llu jobs, %llu updates, %lld given up, %lld without target, %llu retries, %llu short\n",
+    printf("%llu jobs, %llu updates, %lld given up, %lld without target, %llu ahead (%llu dropped), %llu retries, %llu short\n",
            (unsigned long long)stats.jobs_done, (unsigned long long)stats.updates, (long long)cancelled, (long long)escaped,
+           (unsigned long long)stats.reads_ahead, (unsigned long long)stats.reads_ahead_dropped,
            (unsigned long long)(drives[0].retries + drives[1].retries),
            (unsigned long long)(drives[0].short_transfers + drives[1].short_transfers));
     free(actors);

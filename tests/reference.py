@@ -2,8 +2,9 @@
 
 bf16 (or fp32) parameters; gradients as autograd leaves and accumulates them, or accumulated in fp32; raised to fp32;
 clipped by torch.nn.utils.clip_grad_norm_ on the fp32 gradients; AdamW on fp32 masters with operations that round once,
-in this order; bf16 parameters written back with the rounding of the split master (to nearest, ties away from zero).
-A parameter whose gradient is None is left alone: no decay, no moments, no step count.
+in this order; bf16 parameters written back with the rounding of the split master (to nearest, ties away from zero), fp16
+ones to nearest even. SGD, Lion and any class of torch.optim likewise; a loss scaler for fp16. A parameter whose gradient is
+None is left alone: no decay, no moments, no step count.
 
 It shares no code with the engine: it is what design says, written down a second time.
 """
@@ -34,12 +35,13 @@ def round_ties_away(master: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass
 class State:
-    """What AdamW keeps for one parameter."""
+    """What an optimizer keeps for one parameter: AdamW all, SGD and Lion one moment, a class of torch its own."""
 
     master: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     step: int = 0
+    inner: torch.optim.Optimizer | None = None
 
 
 class ReferenceAdamW:
@@ -58,8 +60,9 @@ class ReferenceAdamW:
         weight_decay: float = 0.01,
         grad_dtype: torch.dtype | None = None,
         order: Iterable[nn.Parameter] | None = None,
+        **others: Any,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **others}
         self.param_groups = [{**defaults, **group, "params": list(group["params"])} for group in groups]
         self.params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
         if order is not None:  # that in which norms are added
@@ -126,6 +129,10 @@ class ReferenceAdamW:
             master = param.detach().to(torch.float32, copy=True)
             state = self.states[param] = State(master, torch.zeros_like(master), torch.zeros_like(master))
         state.step += 1
+        self._apply(state, grad, group)
+        param.data.copy_(round_ties_away(state.master) if param.dtype is torch.bfloat16 else state.master)
+
+    def _apply(self, state: State, grad: torch.Tensor, group: dict[str, Any]) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         p, m, v = state.master, state.exp_avg, state.exp_avg_sq
         p.mul_(f32(1.0 - lr * group["weight_decay"]))
@@ -136,7 +143,6 @@ class ReferenceAdamW:
         root = torch.from_numpy(np.sqrt(v.numpy()))  # torch.sqrt on CPU is off by one ulp now and then
         denominator = root / f32(math.sqrt(1.0 - beta2**state.step)) + f32(group["eps"])
         p.sub_((m / denominator) * f32(lr / (1.0 - beta1**state.step)))
-        param.data.copy_(round_ties_away(p) if param.dtype is torch.bfloat16 else p)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
@@ -144,3 +150,94 @@ class ReferenceAdamW:
         self._clipped = None
         for param in self.params:
             param.grad = None
+
+
+class ReferenceSGD(ReferenceAdamW):
+    """torch.optim.SGD with operations that round once."""
+
+    def _apply(self, state: State, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        g = grad
+        if group["weight_decay"]:
+            g = g + state.master * f32(group["weight_decay"])
+        momentum = group.get("momentum", 0.0)
+        if momentum:
+            if state.step == 1:
+                state.exp_avg.copy_(g)
+            else:
+                state.exp_avg.mul_(f32(momentum)).add_(g * f32(1.0 - group.get("dampening", 0.0)))
+            g = g + state.exp_avg * f32(momentum) if group.get("nesterov") else state.exp_avg
+        state.master.sub_(g * f32(float(group["lr"])))
+
+
+class ReferenceLion(ReferenceAdamW):
+    """Lion (arXiv 2302.06675, algorithm 2) with operations that round once."""
+
+    def _apply(self, state: State, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        direction = torch.sign(state.exp_avg * f32(beta1) + grad * f32(1.0 - beta1))
+        state.master.mul_(f32(1.0 - lr * group["weight_decay"]))
+        state.master.sub_(direction * f32(lr))
+        state.exp_avg.mul_(f32(beta2)).add_(grad * f32(1.0 - beta2))
+
+
+class ReferenceTorch(ReferenceAdamW):
+    """A class of torch.optim on the fp32 masters, each whole. settings: what the class is given."""
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], *, torch_class: Any, settings: dict[str, Any], **others: Any
+    ) -> None:
+        super().__init__(groups, **others)
+        self._class = torch_class
+        self._settings = settings
+
+    def _apply(self, state: State, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        if state.inner is None:
+            state.inner = self._class([state.master], **self._settings)
+        for name in ("lr", "weight_decay"):
+            state.inner.param_groups[0][name] = group[name]
+        state.master.grad = grad
+        state.inner.step()  # type: ignore[call-arg]
+        state.master.grad = None
+
+
+class ReferenceScaler:
+    """Dynamic loss scaling as torch.amp.GradScaler has it, over a reference optimizer: unscale, skip, back off, grow."""
+
+    def __init__(self, init_scale: float, growth_interval: int) -> None:
+        self._scale = init_scale
+        self._interval = growth_interval
+        self._good = 0
+        self._found = self._unscaled = False
+
+    def get_scale(self) -> float:
+        """The scale now."""
+        return self._scale
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale."""
+        return loss * self._scale
+
+    def unscale_(self, optimizer: ReferenceAdamW) -> None:
+        """Multiply the fp32 gradients by the inverse scale, once; note what is not finite."""
+        grads = optimizer.gradients()
+        self._found = any(not bool(grad.isfinite().all()) for grad in grads.values())
+        for grad in grads.values():
+            grad.mul_(f32(1.0 / self._scale))
+        optimizer._clipped = grads
+        self._unscaled = True
+
+    def step(self, optimizer: ReferenceAdamW) -> None:
+        """Step, unless a gradient was not finite."""
+        if not self._unscaled:
+            self.unscale_(optimizer)
+        if not self._found:
+            optimizer.step()
+
+    def update(self) -> None:
+        """Halve the scale after a skipped step, double it after enough good ones."""
+        self._good = 0 if self._found else self._good + 1
+        if self._found:
+            self._scale *= 0.5
+        elif self._good == self._interval:
+            self._scale, self._good = self._scale * 2.0, 0
+        self._found = self._unscaled = False

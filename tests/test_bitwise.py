@@ -98,8 +98,8 @@ def test_a_budget_that_keeps_a_part_in_memory_changes_no_bits(share: float, tmp_
     training = Training(wide_llama, steps=3)
     least = run(training, policy(tmp_path, params="nvme", optim="nvme", ram="min"))
     harness.assert_equal(least, harness.reference(training))
-    ram = int(least.stats.ram_min_bytes + share * 12 * least.stats.params)
-    more = run(training, policy(tmp_path, params="nvme", optim="nvme", ram=ram))
+    resident = {"params": share, "optim": share / 2}
+    more = run(training, policy(tmp_path, params="nvme", optim="nvme", ram="min", resident=resident))
     harness.assert_equal(more, harness.reference(training))
     assert 0 < more.stats.nvme_bytes < least.stats.nvme_bytes
     assert more.stats.bytes_read < least.stats.bytes_read

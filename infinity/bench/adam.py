@@ -25,7 +25,6 @@ from infinity.aio.plan import (
     CHUNK,
     HYPER,
     PIECE_NUMEL,
-    SECTION_ITEMSIZES,
     SEG,
     Format,
     GradDtype,
@@ -93,6 +92,10 @@ class AdamFigures:
         }
 
 
+def _itemsizes(state: Format) -> list[int]:
+    return [section.itemsize for section in state.sections]
+
+
 class _States:
     """States and a gradient of one format, plausible numbers, as the kernels take them."""
 
@@ -118,16 +121,16 @@ class _States:
     @property
     def traffic(self) -> int:
         """Bytes that an update reads and writes per parameter."""
-        return 2 * sum(SECTION_ITEMSIZES[self.state]) + self.grad.itemsize
+        return 2 * sum(_itemsizes(self.state)) + self.grad.itemsize
 
     def update(self) -> Callable[[], object]:
         """The update kernel alone."""
-        function = native.lib.inf_adamw_split if self.state is Format.SPLIT else native.lib.inf_adamw_fp32
-        pointers = [_at(array, "void *") for array in [*self.sections, self.grad]]
-        row = _at(_HYPER_ROW, "inf_hyper *")
+        function = native.lib.inf_update
+        sections = native.ffi.new("uint8_t *[6]", [_at(section, "uint8_t *") for section in self.sections])
+        grad, row = _at(self.grad, "void *"), _at(_HYPER_ROW, "inf_hyper *")
 
         def run() -> None:
-            function(*pointers, int(self.kind), self.numel, row)
+            function(int(self.state), sections, grad, int(self.kind), self.numel, 0, row)
 
         return run
 
@@ -137,7 +140,7 @@ class _States:
         pieces = piece_count(self.numel)
         sums, scratch = np.zeros((4, pieces), np.uint32), np.zeros((4, pieces), np.uint32)
         record, seg, hypers = np.zeros((), CHUNK), np.zeros(1, SEG), np.array([_HYPER_ROW], HYPER)
-        sizes = SECTION_ITEMSIZES[self.state]
+        sizes = _itemsizes(self.state)
         record["numel"], record["format"], record["section_count"] = self.numel, int(self.state), len(sizes)
         record["piece_numel"], record["sums_ptr"] = PIECE_NUMEL, sums.ctypes.data
         for section, itemsize in enumerate(sizes):
@@ -146,11 +149,11 @@ class _States:
         record["run_bytes"] = self.numel * sum(sizes)
         seg["numel"], seg["grad"], seg["grad_dtype"] = self.numel, self.grad.ctypes.data, int(self.kind)
         chunk = _at(record, "inf_chunk *")
-        addresses = ffi.new("uint8_t *[4]", [_at(section, "uint8_t *") for section in self.sections])
+        addresses = ffi.new("uint8_t *[6]", [_at(section, "uint8_t *") for section in self.sections])
         for section in range(len(sizes)):
             lib.inf_section_store(chunk, section, addresses[section], addresses[section])
         arguments = (
-            chunk, addresses, _at(seg, "inf_seg *"), 1, _at(hypers, "inf_hyper *"), 1, ffi.NULL, 1, _at(scratch, "uint32_t *"),
+            chunk, addresses, _at(seg, "inf_seg *"), 1, _at(hypers, "inf_hyper *"), 1, ffi.NULL, 1, 0, _at(scratch, "uint32_t *"),
         )  # fmt: skip
         self._kept.append((sums, scratch, record, seg, hypers))
 

@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity import aio
+from infinity.aio import plan
 from infinity.aio.native_executor import RING_BLOCK_BYTES
-from infinity.aio.plan import CHUNK_NUMEL, SECTION_ITEMSIZES, piece_count
+from infinity.aio.plan import piece_count
 
-CHUNK_BYTES = CHUNK_NUMEL * sum(SECTION_ITEMSIZES[aio.Format.SPLIT])
+CHUNK_BYTES = plan.CHUNK_BYTES
 """What a full chunk of the `exact` state takes (393,216 elements of 12 bytes), and so what one slot moves."""
 
 _PIECE_BYTES = 65_536

@@ -1,4 +1,4 @@
-"""The arguments of `infinity train`, apart from the code that needs torch."""
+"""The arguments of `infinity train` and `infinity plan`, apart from the code that needs torch."""
 
 from __future__ import annotations
 
@@ -65,3 +65,44 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     train.add_argument("--no-save", action="store_true", help="do not write the trained model")
     train.add_argument("--no-trace", action="store_true", help="record no timeline")
+
+
+PLAN = (
+    "Does a model fit this machine, where does each state go, how long is a step, how long do the drives last, and what would "
+    "one change buy? Reads the model's config.json only, and measures nothing. Figures that are not given are assumed, and the "
+    "answer says which. Exit status 0: it fits, 1: it does not."
+)
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `infinity plan`."""
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face model directory, or its config.json")
+    parser.add_argument("--tokens-per-step", type=int, required=True, metavar="N", help="tokens of an optimizer step, all GPUs")
+    machine = parser.add_argument_group("machine (sizes as 80GiB, rates in GB/s)")
+    machine.add_argument("--gpus", type=int, default=1, help="GPUs of the node; 0: the CPU computes (1)")
+    machine.add_argument("--gpu-mem", metavar="SIZE", help="memory of one GPU (80GiB)")
+    machine.add_argument("--ram", required=True, metavar="SIZE", help="CPU memory that offloading may hold, all ranks together")
+    machine.add_argument("--nvme-read", metavar="GB/s", help="all drives together, reading")
+    machine.add_argument("--nvme-write", metavar="GB/s", help="all drives together, writing")
+    machine.add_argument("--bench", type=Path, metavar="FILE", help="instead: a record of python -m infinity.bench swap")
+    machine.add_argument("--drives", type=int, help="how many drives there are (those of --bench, else 1)")
+    machine.add_argument("--nvme-size", metavar="SIZE", help="room on all drives together (not checked)")
+    machine.add_argument("--separable", action="store_true", help="reads and writes do not slow each other on these drives")
+    machine.add_argument("--tbw", type=float, metavar="TB", help="terabytes written that one drive is rated for")
+    machine.add_argument("--flops", type=float, metavar="TFLOP/s", help="what one GPU sustains in training")
+    machine.add_argument("--pcie", metavar="GB/s", help="link of one GPU, each way")
+    machine.add_argument("--dram", metavar="GB/s", help="bandwidth of the CPU's memory")
+    job = parser.add_argument_group("training")
+    job.add_argument("--micro-batches", type=int, help="per step (the fewest whose activations fit a GPU)")
+    job.add_argument("--seq", type=int, help="tokens of a sequence (4096, or what the model has)")
+    job.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    job.add_argument("--state", choices=("exact", "bf16", "compact"), default="exact")
+    job.add_argument("--update", choices=("deferred", "backward", "delayed"), default="deferred")
+    tiers = ("device", "cpu", "nvme")
+    job.add_argument("--params", choices=tiers, default="nvme", help="the lowest tier of parameters (nvme)")
+    job.add_argument("--optim", choices=tiers[1:], default="nvme", help="the lowest tier of optimizer states (nvme)")
+    job.add_argument("--grads", choices=tiers[1:], default="cpu", help="nvme: gradients that RAM does not hold spill (cpu)")
+    job.add_argument("--activations", choices=tiers, default="device", help="where inputs of checkpointed blocks wait (device)")
+    job.add_argument("--no-checkpointing", action="store_true", help="keep all activations instead of recomputing them")
+    parser.add_argument("--no-changes", action="store_true", help="do not work out what one change would buy")
+    parser.add_argument("--json", type=Path, metavar="FILE", help='write everything as JSON, too; "-": to standard output only')

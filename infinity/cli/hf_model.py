@@ -37,7 +37,7 @@ class Pretrained:
 
 def find_pretrained(path: Path) -> Pretrained:
     """Look at `path` and load its tokenizer. Raises: ValueError for what is no model, or when transformers is missing."""
-    transformers = _transformers()
+    transformers = quiet_transformers()
     if path.is_dir():
         directory, gguf = path, None
         if not (path / "config.json").is_file():
@@ -83,7 +83,7 @@ def _has_safetensors(directory: Path) -> bool:
 
 
 def _on_meta(directory: Path, dtype: torch.dtype) -> Any:
-    transformers = _transformers()
+    transformers = quiet_transformers()
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     _refuse_quantized(config, directory)
     with torch.device("meta"):
@@ -100,7 +100,7 @@ def _refuse_quantized(config: Any, directory: Path) -> None:
 
 def _load_whole(source: Pretrained, dtype: torch.dtype) -> Any:
     """The model with ordinary dense parameters of `dtype`, in memory."""
-    transformers = _transformers()
+    transformers = quiet_transformers()
     extra = {"gguf_file": source.gguf} if source.gguf else {}
     model = transformers.AutoModelForCausalLM.from_pretrained(
         source.directory, dtype=dtype, trust_remote_code=False, **extra
@@ -153,14 +153,14 @@ def save_pretrained(model: Any, tokenizer: Any, directory: Path) -> None:
     inf.export_safetensors(model, directory)
 
 
-def _transformers() -> Any:
+def quiet_transformers() -> Any:
     """transformers, quiet, and never on the network: models are read from disk only."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         import transformers
     except ImportError as error:
-        raise ValueError("infinity train needs transformers: pip install 'infinity-offload[hf]'") from error
+        raise ValueError("Hugging Face models need transformers: pip install 'infinity-offload[hf]'") from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

@@ -1,4 +1,4 @@
-"""The command `infinity` and its subcommands: bench, train, doctor. Torch is imported only where it is needed."""
+"""The command `infinity` and its subcommands: bench, train, plan, doctor. Torch is imported only where it is needed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def build_parser() -> argparse.ArgumentParser:
     arguments.add_train(train)
     doctor = commands.add_parser("doctor", help="what this machine offers, and what is missing")
     doctor.add_argument("--dir", action="append", metavar="DIR", help="a directory that shall hold swap; may be repeated")
-    plan = commands.add_parser("plan", help="(not built in this release)", add_help=False)
-    plan.add_argument("rest", nargs="*")
+    plan = commands.add_parser("plan", help="does a model fit, how long is a step, what would help", description=arguments.PLAN)
+    arguments.add_plan(plan)
     return parser
 
 
@@ -36,8 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return bench.main(given[1:])
     parser = build_parser()
     options, unknown = parser.parse_known_args(given)
-    if options.command == "plan":
-        parser.error("`infinity plan` is not built in this release; `infinity bench` measures your drive")
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command == "doctor":
@@ -46,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_doctor(options.dir)
     # Before torch, which imports tqdm, which reads this once: other libraries' bars would run through ours.
     os.environ.setdefault("TQDM_DISABLE", "1")
+    if options.command == "plan":
+        from infinity.cli.plan import run_plan
+
+        return run_plan(options)
     from infinity.cli.train import run_train
 
     return run_train(options)

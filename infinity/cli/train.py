@@ -31,13 +31,16 @@ from infinity.bench.swap import SwapTask, measure_swap
 from infinity.cli import hf_model
 from infinity.cli.corpus import Corpus, build_corpus
 from infinity.cli.display import StepDisplay, step_display
-from infinity.cli.report import StepRecord, Summary, limits, plot_loss, show_summary, steady
+from infinity.cli.report import StepRecord, Summary, plot_loss, show_summary, steady, step_limits
 from infinity.errors import InfinityError
+from infinity.limits import Drives
 from infinity.sizes import MIB
 from infinity.telemetry import configure_logging
 
 SCHEMA = "infinity.train/1"
 _BENCH_BYTES = 512 * MIB
+_ALONE_STEP = 3
+"""The step that begins with no update pending, so that its first forward is measured alone: late enough to be warm."""
 
 
 def run_train(options: argparse.Namespace, console: Console | None = None) -> int:
@@ -97,6 +100,7 @@ class _Phase:
     """Times of one step's passes, in seconds. `waited_s` is the part in which they waited for I/O."""
 
     first_forward_s: float = 0.0
+    last_backward_s: float = 0.0
     compute_s: float = 0.0
     waited_s: float = 0.0
 
@@ -167,6 +171,10 @@ class _Run:
         batches = self.corpus.batches(options.batch, options.seed)
         last = self.handle.stats()
         for step in range(1, options.steps + 1):
+            alone = step == _ALONE_STEP and options.steps > _ALONE_STEP
+            if alone:
+                self.handle.flush()
+                last = self.handle.stats()
             start = time.monotonic()
             phase, loss = self._passes(batches)
             norm = None
@@ -195,6 +203,9 @@ class _Run:
                 bytes_written=now.bytes_written - last.bytes_written,
                 ram_bytes=now.ram_bytes,
                 rss_bytes=psutil.Process().memory_info().rss,
+                params_read=now.params_read_bytes - last.params_read_bytes,
+                last_backward_s=phase.last_backward_s,
+                alone=alone,
             )
             self.records.append(record)
             self.metrics.add("step", record.as_dict())
@@ -215,7 +226,9 @@ class _Run:
             forward_s = time.monotonic() - start - (self.handle.stats().io_wait_s - waited)
             (loss / count).backward()
             waited = self.handle.stats().io_wait_s - waited
-            phase.compute_s += time.monotonic() - start - waited
+            passes_s = time.monotonic() - start - waited
+            phase.compute_s += passes_s
+            phase.last_backward_s = passes_s - forward_s
             phase.waited_s += waited
             if index == 0:
                 phase.first_forward_s = forward_s
@@ -283,21 +296,18 @@ class _Run:
 
     def _summary(self, peak_before: int, peak_training: int, texts: tuple[str, str]) -> Summary:
         mean = steady(self.records)
-        limit = None
+        limit = in_loop = None
         if self.drives is not None and all(math.isfinite(value) for value in self.drives.values()):
-            limit = limits(
-                mean,
-                read_bytes_per_s=self.drives["read_gbps"] * 1e9,
-                write_bytes_per_s=self.drives["write_gbps"] * 1e9,
-                micro_batches=self.options.accumulate,
-                param_bytes=getattr(torch, self.options.dtype).itemsize,
-            )
+            drives = Drives(self.drives["read_gbps"] * 1e9, self.drives["write_gbps"] * 1e9)
+            limit = step_limits(mean, drives, self.options.accumulate)
+            in_loop = step_limits(mean, drives, self.options.accumulate, alone=False)
         return Summary(
             params=self.params,
             micro_batches=self.options.accumulate,
             held_out=(self.held_out[0][1], self.held_out[-1][1]),
             mean=mean,
             limits=limit,
+            limits_loop=in_loop,
             drives=self.drives,
             engine=self.handle.stats().as_dict(),
             peak_rss_loading_bytes=peak_before,

@@ -48,6 +48,16 @@ class Comm:
         _reduce_scatter(shard, source, op=dist.ReduceOp.SUM)
         return shard.div_(self.world).to(whole.dtype)
 
+    def assemble(self, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:
+        """The whole [numel] of an fp32 vector of which every rank holds one part, from `start` on; bits are kept. Blocks."""
+        if part.numel() == numel:
+            start = 0
+        whole = torch.zeros(numel, dtype=torch.float32)
+        whole[start : start + part.numel()] = part
+        if self.world > 1:
+            dist.all_reduce(whole.view(torch.int32))  # every element is one rank's and nothing elsewhere
+        return whole
+
     def sum_floats(self, values: list[float]) -> list[float]:
         """The sum over ranks of each value, in double, in the order of ranks: the same on every rank. Blocks."""
         if self.world == 1:

@@ -9,6 +9,7 @@ layers: 125 MiB for 24 more layers of 10 MiB (measured; 11 MiB with a fixed thre
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 
 MMAP_THRESHOLD_BYTES = 1 << 20
@@ -30,3 +31,18 @@ def keep_large_blocks_apart() -> bool:
     if not hasattr(library, "gnu_get_libc_version") or not hasattr(library, "mallopt"):
         return False
     return bool(library.mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES))
+
+
+def give_back(address: int, size_bytes: int) -> int:
+    """Give the whole pages of a range of private anonymous memory back to the system; they read as zeros from then on.
+
+    Returns the bytes given back: 0 where the C library or the kernel refuses, and the memory stays as it is.
+    """
+    page = mmap.PAGESIZE
+    start = -(-address // page) * page
+    size = (address + size_bytes) // page * page - start
+    library = ctypes.CDLL(None)
+    if size <= 0 or not hasattr(library, "madvise"):
+        return 0
+    refused = library.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_DONTNEED))
+    return 0 if refused else size

@@ -2,10 +2,10 @@
 
     flat    [ param 0 | pad | param 1 | pad | ...            | pad ]   every parameter at a multiple of 256 bytes
     shards  [ rank 0            | rank 1            | ...          ]   equal, multiples of GROUP_NUMEL
-    chunks  [ chunk 0 | chunk 1 | chunk 0 | chunk 1 | ...          ]   CHUNK_NUMEL, the last of a shard shorter
+    chunks  [ chunk 0 | chunk 1 | chunk 0 | chunk 1 | ...          ]   chunk_numel, the last of a shard shorter
 
-A chunk holds all sections of its elements, so one chunk is one contiguous read and one contiguous write. GROUP_NUMEL
-elements of the narrowest section (2 bytes) are 4096 bytes, so every section starts where O_DIRECT wants it.
+A chunk holds all sections of its elements, each from a multiple of 4096 bytes on, so one chunk is one contiguous read and
+one contiguous write. Parameters start at multiples of QUANT_GROUP elements: no quantisation group holds two of them.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from infinity.aio.plan import (
     ALIGNMENT_BYTES,
     CHUNK_NUMEL,
     GROUP_NUMEL,
-    SECTION_ITEMSIZES,
-    SECTION_NAMES,
+    QUANT_GROUP,
     Format,
+    Master,
+    Section,
 )
 from infinity.sizes import round_up
+
+__all__ = ["ALIGN_BYTES", "ChunkSpan", "FlatLayout", "Section", "plan_flat", "run_bytes", "sections_of"]
 
 ALIGN_BYTES = 256
 
 
-@dataclasses.dataclass(frozen=True)
-class Section:
-    """One state inside an extent: its name and bytes per element."""
-
-    name: str
-    itemsize: int
-
-
 def sections_of(state_format: Format, param_itemsize: int) -> tuple[Section, ...]:
     """The sections of a format, the parameter that computes first. `param_itemsize` counts for RAW only."""
-    itemsizes = SECTION_ITEMSIZES.get(state_format, (param_itemsize,))
-    return tuple(Section(*pair) for pair in zip(SECTION_NAMES[state_format], itemsizes, strict=True))
+    if state_format.master is Master.RAW:
+        return (Section("param", param_itemsize),)
+    return state_format.sections
+
+
+def run_bytes(section: Section, numel: int) -> int:
+    """Bytes that `numel` elements of a section take in a run: every section starts 4096-aligned."""
+    return round_up(section.size_bytes(numel), ALIGNMENT_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +50,17 @@ class ChunkSpan:
 
 @dataclasses.dataclass(frozen=True)
 class FlatLayout:
-    """Where the parameters of one flat lie, and how it is split over `world` ranks."""
+    """Where the parameters of one flat lie, and how it is split over `world` ranks and into chunks.
+
+    chunk_numel: elements per chunk, a multiple of GROUP_NUMEL; `infinity.aio.plan.chunk_numel` of the format it may get.
+    """
 
     itemsize: int
     offsets: tuple[int, ...]
     numels: tuple[int, ...]
     world: int
     shard_numel: int
+    chunk_numel: int = CHUNK_NUMEL
 
     @property
     def numel(self) -> int:
@@ -66,8 +71,8 @@ class FlatLayout:
     def chunks(self) -> tuple[ChunkSpan, ...]:
         """The chunks of one shard, in order."""
         return tuple(
-            ChunkSpan(start, min(CHUNK_NUMEL, self.shard_numel - start))
-            for start in range(0, self.shard_numel, CHUNK_NUMEL)
+            ChunkSpan(start, min(self.chunk_numel, self.shard_numel - start))
+            for start in range(0, self.shard_numel, self.chunk_numel)
         )
 
     def shard_range(self, index: int, rank: int) -> tuple[int, int, int]:
@@ -79,15 +84,18 @@ class FlatLayout:
         return (low - rank * self.shard_numel, low - self.offsets[index], high - low)
 
 
-def plan_flat(numels: tuple[int, ...], itemsize: int, world: int = 1) -> FlatLayout:
+def plan_flat(
+    numels: tuple[int, ...], itemsize: int, world: int = 1, chunk_numel: int = CHUNK_NUMEL
+) -> FlatLayout:
     """Lay out parameters of `numels` elements, in order, and split them evenly over `world` ranks."""
-    align = max(1, ALIGN_BYTES // itemsize)
+    align = max(QUANT_GROUP, ALIGN_BYTES // itemsize)
     offsets = []
     end = 0
     for numel in numels:
         start = round_up(end, align)
         offsets.append(start)
         end = start + numel
+    assert chunk_numel % GROUP_NUMEL == 0, chunk_numel
     # One-byte elements need more of them for the 4096 bytes that O_DIRECT wants.
     shard_numel = round_up(max(-(-end // world), 1), max(GROUP_NUMEL, ALIGNMENT_BYTES // itemsize))
-    return FlatLayout(itemsize, tuple(offsets), tuple(numels), world, shard_numel)
+    return FlatLayout(itemsize, tuple(offsets), tuple(numels), world, shard_numel, chunk_numel)

@@ -1,7 +1,9 @@
 """The process's RAM budget: one ledger that all models of the process share.
 
-A model reserves what its plan holds; the next model finds what is left. Ranks of a node divide what the machine (or
-the cgroup) leaves.
+A model reserves what its plan holds; the next model finds what is left of its own policy's `ram`. A model takes what it
+can use, and keeps it: nothing is planned anew when another one comes. So models that share a process are offloaded with
+a `ram` that grows (the first may hold 8 GiB, with the second the process may hold 16), or with `resident` or "min", which
+bound what a model takes. Ranks of a node divide what the machine (or the cgroup) leaves.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ class RamLedger:
     """Bytes reserved for offloading in this process, by owner."""
 
     def __init__(self) -> None:
-        self._reserved: dict[int, int] = {}
+        self._reserved: dict[int, tuple[int, int]] = {}
 
-    def reserve(self, owner: int, size_bytes: int) -> None:
-        """Record that `owner` holds `size_bytes` in total (replaces what it had)."""
-        self._reserved[owner] = size_bytes
+    def reserve(self, owner: int, size_bytes: int, least_bytes: int | None = None) -> None:
+        """Record that `owner` holds `size_bytes` in total (replaces what it had), and could do with `least_bytes`."""
+        self._reserved[owner] = (size_bytes, size_bytes if least_bytes is None else min(least_bytes, size_bytes))
 
     def release(self, owner: int) -> None:
         """`owner` holds nothing any more."""
@@ -31,7 +33,11 @@ class RamLedger:
 
     def others_bytes(self, owner: int) -> int:
         """Bytes that owners other than `owner` hold."""
-        return sum(size for key, size in self._reserved.items() if key != owner)
+        return sum(size for key, (size, _) in self._reserved.items() if key != owner)
+
+    def others_spare_bytes(self, owner: int) -> int:
+        """Bytes that they hold beyond the least that they need."""
+        return sum(size - least for key, (size, least) in self._reserved.items() if key != owner)
 
 
 LEDGER = RamLedger()
@@ -63,4 +69,24 @@ def describe_budget(ram: int | str | None) -> str:
     return ram if isinstance(ram, str) else format_size(ram)
 
 
-__all__ = ["LEDGER", "RAM_SHARE", "RamLedger", "budget_bytes", "describe_budget", "memory_left_bytes", "ranks_of_node"]
+def describe_others(ram: int | str | None, owner: int) -> str:
+    """What other models of the process hold of an explicit budget, and what to do about it; empty if nothing."""
+    held, spare = LEDGER.others_bytes(owner), LEDGER.others_spare_bytes(owner)
+    if not isinstance(ram, int) or not held:
+        return ""
+    return (
+        f", and other models of this process hold {format_size(held)} of it, {format_size(spare)} of that to spare their "
+        "drives: give them a smaller ram or resident=, or this one a larger ram"
+    )
+
+
+__all__ = [
+    "LEDGER",
+    "RAM_SHARE",
+    "RamLedger",
+    "budget_bytes",
+    "describe_budget",
+    "describe_others",
+    "memory_left_bytes",
+    "ranks_of_node",
+]

@@ -1,6 +1,6 @@
 """AdamW in torch: the scalars, the master encoding, and the update that the native kernels must match bit for bit.
 
-It is the reference of native/adamw_body.h and what runs where there is no compiler. Every line below is one operation
+It is the reference of AdamW in native/update_body.h and what runs where there is no compiler. Every line below is one operation
 that rounds once to fp32; fused forms (`addcmul_`, `add_(alpha=)`) are avoided because they may contract to an FMA, and
 `torch.sqrt` because it does not round correctly (`sqrt_exact`). CPU only: a GPU divides by a scalar through its
 reciprocal. Denormals are kept unless torch.set_flush_denormal is on; the native kernels keep them always.
@@ -9,7 +9,6 @@ reciprocal. Denormals are kept unless torch.set_flush_denormal is on; the native
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity.aio.plan import HYPER, LOG_MAX, Format, LogKind
+from infinity.aio.plan import Algorithm, LogKind
+from infinity.ops.hyper import Log, blank_row
 
 NAN_BITS = 0x7FC00000
 
@@ -36,6 +36,7 @@ class Hyper:
     eps: float = 1e-8
     weight_decay: float = 0.0
     log: tuple[tuple[LogKind | str, float], ...] = ()
+    key: int = 0
 
     def row(self) -> npt.NDArray[np.void]:
         """The HYPER record; see `hyper_row`."""
@@ -46,6 +47,7 @@ class Hyper:
             weight_decay=self.weight_decay,
             step=self.step,
             log=self.log,
+            key=self.key,
         )
 
 
@@ -56,22 +58,18 @@ def hyper_row(
     eps: float,
     weight_decay: float,
     step: int,
-    log: Sequence[tuple[LogKind | str, float]] = (),
+    log: Log = (),
+    key: int = 0,
 ) -> npt.NDArray[np.void]:
-    """The HYPER record, shape (): scalars computed in double, then rounded once to fp32.
+    """The HYPER record, shape (): scalars computed in double, then rounded once to fp32. key: of random rounding.
 
     Raises: ValueError for a step below 1 or a log longer than the kernels replay.
     """
     if step < 1:
         raise ValueError(f"step={step}: the first update is step 1")
-    if len(log) > LOG_MAX:
-        raise ValueError(
-            f"{len(log)} operations were done to one gradient between two steps; at most {LOG_MAX} are replayed: "
-            "multiply the factors first, or call opt.step() more often"
-        )
     beta1, beta2 = betas
-    row = np.zeros((), dtype=HYPER)
-    with np.errstate(over="ignore"):  # a factor beyond fp32 becomes inf, as it does in torch
+    row = blank_row(Algorithm.ADAMW, log, key)
+    with np.errstate(over="ignore"):
         row["decay"] = 1.0 - lr * weight_decay
         row["beta1"] = beta1
         row["one_minus_beta1"] = 1.0 - beta1
@@ -80,10 +78,6 @@ def hyper_row(
         row["eps"] = eps
         row["bc2_sqrt"] = math.sqrt(1.0 - beta2**step)
         row["step_size"] = lr / (1.0 - beta1**step)
-        row["log_count"] = len(log)
-        for index, (kind, factor) in enumerate(log):
-            row["log_kind"][index] = LogKind[kind.upper()] if isinstance(kind, str) else int(kind)
-            row["log_value"][index] = factor
     return row
 
 
@@ -178,32 +172,3 @@ def adamw_split_(
         master = join_master(hi, lo)
         _update(master, exp_avg, exp_avg_sq, grad, _row(hyper))
         _split_into(master, hi.view(torch.int16), lo)
-
-
-_SECTION_DTYPES: dict[Format, tuple[Any, ...]] = {
-    Format.SPLIT: (np.int16, np.int16, np.float32, np.float32),
-    Format.FP32: (np.float32, np.float32, np.float32),
-}
-
-
-def update_numpy_sections(
-    state_format: int, sections: Sequence[npt.NDArray[Any]], grad: npt.NDArray[Any], hyper: Any
-) -> None:
-    """The update on numpy memory, in place: the kernel of an executor that has no native code.
-
-    sections: one writable contiguous array per section of the format, each [numel] (any dtype of the section's
-    itemsize, or bytes). grad [numel]: 2-byte items are bf16 bits, 4-byte items fp32. hyper: a HYPER record.
-    """
-    kind = Format(state_format)
-    if kind not in _SECTION_DTYPES:
-        raise ValueError(f"state format {kind.name} has no optimizer states to update")
-    tensors = [
-        torch.from_numpy(array.view(dtype))
-        for array, dtype in zip(sections, _SECTION_DTYPES[kind], strict=True)
-    ]
-    if grad.itemsize == 2:
-        gradient = torch.from_numpy(grad.view(np.int16)).view(torch.bfloat16)
-    else:
-        gradient = torch.from_numpy(grad.view(np.float32))
-    update: Callable[..., None] = adamw_split_ if kind is Format.SPLIT else adamw_fp32_
-    update(*tensors, gradient, hyper)

@@ -1,1 +1,1 @@
-"""The optimizer: AdamW over states at rest, and the pipeline of a step."""
+"""Optimizers over states at rest, the pipeline of a step, and access to single states."""

@@ -10,97 +10,78 @@
 Units are submitted in the order in which the next forward wants them. A gradient's memory belongs to the update until
 its ticket is done: whoever wants to change it earlier waits (`GradSlot.before_mutation`).
 
+That is update="deferred". `infinity.optim.early` and `infinity.optim.delayed` submit at other times.
+
 A fault in the background is sticky: it is raised by the next call that meets the engine. Which parameters it left
 half written the executor knows per chunk, and refuses to read them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from infinity.aio import Executor, Priority, Ticket
-from infinity.aio.plan import HYPER, JOB, SEG, Format, GradDtype, JobKind
+from infinity.aio import Executor, Gate, Priority, Ticket
+from infinity.aio.executor import MASK_GIVEN
+from infinity.aio.plan import JobKind
 from infinity.comm.collectives import Comm
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid
-from infinity.params.gradients import GradientMemory
+from infinity.optim.plans import FlatPlan, Work, plan_flat, plan_unit
 from infinity.params.residency import UnitResidency
 from infinity.params.rest import Rest
 from infinity.params.schedule import Phase
 from infinity.params.unit import Flat, Param, Unit
 
-_GRAD_DTYPES = {torch.bfloat16: GradDtype.BF16, torch.float32: GradDtype.FP32}
+READ_AHEAD_MAX = 64
+"""Chunks named for reading ahead; the executor takes as many as it has idle slots."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What a step does to one parameter: the scalars of its update as one HYPER record."""
-
-    param: Param
-    hyper: npt.NDArray[Any]  # a HYPER record, shape ()
-
-
-@dataclasses.dataclass(frozen=True)
-class _FlatPlan:
-    """The jobs and segments of a flat if every parameter has a gradient; a step filters them.
-
-    `owner` is for each segment the position of its parameter in flat.params; `chunk` the position of its chunk.
-    """
-
-    flat: Flat
-    jobs: npt.NDArray[Any]
-    segs: npt.NDArray[Any]
-    owner: npt.NDArray[np.int64]
-    chunk: npt.NDArray[np.int64]
+Gradients = Mapping[Param, torch.Tensor]
 
 
 class Pipeline:
     """Submits updates and waits for them. One thread uses it at a time."""
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        *,
-        rest: Rest,
-        executor: Executor,
-        gradients: GradientMemory,
-        residency: UnitResidency,
-        comm: Comm,
+        self, units: Sequence[Unit], *, rest: Rest, executor: Executor, residency: UnitResidency, comm: Comm
     ) -> None:
         self._units = list(units)
         self._rest = rest
         self._executor = executor
-        self._gradients = gradients
         self._residency = residency
         self._comm = comm
-        self._plans: dict[Flat, _FlatPlan] = {}
-        self._pending: dict[Unit, Ticket] = {}
+        self._plans: dict[Flat, FlatPlan] = {}
+        self._pending: list[Ticket] = []
         self._fault: Exception | None = None
         self.update_wait_s = 0.0
         self.steps = 0
         self.on_step: Callable[[int], object] = lambda _steps: None  # told the steps before each one
+        self.submit_all: Callable[[dict[Unit, dict[Param, Work]]], None] = self._submit_deferred
+        # The first updates after a backward are those that the next forward wants first.
+        residency.on_backward_start = lambda: self.read_ahead(Phase.TRAIN, given=False)
+        residency.updates_pending = lambda: any(not ticket.done for ticket in self._pending)
 
     def plan(self, flats: Sequence[Flat]) -> None:
         """Prepare the jobs of every flat; call it again when formats or places changed."""
-        self._plans = {flat: self._plan_flat(flat) for flat in flats}
+        self._plans = {flat: plan_flat(self._rest, flat, self._comm.rank) for flat in flats}
 
     # -- faults and waiting ------------------------------------------------------------------------------------------------
 
     def raise_fault(self) -> None:
         """Raise what an update met in the background, now and ever after."""
         if self._fault is None:
-            for ticket in self._pending.values():
+            for ticket in self._pending:
                 if ticket.failed:
                     self._record_fault(ticket)
                     break
         if self._fault is not None:
             raise self._fault
+
+    def fail(self, fault: StateInvalid) -> None:
+        """Make `fault` what every later call raises."""
+        self._fault = self._fault or fault
 
     def _record_fault(self, ticket: Ticket) -> None:
         try:
@@ -116,12 +97,13 @@ class Pipeline:
     def wait(self) -> None:
         """Block until no update is pending. Raises the sticky fault."""
         start = time.perf_counter()
-        for ticket in self._pending.values():
+        for ticket in self._pending:
             try:
                 ticket.wait()
             except AioError:
                 self._record_fault(ticket)
         self.update_wait_s += time.perf_counter() - start
+        self._residency.update_wait_s = self.update_wait_s
         if self._pending:
             self._pending.clear()
             self._residency.updates_ended()
@@ -134,122 +116,122 @@ class Pipeline:
         bad = self._comm.any_of([param.grad is not None and not param.grad.finite() for param in params])
         return [param for param, is_bad in zip(params, bad, strict=True) if is_bad]
 
+    def first_on_any_rank(self, params: Sequence[Param], flags: Sequence[bool]) -> Param | None:
+        """The first of these parameters whose flag is set on some rank. Collective."""
+        found = self._comm.any_of(flags)
+        return next((param for param, flag in zip(params, found, strict=True) if flag), None)
+
     def check_idle(self, params: Sequence[Param]) -> None:
-        """Raise RuntimeError if a forward, a backward or `gather()` uses the unit of one of these parameters."""
+        """Raise RuntimeError if a forward, a backward or `gather()` uses the unit of one of these parameters.
+
+        Blocks until gradients that spill are written. Raises: AioError of a write that failed; no state was touched then.
+        """
         busy = next((param.unit for param in params if param.unit.refs), None)
         if busy is not None:
             raise RuntimeError(
                 f"opt.step() while unit {busy.name} is in use: call it after forward and backward have ended, and "
                 "outside handle.gather()"
             )
+        self._residency.gradients.settle()
 
     def submit(self, work: Sequence[Work]) -> None:
-        """Start the update of these parameters. Their gradients' logs are in the hyper records already. Does not block
-        on I/O; waits for the previous step's updates.
+        """Start the update of these parameters, and count a step. Their gradients' logs are in the hyper records already.
+        Does not block on I/O; waits for the previous step's updates if there is something to do.
 
         Raises: RuntimeError while a forward or backward is running; the sticky fault of an earlier step.
         """
-        self.wait()
         by_unit: dict[Unit, dict[Param, Work]] = {}
         for item in work:
             by_unit.setdefault(item.param.unit, {})[item.param] = item
         self.check_idle([item.param for item in work])
+        self._residency.clock.enter("step")
+        if by_unit:
+            self.wait()
+        else:
+            self.raise_fault()
         self.on_step(self.steps)
-        for unit in self._next_order(by_unit):
-            self._submit_unit(unit, by_unit[unit])
+        self.submit_all(by_unit)
         self.steps += 1
         self._residency.prefetch_ahead()
+        self._residency.clock.enter("idle")
 
-    def _next_order(self, by_unit: dict[Unit, dict[Param, Work]]) -> list[Unit]:
+    def next_order(self, units: Sequence[Unit]) -> list[Unit]:
         """Units in the order of the next training forward, then those that it does not use."""
         place: dict[int, int] = {}
         for index in self._residency.schedule.order(Phase.TRAIN):
             place.setdefault(index, len(place))
-        return sorted(by_unit, key=lambda unit: (place.get(unit.index, len(self._units)), unit.index))
+        return sorted(units, key=lambda unit: (place.get(unit.index, len(self._units)), unit.index))
 
-    def _submit_unit(self, unit: Unit, work: dict[Param, Work]) -> None:
-        jobs: list[npt.NDArray[Any]] = []
-        segs: list[npt.NDArray[Any]] = []
-        seg_count = 0
-        hypers: list[npt.NDArray[Any]] = []
-        for base, flat in enumerate(unit.flats):
-            plan = self._plans[flat]
-            rows = np.full(len(flat.params), -1, dtype=np.int64)
-            for param in flat.params:
-                if param in work:
-                    rows[param.slot_index] = len(hypers)
-                    hypers.append(work[param].hyper)
-            job, seg = _filter(plan, rows, seg_count)
-            job["base"] = base
-            jobs.append(job)
-            segs.append(seg)
-            seg_count += len(seg)
-        gate = self._executor.gate()
-        ticket = self._executor.submit(
-            np.concatenate(jobs),
-            np.concatenate(segs),
-            np.stack(hypers) if hypers else np.zeros(0, HYPER),
-            priority=Priority.WRITEBACK,
-            gate=gate,
-        )
-        self._pending[unit] = ticket
-        for param in work:
-            assert param.grad is not None
-            param.grad.before_mutation = _waits_for(ticket)
-        self._residency.hand_over(unit, ticket, gate)
+    def _submit_deferred(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+        for unit in self.next_order(list(by_unit)):
+            work = by_unit[unit]
+            gate = self._executor.gate()
+            ticket = self.start(unit, work, slot_gradients(work), gate=gate)
+            for param in work:
+                assert param.grad is not None
+                param.grad.before_mutation = waits_for(ticket)
+            self._residency.hand_over(unit, ticket, gate)
 
-    def _plan_flat(self, flat: Flat) -> _FlatPlan:
-        rest = self._rest[flat]
-        spans = flat.layout.chunks
-        jobs = np.zeros(len(spans), dtype=JOB)
-        jobs["chunk"] = rest.ids
-        jobs["mask"] = 1
-        jobs["ptr"][:, 0] = rest.starts.astype(np.uint64) * np.uint64(flat.layout.itemsize)
-        shard = self._gradients.shard(flat)
-        if rest.format is Format.RAW or shard is None:
-            empty = np.zeros(0, np.int64)
-            return _FlatPlan(flat, jobs, np.zeros(0, SEG), empty, empty)
-        rows = []
-        for position in range(len(flat.params)):
-            start, _, numel = flat.layout.shard_range(position, self._comm.rank)
-            for index, span in enumerate(spans):
-                low, high = max(start, span.start), min(start + numel, span.start + span.numel)
-                if low < high:
-                    address = shard.data_ptr() + low * shard.element_size()
-                    rows.append((index, position, low - span.start, high - low, address))
-        rows.sort(key=lambda row: (row[0], row[2]))
-        segs = np.zeros(len(rows), dtype=SEG)
-        segs["start"] = [row[2] for row in rows]
-        segs["numel"] = [row[3] for row in rows]
-        segs["grad"] = np.array([row[4] for row in rows], dtype=np.uint64)
-        segs["grad_dtype"] = _GRAD_DTYPES[shard.dtype]
-        owner = np.array([row[1] for row in rows], dtype=np.int64)
-        chunk = np.array([row[0] for row in rows], dtype=np.int64)
-        return _FlatPlan(flat, jobs, segs, owner, chunk)
+    def read_ahead(self, phase: Phase, *, given: bool) -> None:
+        """Let idle slots read the states that the first updates will want: those of the first units of `phase`. given: these
+        updates will have the parameters. Never blocks; the executor gives the slots up when somebody else wants them.
+
+        Nothing but the slots reads ahead: a byte of budget that keeps a section resident saves its read and its write in every
+        step, where a byte of read-ahead only hides a read.
+        """
+        ids: list[int] = []
+        for index in self._residency.schedule.order(phase):
+            for flat in self._units[index].flats:
+                plan = self._plans[flat]
+                ids.extend(plan.jobs["chunk"][np.unique(plan.chunk)].tolist())
+            if len(ids) >= READ_AHEAD_MAX:
+                break
+        if ids:
+            self._executor.preread(np.array(ids[:READ_AHEAD_MAX], dtype=np.int32), given=given)
+
+    def start(
+        self,
+        unit: Unit,
+        work: Mapping[Param, Work],
+        gradients: Gradients,
+        *,
+        gate: Gate | None = None,
+        targets: Sequence[int] = (),
+    ) -> Ticket:
+        """Submit the update of one unit. Does not block.
+
+        gate: holds it back, and gives the addresses of the unit's flats. Without a gate, `targets` may give them: the flats
+        hold the unit's parameters, which are taken from there and replaced.
+        """
+        plan = plan_unit(unit, self._plans, work, gradients)
+        jobs = plan.jobs
+        if gate is None:
+            jobs = jobs[jobs["kind"] == JobKind.UPDATE]
+            if targets:
+                jobs["ptr"][:, 0] += np.array(targets, dtype=np.uint64)[jobs["base"]]
+                jobs["ptr"][:, 1] = jobs["ptr"][:, 0]
+                jobs["mask"] |= MASK_GIVEN
+            else:
+                jobs["ptr"][:, 0] = 0
+            jobs["base"] = -1
+        ticket = self._executor.submit(jobs, plan.segs, plan.hypers, priority=Priority.WRITEBACK, gate=gate)
+        self.raise_fault()  # before tickets that are done are let go
+        self._pending = [pending for pending in self._pending if not pending.done]
+        self._pending.append(ticket)
+        return ticket
 
 
-def _filter(
-    plan: _FlatPlan, rows: npt.NDArray[np.int64], seg_first: int
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """The plan's jobs and segments for the parameters that have a row in the hyper array (-1: no gradient).
-
-    A chunk without segments is only fetched, so that a unit's hand-over is complete; if its gate escapes it is skipped.
-    """
-    jobs = plan.jobs.copy()
-    taken = rows[plan.owner] >= 0 if len(plan.owner) else np.zeros(0, bool)
-    segs = plan.segs[taken]
-    if len(segs):
-        segs["hyper"] = rows[plan.owner[taken]]
-    counts = (
-        np.bincount(plan.chunk[taken], minlength=len(jobs)) if len(segs) else np.zeros(len(jobs), np.int64)
-    )
-    jobs["seg_count"] = counts
-    jobs["seg_first"] = seg_first + np.cumsum(counts) - counts
-    jobs["kind"] = np.where(counts > 0, int(JobKind.UPDATE), int(JobKind.FETCH))
-    return jobs, segs
+def slot_gradients(work: Mapping[Param, Work]) -> dict[Param, torch.Tensor]:
+    """The gradients of these parameters as they lie in their slots; without those that spilled."""
+    gradients = {}
+    for param in work:
+        assert param.grad is not None
+        if param.grad.home is None:
+            gradients[param] = param.grad.tensor
+    return gradients
 
 
-def _waits_for(ticket: Ticket) -> Callable[[], None]:
+def waits_for(ticket: Ticket) -> Callable[[], None]:
     """A function that blocks until the ticket is done; its fault is raised elsewhere, once, as the sticky one."""
 
     def wait() -> None:

@@ -17,11 +17,12 @@ Everything here is pure: the module tree is read, never changed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 
+from infinity.aio.plan import CHUNK_NUMEL
 from infinity.memory.layout import plan_flat
 from infinity.params.gathered import empty_flat
 from infinity.params.unit import Flat, Param, Unit
@@ -277,10 +278,17 @@ class _Finder:
                         spec.modules.append(module)
 
 
-def build(model: nn.Module, specs: Sequence[UnitSpec], device: torch.device, world: int) -> list[Unit]:
+def build(
+    model: nn.Module,
+    specs: Sequence[UnitSpec],
+    device: torch.device,
+    world: int,
+    chunk_numel: Callable[[torch.dtype], int] = lambda _dtype: CHUNK_NUMEL,
+) -> list[Unit]:
     """Make the units of `specs`: their flats (one per dtype and `requires_grad`, evicted, on `device`) and parameters.
 
-    The at-rest and gathered parameters are not made here, and the model is left as it is.
+    chunk_numel: elements per chunk of a trainable flat of a dtype. The at-rest and gathered parameters are not made here, and
+    the model is left as it is.
     """
     assert sum(len(spec.entries) for spec in specs) == len(find_parameters(model))
     units: list[Unit] = []
@@ -292,7 +300,8 @@ def build(model: nn.Module, specs: Sequence[UnitSpec], device: torch.device, wor
         )
         groups = {kind: _entries_of(spec, kind) for kind in kinds}
         for (dtype, trainable), entries in groups.items():
-            layout = plan_flat(tuple(entry.parameter.numel() for entry in entries), dtype.itemsize, world)
+            numels = tuple(entry.parameter.numel() for entry in entries)
+            layout = plan_flat(numels, dtype.itemsize, world, chunk_numel(dtype) if trainable else CHUNK_NUMEL)
             flat = Flat(unit, len(unit.flats), dtype, trainable, layout, empty_flat(layout, dtype, device))
             unit.flats.append(flat)
             for slot_index, entry in enumerate(entries):

@@ -1,6 +1,7 @@
 """Gradient slots: where accumulated gradients rest, their norms, and the log of what the loop did to them.
 
-    GradSlot   one parameter's gradient in CPU memory (this rank's part), with a log of in-place scalings
+    GradSlot   one parameter's gradient in CPU memory (this rank's part), with a log of in-place scalings; or, spilled, on
+               NVMe, from where its home brings it
     SlotBook   the slots of one model: the scratch that they share, and norms over all ranks
 
 Invariants. The log is replayed with one fp32 operation per entry, so clipping needs no pass over the gradients and
@@ -18,7 +19,7 @@ import enum
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -35,6 +36,17 @@ class SlotState(enum.Enum):
 
     EMPTY = "empty"  # what torch calls `p.grad is None`
     HELD = "held"
+    CONSUMED = "consumed"  # an update during backward took it; its values are gone
+
+
+class GradHome(Protocol):
+    """Where the gradients of several slots rest when it is not in memory of their own (`infinity.params.spill`)."""
+
+    def bring(self, slot: GradSlot) -> torch.Tensor:
+        """The slot's values [this rank's part], valid until the next call. Blocks. Raises: AioError."""
+
+    def bring_to_write(self, slot: GradSlot) -> torch.Tensor:
+        """As `bring`, before they are written; what an empty slot gets is undefined. Blocks. Raises: AioError."""
 
 
 class GradSlot:
@@ -42,7 +54,8 @@ class GradSlot:
 
     `tensor` is the slot's storage, 1-D CPU, of the gradient dtype: this rank's part of the parameter (all of it on
     one rank, nothing where the shard holds none). `before_mutation`, if set, is called before `tensor` is written; the
-    pipeline uses it to let a pending update read the gradient first.
+    pipeline uses it to let a pending update read the gradient first. `home`, if set, has the values instead: `tensor` asks it
+    each time, and nobody waits for updates, which read elsewhere.
     """
 
     stand_in: torch.Tensor  # what `p.grad` is while the slot holds a gradient
@@ -51,6 +64,7 @@ class GradSlot:
         self.book = book
         self.name = name
         self.shape = shape
+        self.home: GradHome | None = None
         self.tensor = tensor
         self.state = SlotState.EMPTY
         self.log: list[LogEntry] = []
@@ -60,19 +74,38 @@ class GradSlot:
         self._raw_norm: float | None = None  # this rank's part before the log; valid while there is a log
         self._drains = 0  # since the slot was last empty
         self._drains_before = 1  # the count the slot reached when it was last emptied
+        self._lost = False  # emptied while somebody may still have the stand-in
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The storage [part of the parameter]; may be replaced by one of the same size, which takes over the values."""
-        return self._tensor
+        """The storage [part of the parameter]; may be replaced by one of the same size, which takes over the values.
+
+        Spilled: read back if need be, and valid until another slot's is asked for.
+        """
+        return self._tensor if self.home is None else self.home.bring(self)
 
     @tensor.setter
     def tensor(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self.whole = tensor.numel() == self.shape.numel()  # this rank holds all of the gradient
-        # Shaped as torch would see it: its reductions may not order a 1-D sum as a 2-D one.
-        self._shaped = tensor.view(self.shape) if self.whole else tensor
-        self._small = tensor.numel() <= _SMALL_NUMEL
+        self.numel, self.dtype = tensor.numel(), tensor.dtype
+        self.whole = self.numel == self.shape.numel()  # this rank holds all of the gradient
+        self._own_shaped = tensor.view(self.shape) if self.whole else tensor
+        self._small = self.numel <= _SMALL_NUMEL
+
+    @property
+    def _shaped(self) -> torch.Tensor:
+        """The storage as torch would see it: its reductions may not order a 1-D sum as a 2-D one."""
+        if self.home is None:
+            return self._own_shaped
+        tensor = self.home.bring(self)
+        return tensor.view(self.shape) if self.whole else tensor
+
+    def move_to(self, tensor: torch.Tensor, home: GradHome | None) -> None:
+        """Rest in other memory of the same size, or with a home (`tensor` then is on the meta device). Values go along."""
+        values = self.tensor if self.state is SlotState.HELD else None
+        self.home, self.tensor = home, tensor
+        if values is not None:
+            (tensor if home is None else home.bring_to_write(self)).copy_(values)
 
     # -- filling ---------------------------------------------------------------------------------------------------
 
@@ -84,7 +117,7 @@ class GradSlot:
 
         Raises: RuntimeError if `current` is the stand-in of another parameter.
         """
-        if current is self.stand_in:
+        if current is self.stand_in and not self._lost:
             return self.state
         if current is None:
             self.empty()
@@ -96,6 +129,11 @@ class GradSlot:
                 )
         else:
             self._adopt(current)
+        if self._lost:
+            raise RuntimeError(
+                f"{self.name}.grad was taken away, and put back after other gradients came: it had spilled to NVMe, and its "
+                "values are gone; keep `p.grad.materialize()` instead, and assign that"
+            )
         return self.state
 
     def _adopt(self, grad: torch.Tensor) -> None:
@@ -113,10 +151,10 @@ class GradSlot:
         grad: `shape`, or this rank's part as a 1-D tensor. Blocks until it has been copied.
         """
         source = grad.detach() if grad.requires_grad else grad
+        self._will_mutate()
         target = self._shaped
         if source.shape != target.shape:
             source = source.reshape(target.shape)
-        self._will_mutate()
         if self.state is SlotState.EMPTY:
             target.copy_(source)
             self.state = SlotState.HELD
@@ -128,7 +166,7 @@ class GradSlot:
             self._drains += 1
         self._norm = self._part_norm = None
         # The last drain of this step, if it is like the previous step: the data is hot now.
-        if self._drains >= self._drains_before:
+        if self._drains >= self._drains_before or self.home is not None:
             self._part_norm = self._compute_norm(2.0)
 
     def empty(self) -> None:
@@ -139,11 +177,23 @@ class GradSlot:
         self._drains = 0
         self.log.clear()
         self._norm = self._part_norm = None
+        self._lost = False
+
+    def lose(self) -> None:
+        """Spilled, and in nobody's `p.grad`: its place is wanted for other gradients. If it comes back, that is an error."""
+        self.empty()
+        self._lost = True
+
+    def consume(self) -> None:
+        """An update has taken the gradient: the stand-in stays in `p.grad`, and raises when it is asked for values."""
+        self.empty()
+        self.state = SlotState.CONSUMED
 
     def zero(self) -> None:
         """Set the gradient to zeros; it stays one that the optimizer steps with, as in torch."""
         if self.state is SlotState.EMPTY:
             return
+        self._require_held("zero_")
         self._will_mutate()
         self.tensor.zero_()
         self.log.clear()
@@ -175,7 +225,7 @@ class GradSlot:
 
     def finite(self) -> bool:
         """Whether every element of this rank's part is finite after the log. Never communicates."""
-        if self.state is SlotState.EMPTY or self._bounded() or math.isfinite(self.part_norm()):
+        if self.state is not SlotState.HELD or self._bounded() or math.isfinite(self.part_norm()):
             return True
         # Squares overflow from 1.8e19 on, so an infinite norm does not yet condemn the gradient.
         with self.book.scratch_lock:
@@ -210,12 +260,24 @@ class GradSlot:
             raise RuntimeError(
                 f"{self.name}.grad is split over ranks and cannot be materialized on one of them"
             )
-        value = self.tensor.to(torch.float32, copy=True)
-        return _replay(value, self.log).view(self.shape)
+        return self.part().view(self.shape)
+
+    def part(self, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        """Elements [start, start + numel) of this rank's part in fp32, with the log replayed: a 1-D copy. numel None: to the
+        end. Never communicates."""
+        self._require_held("reading")
+        end = None if numel is None else start + numel
+        return _replay(self.tensor[start:end].to(torch.float32, copy=True), self.log)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _require_held(self, operation: str) -> None:
+        if self.state is SlotState.CONSUMED:
+            raise RuntimeError(
+                f"{operation} on the gradient of {self.name}: with Policy(update='backward') the update took it during "
+                "backward. Clipping by norm, GradScaler and changing gradients need update='deferred'; clear gradients with "
+                "zero_grad(set_to_none=True)"
+            )
         if self.state is SlotState.EMPTY:
             raise RuntimeError(
                 f"{operation} on a stale gradient of {self.name}: it was cleared (p.grad = None) and this stand-in is an "
@@ -223,7 +285,9 @@ class GradSlot:
             )
 
     def _will_mutate(self) -> None:
-        if self.before_mutation is not None:
+        if self.home is not None:
+            self.home.bring_to_write(self)
+        elif self.before_mutation is not None:
             self.before_mutation()
 
     def _bake(self) -> None:
@@ -238,8 +302,7 @@ class GradSlot:
     def _replayed(self) -> Iterator[torch.Tensor]:
         """Pieces of the fp32 gradient, in order, with the log replayed. Hold `scratch_lock`; a piece is read-only
         and valid until the next one. A piece that is the whole gradient has the parameter's shape."""
-        numel = self.tensor.numel()
-        for start in range(0, numel, NORM_PIECE_NUMEL):
+        for start in range(0, self.numel, NORM_PIECE_NUMEL):
             part = self.tensor[start : start + NORM_PIECE_NUMEL]
             if part.dtype is not torch.float32 or self.log:
                 scratch = self.book.scratch(part.numel())
@@ -276,7 +339,7 @@ class SlotBook:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the scratch that the largest slot needs; `reserve` allocates them."""
-        return 4 * min(NORM_PIECE_NUMEL, max((slot.tensor.numel() for slot in self.slots), default=0))
+        return 4 * min(NORM_PIECE_NUMEL, max((slot.numel for slot in self.slots), default=0))
 
     def reserve(self) -> None:
         """Allocate the scratch, so that no step does."""
@@ -305,7 +368,7 @@ class SlotBook:
             return [_to_fp32(total ** (1.0 / order)) for total in sums]
         if any(slot._norm is None for slot in slots):
             # All slots, also the empty ones: the reduction then has the same length on every rank.
-            parts = [0.0 if slot.state is SlotState.EMPTY else slot.part_norm() for slot in self.slots]
+            parts = [slot.part_norm() if slot.state is SlotState.HELD else 0.0 for slot in self.slots]
             for slot, total in zip(
                 self.slots, self._reduce_sum([part * part for part in parts]), strict=True
             ):
@@ -347,7 +410,7 @@ def raise_unsupported(name: str, operation: str) -> NoReturn:
     if "clamp" in operation or "clip" in operation:
         way = "clip by norm (torch.nn.utils.clip_grad_norm_), or assign p.grad.materialize().clamp(...) to p.grad"
     elif "addc" in operation or "lerp" in operation or "_fused_" in operation or "foreach_add" in operation:
-        way = "step with infinity.AdamW, which takes the gradients where they rest"
+        way = "step with infinity's AdamW, SGD, Lion or Elementwise, which take the gradients where they rest"
     else:
         way = (
             "it answers norms, `*=`, `/=`, zero_ and GradScaler; p.grad.materialize() returns its values on the CPU, and "

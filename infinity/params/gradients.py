@@ -2,6 +2,7 @@
 
 Every parameter that an optimizer holds has its place from the moment the optimizer is built, so a step allocates
 nothing. A parameter that requires a gradient and that no optimizer holds gets memory when its first gradient comes.
+Flats that spill have no slab: `infinity.params.spill` has their gradients.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import numpy as np
 import torch
 
 from infinity.aio import Slab
-from infinity.params.unit import Flat, Param
+from infinity.params.rest import Rest
+from infinity.params.spill import SpilledGradients
+from infinity.params.unit import Flat, Param, Unit
 from infinity.sizes import round_up
 
 
@@ -24,6 +27,8 @@ class GradientMemory:
         self._grad_dtype = grad_dtype
         self._slabs: list[Slab] = []
         self._shards: dict[Flat, torch.Tensor] = {}
+        self._spilled: SpilledGradients | None = None
+        self._settled: set[Param] = set()  # whose slots rest in what was allocated
         self.size_bytes = 0
 
     def dtype(self, flat: Flat) -> torch.dtype:
@@ -36,7 +41,7 @@ class GradientMemory:
 
     def allocate(self, flats: Sequence[Flat]) -> None:
         """Make room for those of these flats that have none yet. What has memory keeps it, and what waits in it."""
-        fresh = [flat for flat in flats if flat not in self._shards]
+        fresh = [flat for flat in flats if flat not in self._shards and not self.spills(flat)]
         size_bytes = sum(self.shard_bytes(flat) for flat in fresh)
         if not size_bytes:
             return
@@ -52,20 +57,75 @@ class GradientMemory:
             self._shards[flat] = part.view(dtype)
             start += self.shard_bytes(flat)
 
-    def shard(self, flat: Flat) -> torch.Tensor | None:
-        """The gradients [shard_numel] of a flat, or None when no optimizer holds it."""
-        return self._shards.get(flat)
+    def spill(self, flats: Sequence[Flat], rest: Rest, *, window_count: int, window_bytes: int) -> None:
+        """Let the gradients of these flats rest on NVMe, in sections that `rest` has for them. Call it before `allocate`."""
+        dtypes = {flat: self.dtype(flat) for flat in flats}
+        if not dtypes:
+            return
+        if self._spilled is None:
+            self._spilled = SpilledGradients(rest, self._rank, dtypes, count=window_count, size_bytes=window_bytes)
+        else:
+            self._spilled.extend(dtypes, count=window_count, size_bytes=window_bytes)
+
+    def spills(self, flat: Flat) -> bool:
+        """Whether the gradients of a flat rest on NVMe."""
+        return self._spilled is not None and flat in self._spilled
 
     def of(self, param: Param) -> torch.Tensor:
-        """The gradient memory of this rank's part of a parameter, one-dimensional (possibly empty)."""
+        """The gradient memory of this rank's part of a parameter, one-dimensional (possibly empty). Spilled: on "meta"."""
         start, _, numel = param.flat.layout.shard_range(param.slot_index, self._rank)
+        if self.spills(param.flat):
+            return torch.empty(numel, dtype=self.dtype(param.flat), device="meta")
         shard = self._shards.get(param.flat)
         if shard is None:
             return torch.empty(numel, dtype=self.dtype(param.flat))
         return shard[start : start + numel]
 
+    def take_in(self, param: Param) -> None:
+        """Let the slot of a parameter, which has one, rest where `of` says; its values go along. Blocks."""
+        assert param.grad is not None
+        if param in self._settled or not (param.flat in self._shards or self.spills(param.flat)):
+            return
+        self._settled.add(param)
+        if self._spilled is not None and param.flat in self._spilled:
+            self._spilled.adopt(param, param.grad)
+            param.grad.move_to(self.of(param), self._spilled)
+        else:
+            param.grad.move_to(self.of(param), None)
+
+    # -- what backward tells, for those that spill -------------------------------------------------------------------
+
+    def ahead(self, unit: Unit) -> None:
+        """Backward will come to this unit. Does not block."""
+        if self._spilled is not None:
+            self._spilled.ahead(unit)
+
+    def unit_done(self, unit: Unit) -> None:
+        """A Use of the unit has ended, and its gradients are in their slots. Does not block."""
+        if self._spilled is not None:
+            self._spilled.unit_done(unit)
+
+    def backward_end(self) -> None:
+        """A backward has ended. Does not block."""
+        if self._spilled is not None:
+            self._spilled.backward_end()
+
+    def reset(self) -> None:
+        """A backward broke off."""
+        if self._spilled is not None:
+            self._spilled.reset()
+
+    def settle(self, unit: Unit | None = None) -> None:
+        """Return when updates (of a unit; None: of all) may read what spilled. Raises: AioError of a write that failed."""
+        if self._spilled is not None:
+            self._spilled.settle(unit)
+
     def close(self) -> None:
         """Forget the slabs; their memory goes with the last view of it that a slot holds."""
+        if self._spilled is not None:
+            self._spilled.close()
+        self._spilled = None
+        self._settled.clear()
         self._shards.clear()
         for slab in self._slabs:
             slab.close()

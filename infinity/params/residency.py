@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,15 +26,19 @@ from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.comm.collectives import Comm
 from infinity.errors import AioError
 from infinity.params import gathered
-from infinity.params.gradients import GradientMemory
+from infinity.params.drain import Drain
 from infinity.params.rest import Rest
 from infinity.params.schedule import NEVER, Phase, Schedule
-from infinity.params.stand_in import GradBook, GradSlot
+from infinity.params.shadow import Shadow
+from infinity.params.stand_in import GradSlot
 from infinity.params.unit import Flat, Param, Unit
-from infinity.telemetry import Timeline
+from infinity.telemetry import Marks, PhaseClock, Timeline
 
 AHEAD = 2
-"""Units that are gathered ahead of the one in use."""
+"""There is room for so many of the largest units besides the one in use."""
+
+AHEAD_MAX = 16
+"""No more units than this are gathered ahead, however small: looking for them must stay cheap."""
 
 
 @dataclasses.dataclass
@@ -58,21 +63,19 @@ class UnitResidency:
         *,
         rest: Rest,
         executor: Executor,
-        gradients: GradientMemory,
-        book: GradBook,
+        gradients: Drain,
         comm: Comm,
         keep: bool,
         timeline: Timeline,
     ) -> None:
         self.units = units
         self.schedule = Schedule()
-        self.wait_s = 0.0
+        self.wait_s = self.update_wait_s = 0.0  # for units; for updates (told by the pipeline)
         self.demands = 0
         self.demand_reads = 0
         self._rest = rest
         self._executor = executor
-        self._gradients = gradients
-        self._book = book
+        self.gradients = gradients
         self._comm = comm
         self._keep = keep
         self._timeline = timeline
@@ -82,10 +85,20 @@ class UnitResidency:
         self.gathered_bytes_max = (AHEAD + 1) * max((unit.size_bytes for unit in units), default=0)
         self.gathered_bytes_peak = 0
         self._updates: dict[Unit, PendingUpdate] = {}
-        self._fresh: dict[Unit, dict[Param, torch.Tensor]] = {}  # several ranks: gradients not yet reduced
-        self._in_backward = False
+        self._uses: dict[Unit, int] = {}  # left by the last training forward
+        self._uses_ended: dict[Unit, int] = {}  # in this backward
+        self._in_forward = self._in_backward = False
         self._current: Unit | None = None  # being demanded: nobody holds it yet, and it must not go
+        self.shadow: Shadow | None = None  # update="delayed": the parameters that compute
+        self._newest: set[Unit] = set()  # gathered from rest although the shadow computes
         self.on_demand: Callable[[], None] = lambda: None  # raises sticky faults, and after close
+        # update="backward": told when nothing uses a unit any more, when a backward has ended, and when one broke off
+        self.on_idle: Callable[[Unit], None] = lambda _unit: None
+        self.on_backward_start: Callable[[], None] = lambda: None
+        self.on_backward_end: Callable[[], None] = lambda: None
+        self.on_reset: Callable[[], None] = lambda: None
+        self.updates_pending: Callable[[], bool] = lambda: False
+        self.clock = PhaseClock(timeline, self._marks)
 
     # -- gather and release --------------------------------------------------------------------------------------------
 
@@ -95,36 +108,65 @@ class UnitResidency:
         self.demands += 1
         self._current = unit
         self.schedule.demand(unit.index)
+        computes = self._in_forward or self._in_backward  # else it is `gather()`, which wants the newest values
+        if computes == (unit in self._newest):
+            self._refill(unit)
         ready = unit.gathered and unit not in self._fills
         if not ready and unit not in self._held:
             self.demand_reads += 1
-            self._start_fill(unit, Priority.DEMAND)
+            self._start_fill(unit, Priority.DEMAND, newest=not computes)
+        elif not ready and unit not in self._fills:  # an interrupt broke its fill off
+            self._fill(unit, Priority.DEMAND, newest=not computes)
         self.prefetch_ahead()
+        if self._in_backward:
+            self.gradients.ahead([unit, *(self.units[index] for index in itertools.islice(self.schedule.upcoming(), 1))])
         if not ready:
             self._finish_fill(unit)
         self._current = None
 
-    def idle(self, unit: Unit) -> None:  # noqa: ARG002 - the protocol says which; room is wanted of any
+    def idle(self, unit: Unit) -> None:
         """The unit may be evicted; it stays until its room is wanted."""
+        self.on_idle(unit)
         if not self._keep and self._held_bytes > self.gathered_bytes_max:
             self._make_room(0, NEVER)
 
-    def _start_fill(self, unit: Unit, priority: Priority) -> None:
-        """Allocate the unit's buffers and start filling them. Does not block."""
+    def _start_fill(self, unit: Unit, priority: Priority, *, newest: bool = False) -> None:
+        """Allocate the unit's buffers and start filling them. Does not block.
+
+        newest: with what rests, although an update is delayed and computing goes on with the values before it.
+        """
         self._make_room(unit.size_bytes, NEVER)
         gathered.allocate(unit)
         self._held.add(unit)
         self._held_bytes += unit.size_bytes
         self.gathered_bytes_peak = max(self.gathered_bytes_peak, self._held_bytes)
+        self._fill(unit, priority, newest=newest)
+
+    def _fill(self, unit: Unit, priority: Priority, *, newest: bool = False) -> None:
+        """Start filling the unit's buffers, which are allocated."""
+        self._newest.discard(unit)
+        shadow = self.shadow if self.shadow is not None and self.shadow.active else None
+        if shadow is not None and newest:
+            self._newest.add(unit)
         update = self._updates.get(unit)
         if update is not None and not update.opened:
             update.opened = True
-            if update.gate.open([self._target(flat) for flat in unit.flats]):
+            if update.gate.open(self.targets(unit)):
                 self._fills[unit] = [update.ticket]
                 return
         self._fills[unit] = [
-            self._rest.fetch(flat, 0, self._target(flat), priority=priority) for flat in unit.flats
+            self._rest.fetch(flat, 0, self._target(flat), priority=priority)
+            for flat in unit.flats
+            if newest or shadow is None or flat not in shadow  # from the shadow `_finish_fill` copies
         ]
+
+    def _refill(self, unit: Unit) -> None:
+        """What is gathered is of another age than what is wanted now: gather it anew, unless somebody uses it."""
+        if unit not in self._held or unit.refs or self.shadow is None or not self.shadow.active:
+            return
+        self._settle(unit)
+        gathered.invalidate(unit)
+        self._fill(unit, Priority.DEMAND, newest=unit not in self._newest)
 
     def _target(self, flat: Flat) -> int:
         """Where this rank's shard lies in the gathered flat."""
@@ -137,6 +179,8 @@ class UnitResidency:
         try:
             for ticket in tickets:
                 ticket.wait_filled()
+            if self.shadow is not None and self.shadow.active and unit not in self._newest:
+                self.shadow.copy_to(unit, self._comm.rank)
             if self._comm.world > 1:
                 for flat in unit.flats:
                     self._comm.all_gather(flat.tensor, flat.layout.shard_numel)
@@ -174,14 +218,20 @@ class UnitResidency:
     def _forget(self, unit: Unit) -> None:
         interrupt = self._quiesce(self._fills.pop(unit, []))
         self._held.discard(unit)
+        self._newest.discard(unit)
         self._held_bytes -= unit.size_bytes
         gathered.evict(unit)
         if interrupt is not None:
             raise interrupt
 
     def prefetch_ahead(self) -> None:
-        """Start reading the units that the schedule wants next, as far as there is room. Does not block."""
-        for index in self.schedule.upcoming(AHEAD + 1):
+        """Start reading the units that the schedule wants next, as far as there is room. Does not block.
+
+        As deep as the room is, in bytes: AHEAD of the largest units, or the small ones that take their place.
+        """
+        if self._keep and len(self._held) == len(self.units):
+            return
+        for index in itertools.islice(self.schedule.upcoming(), AHEAD_MAX):
             unit = self.units[index]
             if unit in self._held:
                 continue
@@ -223,86 +273,77 @@ class UnitResidency:
     def forward_start(self) -> None:
         """The outermost forward begins: a training forward when gradients are enabled."""
         if not self._in_backward:
-            self.schedule.start(Phase.TRAIN if torch.is_grad_enabled() else Phase.EVAL)
+            self._in_forward = True
+            trains = torch.is_grad_enabled()
+            self.clock.enter("forward" if trains else "evaluation", quiet=trains and not self.updates_pending())
+            self.schedule.start(Phase.TRAIN if trains else Phase.EVAL)
+            if torch.is_grad_enabled():
+                self._uses.clear()
             if self._updates:
                 self._executor.hold_gates(True)
 
     def forward_end(self) -> None:
         """The outermost forward has returned or raised."""
         if not self._in_backward:
+            self._in_forward = False
             self.schedule.end()
             self._executor.hold_gates(False)
+            self.clock.enter("idle")
 
     def backward_start(self) -> None:
         """A backward begins."""
         self._in_backward = True
+        self.clock.enter("backward")
+        self._uses_ended.clear()
         self.schedule.start(Phase.BACKWARD)
+        self.on_backward_start()
 
     def backward_end(self) -> None:
-        """A backward has ended: gradients that no Use claimed are reduced, in the order of units."""
+        """A backward has ended: gradients that no Use claimed are reduced."""
         self._in_backward = False
         self.schedule.end()
-        if self._comm.world > 1:
-            waiting = self._comm.any_of([bool(self._fresh.get(unit)) for unit in self.units])
-            for unit, has_some in zip(self.units, waiting, strict=True):
-                if has_some:
-                    self._reduce(unit)
+        self.gradients.backward_end()
+        self.on_backward_end()
+        self.clock.enter("idle")
 
     def reset(self) -> None:
         """Forget what an interrupted forward or backward left."""
-        self._in_backward = False
-        self._fresh.clear()
+        if self._in_backward:
+            self.on_reset()
+        self._in_forward = self._in_backward = False
+        self.gradients.reset()
         self._executor.hold_gates(False)
         self.schedule.abandon()
+        self.clock.enter("idle")
+
+    def _marks(self) -> Marks:
+        """What the clock divides into phases."""
+        waited_s = self.wait_s + self.update_wait_s
+        return Marks.of(self._executor.stats().drives, self._rest.params_read_bytes, waited_s)
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
     def slot(self, param: Param) -> GradSlot:
         """The gradient slot of a parameter; made when it is first wanted."""
-        if param.grad is None:
-            param.grad = self._book.add(
-                param.name, param.shape, self._gradients.of(param), param.flat.tensor.device
-            )
-            if param.grad.tensor.dtype is not param.dtype:
-                param.at_rest.grad_dtype = param.grad.tensor.dtype  # what torch lets `.grad` be
-        return param.grad
+        return self.gradients.slot(param)
 
     def drain(self, param: Param, grad: torch.Tensor) -> None:
-        """Take one fresh gradient: into its slot, or, on several ranks, until its unit is reduced."""
-        if self._comm.world == 1:
-            self._accumulate(param, grad)
-            return
-        fresh = self._fresh.setdefault(param.unit, {})
-        fresh[param] = fresh[param] + grad if param in fresh else grad
+        """Take one fresh gradient [param.shape]."""
+        self.gradients.drain(param, grad)
+
+    def use_left(self, unit: Unit) -> None:
+        """A forward call that needed the unit has left a Use for backward."""
+        if not self._in_backward:
+            self._uses[unit] = self._uses.get(unit, 0) + 1
 
     def unit_done(self, unit: Unit) -> None:
-        """Several ranks: mean of the unit's gradients over the ranks, each rank keeping its shard."""
-        # Also without a gradient here: another rank may have one, and all must take part.
-        if self._comm.world > 1 and any(flat.trainable for flat in unit.flats):
-            self._reduce(unit)
+        """A Use of the unit has ended; its gradients are reduced."""
+        self.gradients.unit_done(unit)
+        self._uses_ended[unit] = self._uses_ended.get(unit, 0) + 1
 
-    def _accumulate(self, param: Param, grad: torch.Tensor) -> None:
-        slot = self.slot(param)
-        slot.reconcile(param.at_rest.grad)
-        slot.accumulate(grad)
-        param.at_rest.grad = slot.stand_in
-
-    def _reduce(self, unit: Unit) -> None:
-        fresh = self._fresh.pop(unit, {})
-        for flat in unit.flats:
-            present = self._comm.any_of([param in fresh for param in flat.params])
-            if not any(present):
-                continue
-            dtype = self._gradients.dtype(flat)
-            whole = torch.zeros(flat.layout.numel, dtype=dtype)
-            for param in flat.params:
-                if param in fresh:
-                    whole[param.offset : param.offset + param.numel].copy_(fresh[param].reshape(-1))
-            shard = self._comm.reduce_mean(whole, flat.layout.shard_numel)
-            for param, has_grad in zip(flat.params, present, strict=True):
-                if has_grad:
-                    start, _, numel = flat.layout.shard_range(param.slot_index, self._comm.rank)
-                    self._accumulate(param, shard[start : start + numel])
+    def gradients_complete(self, unit: Unit) -> bool:
+        """Whether as many Uses of the unit have ended in this backward as the last forward left: no gradient is to come."""
+        return self._uses_ended.get(unit, 0) >= self._uses.get(unit, 1)
 
     # -- updates -----------------------------------------------------------------------------------------------------------
 
@@ -316,13 +357,34 @@ class UnitResidency:
         self._settle(unit)
         gathered.invalidate(unit)
         update.opened = True
-        if gate.open([self._target(flat) for flat in unit.flats]):
+        if gate.open(self.targets(unit)):
             self._fills[unit] = [ticket]
         else:  # it escaped while this thread was held up: read the values that the update left at rest
-            self._fills[unit] = [
-                self._rest.fetch(flat, 0, self._target(flat), priority=Priority.PREFETCH)
-                for flat in unit.flats
-            ]
+            self._fill(unit, Priority.PREFETCH)
+
+    def can_update_in_place(self, unit: Unit) -> bool:
+        """Whether an update may take the unit's parameters from its buffers and leave the new ones there."""
+        return unit in self._held and unit.gathered and unit.refs == 0 and unit not in self._fills
+
+    def targets(self, unit: Unit) -> list[int]:
+        """Where this rank's shards lie in the unit's flats, which are gathered."""
+        return [self._target(flat) for flat in unit.flats]
+
+    def updated(self, unit: Unit, ticket: Ticket, *, in_place: bool) -> None:
+        """An update of the unit was submitted without a gate; in_place: into its buffers, too."""
+        unit.generation += 1
+        if in_place:
+            gathered.invalidate(unit)
+            self._fills[unit] = [ticket]
+        else:
+            self.renew(unit)
+
+    def renew(self, unit: Unit) -> None:
+        """The unit's values have changed: if it is gathered, start filling its buffers again."""
+        if unit in self._held:
+            self._settle(unit)
+            gathered.invalidate(unit)
+            self._fill(unit, Priority.PREFETCH)
 
     def _settle(self, unit: Unit) -> None:
         """Finish a fill that nobody has waited for."""
@@ -339,8 +401,10 @@ class UnitResidency:
     def borrowed(self, unit: Unit) -> Iterator[None]:
         """The unit is gathered inside, without a trace in the schedule."""
         self.on_demand()
+        if unit not in self._newest:
+            self._refill(unit)
         if unit not in self._held:
-            self._start_fill(unit, Priority.DEMAND)
+            self._start_fill(unit, Priority.DEMAND, newest=True)
         self._settle(unit)
         unit.refs += 1
         try:
@@ -364,7 +428,10 @@ class UnitResidency:
         self._settle(param.unit)
         start, source, numel = param.flat.layout.shard_range(param.slot_index, self._comm.rank)
         if numel:
-            self._rest.overwrite(param.flat, start, flat_value[source : source + numel])
+            values = flat_value[source : source + numel]
+            self._rest.overwrite(param.flat, start, values)
+            if self.shadow is not None and self.shadow.active and param.flat in self.shadow:
+                self.shadow.write(param.flat, start, values)
         unit = param.unit
         unit.generation += 1
         if unit in self._held:
@@ -379,6 +446,5 @@ class UnitResidency:
         """Evict everything. Pending work must have been waited for."""
         self._fills.clear()
         self._updates.clear()
-        self._fresh.clear()
         for unit in list(self._held):
             self._forget(unit)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,28 @@ import numpy.typing as npt
 import torch
 
 from infinity.aio import Executor, Priority, Slab, Ticket
-from infinity.aio.plan import CHUNK, JOB, PIECE_NUMEL, Format, JobKind, piece_count
-from infinity.memory.layout import Section, sections_of
+from infinity.aio.plan import CHUNK, JOB, PIECE_NUMEL, Format, GradSection, JobKind, Master, piece_count
+from infinity.memory.heap import give_back
+from infinity.memory.layout import Section, run_bytes, sections_of
 from infinity.memory.swap_space import Place, SwapSpace
 from infinity.params.unit import Flat
 from infinity.sizes import round_up
+
+_SECOND_DTYPES = {Master.SPLIT: torch.int16, Master.SPLIT8: torch.int8, Master.FP16: torch.float32}
+"""What lies beside the parameter in its master's second section: 0 in `lo`, the same value in fp32."""
+
+
+def _common(before: Format, now: Format) -> int:
+    """How many sections keep their contents when a flat changes its format: the parameter, or all states."""
+    none = GradSection.NONE
+    if before.master is Master.RAW or before.with_grad(none) != now.with_grad(none):
+        return 1
+    return min(before.written_count, now.written_count)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: NaNs are equal if their bits are."""
+    return values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,11 +75,12 @@ class Rest:
         self._executor = executor
         self._space = space
         self._sums_on = sums_on
-        self._slabs: list[Slab] = []
+        self._slabs: dict[Slab, int] = {}  # and how many of its bytes are in use
         self._flats: dict[Flat, FlatRest] = {}
         self._key = 0
         self.nvme_bytes = 0
         self.resident_bytes = 0
+        self.params_read_bytes = 0  # of parameters on NVMe, since the beginning, whose reading alone has begun
 
     def __getitem__(self, flat: Flat) -> FlatRest:
         return self._flats[flat]
@@ -82,7 +100,8 @@ class Rest:
         """Change formats and places. Parameters keep their values, and all sections do where the format stays; those of a
         new format start as zeros. Blocks.
 
-        Raises: SwapFullError before anything changed; AioError when moving fails: each flat is then as it was, or done.
+        Raises: SwapFullError before anything changed; AioError when moving fails: each flat is then as it was, or done. Memory
+        that is no longer anybody's goes back to the system at once, flat by flat, also then.
         """
         changed = [
             index
@@ -92,7 +111,7 @@ class Rest:
         old = {flats[index]: self._flats[flats[index]] for index in changed}
         # What is resident and stays so keeps its memory: nothing is held twice.
         keep = {
-            flats[index]: old[flats[index]].records["section_ptr"][:, : self._common(flats[index], formats[index])]
+            flats[index]: old[flats[index]].records["section_ptr"][:, : _common(old[flats[index]].format, formats[index])]
             for index in changed
         }
         made = self._define(
@@ -107,24 +126,29 @@ class Rest:
             except BaseException:
                 self._executor.drain()
                 for rest in made:
-                    self._drop(rest)
+                    self._drop(rest, stays=old[rest.flat])
                 raise
-            self._flats[made[0].flat] = made[0]
-            self._drop(old[made.pop(0).flat])
+            now = made.pop(0)
+            self._flats[now.flat] = now
+            self._drop(old[now.flat], stays=now)
 
     def fetch(self, flat: Flat, section: int, address: int, *, priority: Priority) -> Ticket:
         """Start copying one section of the shard to `address`, which holds shard_numel elements. Does not block."""
-        return self._move(self._flats[flat], JobKind.FETCH, section, address, priority)
+        rest = self._flats[flat]
+        if section == 0:
+            on_nvme = rest.records["section_at"][:, 0] >= 0
+            self.params_read_bytes += int(rest.records["numel"][on_nvme].sum()) * rest.sections[0].itemsize
+        return self._move(rest, JobKind.FETCH, section, address, priority)
 
     def store(self, flat: Flat, section: int, address: int) -> Ticket:
         """Start writing one section of the shard from `address` (0: zeros). Does not block."""
         return self._move(self._flats[flat], JobKind.STORE, section, address, Priority.DEMAND)
 
     def overwrite(self, flat: Flat, start: int, values: torch.Tensor) -> None:
-        """Replace elements [start, start + len) of the shard's parameter; the rest of a split master becomes 0. Blocks.
+        """Replace elements [start, start + len) of the shard's parameter, and its master with the same values. Blocks.
 
-        values: 1-D CPU tensor of the parameter's dtype. Other elements of the chunks it touches stay as they are; in an
-        optimizer's chunk the moments do, too.
+        values: 1-D CPU tensor of the parameter's dtype. An element whose bits stay keeps its master, which may be finer. Other
+        elements of the chunks it touches stay as they are; in an optimizer's chunk the moments do, too.
         """
         rest = self._flats[flat]
         end = start + values.numel()
@@ -133,14 +157,12 @@ class Rest:
             for i, span in enumerate(flat.layout.chunks)
             if span.start < end and start < span.start + span.numel
         ]
-        sections = (0, 1) if rest.format is Format.SPLIT else (0,)
+        sections = range(rest.format.master_count)
         first = flat.layout.chunks[touched[0]].start
         last = flat.layout.chunks[touched[-1]]
         numel = last.start + last.numel - first
-        # int16 stands for `lo`; both sections of a split master have two bytes.
-        buffers = [
-            torch.empty(numel, dtype=flat.dtype if section == 0 else torch.int16) for section in sections
-        ]
+        dtypes = (flat.dtype, _SECOND_DTYPES.get(rest.format.master, flat.dtype))
+        buffers = [torch.empty(numel, dtype=dtypes[section]) for section in sections]
         addresses = [buffer.data_ptr() - first * buffer.element_size() for buffer in buffers]
         for kind in (JobKind.FETCH, JobKind.STORE):
             jobs = np.zeros(len(touched), dtype=JOB)
@@ -153,9 +175,12 @@ class Rest:
                 jobs["ptr"][:, section] = at.astype(np.uint64)
             self._executor.submit(jobs, priority=Priority.DEMAND).wait()
             if kind is JobKind.FETCH:
-                buffers[0][start - first : end - first] = values
-                for buffer in buffers[1:]:
-                    buffer[start - first : end - first] = 0
+                old, *second = [buffer[start - first : end - first] for buffer in buffers]
+                same = _bits(old) == _bits(values)
+                for buffer in second:
+                    fresh = values.to(buffer.dtype) if buffer.is_floating_point() else torch.zeros_like(buffer)
+                    buffer.copy_(torch.where(same, buffer, fresh))
+                old.copy_(values)
 
     def forget(self, flat: Flat, start: int, numel: int) -> None:
         """Zero what an optimizer left of elements [start, start + numel): all sections but the parameter. Blocks."""
@@ -169,14 +194,38 @@ class Rest:
             job["mask"] = sum(1 << section for section in range(1, len(rest.sections)))
             buffers = []
             for section, kind in enumerate(rest.sections[1:], 1):
-                buffers.append(np.zeros(span.numel * kind.itemsize, dtype=np.uint8))
+                buffers.append(np.zeros(kind.size_bytes(span.numel), dtype=np.uint8))
                 job["ptr"][0, section] = buffers[-1].ctypes.data
             job["kind"] = JobKind.FETCH
             self._executor.submit(job, priority=Priority.DEMAND).wait()
             for buffer, kind in zip(buffers, rest.sections[1:], strict=True):
-                buffer[(low - span.start) * kind.itemsize : (high - span.start) * kind.itemsize] = 0
+                # A parameter starts where a group does, so no other one has a part in its last group.
+                first = (low - span.start) // kind.group_numel * kind.itemsize
+                buffer[first : kind.size_bytes(high - span.start)] = 0
+            if rest.format.master is Master.FP16:  # the master of a parameter that nobody has updated is its value
+                param = torch.empty(span.numel, dtype=flat.dtype)
+                self.move_chunk(flat, index, JobKind.FETCH, {0: param.data_ptr()}).wait()
+                master = torch.from_numpy(buffers[0].view(np.float32))
+                master[low - span.start : high - span.start] = param[low - span.start : high - span.start].float()
             job["kind"] = JobKind.STORE
             self._executor.submit(job, priority=Priority.DEMAND).wait()
+
+    def move_chunk(
+        self,
+        flat: Flat,
+        chunk: int,
+        kind: JobKind,
+        addresses: Mapping[int, int],
+        *,
+        priority: Priority = Priority.DEMAND,
+    ) -> Ticket:
+        """Start a FETCH or STORE of some sections of one chunk; `addresses` says where each lies in memory. Does not block."""
+        job = np.zeros(1, dtype=JOB)
+        job["chunk"], job["kind"], job["base"] = self._flats[flat].ids[chunk], kind, -1
+        for section, address in addresses.items():
+            job["mask"] |= np.uint32(1 << section)
+            job["ptr"][0, section] = address
+        return self._executor.submit(job, priority=priority)
 
     def close(self) -> None:
         """Forget the chunks and free the resident memory. The executor must be idle or closed."""
@@ -194,14 +243,10 @@ class Rest:
         jobs["mask"] = 1 << section
         jobs["base"] = -1
         if address:
-            itemsize = rest.sections[section].itemsize
-            jobs["ptr"][:, section] = address + rest.starts.astype(np.uint64) * np.uint64(itemsize)
+            kind_of = rest.sections[section]
+            items = rest.starts.astype(np.uint64) // np.uint64(kind_of.group_numel)
+            jobs["ptr"][:, section] = address + items * np.uint64(kind_of.itemsize)
         return self._executor.submit(jobs, priority=priority)
-
-    def _common(self, flat: Flat, state_format: Format) -> int:
-        """How many sections keep their contents when the flat becomes `state_format`."""
-        rest = self._flats[flat]
-        return len(rest.sections) if rest.format is state_format else 1
 
     def _masks_of(self, flat: Flat) -> list[int]:
         rest = self._flats[flat]
@@ -236,7 +281,7 @@ class Rest:
             undo.pop_all()
         self.nvme_bytes += sum(place.size_bytes for place in places)
         if slab is not None:
-            self._slabs.append(slab)
+            self._slabs[slab] = slab.size_bytes
             self.resident_bytes += slab.size_bytes
         return made
 
@@ -261,10 +306,10 @@ class Rest:
             record["section_at"] = -1
             run = 0
             for s, section in enumerate(sections):
-                record["itemsize"][s] = section.itemsize
+                record["itemsize"][s], record["group_numel"][s] = section.itemsize, section.group_numel
                 if mask >> s & 1:
                     record["section_at"][s] = run
-                    run += span.numel * section.itemsize
+                    run += run_bytes(section, span.numel)
             record["run_bytes"] = run
             if self._sums_on:
                 record["sums_ptr"] = sums[index].ctypes.data
@@ -284,7 +329,7 @@ class Rest:
                     if kept is not None and s < kept.shape[1] and kept[index, s]:
                         record["section_ptr"][s] = kept[index, s]
                     else:
-                        wanted.append((record, s, int(record["numel"]) * section.itemsize))
+                        wanted.append((record, s, section.size_bytes(int(record["numel"]))))
         size_bytes = sum(round_up(size, 64) for _, _, size in wanted)
         if not size_bytes:
             return None
@@ -298,22 +343,43 @@ class Rest:
     def _carry_over(self, before: FlatRest, now: FlatRest) -> None:
         """Move what stays from the old chunks of a flat to the new ones, and zero the other sections."""
         flat = now.flat
-        common = len(now.sections) if now.format is before.format else 1
+        common = _common(before.format, now.format)
         for section in range(len(now.sections)):
             if section >= common:
                 self._move(now, JobKind.STORE, section, 0, Priority.DEMAND).wait()
                 continue
             here, there = now.records["section_ptr"][:, section], before.records["section_ptr"][:, section]
             if np.any((here != there) | (here == 0)):
-                buffer = np.empty(flat.layout.shard_numel * now.sections[section].itemsize, dtype=np.uint8)
+                buffer = np.empty(now.sections[section].size_bytes(flat.layout.shard_numel), dtype=np.uint8)
                 self._move(before, JobKind.FETCH, section, buffer.ctypes.data, Priority.DEMAND).wait()
                 self._move(now, JobKind.STORE, section, buffer.ctypes.data, Priority.DEMAND).wait()
+        if common == 1 and now.format.master is Master.FP16:
+            param = torch.empty(flat.layout.shard_numel, dtype=flat.dtype)
+            self._move(now, JobKind.FETCH, 0, param.data_ptr(), Priority.DEMAND).wait()
+            master = param.float()
+            self._move(now, JobKind.STORE, 1, master.data_ptr(), Priority.DEMAND).wait()
 
-    def _drop(self, rest: FlatRest) -> None:
-        """Free the chunks of a flat. Resident memory stays until `close`."""
+    def _drop(self, rest: FlatRest, *, stays: FlatRest) -> None:
+        """Free the chunks of a flat; `stays`, other chunks of the same flat, keeps the memory that it has in common with it."""
         self._executor.drop(rest.ids)
         for place in rest.places:
             if place is not None:
                 assert self._space is not None
                 self._space.free(place)
                 self.nvme_bytes -= place.size_bytes
+        kept = set(stays.records["section_ptr"].flat)
+        for record in rest.records:
+            for section, address in zip(rest.sections, record["section_ptr"], strict=False):
+                if address and address not in kept:
+                    self._free(int(address), round_up(section.size_bytes(int(record["numel"])), 64))
+
+    def _free(self, address: int, size_bytes: int) -> None:
+        """Give resident memory back: its pages, and the slab with the last of its bytes."""
+        slab = next(slab for slab in self._slabs if slab.address <= address < slab.address + slab.size_bytes)
+        self.resident_bytes -= size_bytes
+        self._slabs[slab] -= size_bytes
+        if self._slabs[slab]:
+            give_back(address, size_bytes)
+        else:
+            del self._slabs[slab]
+            slab.close()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+from collections.abc import Iterator
 
 
 class Phase(enum.Enum):
@@ -85,18 +86,16 @@ class Schedule:
         self._cursor = places[at] + 1
         return True
 
-    def upcoming(self, count: int) -> list[int]:
-        """The next `count` distinct units, over the end of the phase, soonest first."""
-        found: list[int] = []
+    def upcoming(self) -> Iterator[int]:
+        """The units to come, each once, over the end of the phase, soonest first."""
+        found: set[int] = set()
         here = self._order[self._phase]
         then = self._order[_NEXT[self._phase]]
         for order, start in ((here, self._cursor), (then, 0)):
             for place in range(start, len(order)):
-                if len(found) == count:
-                    return found
                 if order[place] not in found:
-                    found.append(order[place])
-        return found
+                    found.add(order[place])
+                    yield order[place]
 
     def distance(self, unit: int) -> int:
         """Demands until the unit is used next; NEVER if the schedule does not use it."""

@@ -51,10 +51,10 @@ class GradStandIn(torch.Tensor):
 
     @staticmethod
     def of(slot: GradSlot, device: torch.device) -> GradStandIn:
-        """The stand-in of a slot, with the slot's dtype."""
-        made: GradStandIn = torch.Tensor._make_wrapper_subclass(
-            GradStandIn, slot.shape, dtype=slot.tensor.dtype, device=device
-        )
+        """The stand-in of a slot, with the slot's dtype; of an fp16 slot fp32: what is done to a gradient is done to it raised
+        to fp32, and GradScaler refuses to unscale what says that it is fp16."""
+        dtype = torch.float32 if slot.dtype is torch.float16 else slot.dtype
+        made: GradStandIn = torch.Tensor._make_wrapper_subclass(GradStandIn, slot.shape, dtype=dtype, device=device)
         made.slot = slot
         return made
 

@@ -94,6 +94,9 @@ class Residency(Protocol):
     def drain(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape] and make the stand-in the at-rest parameter's `.grad`."""
 
+    def use_left(self, unit: Unit) -> None:
+        """A forward call that needed the unit has left a Use for backward."""
+
     def unit_done(self, unit: Unit) -> None:
         """No further gradient of this unit comes from the Use that just finished."""
 

@@ -34,6 +34,7 @@ from infinity._torch_compat import (
 from infinity.errors import EngineClosed, ParameterReleased
 from infinity.params.unit import Param, Residency, Unit
 from infinity.runtime import tensors
+from infinity.runtime.activations import Activations
 from infinity.runtime.backward import Backward, Use
 from infinity.runtime.gather import Gatherable, open_windows
 from infinity.runtime.install import Installed, install, uninstall
@@ -92,12 +93,16 @@ class Lifecycle:
         *,
         where: Callable[[Param], str] | None = None,
         check_state_dict: Check | None = None,
+        activations: Activations | None = None,
     ) -> None:
         self.model = model
         self.units = units
         self.residency = residency
         self.closed = False
         self.windows: dict[Param, Window] = {}
+        self._activations = activations
+        if activations is not None:
+            activations.running = lambda: bool(self._frames) and self._frames[-1].running_here
         self._where = where
         self._device = next((flat.tensor.device for unit in units for flat in unit.flats), torch.device("cpu"))
         self._lock = threading.RLock()
@@ -240,6 +245,8 @@ class Lifecycle:
             outermost = self._find_place()
             frame = Frame(module, calling_module_frame(), threading.get_ident(), sequence_number(), outermost)
             self._frames.append(frame)  # before anything can raise: the post hook is always called, and pops it
+            if self._activations is not None:
+                self._activations.entered(module, args, kwargs)
             for slots in self._hooked[module]:
                 slots.enter()
                 frame.held.append(slots)
@@ -304,6 +311,8 @@ class Lifecycle:
             found += watch.found()
         use = frame.use or Use(self._backward)
         use.held = tuple(frame.held)
+        for slots in use.held:
+            self.residency.use_left(slots.unit)
         use.bind(found, frame.first_node)
         for tensor in found:
             param = self._param_shown_by(tensor, frame)
@@ -372,11 +381,15 @@ def attach(
     *,
     where: Callable[[Param], str] | None = None,
     check_state_dict: Check | None = None,
+    activations: Activations | None = None,
 ) -> Lifecycle:
     """Replace the parameters of `units` in `model` by parameters at rest, and run their life cycle with hooks.
 
     The residency must already hold the values: the original parameters are dropped here. Sets `at_rest` and `gathered`
     of every Param. where: names the tier of a parameter in errors. check_state_dict: see `runtime.state_dict.Check`.
+    activations: is told of every hooked module's forward.
     Raises: ValueError when a parameter already has a gradient.
     """
-    return Lifecycle(model, units, residency, where=where, check_state_dict=check_state_dict)
+    return Lifecycle(
+        model, units, residency, where=where, check_state_dict=check_state_dict, activations=activations
+    )

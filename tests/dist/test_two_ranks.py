@@ -72,7 +72,8 @@ class Train:
             seam = Seam(delay_us_max=800, seed=index + rank) if values.get("ram") == "min" else None
             shard = Shard(**vars(training), rank=rank)
             result = harness.offloaded(shard, inf.Policy(**values), seam=seam)
-            results.append(dataclasses.replace(result, stats=None))
+            held = ("ram_min_bytes", "grad_bytes", "spilled_bytes")
+            results.append(dataclasses.replace(result, stats={name: getattr(result.stats, name) for name in held}))
         return results
 
 
@@ -123,6 +124,39 @@ def test_two_ranks_agree_with_one_and_are_bit_equal_among_placements(tmp_path: P
     for name, value in one.params.items():
         difference = (two[0].params[name].float() - value.float()).abs().mean()
         assert difference < 1e-3, name
+
+
+def test_gradients_that_spill_on_two_ranks_keep_their_bits(tmp_path: Path) -> None:
+    """Small units, and nothing resident for having room, so that a small model has to spill."""
+    values = {**PLACEMENTS["nvme"], "unit_bytes_max": 4096, "resident": {"params": 0.0, "optim": 0.0}}
+    plain = [results[0] for results in on_two_ranks(Train(((LLAMA, values),)), tmp_path / "plain")]
+    stats = plain[0].stats
+    spilling = {**values, "grads": "nvme", "ram": stats["ram_min_bytes"] - stats["grad_bytes"] // 2}
+    spilled = [results[0] for results in on_two_ranks(Train(((LLAMA, spilling),)), tmp_path / "spilled")]
+    for rank in range(WORLD):
+        assert spilled[rank].stats["spilled_bytes"] > 0
+        harness.assert_equal(spilled[rank], plain[rank])
+
+
+def test_update_modes_on_two_ranks_are_the_deferred_updates_bits(tmp_path: Path) -> None:
+    """An undelayed and an early update are the deferred one; a delayed one does not depend on the placement."""
+    training = dataclasses.replace(LLAMA, accumulation=1, max_norm=None)
+    policies = [
+        PLACEMENTS["nvme"],
+        {**PLACEMENTS["nvme"], "update": "backward"},
+        {**PLACEMENTS["device"], "update": "backward"},
+        {**PLACEMENTS["nvme"], "update": "delayed", "delayed_warmup": 10},
+        {**PLACEMENTS["nvme"], "update": "delayed", "delayed_warmup": 1},
+        {**PLACEMENTS["cpu"], "update": "delayed", "delayed_warmup": 1},
+    ]
+    runs = tuple((training, chosen) for chosen in policies)
+    by_policy = list(zip(*on_two_ranks(Train(runs), tmp_path / "run"), strict=True))
+    for results in by_policy:
+        assert_ranks_agree(results)
+    for same in by_policy[1:4]:
+        harness.assert_equal(same[0], by_policy[0][0])
+    harness.assert_equal(by_policy[4][0], by_policy[5][0])
+    assert by_policy[4][0].losses != by_policy[0][0].losses
 
 
 FAMILIES = (models.llama, models.gpt2, models.t5, models.lora, models.External, models.ListMoe)

@@ -86,3 +86,36 @@ def test_the_cost_of_a_setting_is_over_off_in_the_same_round(scripts: Any) -> No
     found = cost_of_verify.summarise(records, ["full", "off"])["fetch"]["cpu_s_per_gb"]
     assert found["full_minus_off"] == {"median": 0.25, "low": 0.25, "high": 0.25, "count": 2}
     assert found["full_over_off"]["median"] == pytest.approx((1.25 + 1.05) / 2)
+
+
+@pytest.fixture
+def predictions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """bench/predict.py."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(BENCH))
+    yield importlib.import_module("predict")
+    for name in ("predict", "harness", "r1"):
+        sys.modules.pop(name, None)
+
+
+def test_a_throttled_drive_keeps_its_ratio_and_stays_below_the_real_one(predictions: Any) -> None:
+    drive = {"read": 2e9, "write": 1e9}
+    for name, config in predictions.CONFIGS.items():
+        read, write = predictions.bandwidths(config, drive)
+        if config.ratio is None:
+            assert (read, write) == (2e9, 1e9), name
+        else:
+            assert read / write == pytest.approx(config.ratio[0] / config.ratio[1])
+            assert read <= 0.6 * 2e9 + 1
+            assert write <= 0.6 * 1e9 + 1
+    assert sum(config.ratio is None for config in predictions.CONFIGS.values()) >= 6
+
+
+def test_the_error_of_a_prediction_is_the_median_of_its_rounds(predictions: Any) -> None:
+    def record(name: str, error: float) -> dict[str, Any]:
+        names = ("s_per_step", "predicted_s", "predicted_limit_s", "predicted_read_bytes_per_param", "read_bytes_per_param",
+                 "predicted_write_bytes_per_param", "write_bytes_per_param")  # fmt: skip
+        return {"config": name, "error": error, **dict.fromkeys(names, 1.0)}
+
+    rows = predictions.summarise([record("a", 0.1), record("b", -0.5), record("a", 0.3), record("a", 0.2)])
+    assert [(row["config"], row["rounds"], row["error"]) for row in rows] == [("a", 3, 0.2), ("b", 1, -0.5)]

@@ -119,3 +119,63 @@ def test_the_report_says_how_long_a_drive_would_last() -> None:
         "89.4 GiB written per step: 829 TB per day at this rate (a drive rated for 600 TBW would last 1.0 days)",
     )
     assert drive_rows(mean, {"drives": []}) == []
+
+
+def train(directory: Path, *, steps: int, micro_batches: int = 1, **policy: Any) -> tuple[inf.Stats, list[dict[str, Any]]]:
+    torch.manual_seed(0)
+    model = inf.offload(
+        models.llama(layers=4).bfloat16(), inf.Policy(params="nvme", optim="nvme", nvme=directory, ram="min", **policy)
+    )
+    optimizer = inf.AdamW(model.parameters())
+    handle = inf.handle(model)
+    batches = models.token_batches(steps * micro_batches)
+    for step in range(steps):
+        if step == steps - 1:
+            handle.flush()
+        for batch in batches[step * micro_batches : (step + 1) * micro_batches]:
+            models.loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.flush()
+    stats = handle.stats()
+    handle.trace(directory / "trace.json")
+    handle.close()
+    return stats, json.loads((directory / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_step_is_told_phase_by_phase_and_against_its_limits(tmp_path: Path, micro_batches: int) -> None:
+    stats, events = train(tmp_path, steps=5, micro_batches=micro_batches)
+    terms = stats.terms
+    assert terms is not None
+    assert (terms.steps, terms.micro_batches, terms.update) == (4, micro_batches, "deferred")
+    assert terms.phases["backward"].count == micro_batches
+    assert terms.phases["forward"].count == micro_batches - 1
+    assert terms.step_s == pytest.approx(sum(figures.seconds for figures in terms.phases.values()))
+    assert terms.alone is not None  # the last step began after flush()
+    assert terms.loop.total_s + sum(f.wait_s for f in terms.phases.values()) <= terms.step_s
+    # What the drives did in all phases is what they did; what is no parameter is a state.
+    assert sum(figures.bytes_read for figures in stats.phases.values()) == stats.bytes_read
+    setup = stats.bytes_written - sum(figures.bytes_written for figures in stats.phases.values())
+    assert 2 * stats.params <= setup < 5 * stats.params  # the first filling
+    assert sum(figures.params_read_bytes for figures in stats.phases.values()) == stats.params_read_bytes
+    assert terms.moved.total.read == pytest.approx(sum(f.bytes_read for f in terms.phases.values()), abs=8)
+    assert terms.bandwidths is None or "of this run" in terms.bandwidths.source
+    assert 0 < terms.eta_floor <= terms.eta_schedule
+    json.dumps(stats.as_dict())
+    told = str(stats)
+    for wanted in ("backward", "η", "limits: any schedule", "compute with the first forward"):
+        assert wanted in told
+    names = {event["name"] for event in events if event["ph"] == "X" and event["cat"] == "phases"}
+    assert {"first forward", "backward", "step"} <= names
+    assert ("forward" in names) == (micro_batches > 1)
+
+
+def test_bandwidths_that_were_measured_before_are_used_for_the_limits(tmp_path: Path) -> None:
+    stats, _ = train(tmp_path, steps=3, io={"bandwidths": {str(tmp_path): [3e9, 2e9]}})
+    assert stats.terms is not None
+    assert stats.terms.bandwidths is not None
+    assert stats.terms.bandwidths.source == "as Policy(io=) has them"
+    assert stats.terms.limits.io_s == pytest.approx(
+        stats.terms.moved.total.read / 3e9 + stats.terms.moved.total.written / 2e9
+    )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from infinity import telemetry
-from infinity.telemetry import Timeline, configure_logging, log_once, now_ns
+from infinity.telemetry import Marks, PhaseClock, Timeline, configure_logging, log_once, now_ns
 
 NATIVE = np.dtype(
     [
@@ -68,7 +68,7 @@ def test_a_trace_without_spans_still_names_the_tracks(tmp_path: Path) -> None:
         for event in events_of(tmp_path / "trace.json")
         if event["name"] == "thread_name"
     ]  # type: ignore[index]
-    assert names == ["compute", "reads", "writes", "updates", "copies"]
+    assert names == ["phases", "wait", "reads", "writes", "updates", "copies"]
 
 
 def test_a_full_timeline_counts_what_it_drops() -> None:
@@ -117,3 +117,37 @@ def test_a_fall_back_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch:
         for _ in range(3):
             log_once("io_uring", "io_uring is not available")
     assert caplog.messages == ["io_uring is not available"]
+
+
+def test_a_phase_clock_divides_time_and_counts_and_starts_after_the_first_step() -> None:
+    now = Marks()
+    timeline = Timeline()
+    clock = PhaseClock(timeline, lambda: now)
+
+    def passes(read: int, wait_s: float, *, quiet: bool = False) -> None:
+        nonlocal now
+        for phase in ("forward", "idle", "backward", "idle", "forward", "idle", "backward", "idle", "step", "idle"):
+            clock.enter(phase, quiet=quiet and phase == "forward")
+            now = Marks(now.bytes_read + read, now.bytes_written + 1, now.params_read + 2, now.wait_s + wait_s, 0.0)
+
+    passes(1000, 5.0)
+    assert clock.steady_steps == 0
+    assert clock.steady()["backward"].count == 0
+    passes(10, 0.5)
+    passes(30, 1.5, quiet=True)
+    assert clock.steady_steps == 2
+    steady = clock.steady()
+    assert {name: figures.count for name, figures in steady.items()} == {
+        "first forward": 2, "forward": 2, "backward": 4, "step": 2, "evaluation": 0, "idle": 10,
+    }  # fmt: skip
+    assert steady["backward"].bytes_read == 2 * 10 + 2 * 30
+    assert steady["backward"].wait_s == pytest.approx(4.0)
+    assert steady["step"].params_read_bytes == 4
+    assert clock.quiet_forward.count == 2
+    assert clock.quiet_forward.wait_s == pytest.approx(3.0)
+    totals = clock.totals()
+    assert sum(figures.bytes_read for figures in totals.values()) == now.bytes_read
+    assert sum(figures.seconds for figures in totals.values()) > 0
+    assert clock.totals()["idle"].count == totals["idle"].count  # looking at it is no new phase
+    tracks = [(span.track, span.name) for span in timeline.spans()]
+    assert tracks[:5] == [("phases", name) for name in ("first forward", "backward", "forward", "backward", "step")]

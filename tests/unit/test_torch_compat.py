@@ -237,3 +237,60 @@ def test_modules_save_and_load_by_iterating_their_parameters_once() -> None:
     module.load_state_dict(state)
     assert Spy.calls == 2
     assert pickle.loads(pickle.dumps(state))["weight"].shape == (2, 2)
+
+
+def test_a_version_witness_counts_with_its_tensor_and_holds_no_memory() -> None:
+    tensor = (torch.ones(8, requires_grad=True) * 2).view(2, 4)
+    witness = compat.version_witness(tensor)
+    assert witness.numel() == 0
+    assert witness.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+    with torch.no_grad():
+        tensor[0].add_(1)
+    assert compat.version_of(witness) == compat.version_of(tensor) == 1
+    assert torch.equal(tensor[1], torch.full((4,), 2.0))
+
+
+class _Watcher:
+    """Notes checkpointed calls, and takes their inputs."""
+
+    def __init__(self) -> None:
+        self.begun: list[compat.CheckpointCall] = []
+        self.inputs: list[list[torch.Tensor]] = []
+
+    def checkpoint_begins(self, call: compat.CheckpointCall) -> None:
+        self.begun.append(call)
+
+    def checkpoint_saved(self, call: compat.CheckpointCall) -> None:
+        pairs = call.pairs()
+        self.inputs.append([tensor for tensor, _ in pairs])
+        for tensor, saved in pairs:
+            kept = 3 * tensor.detach()
+            saved.register_hooks(lambda _, kept=kept: kept, lambda kept: kept)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_inputs_of_checkpoints_can_be_told_and_taken(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    watcher = _Watcher()
+    end = compat.watch_checkpoints(watcher)
+    weight, x = torch.tensor(2.0, requires_grad=True), torch.ones(4)
+
+    def function(text: str, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        assert text == "text"
+        return x * w
+
+    try:
+        out = checkpoint(function, "text", x, weight, use_reentrant=reentrant)
+        with torch.no_grad():
+            checkpoint(function, "text", x, weight, use_reentrant=reentrant)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            checkpoint(function, "text", x, weight, use_reentrant=reentrant)
+    finally:
+        end()
+        end()
+    checkpoint(function, "text", x, weight, use_reentrant=reentrant)
+    assert len(watcher.inputs) == len(watcher.begun) == 1
+    assert [id(tensor) for tensor in watcher.inputs[0]] == [id(x), id(weight)]
+    out.sum().backward()  # recomputes with what was taken: 3 x
+    assert torch.equal(weight.grad, torch.tensor(12.0))  # type: ignore[arg-type]

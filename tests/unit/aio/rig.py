@@ -25,12 +25,13 @@ Array = npt.NDArray[Any]
 
 NUMEL = 4096
 PIECE = 2048
-ITEMSIZES = (2, 2, 4, 4)
 DTYPES = (np.uint16, np.int16, np.float32, np.float32)
 RUN_BYTES = 12 * NUMEL
+SPILLED = plan.Format(plan.Master.SPLIT, plan.Moments.FP32, 2, plan.GradSection.BF16)
+"""The same with a section of spilled gradients, in bf16."""
 
 
-def adamw(fmt: int, sections: list[Array], grad: Array, hyper: Any) -> None:
+def adamw(fmt: int, sections: list[Array], grad: Array, hyper: Any, element: int = 0) -> None:
     """The contract's AdamW, one rounding per operation; the injected kernel of Python executors and the oracle of all."""
     one = np.float32
     g = (grad.astype(np.uint32) << 16).view(np.float32) if grad.dtype == np.uint16 else grad
@@ -83,17 +84,21 @@ class Rig:
         pools: tuple[int, int] = (3, 3),
         piece: int = PIECE,
         direct: bool = True,
+        spilled: bool = False,
         files: Sequence[aio.SwapFile] | None = None,
         **options: Any,
     ) -> None:
         self.piece = piece
+        self.format = SPILLED if spilled else plan.Format.SPLIT
+        self.dtypes = (*DTYPES, np.uint16) if spilled else DTYPES
+        self.run_bytes = sum(np.dtype(dtype).itemsize for dtype in self.dtypes) * NUMEL
         self.files = list(
             files or [aio.SwapFile.create(directory, direct=direct) for _ in range(drive_count)]
         )
         for file in self.files:
-            file.grow(chunk_count * RUN_BYTES)
+            file.grow(chunk_count * self.run_bytes)
         small = aio.PoolSpec(pools[0], 2 * NUMEL)
-        large = aio.PoolSpec(pools[1], RUN_BYTES)
+        large = aio.PoolSpec(pools[1], self.run_bytes)
         self.executor: aio.Executor
         if backend == "python":
             options.pop("block_bytes", None)
@@ -104,9 +109,9 @@ class Rig:
             options.setdefault("block_bytes", 8192)
             options.setdefault("depth", 8)
             self.executor = NativeExecutor(self.files, small=small, large=large, backend=backend, **options)
-        self.sums = np.zeros((chunk_count, 4, NUMEL // piece), dtype=np.uint32)
+        self.sums = np.zeros((chunk_count, len(self.dtypes), NUMEL // piece), dtype=np.uint32)
         self.memory: list[list[Array | None]] = [
-            [np.zeros(NUMEL, dtype) if s in resident else None for s, dtype in enumerate(DTYPES)]
+            [np.zeros(NUMEL, dtype) if s in resident else None for s, dtype in enumerate(self.dtypes)]
             for _ in range(chunk_count)
         ]
         self.chunks = np.concatenate([self.chunk_record(i, checksums=checksums) for i in range(chunk_count)])
@@ -118,15 +123,17 @@ class Rig:
         record = np.zeros(1, dtype=plan.CHUNK)
         at = 0
         drive = index % len(self.files)
-        for s, size in enumerate(ITEMSIZES):
+        for s, dtype in enumerate(self.dtypes):
+            size = np.dtype(dtype).itemsize
             memory = self.memory[index][s]
             record["section_at"][0, s] = -1 if memory is not None else at
             record["section_ptr"][0, s] = memory.ctypes.data if memory is not None else 0
             at += 0 if memory is not None else size * NUMEL
         record["key"], record["numel"], record["piece_numel"] = index + 1000, NUMEL, self.piece
-        record["file_offset"] = index * RUN_BYTES if at else -1
+        record["file_offset"] = index * self.run_bytes if at else -1
         record["run_bytes"], record["drive"] = at, drive if at else -1
-        record["format"], record["section_count"], record["itemsize"] = plan.Format.SPLIT, 4, ITEMSIZES
+        record["format"], record["section_count"] = self.format, len(self.dtypes)
+        record["itemsize"][0, : len(self.dtypes)] = [np.dtype(dtype).itemsize for dtype in self.dtypes]
         record["sums_ptr"] = self.sums[index].ctypes.data if checksums else 0
         return record
 
@@ -140,7 +147,7 @@ class Rig:
                 mask,
                 -1,
             )
-            job["ptr"] = [array.ctypes.data for array in arrays]
+            job["ptr"][: len(arrays)] = [array.ctypes.data for array in arrays]
         self._keep.append(values)
         return self.executor.submit(jobs, priority=aio.Priority(priority))
 
@@ -148,7 +155,7 @@ class Rig:
         self, indexes: Sequence[int], *, mask: int = 15, priority: int = 0, gate: Any = None
     ) -> tuple[aio.Ticket, list[list[Array]]]:
         """FETCH into fresh arrays, which are filled when the ticket is."""
-        targets = [[np.zeros(NUMEL, dtype) for dtype in DTYPES] for _ in indexes]
+        targets = [[np.zeros(NUMEL, dtype) for dtype in self.dtypes] for _ in indexes]
         jobs = np.zeros(len(indexes), dtype=plan.JOB)
         for job, index, arrays in zip(jobs, indexes, targets, strict=True):
             job["chunk"], job["kind"], job["mask"], job["base"] = (
@@ -157,7 +164,7 @@ class Rig:
                 mask,
                 -1,
             )
-            job["ptr"] = [array.ctypes.data for array in arrays]
+            job["ptr"][: len(arrays)] = [array.ctypes.data for array in arrays]
         self._keep.append(targets)
         return self.executor.submit(jobs, priority=aio.Priority(priority), gate=gate), targets
 
@@ -168,9 +175,18 @@ class Rig:
         return targets[0]
 
     def update(
-        self, grads: dict[int, Array], *, gate: Any = None, target: Array | None = None, step: int = 1
+        self,
+        grads: dict[int, Array | None],
+        *,
+        gate: Any = None,
+        target: Array | None = None,
+        step: int = 1,
+        given: dict[int, Array] | None = None,
     ) -> aio.Ticket:
-        """UPDATE chunks with one segment each; with a gate ptr[0] is relative to base 0."""
+        """UPDATE chunks with one segment each; with a gate ptr[0] is relative to base 0.
+
+        A gradient of None lies in the chunk's own section. `given`: sections 0 that are given, by chunk.
+        """
         jobs = np.zeros(len(grads), dtype=plan.JOB)
         segs = np.zeros(len(grads), dtype=plan.SEG)
         for n, (index, grad) in enumerate(grads.items()):
@@ -179,9 +195,15 @@ class Rig:
             if target is not None:
                 jobs[n]["base"] = 0 if gate is not None else -1
                 jobs[n]["ptr"][0] = n * 2 * NUMEL + (0 if gate is not None else target.ctypes.data)
-            segs[n]["numel"], segs[n]["grad"] = NUMEL, grad.ctypes.data
+            if given and index in given:
+                jobs[n]["mask"], jobs[n]["ptr"][1] = aio.MASK_GIVEN, given[index].ctypes.data
+            segs[n]["numel"] = NUMEL
+            if grad is None:
+                segs[n]["grad_dtype"] = plan.GradDtype.SECTION
+                continue
+            segs[n]["grad"] = grad.ctypes.data
             segs[n]["grad_dtype"] = plan.GradDtype.FP32 if grad.dtype == np.float32 else plan.GradDtype.BF16
-        self._keep.append((grads, target))
+        self._keep.append((grads, target, given))
         return self.executor.submit(
             jobs, segs, hyper_record(step), priority=aio.Priority.WRITEBACK, gate=gate
         )

@@ -159,7 +159,7 @@ def test_of_a_mixed_ticket_only_the_fetches_are_given_up(make_rig, rng):
     jobs["chunk"], jobs["base"], jobs["mask"] = rig.ids[:2], -1, (1, 15)
     jobs["kind"] = plan.JobKind.FETCH, plan.JobKind.STORE
     jobs["ptr"][0, 0] = target.ctypes.data
-    jobs["ptr"][1] = [array.ctypes.data for array in new]
+    jobs["ptr"][1, :4] = [array.ctypes.data for array in new]
     behind = rig.fetch([0])[0]
     ticket = rig.executor.submit(jobs, priority=aio.Priority.DEMAND)
     ticket.cancel()

@@ -149,9 +149,9 @@ def test_chunks_whose_sections_have_gaps_and_odd_sizes_work(make_rig, rng):
     rig = make_rig(chunk_count=2)
     record = np.zeros(1, dtype=plan.CHUNK)
     record["key"], record["numel"], record["piece_numel"] = 77, 1000, 300
-    record["section_at"] = (0, 8192, 20480, -1)
+    record["section_at"] = (0, 8192, 20480, -1, -1, -1)
     record["run_bytes"], record["format"], record["section_count"] = 24576, plan.Format.FP32, 3
-    record["itemsize"] = (4, 4, 4, 0)
+    record["itemsize"] = (4, 4, 4, 0, 0, 0)
     sums = np.zeros((3, 4), dtype=np.uint32)
     record["sums_ptr"] = sums.ctypes.data
     chunk = rig.executor.define(record)
@@ -221,10 +221,10 @@ def test_chunks_that_cannot_be_are_value_errors(make_rig):
         ("file_offset", -1),
         ("drive", 1),
         ("drive", -1),
-        ("section_at", (0, 0, 0, 0)),
-        ("section_at", (100, 8192, 16384, 32768)),
-        ("section_at", (-1, 8192, 16384, 32768)),
-        ("itemsize", (0, 2, 4, 4)),
+        ("section_at", (0, 0, 0, 0, -1, -1)),
+        ("section_at", (100, 8192, 16384, 32768, -1, -1)),
+        ("section_at", (-1, 8192, 16384, 32768, -1, -1)),
+        ("itemsize", (0, 2, 4, 4, 0, 0)),
     ):
         chunk = rig.chunks[:1].copy()
         chunk[field] = value

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from infinity import aio
 from infinity.aio import plan
 from infinity.errors import AioCancelledError, DeviceFailedError
-from tests.unit.aio.rig import BACKENDS, DTYPES, NUMEL, Rig, adamw, hyper_record, outcome, random_chunk, same
+from tests.unit.aio.rig import BACKENDS, NUMEL, Rig, adamw, hyper_record, outcome, random_chunk, same
 
 CHUNKS = 4
 INDEX = st.integers(0, CHUNKS - 1)
@@ -54,10 +54,11 @@ class ExecutorMachine(RuleBasedStateMachine):
         drives=st.integers(1, 3),
         resident=st.sampled_from([(), (1,), (0, 3), (0, 1, 2, 3)]),
         verify=st.sampled_from(["full", "sample", "off"]),
-        pools=st.sampled_from([(1, 2), (0, 1), (3, 3)]),
+        pools=st.sampled_from([(1, 2), (0, 1), (3, 3), (0, 8)]),
         delay_us_max=st.sampled_from([0, 200]),
+        spilled=st.booleans(),
     )
-    def open(self, data, drives, resident, verify, pools, delay_us_max) -> None:
+    def open(self, data, drives, resident, verify, pools, delay_us_max, spilled) -> None:
         fault = data.draw(self.faults)
         if fault is not None and fault.kind == "bitflip" and verify != "full":
             fault = None  # a flip that is not looked for is not seen
@@ -72,28 +73,41 @@ class ExecutorMachine(RuleBasedStateMachine):
             verify=verify,
             piece=128,
             pools=pools,
+            spilled=spilled,
             hold_s=0.005,
             seam=aio.Seam(delay_us_max=delay_us_max, seed=1, fault=fault),
         )
-        self.model = [[np.zeros(NUMEL, dtype) for dtype in DTYPES] for _ in range(CHUNKS)]
-        self.pending: list = [(self.rig.store(dict(enumerate(self.model))), [], [])]
+        self.spilled = spilled
+        self.model = [[np.zeros(NUMEL, dtype) for dtype in self.rig.dtypes] for _ in range(CHUNKS)]
+        self.pending: list = [(self.rig.store(dict(enumerate(self.model)), mask=self.everything), [], [])]
         self.gates: list = []
         self.step = 0
         self.cancelled = 0
 
-    @rule(index=INDEX, mask=st.integers(1, 15))
+    @property
+    def everything(self) -> int:
+        return (1 << len(self.rig.dtypes)) - 1
+
+    def random_chunk(self) -> list:
+        gradient = [self.rng.integers(0x3C00, 0x3F00, NUMEL).astype(np.uint16)]
+        return random_chunk(self.rng) + gradient[: len(self.rig.dtypes) - 4]
+
+    @rule(index=INDEX, mask=st.integers(1, 31))
     def store(self, index: int, mask: int) -> None:
-        value = random_chunk(self.rng)
+        mask = mask & self.everything or 1
+        value = self.random_chunk()
         self.rig.store({index: value}, mask=mask)
         self.model[index] = [
             value[s].copy() if mask >> s & 1 else section for s, section in enumerate(self.model[index])
         ]
 
-    @rule(index=INDEX, mask=st.integers(1, 15), priority=st.integers(0, 2), cancel=st.booleans())
+    @rule(index=INDEX, mask=st.integers(1, 31), priority=st.integers(0, 2), cancel=st.booleans())
     def fetch(self, index: int, mask: int, priority: int, cancel: bool) -> None:
+        mask = mask & self.everything or 1
         ticket, targets = self.rig.fetch([index], mask=mask, priority=priority)
         wanted = [
-            self.model[index][s].copy() if mask >> s & 1 else np.zeros(NUMEL, DTYPES[s]) for s in range(4)
+            self.model[index][s].copy() if mask >> s & 1 else np.zeros(NUMEL, dtype)
+            for s, dtype in enumerate(self.rig.dtypes)
         ]
         if cancel:
             ticket.cancel()
@@ -104,18 +118,43 @@ class ExecutorMachine(RuleBasedStateMachine):
         for ticket, *_ in self.pending:
             ticket.cancel()
 
-    @rule(indexes=st.sets(INDEX, min_size=1), gated=st.booleans(), cancel=st.booleans())
-    def update(self, indexes: set[int], gated: bool, cancel: bool) -> None:
+    @rule(indexes=st.lists(INDEX, unique=True), given=st.booleans())
+    def preread(self, indexes: list[int], given: bool) -> None:
+        ids = self.rig.ids[indexes]
+        assert 0 <= self.rig.executor.preread(ids, given=given) <= len(ids)
+
+    @rule(
+        indexes=st.sets(INDEX, min_size=1),
+        gated=st.booleans(),
+        cancel=st.booleans(),
+        given=st.sets(INDEX),
+        in_place=st.booleans(),
+        spilled=st.sets(INDEX),
+    )
+    def update(
+        self, indexes: set[int], gated: bool, cancel: bool, given: set[int], in_place: bool, spilled: set[int]
+    ) -> None:
         self.step += 1
         grads = {i: self.rng.standard_normal(NUMEL).astype(np.float32) for i in sorted(indexes)}
         gate = self.rig.executor.gate() if gated else None
         target = np.zeros((len(grads), NUMEL), dtype=np.uint16)
-        ticket = self.rig.update(grads, gate=gate, target=target, step=self.step)
+        taken: dict = {}
+        for n, i in enumerate(grads):
+            if i not in given or (self.fails and gated):
+                continue
+            taken[i] = self.model[i][0].copy()
+            if in_place and not gated:
+                target[n], taken[i] = taken[i], target[n]
+        sources = dict(grads)
+        for i in spilled & indexes if self.spilled else ():
+            sources[i] = None
+            grads[i] = self.model[i][4]
+        ticket = self.rig.update(sources, gate=gate, target=target, step=self.step, given=taken)
         if cancel:
             ticket.cancel()  # does nothing to an update
         for i, grad in grads.items():
             self.model[i] = [section.copy() for section in self.model[i]]
-            adamw(plan.Format.SPLIT, self.model[i], grad, hyper_record(self.step)[0])
+            adamw(plan.Format.SPLIT, self.model[i][:4], grad, hyper_record(self.step)[0])
         wanted = np.stack([self.model[i][0] for i in grads])
         if gate is None:
             self.pending.append((ticket, [target], [wanted]))
@@ -152,7 +191,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         if settled:
             self.rig.executor.drain(20)
         gate = self.rig.executor.gate()
-        ticket, targets = self.rig.fetch([index], gate=gate)
+        ticket, targets = self.rig.fetch([index], mask=self.everything, gate=gate)
         wanted = self.model[index]
         self.store(index, mask)
         self.pending.append((self.rig.executor.recover(), [], []))
@@ -169,7 +208,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         self.rig.ids[index] = self.rig.executor.define(self.rig.chunks[index : index + 1])[0]
         if self.fails:  # what was kept, and what was known to be lost, went with it
             self.rig.executor.recover()
-            self.store(index, 15)
+            self.store(index, self.everything)
 
     def ended(self, ticket) -> bool:
         """Whether it ended well. Nothing but what was done to it is an excuse."""
@@ -199,10 +238,14 @@ class ExecutorMachine(RuleBasedStateMachine):
             for entry in self.pending:
                 self.check(*entry)
             for index in range(CHUNKS):
-                ticket, targets = self.rig.fetch([index])
+                ticket, targets = self.rig.fetch([index], mask=self.everything)
                 self.check(ticket, targets[0], self.model[index])
             self.mend()
-            assert all(same(self.rig.read(i), self.model[i]) for i in range(CHUNKS))
+            for index in range(CHUNKS):
+                ticket, targets = self.rig.fetch([index], mask=self.everything)
+                ticket.wait(20)
+                assert same(targets[0], self.model[index])
+            self.rig.executor.drain(20)
             stats = self.rig.executor.stats()
             assert stats.jobs_done == stats.jobs_submitted
             assert stats.kept_chunks == 0
@@ -216,7 +259,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         """The one fault there is may strike a recovery, or a store after it."""
         for _ in range(3 if self.fails else 1):
             outcome(self.rig.executor.recover())
-            stored = self.rig.store(dict(enumerate(self.model))) if self.fails else None
+            stored = self.rig.store(dict(enumerate(self.model)), mask=self.everything) if self.fails else None
             if stored is None or outcome(stored) is None:
                 return
         raise AssertionError("one fault struck three times")

@@ -94,7 +94,8 @@ def test_a_python_executor_without_kernel_refuses_updates(file):
     executor = aio.open_executor([file], backend="python", **POOLS)
     chunk = np.zeros(1, dtype=plan.CHUNK)
     chunk["numel"], chunk["piece_numel"], chunk["section_count"], chunk["run_bytes"] = 1024, 1024, 4, 16384
-    chunk["format"], chunk["itemsize"], chunk["section_at"] = 1, (2, 2, 4, 4), (0, 4096, 8192, 12288)
+    chunk["format"], chunk["itemsize"][0, :4] = plan.Format.SPLIT, (2, 2, 4, 4)
+    chunk["section_at"][0, :4] = (0, 4096, 8192, 12288)
     job = np.zeros(1, dtype=plan.JOB)
     job["chunk"], job["kind"], job["base"] = executor.define(chunk)[0], plan.JobKind.UPDATE, -1
     with pytest.raises(ValueError, match="kernel"):

@@ -65,7 +65,7 @@ def test_an_exception_in_the_kernel_fails_the_job_and_the_thread_lives_on(make_r
     values = {i: random_chunk(rng) for i in range(3)}
     rig.store(values).wait()
 
-    def kernel(fmt, sections, grad, hyper):
+    def kernel(fmt, sections, grad, hyper, element):
         if grad[0] == 666:
             sections[0][:] = 1  # half done
             raise error
@@ -137,7 +137,7 @@ def test_an_executor_that_dies_in_one_of_its_own_threads_ends(make_rig, rng):
     own = [rig.executor]
     entered, go_on = threading.Event(), threading.Event()
 
-    def kernel(fmt, sections, grad, hyper):
+    def kernel(fmt, sections, grad, hyper, element):
         entered.set()
         go_on.wait(20)
         own.clear()  # the last hold, in a worker
@@ -172,7 +172,7 @@ def test_a_batch_with_a_hole_in_it_moves_the_right_bytes(make_rig, rng, verify):
     values = {i: random_chunk(rng) for i in range(6)}
     rig.store(values).wait()
 
-    def kernel(fmt, sections, grad, hyper):
+    def kernel(fmt, sections, grad, hyper, element):
         if grad[0] == 666:
             raise ValueError("this one")
         adamw(fmt, sections, grad, hyper)
@@ -223,7 +223,7 @@ def test_an_update_that_was_not_done_leaves_no_old_values_behind(make_rig, rng):
     value = random_chunk(rng)
     rig.store({0: value}).wait()
 
-    def kernel(fmt, sections, grad, hyper):
+    def kernel(fmt, sections, grad, hyper, element):
         raise ValueError
 
     with_kernel(rig, kernel)
@@ -342,7 +342,7 @@ def waiting_run(priority: int, index: int = 0) -> Run:
     job = np.zeros(1, dtype=plan.JOB)[0]
     job["kind"], job["mask"] = plan.JobKind.FETCH, 1
     run = Run(Submission(TicketState(), None), Chunk(index, record), job, priority)
-    run.place = Place(record, 1)
+    run.place = Place(record, 1, 1, 1)
     return run
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from infinity.cli.report import StepRecord, Summary, limits, plot_loss, show_summary, steady
+from infinity.cli.report import StepRecord, Summary, plot_loss, show_summary, steady, step_limits
+from infinity.limits import Drives
 
 
 def shown_on(console: Console) -> str:
@@ -19,7 +20,9 @@ def shown_on(console: Console) -> str:
 def record(step: int, **given: float) -> StepRecord:
     values = {
         "loss": 2.0, "lr": 1e-5, "grad_norm": 1.0, "tokens": 100, "step_s": 2.0, "first_forward_s": 0.5, "compute_s": 1.5,
-        "io_wait_s": 0.4, "bytes_read": 14_000, "bytes_written": 12_000, "ram_bytes": 1, "rss_bytes": 1, **given,
+        "io_wait_s": 0.4,
+        "bytes_read": 14_000, "bytes_written": 12_000, "ram_bytes": 1, "rss_bytes": 1, "params_read": 2_000,
+        "last_backward_s": 1.0, **given,
     }  # fmt: skip
     return StepRecord(step=step, **values)  # type: ignore[arg-type]
 
@@ -34,22 +37,22 @@ def test_the_first_step_is_left_out_of_the_means() -> None:
 
 def test_limits_follow_the_formulas_when_the_drive_binds() -> None:
     # 1000 parameters, 14 B read and 12 B written each; 10 kB/s read, 6 kB/s write.
-    found = limits(steady([record(1)]), read_bytes_per_s=10_000, write_bytes_per_s=6_000, micro_batches=1)
+    found = step_limits(steady([record(1)]), Drives(10_000, 6_000), 1)
     assert found.floor_s == pytest.approx(1.4 + 2.0)
     # States (12 of 14 B) and all writes beside the forward; 2 B beside a backward of 1 s.
-    assert found.deferred_s == pytest.approx((1.2 + 2.0) + 1.0)
+    assert found.schedule_s == pytest.approx((1.2 + 2.0) + 1.0)
 
 
 def test_limits_are_the_computation_when_the_drive_is_fast() -> None:
-    found = limits(steady([record(1)]), read_bytes_per_s=1e12, write_bytes_per_s=1e12, micro_batches=1)
-    assert found.floor_s == found.deferred_s == pytest.approx(1.5)
+    found = step_limits(steady([record(1)]), Drives(1e12, 1e12), 1)
+    assert found.floor_s == found.schedule_s == pytest.approx(1.5)
 
 
 def test_with_micro_batches_only_the_first_forward_hides_the_states() -> None:
     # Two micro-batches read 18 B per parameter: 12 of states, 6 of parameters.
-    mean = steady([record(1, bytes_read=18_000)])
-    found = limits(mean, read_bytes_per_s=10_000, write_bytes_per_s=6_000, micro_batches=2)
-    assert found.deferred_s == pytest.approx((1.2 + 2.0) + 1.0)
+    mean = steady([record(1, bytes_read=18_000, params_read=6_000)])
+    found = step_limits(mean, Drives(10_000, 6_000), 2)
+    assert found.schedule_s == pytest.approx((1.2 + 2.0) + 1.0)
     assert found.floor_s == pytest.approx(1.8 + 2.0)
 
 
@@ -60,7 +63,8 @@ def test_the_table_shows_the_figures_and_texts_are_not_markup() -> None:
         micro_batches=1,
         held_out=(2.5, 2.25),
         mean=mean,
-        limits=limits(mean, read_bytes_per_s=10_000, write_bytes_per_s=6_000, micro_batches=1),
+        limits=step_limits(mean, Drives(10_000, 6_000), 1),
+        limits_loop=step_limits(mean, Drives(10_000, 6_000), 1, alone=False),
         drives={"read_gbps": 1.0, "write_gbps": 2.0, "mixed_gbps": 1.5},
         engine={"ram_bytes": 1 << 20, "nvme_bytes": 1 << 21, "gathered_bytes_peak": 1 << 19, "backend": "threads"},
         peak_rss_loading_bytes=1 << 30,
@@ -79,3 +83,13 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert plot_loss([record(1), record(2)], [(0, 2.5), (2, 2.0)], tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_step_that_began_alone_is_the_compute_term_and_no_part_of_the_means() -> None:
+    beside = {"first_forward_s": 0.9, "compute_s": 1.9, "step_s": 5.0}
+    records = [record(1), record(2, **beside), record(3, alone=True, first_forward_s=0.3, step_s=9.0), record(4, **beside)]
+    mean = steady(records)
+    assert (mean.steps, mean.step_s, mean.first_forward_s, mean.alone_s) == (2, 5.0, 0.9, 0.3)
+    fast = Drives(1e12, 1e12)
+    assert step_limits(mean, fast, 1).floor_s == pytest.approx(1.3)
+    assert step_limits(mean, fast, 1, alone=False).floor_s == pytest.approx(1.9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.aio.plan import QUANT_GROUP
 from infinity.memory.layout import ALIGN_BYTES, CHUNK_NUMEL, GROUP_NUMEL, plan_flat
 
 NUMELS = st.lists(st.integers(0, 3 * CHUNK_NUMEL), min_size=1, max_size=12).map(tuple)
@@ -54,3 +55,15 @@ def test_chunks_tile_the_shard_and_start_on_pages(numels: tuple[int, ...], world
 @given(NUMELS, st.integers(2, 5))
 def test_where_an_element_lies_does_not_depend_on_the_world_size(numels: tuple[int, ...], world: int) -> None:
     assert plan_flat(numels, 2, world).offsets == plan_flat(numels, 2, 1).offsets
+
+
+@given(NUMELS, st.sampled_from([2, 4]), st.integers(1, 3), st.sampled_from([393_216, 589_824, 917_504, 2048]))
+def test_chunks_have_the_size_that_was_asked_for_and_groups_hold_one_parameter(
+    numels: tuple[int, ...], itemsize: int, world: int, chunk_numel: int
+) -> None:
+    layout = plan_flat(numels, itemsize, world, chunk_numel)
+    assert all(offset % QUANT_GROUP == 0 for offset in layout.offsets)
+    spans = layout.chunks
+    assert sum(span.numel for span in spans) == layout.shard_numel
+    assert all(span.numel == chunk_numel for span in spans[:-1])
+    assert all(span.start % QUANT_GROUP == 0 for span in spans)

@@ -1,92 +1,279 @@
-"""The placement planner: pure, deterministic, never over budget."""
+"""The placement planner: pure, deterministic, never over budget, never slower for more RAM."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.aio.plan import Format
+from infinity.aio.plan import Format, GradSection, Master, Moments
 from infinity.errors import BudgetError
 from infinity.memory.layout import plan_flat
-from infinity.memory.placement import FlatNeed, chunk_bytes, plan_placement
+from infinity.memory.needs import FlatNeed, Load, chunk_bytes
+from infinity.memory.placement import Plan, plan_placement, step_bytes
+from infinity.memory.spilling import WINDOW_COUNT, spread
 
 TIERS = st.sampled_from(["device", "cpu", "nvme"])
-
-
-def need(numel: int, params: str, optim: str, state_format: Format = Format.SPLIT) -> FlatNeed:
-    layout = plan_flat((numel,), 4 if state_format is Format.FP32 else 2)
-    held = state_format is not Format.RAW
-    return FlatNeed(layout, state_format, params, optim, layout.shard_numel * 2 if held else 0)
-
-
-NEEDS = st.builds(
-    lambda numels, params, optim, formats: [
-        need(n, params, optim, f) for n, f in zip(numels, formats, strict=False)
-    ],
-    st.lists(st.integers(1, 5_000_000), min_size=1, max_size=6),
-    TIERS,
-    TIERS,
-    st.lists(st.sampled_from(list(Format)), min_size=6, max_size=6),
+FORMATS = (
+    Format.RAW,
+    Format.SPLIT,
+    Format.FP32,
+    Format(Master.SPLIT, Moments.BF16, 2),
+    Format(Master.SPLIT8, Moments.Q8, 2),
+    Format(Master.SPLIT, Moments.FP32, 1),
+    Format(Master.FP16, Moments.FP32, 2),
+)
+RAM = st.one_of(st.integers(0, 400_000_000), st.integers(0, 20_000_000))
+LOADS = st.builds(
+    Load,
+    update=st.sampled_from(["deferred", "backward", "delayed"]),
+    micro_batches=st.integers(1, 4),
+    bandwidths=st.sampled_from([(1.0, 1.0), (6.8, 5.0), (3.5, 3.0), (1.0, 3.0)]),
 )
 
 
-@given(NEEDS, st.integers(0, 400_000_000))
-def test_a_plan_never_holds_more_than_the_budget(needs: list[FlatNeed], ram_bytes: int) -> None:
-    least = plan_placement(needs, None)
-    if ram_bytes < least.min_bytes:
+def need(
+    numel: int, params: str, optim: str, state_format: Format = Format.SPLIT, *, spills: bool = False, shadow: bool = False
+) -> FlatNeed:
+    layout = plan_flat((numel,), 4 if state_format is Format.FP32 else 2)
+    held = state_format is not Format.RAW
+    grads = layout.shard_numel * 2 if held else 0
+    return FlatNeed(
+        layout,
+        state_format,
+        params,
+        optim,
+        grad_bytes=grads,
+        shadow_bytes=grads if shadow else 0,
+        spill_format=state_format.with_grad(GradSection.BF16) if spills and held else None,
+        window_bytes=grads if spills else 0,
+    )
+
+
+def needs_of(spills: bool | None = None) -> st.SearchStrategy[list[FlatNeed]]:
+    """Models of up to six flats; whether gradients may spill is drawn where `spills` is None."""
+    return st.builds(
+        lambda numels, params, optim, formats, shadow, able: [
+            need(n, params, optim, f, spills=able if spills is None else spills, shadow=shadow)
+            for n, f in zip(numels, formats, strict=False)
+        ],
+        st.lists(st.integers(1, 5_000_000), min_size=1, max_size=6),
+        TIERS,
+        TIERS,
+        st.lists(st.sampled_from(FORMATS), min_size=6, max_size=6),
+        st.booleans(),
+        st.booleans(),
+    )
+
+
+NEEDS = needs_of()
+RESIDENT = st.dictionaries(
+    st.sampled_from(["params", "optim"]), st.one_of(st.floats(0.0, 1.0), st.integers(0, 60_000_000)), max_size=2
+)
+
+
+def least_of(
+    needs: list[FlatNeed], load: Load | None = None, resident: dict[str, float | int] | None = None
+) -> int:
+    """The smallest budget that works, as the error of one that does not says."""
+    try:
+        plan_placement(needs, 0, load=load or Load(), resident=resident)
+    except BudgetError as error:
+        return int(str(error).split("works is ")[1].split(" bytes")[0])
+    return 0
+
+
+def seconds(needs: list[FlatNeed], plan: Plan, load: Load) -> float:
+    read, written = step_bytes(needs, plan, load)
+    return read / load.bandwidths[0] + written / load.bandwidths[1]
+
+
+@given(NEEDS, RAM, RESIDENT, LOADS)
+def test_a_plan_never_holds_more_than_the_budget_and_is_deterministic(
+    needs: list[FlatNeed], ram_bytes: int, resident: dict[str, float | int], load: Load
+) -> None:
+    least = least_of(needs, load, resident)
+    if ram_bytes < least:
         with pytest.raises(BudgetError):
-            plan_placement(needs, ram_bytes)
-        return
-    plan = plan_placement(needs, ram_bytes)
+            plan_placement(needs, ram_bytes, resident=resident, load=load)
+        ram_bytes += least
+    plan = plan_placement(needs, ram_bytes, resident=resident, load=load)
     assert plan.ram_bytes <= ram_bytes
-    assert plan == plan_placement(needs, ram_bytes)
+    assert plan == plan_placement(list(needs), ram_bytes, resident=resident, load=load)
 
 
-@given(NEEDS)
-def test_every_byte_rests_somewhere_and_only_once(needs: list[FlatNeed]) -> None:
+@given(needs_of(spills=False))
+def test_without_spilling_the_least_is_what_min_holds(needs: list[FlatNeed]) -> None:
     plan = plan_placement(needs, None)
+    assert plan.ram_bytes == plan.min_bytes
+    assert plan_placement(needs, plan.min_bytes).ram_bytes <= plan.min_bytes
+    assert not any(plan.spilled)
+
+
+@given(NEEDS, RAM)
+def test_every_byte_rests_somewhere_and_only_once(needs: list[FlatNeed], ram_bytes: int) -> None:
+    plan = plan_placement(needs, ram_bytes + least_of(needs))
     total = sum(chunk_bytes(n, c, ~0) for n in needs for c in range(len(n.layout.chunks)))
     assert plan.resident_bytes + plan.nvme_bytes == total
-    assert plan.ram_bytes == plan.min_bytes
+    grads = sum(n.grad_bytes for n in needs)
+    assert plan.grad_bytes + sum(n.grad_bytes for n, gone in zip(needs, plan.spilled, strict=True) if gone) == grads
+    assert (plan.spilled_bytes > 0) == any(plan.spilled)
 
 
-@given(NEEDS, st.integers(0, 400_000_000), st.integers(0, 100_000_000))
-def test_more_ram_never_moves_more_bytes_to_nvme_than_one_chunk(
-    needs: list[FlatNeed], ram_bytes: int, more: int
-) -> None:
+@settings(max_examples=300)
+@given(NEEDS, RAM, st.one_of(st.integers(0, 100_000_000), st.integers(0, 2_000_000)), LOADS)
+def test_more_ram_never_predicts_slower(needs: list[FlatNeed], ram_bytes: int, more: int, load: Load) -> None:
+    least = least_of(needs, load)
+    small = plan_placement(needs, least + ram_bytes, load=load)
+    large = plan_placement(needs, least + ram_bytes + more, load=load)
+    assert seconds(needs, large, load) <= seconds(needs, small, load) * (1 + 1e-9)
+    assert large.spilled_bytes <= small.spilled_bytes
+
+
+@given(NEEDS, RAM, st.integers(0, 50_000_000))
+def test_what_more_ram_holds_includes_what_less_held(needs: list[FlatNeed], ram_bytes: int, more: int) -> None:
     least = plan_placement(needs, None).min_bytes
     small = plan_placement(needs, least + ram_bytes)
     large = plan_placement(needs, least + ram_bytes + more)
-    chunk_max = max(chunk_bytes(n, c, ~0) for n in needs for c in range(len(n.layout.chunks)))
-    assert large.nvme_bytes <= small.nvme_bytes + chunk_max
+    for before, after in zip(small.nvme_masks, large.nvme_masks, strict=True):
+        assert all(was & now == now for was, now in zip(before, after, strict=True))
+
+
+@given(NEEDS, RESIDENT, st.one_of(st.none(), RAM))
+def test_resident_is_honoured_to_within_a_chunk(
+    needs: list[FlatNeed], resident: dict[str, float | int], more: int | None
+) -> None:
+    least = plan_placement(needs, None, resident=resident)
+    plan = least if more is None else plan_placement(needs, least.min_bytes + more, resident=resident)
+    for kind, wanted in resident.items():
+        total = held = granule = 0
+        for each, row in zip(needs, plan.nvme_masks, strict=True):
+            nvme = each.nvme_mask()
+            bits = sum(1 << s for s in range(len(each.sections)) if nvme >> s & 1 and each.kind(s) == kind)
+            for chunk, mask in enumerate(row):
+                size = chunk_bytes(each, chunk, bits)
+                total, granule = total + size, max(granule, size)
+                held += size - chunk_bytes(each, chunk, bits & mask)
+        limit = wanted * total if isinstance(wanted, float) else min(wanted, total)
+        assert held <= limit + 1e-6 * total
+        assert held > limit - granule or held == total or not total
+
+
+def test_resident_is_added_to_the_least_and_refused_where_it_does_not_fit() -> None:
+    needs = [need(3_000_000, "nvme", "nvme") for _ in range(4)]
+    plain, half = plan_placement(needs, None), plan_placement(needs, None, resident={"optim": 0.5})
+    assert half.min_bytes - plain.min_bytes == half.resident_bytes == pytest.approx(4 * 3_000_000 * 5, rel=0.1)
+    with pytest.raises(BudgetError, match="states that the chosen tiers keep in RAM"):
+        plan_placement(needs, plain.min_bytes, resident={"optim": 0.5})
+    roomy = plan_placement(needs, 1 << 30, resident={"optim": 0.0})
+    assert roomy.resident_bytes == 4 * needs[0].layout.shard_numel * 2  # hi went in, the rest was told to stay out
+    none = plan_placement(needs, 1 << 30, resident={"optim": 0.0, "params": 0.0})
+    assert none.resident_bytes == 0
+
+
+def test_parameters_go_first_and_the_rest_of_a_chunk_stays_one_run() -> None:
+    needs = [need(4_000_000, "nvme", "nvme") for _ in range(4)]
+    least = plan_placement(needs, None)
+    plan = plan_placement(needs, least.min_bytes + 4 * 4_000_000 * 2 + 5_000_000 * 4)
+    assert all(not mask & 1 for row in plan.nvme_masks for mask in row)  # hi of every chunk
+    assert {mask for row in plan.nvme_masks for mask in row} == {0b1110, 0}  # of others all or nothing
+
+
+@given(st.integers(1, 300))
+def test_any_prefix_of_the_order_is_spread_evenly(count: int) -> None:
+    order = spread(count)
+    assert sorted(order) == list(range(count))
+    for taken in (count // 4, count // 2):
+        if taken:
+            places = sorted(order[:taken])
+            gaps = [b - a for a, b in zip(places, [*places[1:], count], strict=True)]
+            assert max(gaps) <= 4 * max(count // taken, 1)
+
+
+def test_time_falls_linearly_and_no_stretch_is_left_out() -> None:
+    needs = [need(393_216 * 4, "nvme", "nvme") for _ in range(32)]
+    least = plan_placement(needs, None).min_bytes
+    params = 32 * 4 * 393_216 * 2
+    times = [seconds(needs, plan_placement(needs, least + params * k // 8), Load()) for k in range(9)]
+    steps = [a - b for a, b in itertools.pairwise(times)]
+    assert max(steps) <= min(steps) * 1.1
+    half = plan_placement(needs, least + params // 2)
+    per_flat = [sum(1 for mask in row if not mask & 1) for row in half.nvme_masks]
+    assert set(per_flat) == {2}
 
 
 def test_a_budget_that_holds_everything_uses_no_nvme_and_no_pools() -> None:
     needs = [need(3_000_000, "nvme", "nvme")]
-    plan = plan_placement(needs, 1 << 30)
-    assert plan.nvme_bytes == 0
-    assert plan.pool_bytes == 0
+    total = 3_000_000 * 14
+    for ram_bytes in (1 << 30, total + 100_000):  # also where the pools would not have fitted besides
+        plan = plan_placement(needs, ram_bytes)
+        assert plan.nvme_bytes == 0
+        assert plan.pool_bytes == 0
 
 
 def test_the_error_states_the_smallest_budget_that_works_and_it_does() -> None:
-    needs = [need(3_000_000, "nvme", "nvme")]
-    with pytest.raises(BudgetError, match=r"smallest budget that works is (\d+) bytes") as caught:
-        plan_placement(needs, 1000)
-    least = int(str(caught.value).split("works is ")[1].split(" bytes")[0])
-    assert plan_placement(needs, least).ram_bytes <= least
+    for spills in (False, True):
+        needs = [need(3_000_000, "nvme", "nvme", spills=spills) for _ in range(8)]
+        with pytest.raises(BudgetError, match=r"smallest budget that works is (\d+) bytes") as caught:
+            plan_placement(needs, 1000)
+        least = least_of(needs)
+        assert plan_placement(needs, least).ram_bytes <= least
+        with pytest.raises(BudgetError):
+            plan_placement(needs, least - 1)
+        assert ("windows for spilled gradients" if spills else "gradients") in str(caught.value)
+        assert "pinned pools" in str(caught.value)
+
+
+def test_gradients_spill_only_below_the_least_and_only_where_they_may() -> None:
+    needs = [need(3_000_000, "nvme", "nvme", spills=True) for _ in range(8)]
+    least = plan_placement(needs, None).min_bytes
+    assert not any(plan_placement(needs, least).spilled)
+    assert sum(plan_placement(needs, least - 1).spilled) >= 4  # three windows cost what three flats did
+    bottom = plan_placement(needs, least_of(needs))
+    assert all(bottom.spilled)
+    assert bottom.grad_bytes == 0
+    assert bottom.staging_bytes == WINDOW_COUNT * needs[0].grad_bytes
+    kept = [dataclasses.replace(each, spill_format=None) for each in needs]
     with pytest.raises(BudgetError):
-        plan_placement(needs, least - 1)
-    assert "gradients" in str(caught.value)
-    assert "pinned pools" in str(caught.value)
+        plan_placement(kept, least - 1)
 
 
-@given(NEEDS, st.integers(0, 400_000_000), st.integers(1, 4))
-def test_every_drive_has_slots_of_its_own_within_the_budget(
-    needs: list[FlatNeed], ram_bytes: int, drives: int
-) -> None:
+def test_a_large_embedding_stays_in_ram_rather_than_making_every_window_large() -> None:
+    needs = [need(40_000_000, "nvme", "nvme", spills=True)] + [need(1_000_000, "nvme", "nvme", spills=True) for _ in range(20)]
+    plan = plan_placement(needs, least_of(needs))
+    assert not plan.spilled[0]
+    assert all(plan.spilled[1:])
+
+
+def test_the_spilled_set_may_be_given() -> None:
+    needs = [need(3_000_000, "nvme", "nvme", spills=True) for _ in range(8)]
+    flags = (True, *[False] * 7)
+    assert plan_placement(needs, 1 << 30, spill=flags).spilled == flags
+
+
+@given(needs_of(spills=False), st.integers(1, 4))
+def test_every_drive_has_slots_of_its_own_within_the_budget(needs: list[FlatNeed], drives: int) -> None:
     one, several = plan_placement(needs, None), plan_placement(needs, None, drive_count=drives)
     assert several.pool_bytes == drives * one.pool_bytes
     assert several.min_bytes - one.min_bytes == several.pool_bytes - one.pool_bytes
-    if ram_bytes >= several.min_bytes:
-        assert plan_placement(needs, ram_bytes, drive_count=drives).ram_bytes <= ram_bytes
+
+
+def test_the_bytes_of_a_step_are_those_of_the_design() -> None:
+    numel = 393_216 * 4
+    needs = [need(numel, "nvme", "nvme")]
+    plan = plan_placement(needs, None)
+    assert step_bytes(needs, plan) == (14 * numel, 12 * numel)
+    assert step_bytes(needs, plan, Load(micro_batches=8)) == ((14 + 4 * 7) * numel, 12 * numel)
+    spilling = [need(numel, "nvme", "nvme", spills=True)]
+    spilled = plan_placement(spilling, None, spill=(True,))
+    assert step_bytes(spilling, spilled) == (16 * numel, 14 * numel)
+    assert step_bytes(spilling, spilled, Load(micro_batches=3)) == ((16 + 2 * 6) * numel, (14 + 4) * numel)
+
+
+def test_a_plan_for_a_hundred_billion_parameters_takes_seconds() -> None:
+    needs = [need(1_000_000_000, "nvme", "nvme") for _ in range(100)]
+    least = plan_placement(needs, None)
+    assert least.nvme_bytes > 1_200_000_000_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,10 @@ import numpy.typing as npt
 
 from infinity.aio.plan import Format, GradDtype, LogKind
 from infinity.native import ffi, lib
-from infinity.ops.adamw import Hyper, update_numpy_sections
+from infinity.ops.adamw import Hyper
+from infinity.ops.update import update_numpy_sections
 
 Array = npt.NDArray[Any]
-Update = Callable[[Format, list[Array], Array, Any], None]
 
 HYPER_PLAIN = Hyper(lr=1e-3, step=1, weight_decay=0.01)
 HYPER_LATE = Hyper(lr=3e-5, step=4321, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
@@ -43,16 +42,35 @@ def hyper_pointer(hyper: Any) -> Any:
     return ffi.cast("inf_hyper *", hyper.ctypes.data)
 
 
-def native_update(state_format: Format, sections: list[Array], grad: Array, hyper: Any) -> None:
+def grad_dtype(grad: Array) -> GradDtype:
+    """uint16 holds the bits of bf16."""
+    kinds = {np.uint16: GradDtype.BF16, np.float16: GradDtype.FP16, np.float32: GradDtype.FP32}
+    return kinds[grad.dtype.type]
+
+
+def native_update(
+    state_format: Format, sections: list[Array], grad: Array, hyper: Any, element: int = 0
+) -> None:
     """The kernel in use, called directly."""
-    function = lib.inf_adamw_split if state_format is Format.SPLIT else lib.inf_adamw_fp32
-    kind = GradDtype.BF16 if grad.itemsize == 2 else GradDtype.FP32
-    function(*map(pointer, sections), pointer(grad), int(kind), grad.size, hyper_pointer(hyper))
+    assert lib.inf_update_valid(int(state_format), hyper_pointer(hyper))
+    addresses = [ffi.cast("uint8_t *", section.ctypes.data) for section in sections]
+    addresses += [ffi.NULL] * (6 - len(addresses))
+    lib.inf_update(
+        int(state_format),
+        ffi.new("uint8_t *[6]", addresses),
+        pointer(grad),
+        int(grad_dtype(grad)),
+        grad.size,
+        element,
+        hyper_pointer(hyper),
+    )
 
 
-def torch_update(state_format: Format, sections: list[Array], grad: Array, hyper: Any) -> None:
-    """The torch reference on the same memory."""
-    update_numpy_sections(state_format, sections, grad, hyper)
+def torch_update(
+    state_format: Format, sections: list[Array], grad: Array, hyper: Any, element: int = 0
+) -> None:
+    """The reference on the same memory."""
+    update_numpy_sections(state_format, sections, grad, hyper, element)
 
 
 def random_bits(rng: np.random.Generator, numel: int, spread: float) -> Array:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.aio.plan import CHUNK, HYPER, SECTION_ITEMSIZES, SEG, Format, GradDtype, piece_count
+from infinity.aio.plan import CHUNK, HYPER, SEG, Format, GradDtype, piece_count
 from infinity.native import ffi, lib
 from tests.unit.native.states import (
     HYPER_LATE,
@@ -76,19 +76,20 @@ class Chunk:
         origin = ffi.cast("uint8_t *", self.sections[section].ctypes.data)
         return int(lib.inf_section_fetch(self.pointer, section, origin, to, verify))
 
-    def update(self, segs: Array, hypers: Array, *, out: Array | None = None, verify: bool = True) -> int:
+    def update(self, segs: Array, hypers: Array, *, out: Array | None = None, verify: bool = True, given: int = 0) -> int:
         addresses = [ffi.cast("uint8_t *", section.ctypes.data) for section in self.sections]
-        addresses += [ffi.NULL] * (4 - len(addresses))
+        addresses += [ffi.NULL] * (6 - len(addresses))
         return int(
             lib.inf_chunk_update(
                 self.pointer,
-                ffi.new("uint8_t *[4]", addresses),
+                ffi.new("uint8_t *[6]", addresses),
                 ffi.cast("inf_seg *", segs.ctypes.data),
                 len(segs),
                 ffi.cast("inf_hyper *", hypers.ctypes.data),
                 len(hypers),
                 ffi.NULL if out is None else ffi.cast("uint8_t *", out.ctypes.data),
                 verify,
+                given,
                 ffi.cast("uint32_t *", self.scratch.ctypes.data),
             )
         )
@@ -180,7 +181,7 @@ def test_an_update_in_segments_equals_the_reference_on_each_and_leaves_the_rest(
     state_format = data.draw(st.sampled_from(FORMATS))
     numel = data.draw(st.integers(1, 700))
     piece_numel = data.draw(st.sampled_from([16, 64, 250, 1024]))
-    resident = frozenset(data.draw(st.sets(st.integers(0, len(SECTION_ITEMSIZES[state_format]) - 1))))
+    resident = frozenset(data.draw(st.sets(st.integers(0, len(state_format.sections) - 1))))
     cuts = sorted(data.draw(st.lists(st.integers(0, numel), max_size=8)))
     ranges = [(a, b - a) for a, b in zip(cuts[::2], cuts[1::2], strict=False)]
     chunk = make_chunk(state_format, numel, piece_numel, resident=resident, summed=data.draw(st.booleans()))
@@ -261,7 +262,8 @@ BROKEN_SEGS = {
     "far past the chunk": {"numel": 2**62},
     "negative": {"numel": -1},
     "no gradient": {"grad": 0},
-    "unknown gradient dtype": {"grad_dtype": 2},
+    "unknown gradient dtype": {"grad_dtype": 4},
+    "no section of gradients": {"grad_dtype": 3},
     "hyper past the array": {"hyper": 1},
     "hyper negative": {"hyper": -1},
 }
@@ -292,11 +294,11 @@ def test_segments_that_overlap_and_logs_that_are_too_long_are_refused() -> None:
 BROKEN_CHUNKS = {
     "no elements": {"numel": 0},
     "no pieces": {"piece_numel": 0},
-    "unknown format": {"format": 3},
+    "unknown format": {"format": 5},
     "a section too few": {"section_count": 3},
-    "a wrong itemsize": {"itemsize": (4, 2, 4, 4)},
-    "a section past the run": {"section_at": (0, 4096, 8192, 12_288)},
-    "a resident section without an address": {"section_at": (-1, 0, 4096, 4096)},
+    "a wrong itemsize": {"itemsize": (4, 2, 4, 4, 0, 0)},
+    "a section past the run": {"section_at": (0, 4096, 8192, 12_288, -1, -1)},
+    "a resident section without an address": {"section_at": (-1, 0, 4096, 4096, -1, -1)},
     "bytes past what fits": {"numel": 2**62},
 }
 

@@ -73,6 +73,9 @@ class RamResidency:
         total = grad.clone() if have is None else have.as_subclass(torch.Tensor).add_(grad)
         param.at_rest.grad = total.as_subclass(DrainedGrad)
 
+    def use_left(self, unit: Unit) -> None:
+        """Counted by engines that update in backward only."""
+
     def unit_done(self, unit: Unit) -> None:
         self.done.append(unit.name)
 

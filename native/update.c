@@ -1,36 +1,69 @@
-/* AdamW on pointers: one loop body (adamw_body.h) per instruction set, chosen at run time.
+/* Updates on pointers: one body (update_body.h) per instruction set, chosen at run time.
  *
  * The file is compiled for the ABI's baseline; the wider versions sit in `#pragma GCC target` regions that run only
- * after __builtin_cpu_supports said yes. No inline helper crosses a region: those are always_inline and scalar.
+ * after __builtin_cpu_supports said yes. No inline function crosses a region: those are always_inline and scalar.
  */
+#include "float_bits.h"
 #include "infinity.h"
 
 #include <math.h>
 #include <string.h>
 
-#define INF_BLOCK_NUMEL 256 /* gradients of a block: 1 KiB of stack, stays in L1 between the log and the update */
+#define INF_BLOCK_NUMEL 256 /* fp32 of a block: 1 KiB of stack each, stays in L1 from decoding to encoding */
 
-#define INF_INLINE static inline __attribute__((always_inline))
+/* Companding of 8-bit moments (infinity/ops/codec.py): number = sign(c) * c^2 / 127^2 * scale, or c^4 / 255^4 * scale. */
+#define INF_SQUARE_STEP (1.0f / 16129.0f)
+#define INF_FOURTH_STEP (1.0f / 4228250625.0f)
+#define INF_SCALE_LEAST 0x1080u /* bf16 bits of 2^-94: then 255^4 / scale is finite, and code 1 above zero */
+#define INF_SCALE_MOST 0x7F7Fu  /* the largest bf16 */
 
-INF_INLINE float inf_float_from_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
+/* Part of a segment: where its sections lie, from `element` of the parameter on. */
+typedef struct {
+    uint8_t *section[INF_SECTION_MAX];
+    int64_t numel;
+    int64_t element;
+} inf_block;
+
+/* Bytes that each section has for INF_QUANT_GROUP elements: what a block of whole groups moves on by. */
+INF_INLINE void inf_group_bytes(int32_t format, int64_t bytes[INF_SECTION_MAX]) {
+    int32_t itemsize[INF_SECTION_MAX] = {0}, group_numel[INF_SECTION_MAX] = {0};
+    const int32_t count = inf_format_sections(format, itemsize, group_numel);
+    for (int32_t s = 0; s < INF_SECTION_MAX; s++) bytes[s] = s < count ? INF_QUANT_GROUP / group_numel[s] * itemsize[s] : 0;
 }
 
-INF_INLINE uint32_t inf_join_bits(uint16_t hi, int16_t lo) {
-    return ((uint32_t)hi << 16) + (uint32_t)(int32_t)lo;
+/* Which of an element's 32 random bits round a moment, and how. A 24-bit master takes the upper 8; then the moments have the
+ * two lower 12, else 16 each. For bf16: 16 bits, (random >> shift & mask) << left | half. For 8 bits: a number in [1, 2)
+ * whose bits are (random placed & place_mask) | place_one, placed: `place` to the right in moment 0, to the left in moment 1.
+ * Half of the last random bit is added, so that the mean is right. */
+typedef struct {
+    uint32_t shift;
+    uint32_t mask;
+    uint32_t left;
+    uint32_t half;
+    uint32_t place;
+    uint32_t place_mask;
+    uint32_t place_one;
+} inf_draw;
+
+INF_INLINE inf_draw inf_draw_of(int32_t format, int32_t moment) {
+    if (inf_format_master(format) == INF_MASTER_SPLIT8) {
+        return (inf_draw){moment == 0 ? 12 : 0, 0xFFF, 4, 8, moment == 0 ? 1 : 11, 0x7FF800, 0x3F800400};
+    }
+    return (inf_draw){moment == 0 ? 16 : 0, 0xFFFF, 0, 0, moment == 0 ? 9 : 7, 0x7FFF80, 0x3F800040};
 }
 
-/* 0x7FFFFFFF would round up into the sign and come back as -0.0, so every NaN is stored as one that cannot. */
-INF_INLINE uint32_t inf_canonical_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return (bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC00000u : bits;
+INF_INLINE float inf_square_code(int8_t code, float scale) {
+    const float c = (float)code;
+    return ((c * fabsf(c)) * INF_SQUARE_STEP) * scale;
+}
+
+INF_INLINE float inf_fourth_code(uint8_t code, float scale) {
+    const float square = (float)code * (float)code;
+    return ((square * square) * INF_FOURTH_STEP) * scale;
 }
 
 #define INF_ISA(name) name##_portable
-#include "adamw_body.h"
+#include "update_body.h"
 #undef INF_ISA
 
 #if defined(__x86_64__)
@@ -43,7 +76,7 @@ INF_INLINE uint32_t inf_canonical_bits(float value) {
 #pragma GCC target("avx2")
 #endif
 #define INF_ISA(name) name##_avx2
-#include "adamw_body.h"
+#include "update_body.h"
 #undef INF_ISA
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -59,7 +92,7 @@ INF_INLINE uint32_t inf_canonical_bits(float value) {
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 #endif
 #define INF_ISA(name) name##_avx512
-#include "adamw_body.h"
+#include "update_body.h"
 #undef INF_ISA
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -70,20 +103,18 @@ INF_INLINE uint32_t inf_canonical_bits(float value) {
 
 /* ---- dispatch -------------------------------------------------------------------------------------------------- */
 
-typedef void adamw_split_fn(uint16_t *, int16_t *, float *, float *, const void *, int32_t, int64_t, const inf_hyper *);
-typedef void adamw_fp32_fn(float *, float *, float *, const void *, int32_t, int64_t, const inf_hyper *);
+typedef void update_fn(int32_t, uint8_t *const *, const void *, int32_t, int64_t, int64_t, const inf_hyper *);
 
 typedef struct {
     const char *name;
-    adamw_split_fn *split;
-    adamw_fp32_fn *fp32;
+    update_fn *update;
 } isa_kernels;
 
 static const isa_kernels ISA_TABLE[] = {
-    {"portable", adamw_split_portable, adamw_fp32_portable},
+    {"portable", update_portable},
 #if defined(INF_HAS_X86)
-    {"avx2", adamw_split_avx2, adamw_fp32_avx2},
-    {"avx512", adamw_split_avx512, adamw_fp32_avx512},
+    {"avx2", update_avx2},
+    {"avx512", update_avx512},
 #endif
 };
 enum { ISA_COUNT = sizeof ISA_TABLE / sizeof ISA_TABLE[0] };
@@ -159,17 +190,24 @@ static void fp_mode_leave(fp_mode mode) {
 }
 #endif
 
-void inf_adamw_split(uint16_t *hi, int16_t *lo, float *exp_avg, float *exp_avg_sq, const void *grad,
-                     int32_t grad_dtype, int64_t numel, const inf_hyper *hyper) {
-    const fp_mode mode = fp_mode_enter();
-    isa_chosen->split(hi, lo, exp_avg, exp_avg_sq, grad, grad_dtype, numel, hyper);
-    fp_mode_leave(mode);
+int32_t inf_update_valid(int32_t format, const inf_hyper *hyper) {
+    int32_t itemsize[INF_SECTION_MAX], group_numel[INF_SECTION_MAX];
+    const int32_t count = inf_format_count(format);
+    if (inf_format_sections(format, itemsize, group_numel) == 0) return 0;
+    if (inf_format_master(format) == INF_MASTER_RAW || inf_format_grad(format) != INF_GRAD_SECTION_NONE) return 0;
+    if (hyper->log_count < 0 || hyper->log_count > INF_LOG_MAX) return 0;
+    switch (hyper->algorithm) {
+    case INF_ADAMW: return count == 2;
+    case INF_SGD: return count == 1 || (count == 0 && hyper->beta1 == 0.0f);
+    case INF_LION: return count == 1;
+    default: return 0;
+    }
 }
 
-void inf_adamw_fp32(float *param, float *exp_avg, float *exp_avg_sq, const void *grad, int32_t grad_dtype,
-                    int64_t numel, const inf_hyper *hyper) {
+void inf_update(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad, int32_t grad_dtype,
+                int64_t numel, int64_t element, const inf_hyper *hyper) {
     const fp_mode mode = fp_mode_enter();
-    isa_chosen->fp32(param, exp_avg, exp_avg_sq, grad, grad_dtype, numel, hyper);
+    isa_chosen->update(format, section, grad, grad_dtype, numel, element, hyper);
     fp_mode_leave(mode);
 }
 
@@ -178,7 +216,7 @@ void inf_adamw_fp32(float *param, float *exp_avg, float *exp_avg_sq, const void 
 void inf_split_master(const float *master, uint16_t *hi, int16_t *lo, int64_t numel) {
     for (int64_t i = 0; i < numel; i++) {
         const uint32_t bits = inf_canonical_bits(master[i]);
-        hi[i] = (uint16_t)((bits + 0x8000u) >> 16);
+        hi[i] = inf_hi_of_bits(bits);
         lo[i] = (int16_t)(uint16_t)bits;
     }
 }

@@ -1,0 +1,185 @@
+"""What `infinity plan` predicts beside what is measured: s/step of R1 in many configurations, and the error of each.
+
+    python bench/predict.py --dir /mnt/nvme0                                   # 3 rounds of 13 configurations: half an hour or more
+    python bench/predict.py --dir /mnt/nvme0 --rounds 1 --hidden 512 --steps 3 --warmup 1      # a trial: minutes
+    python bench/predict.py --dir /mnt/nvme0 --only min,half,6.8:5.0
+
+Every round measures the drive and, per number of tokens, a plain forward and backward without offloading; these and the
+configuration are all that a prediction knows. Then the configurations run in random order, each in a fresh process. "6.8:5.0" and
+"3.5:3.0" run through the throttling seam at these ratios of read to write, scaled down to what the drive can do (SEAM_SHARE).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import harness
+import r1
+
+from infinity.bench.swap import SwapTask, measure_swap
+
+TIMEOUT_S = 3600
+SEAM_SHARE = 0.6
+"""Throttled drives get at most this share of the bandwidth that the real one has, so that the seam decides."""
+SWAP_BYTES = 512 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One configuration. ram: "min", or a share of what everything would take. ratio: (read, write) of a throttled drive."""
+
+    ram: str = "min"
+    state: str = "exact"
+    update: str = "deferred"
+    micro_batches: int = 1
+    tokens: int = 128
+    ratio: tuple[float, float] | None = None
+
+
+CONFIGS = {
+    "min": Config(),
+    "half": Config(ram="0.5"),
+    "three quarters": Config(ram="0.75"),
+    "all in RAM": Config(ram="1.0"),
+    "8 micro-batches": Config(micro_batches=8),
+    "512 tokens": Config(tokens=512),
+    "bf16": Config(state="bf16"),
+    "compact": Config(state="compact"),
+    "backward": Config(update="backward"),
+    "delayed": Config(update="delayed"),
+    "6.8:5.0": Config(ratio=(6.8, 5.0)),
+    "3.5:3.0": Config(ratio=(3.5, 3.0)),
+    "6.8:5.0 compact half": Config(ratio=(6.8, 5.0), state="compact", ram="0.5"),
+}
+
+Record = dict[str, Any]
+
+
+def arm(part: str, args: argparse.Namespace, *options: str, tokens: int, micro_batches: int) -> Record:
+    """Run one measurement of arm_predict.py in a fresh process. Blocks until it ends."""
+    command = [
+        sys.executable, str(harness.BENCH / "arm_predict.py"), part, f"--hidden={args.hidden}", f"--layers={args.layers}",
+        f"--steps={args.steps}", f"--warmup={args.warmup}", f"--tokens={tokens}", f"--micro-batches={micro_batches}", *options,
+    ]  # fmt: skip
+    env = harness.environment(PYTHONPATH=str(harness.ROOT))
+    return harness.last_json_line(harness.run_command(command, env, timeout_s=TIMEOUT_S))
+
+
+def measure_drive(directory: Path) -> dict[str, float]:
+    """Read and write bandwidth of the drive now, bytes per second. Blocks for seconds."""
+    task = SwapTask(directories=(directory,), size_bytes=SWAP_BYTES, block_bytes=None, depth=32, backend="auto", rounds=3, phase_s=1.0)
+    phases = measure_swap(task).phases
+    return {name: phase.spread.median for name, phase in phases.items()}
+
+
+def bandwidths(config: Config, drive: Mapping[str, float]) -> tuple[float, float]:
+    """(read, write) that a configuration's drive has: the real ones, or the throttled ones."""
+    if config.ratio is None:
+        return drive["read"], drive["write"]
+    read, write = config.ratio
+    scale = SEAM_SHARE * min(drive["read"] / read, drive["write"] / write)
+    return read * scale, write * scale
+
+
+def run_round(names: Sequence[str], args: argparse.Namespace, number: int, chance: random.Random) -> list[Record]:
+    """Measure drive, plain passes and every configuration once."""
+    with harness.scratch(args.dir) as swap:
+        drive = measure_drive(swap)
+    harness.note(f"round {number}: drive reads {drive['read'] / 1e9:.2f}, writes {drive['write'] / 1e9:.2f} GB/s")
+    passes = {
+        tokens: arm("plain", args, tokens=tokens, micro_batches=1)
+        for tokens in sorted({CONFIGS[name].tokens for name in names})
+    }
+    records = []
+    for name in chance.sample(list(names), len(names)):
+        config = CONFIGS[name]
+        read, write = bandwidths(config, drive)
+        given = {
+            "ram": config.ram, "state": config.state, "update": config.update, "throttled": config.ratio is not None,
+            "read_bytes_per_s": read, "write_bytes_per_s": write, **passes[config.tokens],
+        }  # fmt: skip
+        with harness.scratch(args.dir) as swap:
+            options = (f"--dir={swap}", f"--config={json.dumps(given)}")
+            found = arm("step", args, *options, tokens=config.tokens, micro_batches=config.micro_batches)
+        error = found["predicted_s"] / found["s_per_step"] - 1
+        harness.note(f"  {name}: {found['s_per_step']:.3f} s/step, predicted {found['predicted_s']:.3f} ({error:+.0%})")
+        records.append({
+            "schema": "infinity.bench.predict/1", "run": args.run, "commit": args.commit, "machine": harness.machine(),
+            "workload": {"hidden": args.hidden, "layers": args.layers}, "round": number, "config": name, **dataclasses.asdict(config),
+            "drive": drive, "given": given, "error": error, **found,
+        })  # fmt: skip
+        harness.append_line(args.results, records[-1])
+    return records
+
+
+def summarise(records: Sequence[Record]) -> list[Record]:
+    """Per configuration: medians over the rounds, and the error as the median of the rounds' errors."""
+    rows = []
+    for name in dict.fromkeys(record["config"] for record in records):
+        mine = [record for record in records if record["config"] == name]
+        rows.append({
+            "config": name,
+            "rounds": len(mine),
+            **{key: statistics.median(one[key] for one in mine) for key in ("s_per_step", "predicted_s", "predicted_limit_s", "error")},
+            "errors": [one["error"] for one in mine],
+            "read_error": statistics.median(one["predicted_read_bytes_per_param"] - one["read_bytes_per_param"] for one in mine),
+            "write_error": statistics.median(one["predicted_write_bytes_per_param"] - one["write_bytes_per_param"] for one in mine),
+        })  # fmt: skip
+    return rows
+
+
+def show(rows: Sequence[Record]) -> None:
+    """Print the table and the error over all configurations."""
+    columns = ["configuration", "measured s", "predicted s", "error", "limit s", "η", "read B/param off by", "written"]
+    lines = [
+        [
+            row["config"], f"{row['s_per_step']:.3f}", f"{row['predicted_s']:.3f}", f"{row['error']:+.1%}",
+            f"{row['predicted_limit_s']:.3f}", f"{row['predicted_limit_s'] / row['s_per_step']:.2f}",
+            f"{row['read_error']:+.2f}", f"{row['write_error']:+.2f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    harness.print_table("Predicted and measured", columns, lines)
+    errors = [abs(row["error"]) for row in rows]
+    print(f"error over {len(rows)} configurations: median {statistics.median(errors):.1%}, largest {max(errors):.1%}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, required=True, help="a directory on the drive")
+    parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
+    parser.add_argument("--only", help="these configurations, separated by commas: " + "; ".join(CONFIGS))
+    parser.add_argument("--seed", type=int, default=0, help="of the order within a round (%(default)s)")
+    parser.add_argument("--results", type=Path, default=harness.RESULTS / "predict.jsonl")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    r1.add_arguments(parser)
+    args = parser.parse_args()
+    if args.rounds < 1:
+        raise ValueError(f"--rounds {args.rounds}: give at least 1")
+    names = list(CONFIGS) if not args.only else [name for name in CONFIGS if name in args.only.split(",")]
+    unknown = set(args.only.split(",")) - set(CONFIGS) if args.only else set()
+    if unknown:
+        raise ValueError(f"--only: {', '.join(sorted(unknown))} not known; there are {'; '.join(CONFIGS)}")
+    workload = r1.from_arguments(args)
+    harness.check_directory(args.dir, 14 * workload.parameters + (2 << 30))
+    args.run, args.commit = harness.now(), harness.commit()
+    chance = random.Random(args.seed)
+    records = [record for number in range(args.rounds) for record in run_round(names, args, number, chance)]
+    rows = summarise(records)
+    if args.json:
+        print(json.dumps(rows))
+    else:
+        show(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))

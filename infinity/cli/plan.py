@@ -1,0 +1,154 @@
+"""`infinity plan`: does a model fit a machine, where does each state go, how long is a step, what would one change buy.
+
+Nothing is loaded and nothing is measured: the model is built on the meta device from its configuration (code that comes with
+a model is never run), drives are as told or as `python -m infinity.bench swap --json` measured them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from infinity.aio.settings import IoSettings
+from infinity.cli import hf_model
+from infinity.cli.plan_tables import as_record, show_plan
+from infinity.planning.changes import fewest_micro_batches, one_change
+from infinity.planning.machine import Machine, describe_machine
+from infinity.planning.predict import Job, predict
+from infinity.planning.shape import ModelShape, shape_of
+from infinity.sizes import parse_size
+
+SEQUENCE = 4096
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def run_plan(options: argparse.Namespace, console: Console | None = None) -> int:
+    """Plan as `options` say. Exit status: 0 when it fits, 1 when it does not, 2 for a mistake."""
+    console = console or Console()
+    try:
+        machine = read_machine(options)
+        shape = read_shape(options.model, getattr(torch, options.dtype), nested=machine.ranks == 1)
+        job = read_job(options, shape, machine)
+        prediction = predict(shape, machine, job)
+        changes = [] if options.no_changes else one_change(
+            shape, prediction, choose_micro_batches=options.micro_batches is None
+        )
+    except ValueError as error:
+        console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        return 2
+    if options.json is not None:
+        text = json.dumps(as_record(shape, prediction, changes), indent=2) + "\n"
+        if str(options.json) == "-":
+            sys.stdout.write(text)
+            return 0 if prediction.fits else 1
+        try:
+            options.json.write_text(text, encoding="utf-8")
+        except OSError as error:
+            console.print(f"[red]error:[/red] --json {options.json}: {error.strerror}", highlight=False, soft_wrap=True)
+            return 2
+    show_plan(console, shape, prediction, changes)
+    return 0 if prediction.fits else 1
+
+
+def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelShape:
+    """The shape of the Hugging Face model at `path`: a directory or its config.json. Nothing but that file is read.
+
+    Raises: ValueError naming what is wrong with it.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"{path} is neither a directory with a config.json nor such a file; a model is planned from disk only")
+    transformers = hf_model.quiet_transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(file, trust_remote_code=False)
+    except (ValueError, OSError, KeyError) as error:
+        raise ValueError(f"{file}: {error}") from None
+    found = [
+        auto
+        for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)
+        if type(config) in auto._model_mapping
+    ]
+    if not found:
+        raise ValueError(f"{file}: {type(config).__name__} is no language model that transformers can train")
+    config.quantization_config = None
+    try:
+        with torch.device("meta"):
+            model = found[0].from_config(config, dtype=dtype, trust_remote_code=False)
+    except (ValueError, RuntimeError, AttributeError, TypeError, ImportError) as error:
+        raise ValueError(f"{file}: the model cannot be built: {error}") from error
+    if file.name == "config.json":
+        name = file.absolute().parent.name
+    else:
+        name = file.stem
+    return shape_of(model, name=name, nested=nested)
+
+
+def read_machine(options: argparse.Namespace) -> Machine:
+    """The machine that the arguments describe. Raises: ValueError naming argument, value and fix."""
+    bench = IoSettings.load(options.bench) if options.bench is not None else None
+    return describe_machine(
+        gpus=options.gpus,
+        gpu_mem_bytes=_size(options.gpu_mem, "--gpu-mem"),
+        ram_bytes=_size(options.ram, "--ram") or 0.0,
+        drives=options.drives,
+        read_bytes_per_s=_rate(options.nvme_read, "--nvme-read"),
+        write_bytes_per_s=_rate(options.nvme_write, "--nvme-write"),
+        flops_per_gpu=options.flops * 1e12 if options.flops is not None else None,
+        pcie_per_gpu=_rate(options.pcie, "--pcie"),
+        dram_bytes_per_s=_rate(options.dram, "--dram"),
+        tbw_per_drive=options.tbw * 1e12 if options.tbw is not None else None,
+        nvme_bytes=_size(options.nvme_size, "--nvme-size"),
+        shared=not options.separable,
+        bench=bench,
+        bench_name=str(options.bench or ""),
+    )
+
+
+def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -> Job:
+    """The job that the arguments describe; without --micro-batches the fewest that fit a device."""
+    sequence = options.seq or min(SEQUENCE, shape.positions or SEQUENCE, options.tokens_per_step)
+    if shape.positions and sequence > shape.positions:
+        raise ValueError(f"--seq {sequence}: the model has {shape.positions} positions; give at most that")
+    job = Job(
+        tokens=options.tokens_per_step,
+        sequence=sequence,
+        micro_batches=1 if options.micro_batches is None else options.micro_batches,
+        state=options.state,
+        update=options.update,
+        params=options.params,
+        optim=options.optim,
+        grads=options.grads,
+        activations=options.activations,
+        checkpointing=not options.no_checkpointing,
+    )
+    if options.micro_batches is not None:
+        return job
+    return fewest_micro_batches(shape, machine, job)
+
+
+def _size(text: str | None, option: str) -> float | None:
+    if text is None:
+        return None
+    try:
+        return float(parse_size(text))
+    except ValueError as error:
+        raise ValueError(f"{option} {text}: {error}") from None
+
+
+def _rate(text: str | None, option: str) -> float | None:
+    """GB/s as a plain number, or a size per second."""
+    if text is None:
+        return None
+    try:
+        value = float(text) * 1e9
+    except ValueError:
+        value = _size(text.removesuffix("/s"), option) or 0.0
+    if not value > 0 or math.isinf(value):
+        raise ValueError(f"{option} {text}: give GB/s as a number above 0, or a size such as '6.8GB' (per second)")
+    return value

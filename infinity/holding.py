@@ -1,0 +1,175 @@
+"""Which optimizer holds which parameters, and what that gives them: states in a format, a place, memory for gradients.
+
+    optimizer built -> hold(optimizer, params): check -> format of each flat -> plan -> convert what rests -> gradient memory
+
+A flat rests in one format, so its parameters keep the same number of moments, whoever holds them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from infinity.aio import Executor
+from infinity.aio.plan import Format
+from infinity.config import Policy
+from infinity.optim.modes import UpdateMode
+from infinity.optim.step import Pipeline
+from infinity.params.gradients import GradientMemory
+from infinity.params.residency import UnitResidency
+from infinity.params.rest import Rest
+from infinity.params.stand_in import GradBook
+from infinity.params.unit import Flat, Param
+from infinity.placing import Placing
+
+
+class Holding:
+    """The optimizers of one model's parameters. One thread uses it at a time.
+
+    check_open: raises when nothing can be held any more. `mode` is set once it exists, before anything is held.
+    """
+
+    mode: UpdateMode
+
+    def __init__(
+        self,
+        policy: Policy,
+        flats: Sequence[Flat],
+        *,
+        placing: Placing,
+        rest: Rest,
+        executor: Executor,
+        gradients: GradientMemory,
+        book: GradBook,
+        residency: UnitResidency,
+        pipeline: Pipeline,
+        rank: int,
+        check_open: Callable[[], None],
+    ) -> None:
+        self._policy = policy
+        self._flats = list(flats)
+        self._placing = placing
+        self._rest = rest
+        self._executor = executor
+        self._gradients = gradients
+        self._book = book
+        self._residency = residency
+        self._pipeline = pipeline
+        self._rank = rank
+        self._check_open = check_open
+        self._holders: dict[Param, weakref.ref[Any]] = {}
+        self._formats: dict[Flat, Format] = {}  # of flats that an optimizer holds
+
+    def holder_of(self, param: Param) -> Any:
+        """The optimizer that holds a parameter, or None."""
+        found = self._holders.get(param)
+        return found() if found is not None else None
+
+    def hold(self, optimizer: Any, params: list[Param]) -> None:
+        """Give parameters the states that `optimizer.moments_of` names. Blocks while they are written.
+
+        Raises: ValueError when another optimizer holds one, when its dtype has no state format or that of its unit is another;
+        BudgetError; SwapFullError.
+        """
+        self._check_open()
+        self._check(optimizer, params)
+        formats = self._formats_with(optimizer, params)
+        self._settle()
+        held_params = {*self._holders, *params}
+        held = [flat for flat in self._flats if any(param in held_params for param in flat.params)]
+        before, formats_before, scratch_before = self._placing.plan, self._formats, self._placing.scratch_bytes
+        try:
+            self._formats = formats
+            self._placing.scratch_bytes = max(scratch_before, optimizer.scratch_bytes(formats))
+            self._place(held)
+            for param in params:
+                if param in self._holders and self._holders[param]() is not optimizer:
+                    # Its optimizer is gone; a new one starts with masters and moments of its own.
+                    start, _, numel = param.flat.layout.shard_range(param.slot_index, self._rank)
+                    self._rest.forget(param.flat, start, numel)
+            self._make_gradient_memory(held)
+            self.mode.allocate(held, self._placing.spilled)
+        except BaseException:
+            self._formats, self._placing.scratch_bytes = formats_before, scratch_before
+            self._placing.restore(before)
+            self._pipeline.plan(self._flats)
+            raise
+        self._holders.update((param, weakref.ref(optimizer)) for param in params)
+        self._rebind_gradients(held)
+        self._pipeline.plan(self._flats)
+
+    def make_gradients(self) -> None:
+        """update="backward" accumulates for the first time: make room for the gradients of all that is held. Blocks."""
+        self._check_open()
+        self._settle()
+        held = [flat for flat in self._flats if any(param in self._holders for param in flat.params)]
+        self._place(held)
+        self._make_gradient_memory(held)
+        self._rebind_gradients(held)
+        self._pipeline.plan(self._flats)
+
+    def _settle(self) -> None:
+        self._pipeline.wait()
+        self._executor.drain()
+
+    def _check(self, optimizer: object, params: list[Param]) -> None:
+        others = [holder() for holder in self._holders.values()]
+        if self._policy.update == "delayed" and any(other not in (None, optimizer) for other in others):
+            raise ValueError(
+                "update='delayed' takes one optimizer for all parameters of a model: with two, the step of one would end the "
+                "delay of the other; use parameter groups, or update='deferred'"
+            )
+        for param in params:
+            if self.holder_of(param) not in (None, optimizer):
+                raise ValueError(
+                    f"{param.name} is held by another optimizer; give each parameter to one optimizer only"
+                )
+            if self._placing.state_format(param.flat) is Format.RAW:
+                raise ValueError(
+                    f"{param.name} is {param.dtype}; optimizer states are built for bfloat16, float16 and float32 parameters: "
+                    "cast the model before inf.offload, or freeze the parameter"
+                )
+
+    def _formats_with(self, optimizer: Any, params: list[Param]) -> dict[Flat, Format]:
+        """The formats of held flats when `optimizer` holds these parameters too. Raises: ValueError if two disagree."""
+        formats, wanted = dict(self._formats), set(params)
+        for flat in {param.flat: None for param in params}:
+            kept: dict[int, Param] = {}
+            for param in flat.params:
+                holder = optimizer if param in wanted else self.holder_of(param)
+                if holder is not None:
+                    kept[len(holder.moments_of(param))] = param
+            if len(kept) > 1:
+                shown = " and ".join(f"{count} for {param.name}" for count, param in sorted(kept.items()))
+                raise ValueError(
+                    f"optimizers keep different numbers of moments in unit {flat.unit.name}: {shown}. Parameters of one unit and "
+                    "dtype rest in one format: hold them by optimizers (or groups of SGD) with as many, or part them with "
+                    "Policy(units=...)"
+                )
+            formats[flat] = self._placing.state_format(flat, next(iter(kept)))
+        return formats
+
+    def _place(self, held: list[Flat]) -> None:
+        """Plan for optimizer states of these flats, and move what has to move."""
+        formats = {flat: self._formats[flat] for flat in held}
+        plan = self._placing.replan(formats, stores_gradients=self.mode.stores_gradients)
+        self._rest.convert(self._flats, plan.formats, plan.nvme_masks)
+
+    def _make_gradient_memory(self, held: list[Flat]) -> None:
+        """Room for the gradients of these flats, as planned: in RAM, or on NVMe."""
+        if self.mode.stores_gradients:
+            plan = self._placing.plan
+            windows = {"window_count": plan.window_count, "window_bytes": plan.window_bytes}
+            self._gradients.spill(self._placing.spilled, self._rest, **windows)
+            self._gradients.allocate(held)
+
+    def _rebind_gradients(self, held: list[Flat]) -> None:
+        """Give the slots of these flats' parameters the memory that was made for them, with the values they have."""
+        for flat in held:
+            for param in flat.params:
+                if param.grad is not None:
+                    self._gradients.take_in(param)
+                elif param in self._holders:
+                    self._residency.slot(param)
+        self._book.reserve()

@@ -1,0 +1,91 @@
+"""update="delayed": an update overlaps with the whole step after it, which computes with the parameters before it.
+
+Source: ZeRO-Offload (arXiv 2101.06840), section 5.2. The parameters that compute are a second copy in RAM
+(`params.shadow`); gradients have two sets of memory: the update reads one while backward fills the other. Numbers differ
+from those of the plain loop, by one step of delay and nothing else, and depend on no timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from infinity.optim.plans import Work
+from infinity.optim.step import Pipeline, slot_gradients
+from infinity.params.gradients import GradientMemory
+from infinity.params.residency import UnitResidency
+from infinity.params.shadow import Shadow
+from infinity.params.stand_in import SlotState
+from infinity.params.unit import Flat, Param, Unit
+
+
+class DelayedUpdates:
+    """Submits updates that compute after the next step. Until `warmup` steps were taken it is the deferred update.
+
+    gradients: the second set of gradient memory.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        pipeline: Pipeline,
+        residency: UnitResidency,
+        shadow: Shadow,
+        gradients: GradientMemory,
+        warmup: int,
+    ) -> None:
+        self._units = list(units)
+        self._pipeline = pipeline
+        self._residency = residency
+        self._shadow = shadow
+        self._gradients = gradients
+        self._warmup = warmup
+        self._spare: dict[Param, torch.Tensor] = {}
+        self._deferred = pipeline.submit_all
+        pipeline.submit_all = self._submit
+        residency.shadow = shadow
+
+    def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:
+        """Make room for these flats' second copies and second gradients; those of `spilled` rest on NVMe, once."""
+        self._shadow.allocate(flats)
+        self._gradients.allocate([flat for flat in flats if flat not in spilled])
+
+    def _submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+        """The updates before have ended: `Pipeline.submit` has waited for them."""
+        if self._pipeline.steps < self._warmup:
+            self._deferred(by_unit)
+            return
+        if not by_unit:
+            return
+        self._shadow.active = True
+        self._residency.on_backward_start = lambda: None  # the drives are busy with the update before
+        for unit in self._pipeline.next_order(self._units):
+            if self._shadow.refresh(unit):
+                unit.generation += 1
+                self._residency.renew(unit)
+            work = by_unit.get(unit)
+            if work is None:
+                continue
+            self._pipeline.start(unit, work, slot_gradients(work))
+            self._shadow.outdated(unit)
+            for param in work:
+                assert param.grad is not None
+                param.grad.before_mutation = self._swaps(param)
+
+    def _swaps(self, param: Param) -> Callable[[], None]:
+        """A function that gives the parameter's slot the other memory: the update reads the one that it has."""
+
+        def swap() -> None:
+            slot = param.grad
+            assert slot is not None
+            slot.before_mutation = None
+            read = slot.tensor
+            written = self._spare.pop(param) if param in self._spare else self._gradients.of(param)
+            if slot.state is SlotState.HELD:
+                written.copy_(read)
+            slot.tensor = written
+            self._spare[param] = read
+
+        return swap

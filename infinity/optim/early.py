@@ -1,0 +1,261 @@
+"""update="backward": a unit is updated as soon as backward has its gradient; gradients are not kept.
+
+    backward of unit k ends (nothing uses it, no gradient is to come)
+        -> UPDATE of unit k: gradients straight from autograd, the parameters from the gathered unit, which gets the new ones
+    backward of unit k-1 goes on meanwhile
+    opt.step()   counts the step, and updates what backward did not
+
+Micro-batches but the last run in `handle.no_sync()`: they accumulate in gradient memory, and the last adds to it.
+The scalars of the update are captured in backward, so they are set before it, as schedulers do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from infinity.aio import Ticket
+from infinity.errors import AioError, NonFiniteGradient, StateInvalid
+from infinity.ops.finite import all_finite
+from infinity.optim.plans import Work
+from infinity.optim.step import Pipeline, waits_for
+from infinity.params.drain import Drain
+from infinity.params.residency import UnitResidency
+from infinity.params.schedule import Phase
+from infinity.params.stand_in import SlotState
+from infinity.params.unit import Param, Unit
+
+UNITS_AHEAD = 3
+"""Fresh gradients of so many of the largest units may wait for the drives; then backward waits."""
+
+
+class Holder(Protocol):
+    """What early updates need of the optimizer that holds a parameter."""
+
+    param_groups: list[dict[str, Any]]
+
+    def work_of(self, params: Sequence[Param]) -> list[Work]:
+        """The work of the step that is being taken for these parameters; counts it in their step numbers."""
+
+
+@dataclasses.dataclass
+class _Flight:
+    """An update under way and the fresh gradients that it reads."""
+
+    ticket: Ticket
+    gradients: list[torch.Tensor]
+    size_bytes: int
+
+
+class EarlyUpdates:
+    """Takes gradients as backward completes them. One thread uses it at a time.
+
+    holder_of: the optimizer of a parameter, None without one (its gradient is then accumulated as ever).
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        pipeline: Pipeline,
+        residency: UnitResidency,
+        drain: Drain,
+        holder_of: Callable[[Param], Holder | None],
+        on_nonfinite: str,
+    ) -> None:
+        self._pipeline = pipeline
+        self._residency = residency
+        self._drain = drain
+        self._holder_of = holder_of
+        self._on_nonfinite = on_nonfinite
+        self._ready: dict[Unit, dict[Param, torch.Tensor | None]] = {}  # None: it has spilled
+        self._fresh_bytes = 0  # of gradients outside of slots, waiting or in flight
+        self._bytes_max = UNITS_AHEAD * max((unit.size_bytes for unit in units), default=0)
+        self._flights: deque[_Flight] = deque()
+        self._taken: set[Param] = set()  # updated since the last step
+        self._captured: dict[int, tuple[weakref.ref[Any], list[dict[str, Any]]]] = {}
+        self._deferred = pipeline.submit_all
+        self.accumulating = False
+        self.fresh_bytes_peak = 0
+        drain.take = self._take
+        residency.on_idle = self._idle
+        residency.on_backward_start = self._backward_start
+        residency.on_backward_end = self._backward_end
+        residency.on_reset = self._reset
+        pipeline.submit_all = self._end_step
+
+    # -- gradients come ------------------------------------------------------------------------------------------------
+
+    def _take(self, param: Param, grad: torch.Tensor) -> None:
+        if self._holder_of(param) is None or self.accumulating:
+            self._drain.accumulate(param, grad)
+            return
+        slot = self._drain.slot(param)
+        ready = self._ready.setdefault(param.unit, {})
+        if param in ready:  # several drains in one backward: reentrant checkpointing
+            if slot.state is SlotState.HELD:
+                slot.accumulate(grad)
+            elif (before := ready[param]) is not None:
+                before.add_(grad.reshape(-1))
+            return
+        self._check_taken(param)
+        state = slot.reconcile(param.at_rest.grad)
+        if state is SlotState.CONSUMED:
+            raise RuntimeError(
+                f"a new gradient of {param.name} while the one before, which was applied in backward, is still in p.grad: "
+                "call zero_grad() after opt.step(); with update='backward' gradients cannot add up over steps"
+            )
+        if state is SlotState.HELD:
+            slot.accumulate(grad)
+            ready[param] = slot.tensor if slot.home is None else None
+        else:
+            fresh = grad.detach().reshape(-1).to(slot.dtype).contiguous()
+            ready[param] = fresh
+            self._fresh_bytes += fresh.numel() * fresh.element_size()
+            self.fresh_bytes_peak = max(self.fresh_bytes_peak, self._fresh_bytes)
+            slot.consume()
+        param.at_rest.grad = slot.stand_in
+
+    def _check_taken(self, param: Param) -> None:
+        if param not in self._taken:
+            return
+        raise RuntimeError(
+            f"a second gradient of {param.name} before opt.step(): with update='backward' the first was applied already. "
+            "Run all micro-batches but the last inside `with inf.handle(model).no_sync():`, or use update='deferred'"
+        )
+
+    # -- updates go ----------------------------------------------------------------------------------------------------
+
+    def _idle(self, unit: Unit) -> None:
+        if self._ready.get(unit) and self._residency.gradients_complete(unit):
+            self._update(unit)
+
+    def _backward_start(self) -> None:
+        if not self.accumulating:
+            self._pipeline.read_ahead(Phase.BACKWARD, given=True)
+
+    def _backward_end(self) -> None:
+        for unit in list(self._ready):
+            if self._ready[unit]:
+                self._update(unit)
+        self._ready.clear()
+
+    def _update(self, unit: Unit) -> None:
+        ready = self._ready.pop(unit)
+        self._check_finite(ready)
+        if None in ready.values():
+            self._drain.settle(unit)
+        gradients = {param: grad for param, grad in ready.items() if grad is not None}
+        work = {item.param: item for item in self._work(list(ready))}
+        fresh = [grad for param, grad in gradients.items() if _slot_state(param) is SlotState.CONSUMED]
+        in_place = self._residency.can_update_in_place(unit)
+        targets = self._residency.targets(unit) if in_place else ()
+        ticket = self._pipeline.start(unit, work, gradients, targets=targets)
+        self._flights.append(_Flight(ticket, fresh, sum(grad.numel() * grad.element_size() for grad in fresh)))
+        for param in ready:
+            self._taken.add(param)
+            assert param.grad is not None
+            if param.grad.state is SlotState.HELD:
+                param.grad.before_mutation = waits_for(ticket)
+                param.grad.consume()
+        self._residency.updated(unit, ticket, in_place=in_place)
+        self._make_room()
+
+    def _work(self, params: list[Param]) -> list[Work]:
+        by_holder: dict[int, tuple[Holder, list[Param]]] = {}
+        for param in params:
+            holder = self._holder_of(param)
+            assert holder is not None
+            by_holder.setdefault(id(holder), (holder, []))[1].append(param)
+        work: list[Work] = []
+        for key, (holder, held) in by_holder.items():
+            self._captured.setdefault(key, (weakref.ref(holder), _hyper(holder)))
+            work.extend(holder.work_of(held))
+        return work
+
+    def _make_room(self) -> None:
+        """Let go of gradients that were read; wait for the oldest while too many are held."""
+        while self._flights and (self._flights[0].ticket.filled or self._fresh_bytes > self._bytes_max):
+            flight = self._flights.popleft()
+            waits_for_filled(flight.ticket)
+            self._fresh_bytes -= flight.size_bytes
+
+    def _check_finite(self, gradients: Mapping[Param, torch.Tensor | None]) -> None:
+        if self._on_nonfinite == "ignore":
+            return
+        finite = [_is_finite(param, grad) for param, grad in gradients.items()]
+        bad = self._pipeline.first_on_any_rank(list(gradients), [not flag for flag in finite])
+        if bad is None:
+            return
+        if self._taken:
+            self._pipeline.fail(
+                StateInvalid(
+                    f"the gradient of {bad.name} is not finite, and other units of this step are updated already "
+                    "(update='backward'); the step is half done: start again from the last export, or use "
+                    "update='deferred', which checks all gradients first"
+                )
+            )
+        raise NonFiniteGradient(f"the gradient of {bad.name} is not finite. Policy(on_nonfinite='ignore') applies it")
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def _end_step(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+        """Called by `opt.step()`; by_unit: what backward did not take (gradients that the loop assigned, say)."""
+        for reference, before in self._captured.values():
+            holder = reference()
+            if holder is not None and _hyper(holder) != before:
+                self._captured.clear()
+                self._pipeline.fail(
+                    StateInvalid(
+                        "lr, betas or another value of a parameter group changed between backward and opt.step(), and with "
+                        "update='backward' the update has been made with the old one; change them before backward"
+                    )
+                )
+                self._pipeline.raise_fault()
+        self._captured.clear()
+        self._taken.clear()
+        self._deferred(by_unit)
+
+    def _reset(self) -> None:
+        """A backward broke off."""
+        self._ready.clear()
+        self._fresh_bytes = sum(flight.size_bytes for flight in self._flights)
+        if self._taken:
+            self._pipeline.fail(
+                StateInvalid(
+                    "a backward with update='backward' broke off when some units were updated already; the step is half done: "
+                    "start again from the last export, or use update='deferred'"
+                )
+            )
+
+
+def waits_for_filled(ticket: Ticket) -> None:
+    """Block until the update has read its gradients; its fault is the pipeline's to raise."""
+    while not ticket.filled:
+        try:
+            ticket.wait_filled()
+        except AioError:
+            return
+
+
+def _is_finite(param: Param, grad: torch.Tensor | None) -> bool:
+    if grad is None:
+        return param.grad is None or param.grad.finite()
+    return all_finite(grad)
+
+
+def _slot_state(param: Param) -> SlotState:
+    assert param.grad is not None
+    return param.grad.state
+
+
+def _hyper(holder: Holder) -> list[dict[str, Any]]:
+    return [
+        {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items() if key != "params"}
+        for group in holder.param_groups
+    ]

@@ -1,0 +1,126 @@
+"""`Policy.update`: when the update of a unit is submitted, and what that needs of the engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from infinity.config import Policy
+from infinity.optim.delayed import DelayedUpdates
+from infinity.optim.early import EarlyUpdates, Holder
+from infinity.optim.step import Pipeline
+from infinity.params.drain import Drain
+from infinity.params.gradients import GradientMemory
+from infinity.params.residency import UnitResidency
+from infinity.params.rest import Rest
+from infinity.params.shadow import Shadow
+from infinity.params.unit import Flat, Param, Unit
+
+
+class UpdateMode:
+    """update="deferred"; base of the others."""
+
+    @property
+    def stores_gradients(self) -> bool:
+        """Whether gradients wait in RAM for the step, and so need memory."""
+        return True
+
+    def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:
+        """Make room for what the mode holds of these flats besides their states and gradients, of which some may spill."""
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro-batches that are not the last of a step."""
+        yield
+
+    @property
+    def fresh_bytes_peak(self) -> int:
+        """The most bytes of gradients that lay outside of the engine's memory at once."""
+        return 0
+
+    def close(self) -> None:
+        """Free what `allocate` made. Nothing may be pending."""
+
+
+class DelayedMode(UpdateMode):
+    """update="delayed"."""
+
+    def __init__(self, policy: Policy, units: list[Unit], pipeline: Pipeline, residency: UnitResidency, rest: Rest, rank: int):
+        self._shadow = Shadow(rest)
+        self._gradients = GradientMemory(rank, policy.grad_dtype)
+        self._updates = DelayedUpdates(
+            units,
+            pipeline=pipeline,
+            residency=residency,
+            shadow=self._shadow,
+            gradients=self._gradients,
+            warmup=policy.delayed_warmup,
+        )
+
+    def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:
+        self._updates.allocate(flats, spilled)
+
+    def close(self) -> None:
+        self._shadow.close()
+        self._gradients.close()
+
+
+class EarlyMode(UpdateMode):
+    """update="backward". make_gradients: gives gradients memory, when micro-batches accumulate for the first time."""
+
+    def __init__(self, updates: EarlyUpdates, make_gradients: Callable[[], None]) -> None:
+        self._updates = updates
+        self._make_gradients = make_gradients
+        self._accumulated = False
+
+    @property
+    def stores_gradients(self) -> bool:
+        """Once micro-batches were accumulated."""
+        return self._accumulated
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        if not self._accumulated:
+            self._accumulated = True
+            try:
+                self._make_gradients()
+            except BaseException:
+                self._accumulated = False
+                raise
+        before, self._updates.accumulating = self._updates.accumulating, True
+        try:
+            yield
+        finally:
+            self._updates.accumulating = before
+
+    @property
+    def fresh_bytes_peak(self) -> int:
+        return self._updates.fresh_bytes_peak
+
+
+def open_mode(
+    policy: Policy,
+    units: list[Unit],
+    *,
+    pipeline: Pipeline,
+    residency: UnitResidency,
+    drain: Drain,
+    rest: Rest,
+    rank: int,
+    holder_of: Callable[[Param], Holder | None],
+    make_gradients: Callable[[], None],
+) -> UpdateMode:
+    """The mode that the policy names, wired to the engine's parts."""
+    if policy.update == "delayed":
+        return DelayedMode(policy, units, pipeline, residency, rest, rank)
+    if policy.update == "backward":
+        updates = EarlyUpdates(
+            units,
+            pipeline=pipeline,
+            residency=residency,
+            drain=drain,
+            holder_of=holder_of,
+            on_nonfinite=policy.on_nonfinite,
+        )
+        return EarlyMode(updates, make_gradients)
+    return UpdateMode()

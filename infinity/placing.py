@@ -1,0 +1,201 @@
+"""What a model's states are placed by: its flats as the planner sees them, the process's budget, the plan in force.
+
+    first plan        at offload, for the step that may come: pools and what spills are settled here, once
+    plan per hold     when an optimizer takes parameters: their state formats, and room for their gradients
+
+Pools are allocated once and which gradients spill is decided once, both for all parameters that require a gradient when
+the model is offloaded. An optimizer that holds fewer leaves budget, which goes to resident sections.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from infinity.aio.plan import Format, GradSection, Master, Moments, chunk_numel
+from infinity.config import Policy
+from infinity.errors import BudgetError
+from infinity.memory.ledger import LEDGER, budget_bytes, describe_budget, describe_others
+from infinity.memory.needs import FlatNeed, Load
+from infinity.memory.placement import Plan, plan_placement
+from infinity.params.gradients import GradientMemory
+from infinity.params.shadow import Shadow
+from infinity.params.stand_in import NORM_PIECE_NUMEL
+from infinity.params.unit import Flat
+from infinity.runtime.shelf import CHUNK_BYTES
+
+log = logging.getLogger("infinity")
+
+_MASTERS = {torch.bfloat16: Master.SPLIT, torch.float32: Master.FP32, torch.float16: Master.FP16}
+_MOMENTS = {"exact": Moments.FP32, "bf16": Moments.BF16, "compact": Moments.Q8}
+_GRADS = {
+    torch.bfloat16: GradSection.BF16,
+    torch.float32: GradSection.FP32,
+    torch.float16: GradSection.FP16,
+}
+
+
+def state_format(state: str, dtype: torch.dtype, moments: int = 2) -> Format | None:
+    """How `Policy.state` keeps parameters of a dtype with so many moments; None for a dtype without states."""
+    if dtype not in _MASTERS:
+        return None
+    master = Master.SPLIT8 if state == "compact" and dtype is torch.bfloat16 else _MASTERS[dtype]
+    return Format(master, _MOMENTS[state] if moments else Moments.FP32, moments)
+
+
+def chunk_numel_of(state: str, dtype: torch.dtype) -> int:
+    """Elements per chunk of flats that may get states: as for two moments, chosen before an optimizer exists."""
+    return chunk_numel(state_format(state, dtype) or Format.RAW)
+
+
+class Placing:
+    """The placement of one model's flats. `plan` is the one in force; `ledger_owner` is whose its RAM is.
+
+    Formats are those of states without gradients; `plan.formats` says which flats have a section for theirs.
+    """
+
+    def __init__(self, policy: Policy, flats: Sequence[Flat], gradients: GradientMemory, *, ledger_owner: int) -> None:
+        self._policy = policy
+        self._flats = list(flats)
+        self._gradients = gradients
+        self._owner = ledger_owner
+        # Once: what is left shrinks as this model takes its share, and must not be halved again for the optimizer.
+        self._default_budget = budget_bytes(None, ledger_owner) if policy.ram is None else None
+        self._pools: tuple[int, int] | None = None
+        self._spilled: frozenset[Flat] | None = None
+        self._plan: Plan | None = None
+        self.scratch_bytes = 0  # of optimizers that compute in Python; counted from the next plan on
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def spilled(self) -> list[Flat]:
+        """The flats whose gradients spill under the plan in force."""
+        return [flat for flat, gone in zip(self._flats, self.plan.spilled, strict=True) if gone]
+
+    def state_format(self, flat: Flat, moments: int = 2) -> Format:
+        """How states of a flat rest once an optimizer with so many moments holds it; RAW for a dtype that has none."""
+        return state_format(self._policy.state, flat.dtype, moments) or Format.RAW
+
+    def first(self) -> Plan:
+        """The placement before an optimizer exists: parameters only, but pools for the step that may come.
+
+        Raises: BudgetError when the parameters alone do not fit; a budget too small for training is a warning.
+        """
+        trainable = {flat: self.state_format(flat) for flat in self._flats if flat.trainable}
+        formats = {flat: found for flat, found in trainable.items() if found is not Format.RAW}
+        try:
+            plan = self._settle_first(formats)
+        except BudgetError as error:
+            try:
+                plan = self._make({}, stores_gradients=True)
+            except BudgetError:
+                raise error from None  # which says what training needs
+            log.warning("this budget does not allow training: %s", error)
+        self._pools = (plan.small_bytes, plan.large_bytes)
+        return self._enforce(plan)
+
+    def _settle_first(self, formats: Mapping[Flat, Format]) -> Plan:
+        """Decide what spills and how large pools are."""
+        if self._policy.update != "backward":
+            plan = self._make(formats, stores_gradients=True)
+            self._spilled = self._spilled_of(plan)
+            return plan
+        plan = self._make(formats, stores_gradients=False)
+        try:  # micro-batches may accumulate one day: the pools are large enough for that, if the budget is
+            later = self._make(formats, stores_gradients=True)
+        except BudgetError:
+            return plan
+        self._spilled = self._spilled_of(later)
+        self._pools = (max(plan.small_bytes, later.small_bytes), max(plan.large_bytes, later.large_bytes))
+        return self._make(formats, stores_gradients=False)
+
+    def replan(self, formats: Mapping[Flat, Format], *, stores_gradients: bool = True) -> Plan:
+        """The placement of flats with states in these formats, in force from now on; `restore` takes it back.
+
+        stores_gradients: they wait in RAM (or spill) for the step; not so under update="backward" without accumulation.
+        Raises: BudgetError; ValueError when the pools that exist are too small. Then the plan in force stays.
+        """
+        plan = self._make(formats, stores_gradients=stores_gradients)
+        if (plan.small_bytes, plan.large_bytes) != self._pools:
+            raise ValueError(
+                "the optimizer holds parameters that required no gradient when the model was offloaded, or whose "
+                "states did not fit the budget then, or three moments each; call requires_grad_() before inf.offload, raise "
+                "Policy(ram=...), or rest three moments in RAM: Policy(optim='cpu')"
+            )
+        return self._enforce(plan)
+
+    def restore(self, plan: Plan) -> None:
+        """Put a former plan in force again."""
+        self._enforce(plan)
+
+    def close(self) -> None:
+        """Give the budget back."""
+        LEDGER.release(self._owner)
+
+    def _enforce(self, plan: Plan) -> Plan:
+        LEDGER.reserve(self._owner, plan.ram_bytes, plan.min_bytes)
+        self._plan = plan
+        return plan
+
+    def _make(self, formats: Mapping[Flat, Format], *, stores_gradients: bool) -> Plan:
+        policy = self._policy
+        needs = [self._need(flat, formats.get(flat), stores_gradients) for flat in self._flats]
+        largest = max((param.numel for flat in formats for param in flat.params), default=0)
+        spill = None
+        if self._spilled is not None and stores_gradients:
+            spill = [flat in self._spilled and flat in formats for flat in self._flats]
+        return plan_placement(
+            needs,
+            self._default_budget if policy.ram is None else budget_bytes(policy.ram, self._owner),
+            drive_count=len(policy.directories),
+            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + self.scratch_bytes,
+            pools=self._pools,
+            resident=self._resident(),
+            load=Load(update=policy.update, bandwidths=self._bandwidths()),
+            spill=spill,
+            small_bytes=CHUNK_BYTES if policy.activations == "nvme" else 0,
+            advice=f"Policy(ram=...) is {describe_budget(policy.ram)}{describe_others(policy.ram, self._owner)}: raise it"
+            + ("" if policy.grads == "nvme" else ", let gradients spill with Policy(grads='nvme')")
+            + ", or let states rest on a lower tier",
+        )
+
+    def _need(self, flat: Flat, held_format: Format | None, stores_gradients: bool) -> FlatNeed:
+        tiers = (self._policy.params, self._policy.optim)
+        if held_format is None:
+            return FlatNeed(flat.layout, Format.RAW, *tiers)
+        delayed = self._policy.update == "delayed"
+        grads = self._gradients.shard_bytes(flat)
+        shadow = Shadow.shard_bytes(flat) if delayed else 0
+        if not stores_gradients:
+            return FlatNeed(flat.layout, held_format, *tiers, shadow_bytes=shadow)
+        # Without an explicit size the budget is a share of what happens to be free, and nothing spills for that.
+        spills = self._policy.grads == "nvme" and isinstance(self._policy.ram, int)
+        return FlatNeed(
+            flat.layout,
+            held_format,
+            *tiers,
+            grad_bytes=2 * grads if delayed else grads,
+            shadow_bytes=shadow,
+            spill_format=held_format.with_grad(_GRADS[self._gradients.dtype(flat)]) if spills else None,
+            window_bytes=grads,
+        )
+
+    def _resident(self) -> dict[str, float | int]:
+        """What the policy wants resident; it has parsed sizes into bytes."""
+        given = self._policy.resident or {}
+        return {kind: part for kind, part in given.items() if not isinstance(part, str)}
+
+    def _bandwidths(self) -> tuple[float, float]:
+        """(read, write) of all drives as the settings have them; equal where they do not."""
+        known = self._policy.io_settings.bandwidths.values()
+        return (sum(pair[0] for pair in known), sum(pair[1] for pair in known)) if known else (1.0, 1.0)
+
+    def _spilled_of(self, plan: Plan) -> frozenset[Flat]:
+        return frozenset(flat for flat, gone in zip(self._flats, plan.spilled, strict=True) if gone)

@@ -1,0 +1,77 @@
+"""What one change would buy: the same prediction with one thing changed at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from infinity.planning.machine import Machine
+from infinity.planning.predict import Job, Prediction, gpu_need, predict
+from infinity.planning.shape import ModelShape
+
+MICRO_BATCHES_MAX = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One thing changed, and what comes of it."""
+
+    name: str
+    prediction: Prediction
+
+
+def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool = False) -> list[Change]:
+    """The changes worth a thought, best tokens per second first among those that fit; those that do not fit last.
+
+    choose_micro_batches: with each change as few of them as its activations allow; else as many as now.
+    """
+    machine, job = now.machine, now.job
+    tried: list[tuple[str, Machine, Job]] = [
+        ("twice the RAM", dataclasses.replace(machine, ram_bytes=2 * machine.ram_bytes), job),
+        (
+            "twice the tokens per step (twice the micro-batches)",
+            machine,
+            dataclasses.replace(job, tokens=2 * job.tokens, micro_batches=2 * job.micro_batches),
+        ),
+    ]
+    if machine.drives:
+        tried.append(("one more drive", machine.with_drives(machine.drives + 1), job))
+    if machine.gpus:
+        tried.append(("one more GPU", dataclasses.replace(machine, gpus=machine.gpus + 1), job))
+    states = {"exact": ("bf16", "compact"), "bf16": ("compact",)}.get(job.state, ())
+    tried += [(f"state {state} (rounds)", machine, dataclasses.replace(job, state=state)) for state in states]
+    for update, note in (("backward", "no clipping by norm"), ("delayed", "one step late")):
+        if update != job.update and job.update == "deferred":
+            tried.append((f"update {update} ({note})", machine, dataclasses.replace(job, update=update)))
+    if job.grads == "cpu" and machine.drives and not now.ram.fits:
+        tried.append(("gradients spill (--grads nvme)", machine, dataclasses.replace(job, grads="nvme")))
+    if job.activations == "device" and job.checkpointing:
+        tried.append(("activations on the CPU", machine, dataclasses.replace(job, activations="cpu")))
+    if not now.gpu.fits and not job.checkpointing:
+        tried.append(("gradient checkpointing", machine, dataclasses.replace(job, checkpointing=True)))
+    if not now.gpu.fits and job.tokens >= 2 * job.micro_batches * machine.ranks:
+        tried.append(("twice the micro-batches", machine, dataclasses.replace(job, micro_batches=2 * job.micro_batches)))
+    found = []
+    for name, changed, other in tried:
+        chosen = fewest_micro_batches(shape, changed, other) if choose_micro_batches else other
+        if chosen.micro_batches != other.micro_batches:
+            name = name.partition(" (twice the micro")[0] + f", {chosen.micro_batches} micro-batches"
+        found.append(Change(name, predict(shape, changed, chosen)))
+    return sorted(found, key=lambda change: (not change.prediction.fits, -change.prediction.tokens_per_s))
+
+
+def fewest_micro_batches(shape: ModelShape, machine: Machine, job: Job) -> Job:
+    """The job with the fewest micro-batches (powers of two) whose activations fit a device; with the most, if none does.
+
+    A micro-batch keeps at least one sequence, or what a device has of the tokens if that is less.
+    """
+    best = job
+    count = 1
+    while count <= MICRO_BATCHES_MAX and job.tokens >= count * machine.ranks:
+        tried = dataclasses.replace(job, micro_batches=count)
+        if count > 1 and tried.micro_batch_tokens(machine.ranks) < job.sequence:
+            break
+        best = tried
+        if gpu_need(shape, machine, tried).fits:
+            break
+        count *= 2
+    return best

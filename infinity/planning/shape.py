@@ -1,0 +1,168 @@
+"""The shape of a model to be planned for: units and flats as the engine would make them, without a tensor.
+
+Units come from `infinity.params.discover`, layouts from `infinity.memory.layout`; activations and floating-point operations
+are estimated from the sizes that a configuration names, with the formulas below.
+
+    parameters that compute     all but a table that is only looked up (an untied input embedding); of experts, those routed to
+    boundary activations        layers x width x 2 B per token: what checkpointed blocks keep
+    a block's own activations   (12 x width + 4 x MLP width x experts) x 2 B per token: recomputed, or kept for every layer
+    logits                      10 B per token and word: bf16, their fp32 copy, its gradient
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from infinity.params.discover import UnitSpec, find_units
+
+UNIT_BYTES_MAX = 512 << 20  # Policy's default
+LOGIT_BYTES = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatShape:
+    """A flat to be: elements of its parameters in order, their dtype, whether an optimizer will hold it."""
+
+    numels: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(self.numels)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the gathered values."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitShape:
+    """Flats that are gathered together."""
+
+    name: str
+    flats: tuple[FlatShape, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the gathered values."""
+        return sum(flat.size_bytes for flat in self.flats)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """A model: its units in order, and what activations and operations are estimated from (0: not known)."""
+
+    name: str
+    units: tuple[UnitShape, ...]
+    active_params: int
+    layers: int = 0
+    width: int = 0
+    attention_width: int = 0
+    mlp_width: int = 0
+    vocabulary: int = 0
+    positions: int = 0
+
+    @property
+    def flats(self) -> list[FlatShape]:
+        """All flats, in order."""
+        return [flat for unit in self.units for flat in unit.flats]
+
+    @property
+    def params(self) -> int:
+        """Elements of all parameters."""
+        return sum(flat.numel for flat in self.flats)
+
+    @property
+    def trainable(self) -> int:
+        """Elements of those that an optimizer will hold."""
+        return sum(flat.numel for flat in self.flats if flat.trainable)
+
+    @property
+    def largest_unit_bytes(self) -> int:
+        """Bytes of the largest unit, gathered."""
+        return max((unit.size_bytes for unit in self.units), default=0)
+
+    @property
+    def boundary_bytes_per_token(self) -> int:
+        """Inputs of all checkpointed blocks, in bf16."""
+        return 2 * self.layers * self.width
+
+    def activation_bytes(self, tokens: int, *, checkpointing: bool, boundaries_on_device: bool) -> float:
+        """Device memory of activations for a micro-batch of `tokens` tokens on one device (an estimate, see the module)."""
+        block = 2 * (12 * self.width + 4 * self.mlp_width)
+        logits = LOGIT_BYTES * self.vocabulary
+        kept = self.boundary_bytes_per_token if boundaries_on_device else 2 * 2 * self.width
+        if not checkpointing:
+            return tokens * float(self.layers * block + logits)
+        return tokens * float(kept + max(block, logits))
+
+
+def shape_of(model: torch.nn.Module, *, name: str = "", nested: bool = True, frozen: bool = False) -> ModelShape:
+    """The shape of a module, usually on the meta device; it is read and never changed.
+
+    nested: as the engine finds units on one rank; with several, False. frozen: nothing is trained.
+    Raises: ValueError for parameters that cannot be offloaded.
+    """
+    specs = find_units(model, unit_bytes_max=UNIT_BYTES_MAX, nested=nested)
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    width = _number(text, "hidden_size", "n_embd", "d_model")
+    heads = _number(text, "num_attention_heads", "n_head", "num_heads")
+    head = _number(text, "head_dim", "d_kv") or (width // heads if heads else 0)
+    experts = _number(text, "num_local_experts", "num_experts", "n_routed_experts")
+    routed = _number(text, "num_experts_per_tok", "num_experts_per_token") if experts else 0
+    mlp = _number(text, "moe_intermediate_size") if experts else 0
+    mlp = mlp or _number(text, "intermediate_size", "n_inner", "d_ff", "ffn_dim") or 4 * width
+    return ModelShape(
+        name=name or type(model).__name__,
+        units=tuple(UnitShape(spec.name, _flats(spec, frozen)) for spec in specs),
+        active_params=_active(model, specs, routed / experts if experts else 1.0),
+        layers=_number(text, "num_hidden_layers", "n_layer", "num_layers"),
+        width=width,
+        attention_width=heads * head,
+        mlp_width=mlp * max(routed, 1),
+        vocabulary=_number(text, "vocab_size"),
+        positions=_number(text, "max_position_embeddings", "n_positions", "n_ctx"),
+    )
+
+
+def _flats(spec: UnitSpec, frozen: bool) -> tuple[FlatShape, ...]:
+    """Grouped as `discover.build` groups them: by dtype and by whether they are trained."""
+    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for entry in spec.entries:
+        parameter = entry.parameter
+        key = (parameter.dtype, parameter.requires_grad and not frozen)
+        groups.setdefault(key, []).append(parameter.numel())
+    return tuple(FlatShape(tuple(numels), dtype, trainable) for (dtype, trainable), numels in groups.items())
+
+
+def _active(model: torch.nn.Module, specs: Sequence[UnitSpec], routed_share: float) -> int:
+    """Elements that every token computes with."""
+    lookups = {
+        id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
+    }
+    total = 0.0
+    for spec in specs:
+        for entry in spec.entries:
+            tied = len(entry.names) > 1
+            if id(entry.parameter) in lookups and not tied:
+                continue
+            routed = any(part in ("experts", "expert") for part in entry.names[0].split("."))
+            total += entry.parameter.numel() * (routed_share if routed else 1.0)
+    return round(total)
+
+
+def _number(config: Any, *names: str) -> int:
+    """The first of these fields that is a positive number; 0 without one."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 0

@@ -1,0 +1,200 @@
+"""A step against its limits, term by term: where the time went, what moved meanwhile, what the drives gave, η.
+
+Compute is the time of forwards and backwards less what they waited. In the loop they run beside updates, verification and
+copies, which slow them where the CPU computes: taken as it is (`loop`), that interference counts as compute, the limits are
+too high and η flatters, most at small batches. `alone` takes the first forward's time from forwards that began with no update
+pending (those after `flush()`, and those of further micro-batches), where there were any.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from infinity.aio import DriveStats, ExecutorStats
+from infinity.aio.endurance import BUSY_SHARE_MIN, SAMPLE_BYTES_MIN
+from infinity.limits import Compute, Drives, Limits, Moved, Traffic, fit_drives, limits, measured_traffic
+from infinity.sizes import format_size
+from infinity.telemetry import PHASES, PhaseClock, PhaseFigures
+
+
+@dataclasses.dataclass(frozen=True)
+class Bandwidths:
+    """What the limits are computed with, and where it comes from."""
+
+    drives: Drives
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTerms:
+    """Means per step, from the end of the first step to the end of the last one.
+
+    step_s: seconds, evaluations left out; phases: of them and of bytes, by `telemetry.PHASES`; moved: bytes by kind;
+    loop, alone: compute with and without interference in the first forward (alone: None when it was never seen);
+    bandwidths: None when nothing moved; limits: with `alone` where it is known, else with `loop`; limits_loop: with `loop`.
+    """
+
+    steps: int
+    micro_batches: int
+    update: str
+    step_s: float
+    phases: Mapping[str, PhaseFigures]
+    moved: Traffic
+    loop: Compute
+    alone: Compute | None
+    bandwidths: Bandwidths | None
+    limits: Limits
+    limits_loop: Limits
+
+    @property
+    def eta_floor(self) -> float:
+        """Limit of any schedule / measured."""
+        return self.limits.eta(self.step_s)[0]
+
+    @property
+    def eta_schedule(self) -> float:
+        """Limit of the update mode in use / measured."""
+        return self.limits.eta(self.step_s)[1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a plain dictionary, for logs and JSON."""
+        record = dataclasses.asdict(self)
+        loop = self.limits_loop.eta(self.step_s)
+        return record | {
+            "eta_floor": self.eta_floor,
+            "eta_schedule": self.eta_schedule,
+            "eta_floor_loop": loop[0],
+            "eta_schedule_loop": loop[1],
+        }
+
+    @classmethod
+    def collect(
+        cls,
+        clock: PhaseClock,
+        executor: ExecutorStats,
+        *,
+        update: str,
+        bandwidths: Mapping[str, tuple[float, float]],
+    ) -> StepTerms | None:
+        """From what a clock and an executor counted. bandwidths: as in `IoSettings`, used where they have every drive.
+
+        None before two steps have ended.
+        """
+        steps = clock.steady_steps
+        if not steps:
+            return None
+        found = clock.steady()
+        phases = {name: _per_step(found[name], steps) for name in PHASES}
+        training = [figures for name, figures in phases.items() if name != "evaluation"]
+        count = max(round((found["first forward"].count + found["forward"].count) / steps), 1)
+        total = sum(training, PhaseFigures())
+        moved = Moved(total.bytes_read, total.bytes_written)
+        traffic = measured_traffic(moved, min(total.params_read_bytes, moved.read), update, count)
+        loop = _compute(phases, phases["first forward"].compute_s)
+        quiet = clock.quiet_forward
+        alone = _compute(phases, quiet.compute_s / quiet.count) if quiet.count else None
+        measured = bandwidths_of(executor.drives, bandwidths) if moved.read + moved.written else None
+        drives = measured.drives if measured else None
+        return cls(
+            steps=steps,
+            micro_batches=count,
+            update=update,
+            step_s=total.seconds,
+            phases=phases,
+            moved=traffic,
+            loop=loop,
+            alone=alone,
+            bandwidths=measured,
+            limits=limits(traffic, alone or loop, drives, update),
+            limits_loop=limits(traffic, loop, drives, update),
+        )
+
+    def __str__(self) -> str:
+        """A table for people."""
+        head = f"{'per step':14} {'time':>8} {'waited':>8} {'read':>10} {'written':>10} {'drives busy':>11}"
+        rows = [head]
+        for name, figures in self.phases.items():
+            if figures.seconds >= 5e-5:
+                busy = f"{figures.drives_busy_s / figures.seconds:.0%}"
+                read, written = format_size(figures.bytes_read), format_size(figures.bytes_written)
+                rows.append(
+                    f"{name:14} {figures.seconds:6.3f} s {figures.wait_s:6.3f} s {read:>10} {written:>10} {busy:>11}"
+                )
+        moved = self.moved
+        rows.append(
+            f"{self.step_s:.3f} s per step (mean of {self.steps}, {self.micro_batches} micro-batches, update "
+            f"{self.update}); read {format_size(moved.params_read)} of parameters and {format_size(moved.states.read)} of "
+            f"states, written {format_size(moved.states.written)}"
+        )
+        if self.bandwidths is not None:
+            drives = self.bandwidths.drives
+            rows.append(
+                f"drives: read {drives.read_bytes_per_s / 1e9:.2f}, write {drives.write_bytes_per_s / 1e9:.2f} GB/s "
+                f"({self.bandwidths.source})"
+            )
+        limit, eta = self.limits, self.limits.eta(self.step_s)
+        rows.append(
+            f"limits: any schedule {limit.floor_s:.3f} s (compute {limit.compute_s:.3f}, drives {limit.io_s:.3f}), "
+            f"η {eta[0]:.2f}; {self.update} {limit.schedule_s:.3f} s, η {eta[1]:.2f}; compute {self._told()}"
+        )
+        if self.alone is not None:
+            loop = self.limits_loop.eta(self.step_s)
+            rows.append(f"η with the compute of the loop, interference counted as compute: {loop[0]:.2f} and {loop[1]:.2f}")
+        return "\n".join(rows)
+
+    def _told(self) -> str:
+        if self.alone is None:
+            return "as in the loop: what updates beside it cost counts as compute, which flatters η"
+        return "with the first forward as it is when no update is pending"
+
+
+def _per_step(figures: PhaseFigures, steps: int) -> PhaseFigures:
+    """Means per step; `count` too, rounded."""
+    return PhaseFigures(
+        round(figures.count / steps),
+        figures.seconds / steps,
+        figures.wait_s / steps,
+        round(figures.bytes_read / steps),
+        round(figures.bytes_written / steps),
+        round(figures.params_read_bytes / steps),
+        figures.drives_busy_s / steps,
+    )
+
+
+def _compute(phases: Mapping[str, PhaseFigures], first_forward_s: float) -> Compute:
+    backward = phases["backward"]
+    last_s = backward.compute_s / max(backward.count, 1)
+    return Compute(first_forward_s, last_s, phases["forward"].compute_s + backward.compute_s - last_s)
+
+
+def bandwidths_of(
+    drives: tuple[DriveStats, ...], known: Mapping[str, tuple[float, float]]
+) -> Bandwidths | None:
+    """Bandwidths of all drives together: `known` (by directory) where it has them all, else from the last 64 seconds in which
+    they were busy for at least half of a second: what this run got. None when there was no such second."""
+    by_place = {Path(directory).resolve(): pair for directory, pair in known.items()}
+    pairs = [by_place.get(Path(drive.path).resolve()) for drive in drives]
+    if pairs and all(pair is not None for pair in pairs):
+        reads, writes = zip(*(pair for pair in pairs if pair is not None), strict=True)
+        return Bandwidths(Drives(sum(reads), sum(writes)), "as Policy(io=) has them")
+    total_read = total_write = 0.0
+    apart = True
+    for drive in drives:
+        samples = [
+            (float(window.bytes_read), float(window.bytes_written), window.busy_s)
+            for window in drive.windows
+            if window.busy_s >= BUSY_SHARE_MIN and window.bytes_read + window.bytes_written >= SAMPLE_BYTES_MIN
+        ]
+        fitted = fit_drives(samples)
+        if fitted is None:
+            continue
+        total_read += fitted[0].read_bytes_per_s
+        total_write += fitted[0].write_bytes_per_s
+        apart = apart and fitted[1]
+    if not total_read:
+        return None
+    source = "bytes over busy time of this run"
+    return Bandwidths(Drives(total_read, total_write), source if apart else f"{source}, reads and writes not told apart")

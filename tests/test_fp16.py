@@ -1,0 +1,120 @@
+"""fp16 parameters with torch's GradScaler: the bits of a plain loop with fp16 parameters and fp32 masters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity as inf
+from infinity.aio import Seam
+from infinity.errors import NonFiniteGradient
+from tests import harness, models
+from tests.harness import Training
+from tests.test_bitwise import policy, wide_llama
+
+MIN = {"params": "nvme", "optim": "nvme", "ram": "min"}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "cpu": {"params": "cpu", "optim": "cpu"},
+    "nvme": MIN,
+    "mixed": {"params": "device", "optim": "nvme", "ram": "min"},
+}
+# Skips at 1 and 4, grows after two good steps: 512, 256, 256, 512, 256, 256, 512
+SCALED = Training(
+    models.llama, steps=7, dtype=torch.float16, lr=1e-3, scaler=(512.0, 2), poisoned=(1, 4), accumulation=2
+)
+
+
+@pytest.mark.parametrize("place", PLACEMENTS)
+def test_a_scaled_fp16_loop_is_the_reference_loops_bits(place: str, tmp_path: Path) -> None:
+    result = harness.offloaded(SCALED, policy(tmp_path, **PLACEMENTS[place]))
+    expected = harness.reference(SCALED)
+    assert expected.seen == [512.0, 256.0, 256.0, 512.0, 256.0, 256.0, 512.0]
+    assert_equal_but_nan(result, expected)
+
+
+def assert_equal_but_nan(result: harness.Result, expected: harness.Result) -> None:
+    """Losses and norms of poisoned steps are inf or NaN."""
+    for pair in ((result.losses, expected.losses), (result.norms, expected.norms)):
+        assert torch.equal(*(torch.tensor(values).nan_to_num(nan=1e30) for values in pair))
+    result.losses, result.norms = expected.losses, expected.norms
+    harness.assert_equal(result, expected)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gradients in fp32": {"grad_dtype": torch.float32},
+    "no clipping": {"max_norm": None},
+    "several chunks": {"factory": wide_llama, "steps": 3},
+    "Lion": {"optimizer": "Lion", "lr": 1e-4, "options": (("betas", (0.9, 0.99)),)},
+    "a class of torch": {"optimizer": "Adagrad"},
+    "two groups": {"groups": True},
+    "fp32 parameters": {"dtype": torch.float32},
+    "bf16 parameters": {"dtype": torch.bfloat16},
+    "large scale": {"scaler": (2.0**15, 3)},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_are_too(name: str, tmp_path: Path) -> None:
+    values = {"factory": SCALED.factory, "steps": 6, "dtype": torch.float16, "lr": 1e-3, "scaler": (512.0, 2)}
+    training = Training(**{**values, "poisoned": (1,), **VARIANTS[name]})
+    chosen = policy(tmp_path, **MIN, grad_dtype=training.grad_dtype)
+    result = harness.offloaded(training, chosen, seam=Seam(delay_us_max=500, seed=2))
+    assert_equal_but_nan(result, harness.reference(training))
+
+
+def test_a_scale_that_overflows_fp16_backs_off_until_it_fits(tmp_path: Path) -> None:
+    """No loss is infinite here; the gradients are, where they no longer fit fp16."""
+    training = Training(models.llama, steps=12, dtype=torch.float16, lr=1e-3, scaler=(2.0**24, 50), accumulation=1)
+    result = harness.offloaded(training, policy(tmp_path, **MIN))
+    expected = harness.reference(training)
+    assert expected.seen[0] == 2.0**23
+    assert expected.seen[-1] == expected.seen[-2] < 2.0**22
+    assert_equal_but_nan(result, expected)
+
+
+def test_without_a_scaler_an_overflow_is_raised_or_skipped(tmp_path: Path) -> None:
+    for mode in ("raise", "skip"):
+        model = inf.offload(models.make(models.llama, dtype=torch.float16), policy(tmp_path, **MIN, on_nonfinite=mode))
+        optimizer = inf.AdamW(model.parameters())
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        (models.loss_of(model, models.token_batches(1)[0]) * 1e30).backward()
+        if mode == "raise":
+            with pytest.raises(NonFiniteGradient, match="not finite"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert inf.handle(model).optimizer_state(next(model.parameters()))["step"] == 0
+        inf.handle(model).close()
+
+
+def test_an_ordinary_fp16_tensor_may_be_a_gradient(tmp_path: Path) -> None:
+    model = inf.offload(models.make(models.llama, dtype=torch.float16), policy(tmp_path, **MIN))
+    optimizer = inf.AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.full(param.shape, 0.25, dtype=torch.float16)
+        assert param.grad is not None
+        assert param.grad.dtype is torch.float32  # a stand-in: what is done to it is done in fp32
+    assert torch.equal(inf.handle(model).full_grad(param), torch.full(param.shape, 0.25))
+    optimizer.step()
+    inf.handle(model).close()
+
+
+def test_masters_are_finer_than_fp16(tmp_path: Path) -> None:
+    """Steps far below the last bit of fp16 add up."""
+    model = inf.offload(models.make(models.llama, dtype=torch.float16), policy(tmp_path, **MIN))
+    optimizer = inf.SGD(model.parameters(), lr=1.0)
+    handle = inf.handle(model)
+    param = next(model.parameters())
+    start = handle.optimizer_state(param)["master"]
+    for _ in range(3):
+        handle.set_full_grad(param, torch.full(param.shape, 2.0**-20))
+        optimizer.step()
+    master = handle.optimizer_state(param)["master"]
+    assert torch.equal(master, ((start - 2.0**-20) - 2.0**-20) - 2.0**-20)
+    with handle.gather(param):
+        assert torch.equal(param.detach(), master.half())
+    handle.close()

@@ -1,0 +1,389 @@
+"""AdamW, SGD, Lion and classes of torch.optim over states at rest: the reference loop's bits in every exact format, the same bits
+everywhere in the others."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity as inf
+from infinity.aio import Fault, Seam
+from infinity.engine import offload
+from infinity.errors import StateInvalid
+from tests import harness, models, test_spill
+from tests.harness import Training
+from tests.test_bitwise import MixedDtypes, policy, wide_llama
+
+MIN = {"params": "nvme", "optim": "nvme", "ram": "min"}
+
+# name -> (optimizer, its options, learning rate)
+ALGORITHMS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "SGD": ("SGD", {}, 0.1),
+    "SGD momentum": ("SGD", {"momentum": 0.9}, 0.05),
+    "SGD dampening": ("SGD", {"momentum": 0.8, "dampening": 0.3}, 0.05),
+    "SGD nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}, 0.05),
+    "Lion": ("Lion", {"betas": (0.9, 0.98)}, 1e-3),
+    "AdamW": ("AdamW", {}, 1e-2),
+}
+GENERIC: dict[str, tuple[str, dict[str, Any], float]] = {
+    "Adagrad": ("Adagrad", {"initial_accumulator_value": 0.1}, 1e-2),
+    "RMSprop centered": ("RMSprop", {"centered": True}, 1e-3),
+    "Adadelta": ("Adadelta", {}, 1.0),
+    "Adamax": ("Adamax", {}, 1e-2),
+    "NAdam": ("NAdam", {}, 1e-2),
+    "RAdam": ("RAdam", {}, 1e-2),
+    "ASGD": ("ASGD", {"t0": 1, "lambd": 1e-3}, 1e-2),
+    "Adam": ("Adam", {}, 1e-2),
+}
+
+
+def training(name: str, **values: Any) -> Training:
+    optimizer, options, lr = (ALGORITHMS | GENERIC)[name]
+    values = {"steps": 5, "lr": lr, "weight_decay": 0.01, **values}
+    return Training(values.pop("factory", models.llama), optimizer=optimizer, options=tuple(options.items()), **values)
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "cpu": {"params": "cpu", "optim": "cpu"},
+    "nvme": MIN,
+    "mixed": {"params": "device", "optim": "nvme", "ram": "min"},
+}
+
+
+@pytest.mark.parametrize("place", PLACEMENTS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_exact_states_are_the_reference_loops_bits(name: str, place: str, tmp_path: Path) -> None:
+    chosen = training(name)
+    result = harness.offloaded(chosen, policy(tmp_path, **PLACEMENTS[place]))
+    harness.assert_equal(result, harness.reference(chosen))
+    assert result.losses[-1] != result.losses[1]
+
+
+@pytest.mark.parametrize("name", ["SGD", "SGD momentum", "Lion"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_so_they_are_of_parameters_in_other_dtypes(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    chosen = training(name, dtype=dtype, groups=True)
+    harness.assert_equal(harness.offloaded(chosen, policy(tmp_path, **MIN)), harness.reference(chosen))
+
+
+def test_and_of_units_with_two_dtypes_and_of_many_chunks(tmp_path: Path) -> None:
+    for chosen in (training("Lion", factory=MixedDtypes), training("SGD momentum", factory=wide_llama, steps=2)):
+        result = harness.offloaded(chosen, policy(tmp_path, **MIN), seam=Seam(delay_us_max=2000, seed=3))
+        harness.assert_equal(result, harness.reference(chosen))
+
+
+# -- the generic path --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GENERIC)
+def test_classes_of_torch_give_the_bits_that_they_give_on_masters_in_memory(name: str, tmp_path: Path) -> None:
+    chosen = training(name)
+    result = harness.offloaded(chosen, policy(tmp_path, **MIN), seam=Seam(delay_us_max=500, seed=1))
+    harness.assert_equal(result, harness.reference(chosen))
+
+
+@pytest.mark.parametrize("name", ["NAdam", "Adagrad"])
+@pytest.mark.parametrize("values", [{"factory": wide_llama}, {"dtype": torch.float16}, {"dtype": torch.float32}], ids=str)
+def test_so_they_do_in_slices_and_other_dtypes(name: str, values: dict[str, Any], tmp_path: Path) -> None:
+    chosen = training(name, steps=3, **values)
+    expected = harness.reference(chosen)
+    harness.assert_equal(harness.offloaded(chosen, policy(tmp_path, **MIN)), expected)
+    harness.assert_equal(harness.offloaded(chosen, policy(tmp_path, params="cpu", optim="cpu")), expected)
+
+
+def test_three_states_for_each_element_rest_in_memory_and_are_refused_on_nvme(tmp_path: Path) -> None:
+    chosen = Training(models.llama, steps=3, optimizer="Adam", options=(("amsgrad", True),))
+    result = harness.offloaded(chosen, policy(tmp_path, params="nvme", optim="cpu", ram="min"))
+    harness.assert_equal(result, harness.reference(chosen))
+    with pytest.raises(ValueError, match=r"three moments.*optim='cpu'"):
+        harness.offloaded(dataclasses.replace(chosen, factory=wide_llama), policy(tmp_path, **MIN))
+
+
+def test_gradients_that_spilled_reach_the_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inf.Elementwise, "scratch_bytes", lambda self, formats: 0)  # else no small budget would spill
+    chosen = training("Adagrad", factory=test_spill.deep, steps=3)
+    result = test_spill.run(chosen, tmp_path)
+    harness.assert_equal(result, harness.reference(chosen))
+    assert result.stats.spilled_bytes > 0
+
+
+class Noisy(torch.optim.SGD):
+    """Looks at the whole gradient: normalises it."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = param.grad / param.grad.norm()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("torch_class", "reason"),
+    [
+        (torch.optim.LBFGS, "closure"),
+        (torch.optim.Adafactor, "more than one"),
+        (torch.optim.SparseAdam, "dense"),
+        (getattr(torch.optim, "Muon", torch.optim.LBFGS), "2D|closure"),
+        (Noisy, "more than one"),
+        (nn.Linear, "no torch.optim.Optimizer"),
+    ],
+)
+def test_a_class_that_looks_further_than_an_element_is_refused_with_the_reason(torch_class: Any, reason: str) -> None:
+    model = inf.offload(models.make(models.llama))
+    with pytest.raises(ValueError, match=reason):
+        inf.Elementwise(torch_class, model.parameters(), lr=1e-3)
+    inf.AdamW(model.parameters())  # nothing is held
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize("values", [{"state": "compact"}, {"update": "backward"}, {"update": "delayed"}], ids=str)
+def test_what_the_generic_path_does_not_do_is_refused(values: dict[str, Any]) -> None:
+    model = inf.offload(models.make(models.llama), inf.Policy(**values))
+    with pytest.raises(ValueError, match=next(iter(values))):
+        inf.Elementwise(torch.optim.Adagrad, model.parameters())
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_a_fault_in_a_generic_step_is_raised_by_it_and_stays(op: str, tmp_path: Path) -> None:
+    def begun(seam: Seam | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = offload(models.make(models.llama), policy(tmp_path, **MIN, nvme=tmp_path), _seam=seam)
+        optimizer = inf.Elementwise(torch.optim.Adagrad, model.parameters())
+        models.loss_of(model, models.token_batches(1)[0]).backward()
+        return model, optimizer
+
+    model, _ = begun(None)
+    drive = inf.handle(model)._executor.stats().drives[0]
+    inf.handle(model).close()
+    nth = (drive.reads if op == "read" else drive.writes) + 2
+    model, optimizer = begun(Seam(fault=Fault(op=op, nth=nth, persistent=True)))
+    with pytest.raises(StateInvalid, match="errno 5"):
+        optimizer.step()
+    with pytest.raises(StateInvalid):
+        models.loss_of(model, models.token_batches(1)[0])
+    with pytest.raises(StateInvalid):
+        inf.handle(model).close()
+
+
+# -- states that round -------------------------------------------------------------------------------------------------
+
+ROUNDED: list[tuple[str, str]] = [
+    ("AdamW", "bf16"),
+    ("AdamW", "compact"),
+    ("SGD momentum", "bf16"),
+    ("SGD momentum", "compact"),
+    ("Lion", "bf16"),
+    ("Lion", "compact"),
+    ("NAdam", "bf16"),
+]
+
+
+def rounding(name: str, **values: Any) -> Training:
+    return training(name, steps=6, lr={"AdamW": 2e-3, "NAdam": 2e-3, "Lion": 3e-4}.get(name, 0.02), **values)
+
+
+@pytest.mark.parametrize(("name", "state"), ROUNDED)
+def test_states_that_round_give_the_same_bits_everywhere_and_stay_near_exact(name: str, state: str, tmp_path: Path) -> None:
+    chosen = rounding(name, factory=wide_llama, accumulation=1)
+    results = [
+        harness.offloaded(chosen, policy(tmp_path, **place, state=state), seam=Seam(delay_us_max=800, seed=seed))
+        for seed, place in enumerate(PLACEMENTS.values())
+    ]
+    for result in results[1:]:
+        harness.assert_equal(result, results[0])
+    exact = harness.reference(chosen)
+    assert results[0].losses == pytest.approx(exact.losses, rel=2e-2)
+    assert any(not torch.equal(results[0].params[key], value) for key, value in exact.params.items())
+    other = harness.offloaded(chosen, policy(tmp_path, **MIN, state=state, seed=1))
+    assert any(not torch.equal(results[0].params[key], value) for key, value in other.params.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("state", ["bf16", "compact"])
+def test_masters_of_other_dtypes_stay_fp32_when_moments_round(dtype: torch.dtype, state: str, tmp_path: Path) -> None:
+    chosen = rounding("AdamW", dtype=dtype)
+    results = [harness.offloaded(chosen, policy(tmp_path, **place, state=state)) for place in PLACEMENTS.values()]
+    for result in results[1:]:
+        harness.assert_equal(result, results[0])
+    assert results[0].losses == pytest.approx(harness.reference(chosen).losses, rel=2e-2)
+
+
+@pytest.mark.parametrize("state", ["bf16", "compact"])
+def test_units_cut_otherwise_round_alike(state: str, tmp_path: Path) -> None:
+    """Rounding is keyed on the parameter's name and element, not on where its chunks begin."""
+    chosen = rounding("AdamW", accumulation=1)
+    whole = harness.offloaded(chosen, policy(tmp_path, **MIN, state=state, units=["LlamaForCausalLM"]))
+    parts = harness.offloaded(chosen, policy(tmp_path, **MIN, state=state, unit_bytes_max=8192))
+    harness.assert_equal(parts, whole)
+
+
+def test_without_native_code_states_that_round_have_the_same_bits(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_optimizers", str(tmp_path)],
+        env={**os.environ, "INFINITY_NO_NATIVE": "1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs = done.stdout.split()
+    assert theirs[0] == "python"
+    assert theirs[1:] == [fingerprint(harness.offloaded(*each)) for each in python_runs(tmp_path)]
+
+
+def python_runs(tmp_path: Path) -> list[tuple[Training, inf.Policy]]:
+    return [
+        (rounding(name, accumulation=1), policy(tmp_path, **MIN, state=state))
+        for name, state in (("AdamW", "bf16"), ("AdamW", "compact"), ("Lion", "compact"), ("NAdam", "bf16"))
+    ]
+
+
+def fingerprint(result: harness.Result) -> str:
+    digest = hashlib.sha256(repr(result.losses).encode())
+    for _, value in sorted(result.params.items()):
+        digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+# -- holding, groups, manifests ----------------------------------------------------------------------------------------
+
+
+def test_different_optimizers_hold_different_parameters_of_a_model(tmp_path: Path) -> None:
+    def halves(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        of_layers = [param for name, param in model.named_parameters() if ".layers." in name]
+        return of_layers, [param for name, param in model.named_parameters() if ".layers." not in name]
+
+    model = inf.offload(models.make(models.llama), policy(tmp_path, **MIN))
+    first, second = halves(model)
+    with pytest.raises(ValueError, match=r"another optimizer|different numbers of moments"):
+        inf.SGD(first[:3], momentum=0.9), inf.AdamW(first[2:])
+    optimizers = [inf.Lion(first, lr=1e-3), inf.AdamW(second, lr=1e-2)]
+    with pytest.raises(ValueError, match="another optimizer"):
+        inf.SGD(first[:1])
+    plain = models.make(models.llama)
+    theirs = [
+        harness.ReferenceLion([{"params": halves(plain)[0]}], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0),
+        harness.ReferenceAdamW([{"params": halves(plain)[1]}], lr=1e-2, weight_decay=0.01),
+    ]
+    with harness.one_thread():
+        for batch in models.token_batches(3):
+            for each, steppers in ((model, optimizers), (plain, theirs)):
+                models.loss_of(each, batch).backward()
+                for stepper in steppers:
+                    stepper.step()
+                    stepper.zero_grad()
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    inf.handle(model).close()
+
+
+def test_optimizers_with_as_many_moments_share_a_unit_and_others_do_not(tmp_path: Path) -> None:
+    model = inf.offload(models.make(models.llama), policy(tmp_path, **MIN))
+    layer = [param for name, param in model.named_parameters() if ".layers.0." in name]
+    with pytest.raises(ValueError, match=r"different numbers of moments.*Policy\(units"):
+        inf.SGD([{"params": layer[:3], "momentum": 0.9}, {"params": layer[3:]}])
+    lion = inf.Lion(layer[:3])
+    with pytest.raises(ValueError, match="different numbers of moments"):
+        inf.AdamW(layer[3:])
+    sgd = inf.SGD(layer[3:], momentum=0.9)
+    models.loss_of(model, models.token_batches(1)[0]).backward()
+    lion.step()
+    sgd.step()
+    del lion, sgd
+    inf.AdamW(layer)  # those are gone, and their format with them
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda params: inf.SGD(params, lr=-1), "lr=-1"),
+        (lambda params: inf.SGD(params, momentum=-0.1), r"momentum=-0\.1"),
+        (lambda params: inf.SGD(params, nesterov=True), "Nesterov"),
+        (lambda params: inf.Lion(params, betas=(1.0, 0.9)), r"betas=\(1\.0"),
+        (lambda params: inf.Lion(params, weight_decay=-1), "weight_decay=-1"),
+        (lambda params: inf.AdamW(params, eps=-1), "eps=-1"),
+        (lambda params: inf.Elementwise(torch.optim.Adagrad, params, lr=-1), "[Ii]nvalid learning rate: -1"),
+    ],
+)
+def test_values_out_of_range_name_value_and_range(make: Any, match: str) -> None:
+    model = inf.offload(models.make(models.llama))
+    with pytest.raises(ValueError, match=match):
+        make(model.parameters())
+    inf.handle(model).close()
+
+
+def test_momentum_cannot_begin_or_end_later() -> None:
+    model = inf.offload(models.make(models.llama))
+    optimizer = inf.SGD(model.parameters(), momentum=0.9)
+    optimizer.param_groups[0]["momentum"] = 0.5
+    batch = models.token_batches(1)[0]
+    models.loss_of(model, batch).backward()
+    optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.0
+    with pytest.raises(ValueError, match=r"momentum=0\.0"):
+        optimizer.step()
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "Lion", "NAdam"])
+def test_manifests_schedulers_groups_and_copies(name: str) -> None:
+    chosen = training(name)
+    model = inf.offload(chosen.model())
+    params = list(model.parameters())
+    optimizer, lr = chosen.make_optimizer(model), chosen.lr
+    held = optimizer.param_groups[0]["params"]
+    assert [id(param) for param in held] == [id(param) for param in params]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    for batch in models.token_batches(2):
+        models.loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(lr / 4)
+    manifest = json.loads(json.dumps(optimizer.state_dict()))
+    manifest["state"] = {int(index): entry for index, entry in manifest["state"].items()}
+    assert {entry["step"] for entry in manifest["state"].values()} == {2}
+    if "betas" in optimizer.param_groups[0]:
+        manifest["param_groups"][0]["betas"] = tuple(manifest["param_groups"][0]["betas"])
+    optimizer.param_groups[0]["lr"] = 7.0
+    optimizer.load_state_dict(manifest)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(lr / 4)
+    with pytest.raises(ValueError, match="manifest of infinity"):
+        optimizer.load_state_dict({**manifest, "infinity_optimizer": "Other"})
+    with pytest.raises(ValueError, match=r"no manifest of infinity.*optimizer_state"):
+        optimizer.load_state_dict(torch.optim.SGD([nn.Parameter(torch.zeros(2))]).state_dict())
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(optimizer)
+    inf.handle(model).close()
+
+
+def test_a_group_that_is_added_later_gets_its_states_then() -> None:
+    model = inf.offload(models.make(models.llama))
+    params = list(model.parameters())
+    optimizer = inf.Lion(params[:1], lr=1e-3)
+    optimizer.add_param_group({"params": params[1:], "lr": 1e-4})
+    assert set(inf.handle(model).optimizer_state(params[5])) == {"master", "exp_avg", "step"}
+    models.loss_of(model, models.token_batches(1)[0]).backward()
+    optimizer.step()
+    assert inf.handle(model).optimizer_state(params[5])["step"] == 1
+    inf.handle(model).close()
+
+
+if __name__ == "__main__":
+    sys.modules["infinity._native"] = None  # type: ignore[assignment]  # as on a machine without a compiler
+    found = [harness.offloaded(*each) for each in python_runs(Path(sys.argv[1]))]
+    print(found[0].stats.backend, *(fingerprint(each) for each in found))

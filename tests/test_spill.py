@@ -1,0 +1,251 @@
+"""Gradients past the budget: spilled to NVMe and back, with the same bits as in memory, and the bytes that design says."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import infinity as inf
+from infinity.aio import Seam
+from infinity.aio.executor import Fault
+from infinity.engine import offload
+from infinity.errors import AioError, BudgetError
+from tests import harness, models
+from tests.harness import Training
+
+deep = functools.partial(models.llama, layers=6)
+DEEP = Training(deep, steps=3, accumulation=2)
+
+
+def policy(tmp_path: Path, **values: Any) -> inf.Policy:
+    """Everything on NVMe in small units; nothing rests in RAM for having room, so that a small model has to spill, too."""
+    nowhere = {"params": 0.0, "optim": 0.0}
+    values = {"params": "nvme", "optim": "nvme", "resident": nowhere, "unit_bytes_max": 4096} | values
+    return inf.Policy(nvme=tmp_path, **values)
+
+
+@functools.lru_cache
+def least(training: Training, **values: Any) -> int:
+    """The smallest `ram` that works when gradients may spill, as the error of one that does not says."""
+    with pytest.raises(BudgetError) as caught:
+        offload(training.model(), policy(Path("/tmp"), ram=1, grads="nvme", **values))
+    return int(str(caught.value).split("works is ")[1].split(" bytes")[0])
+
+
+def run(training: Training, tmp_path: Path, *, more: int = 0, seam: Seam | None = None, **values: Any) -> harness.Result:
+    """A run in the smallest budget, or in `more` bytes than that."""
+    return harness.offloaded(
+        training, policy(tmp_path, ram=least(training, **values) + more, grads="nvme", **values), seam=seam
+    )
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_spilled_gradients_train_as_the_plain_loop(accumulation: int, tmp_path: Path) -> None:
+    training = dataclasses.replace(DEEP, accumulation=accumulation)
+    result = run(training, tmp_path)
+    harness.assert_equal(result, harness.reference(training))
+    assert result.stats.spilled_bytes > 10 * result.stats.grad_bytes  # those of embedding and head: windows stay small
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        Training(models.t5, steps=3),
+        Training(models.mixtral, steps=3),
+        Training(models.gpt2, steps=3),
+        Training(models.lora, steps=3),
+        Training(deep, steps=3, checkpointing=True),
+        Training(deep, steps=3, checkpointing=False, groups=True),
+        Training(deep, steps=3, grad_dtype=torch.float32),
+        Training(deep, steps=3, dtype=torch.float32),
+    ],
+    ids=["t5", "mixtral", "gpt2", "lora", "reentrant", "checkpoints", "fp32 gradients", "fp32"],
+)
+def test_models_and_dtypes(training: Training, tmp_path: Path) -> None:
+    values: dict[str, Any] = {"grad_dtype": training.grad_dtype}
+    result = run(training, tmp_path, **values)
+    harness.assert_equal(result, harness.reference(training))
+    assert result.stats.spilled_bytes > 0
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(share=st.floats(0.0, 1.0), delay=st.sampled_from([0, 800]), seed=st.integers(0, 9))
+def test_any_budget_and_any_timing_give_the_same_bits(share: float, delay: int, seed: int, tmp_path: Path) -> None:
+    more = int(share * 240_000)
+    result = run(DEEP, tmp_path, more=more, seam=Seam(delay_us_max=delay, seed=seed))
+    harness.assert_equal(result, harness.reference(DEEP))
+
+
+def test_more_ram_spills_less_and_all_of_it_only_below_the_least(tmp_path: Path) -> None:
+    training = Training(deep, steps=1)
+    whole = harness.offloaded(training, policy(tmp_path, ram="min", grads="nvme")).stats
+    assert whole.spilled_bytes == 0
+    at_least = harness.offloaded(training, policy(tmp_path, ram=whole.ram_min_bytes, grads="nvme")).stats
+    assert at_least.spilled_bytes == 0
+    spilled = [run(training, tmp_path, more=more).stats.spilled_bytes for more in (0, 40_000, 80_000)]
+    assert spilled == sorted(spilled, reverse=True)
+    assert spilled[0] > spilled[-1] > 0
+    with pytest.raises(BudgetError, match="grads='nvme'"):
+        harness.offloaded(training, policy(tmp_path, ram=whole.ram_min_bytes - 1))
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_micro_batch_moves_each_gradient_there_and_back(accumulation: int, tmp_path: Path) -> None:
+    """One unit per layer; the states beside them move as ever: all of them once in each direction."""
+    training = Training(functools.partial(models.llama, layers=24), accumulation=accumulation)
+    short, long = [
+        run(dataclasses.replace(training, steps=steps), tmp_path, unit_bytes_max=1 << 20).stats for steps in (2, 4)
+    ]
+    states, grads = short.nvme_bytes, short.spilled_bytes
+    window = short.staging_bytes // 3
+    assert grads > 12 * window
+    read = long.bytes_read - long.params_read_bytes - short.bytes_read + short.params_read_bytes
+    assert long.bytes_written - short.bytes_written == 2 * (states + accumulation * grads)
+    saved = 2 * (states + accumulation * grads) - read  # of what a window still held
+    assert 0 <= saved <= 2 * accumulation * 3 * window
+
+
+@pytest.mark.parametrize("update", ["delayed", "backward"])
+def test_other_update_modes(update: str, tmp_path: Path) -> None:
+    """Two micro-batches a step; clipping by norm needs all gradients, so not here."""
+
+    def train(**values: Any) -> tuple[list[float], dict[str, torch.Tensor], Any]:
+        with harness.one_thread():
+            model = offload(models.make(deep), policy(tmp_path, update=update, delayed_warmup=1, **values))
+            handle, losses = inf.handle(model), []
+            optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+            batches = models.token_batches(8)
+            for step in range(4):
+                for micro in range(2):
+                    with handle.no_sync() if micro == 0 else contextlib.nullcontext():
+                        loss = models.loss_of(model, batches[2 * step + micro])
+                        loss.backward()
+                    losses.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            stats = handle.stats()
+            handle.close()
+            return losses, state, stats
+
+    training = Training(deep)
+    needed = least(training) if update == "backward" else least(training, update=update)
+    losses, state, stats = train(ram=needed, grads="nvme")
+    assert stats.spilled_bytes > 0
+    expected, values, _ = train(ram="min")
+    assert losses == expected
+    assert all(torch.equal(state[name], value) for name, value in values.items())
+
+
+def scaled_by_hand(model: nn.Module, step: int) -> list[float]:
+    """What loops do to gradients between micro-batches, with what they see of them."""
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    seen = [torch.linalg.vector_norm(grad, 1.0).item() for grad in grads[:5]]
+    for index, grad in enumerate(grads):
+        if (index + step) % 3 == 0:
+            grad.mul_(0.5)
+    return seen
+
+
+def test_scaling_and_other_norms_between_micro_batches(tmp_path: Path) -> None:
+    training = dataclasses.replace(DEEP, between=scaled_by_hand)
+    plain = harness.offloaded(training, policy(tmp_path, ram="min"))
+    harness.assert_equal(run(training, tmp_path), plain)
+
+
+def interfere(model: nn.Module, step: int) -> None:
+    """A backward whose gradients are cleared again, one that raises half-way, and zeros instead of None."""
+    batch = models.token_batches(1, seed=step)[0]
+    loss = models.loss_of(model, batch)
+    if step % 2:
+
+        def stop(_grad: torch.Tensor) -> None:
+            raise RuntimeError("stop")
+
+        inner = dict(model.named_modules())["model.layers.4"]
+        hook = inner.register_full_backward_hook(lambda *_args: stop(loss))
+        with pytest.raises(RuntimeError, match="stop"):
+            models.loss_of(model, batch).backward()
+        hook.remove()
+    else:
+        loss.backward()
+    model.zero_grad(set_to_none=True)
+
+
+def test_exceptions_in_backward_leave_nothing_behind(tmp_path: Path) -> None:
+    training = dataclasses.replace(DEEP, before=interfere)
+    harness.assert_equal(run(training, tmp_path), harness.reference(training))
+
+
+def test_assigned_gradients_zeroed_ones_and_several_optimizers(tmp_path: Path) -> None:
+    def train(chosen: inf.Policy) -> list[torch.Tensor]:
+        with harness.one_thread():
+            model = offload(models.make(deep), chosen)
+            parameters = list(model.parameters())
+            optimizers = [inf.AdamW(parameters[::2], lr=1e-2), inf.AdamW(parameters[1::2], lr=1e-3)]
+            for step, batch in enumerate(models.token_batches(4)):
+                models.loss_of(model, batch).backward()
+                for index, parameter in enumerate(parameters):
+                    assert parameter.grad is not None
+                    if (index + step) % 7 == 0:
+                        values: Any = parameter.grad
+                        parameter.grad = values.materialize().clamp(-0.01, 0.01).to(parameter.dtype)
+                    elif (index + step) % 7 == 1:
+                        parameter.grad = None
+                optimizers[step % 2].step()
+                optimizers[step % 2].zero_grad(set_to_none=step == 1)
+                if step == 2:
+                    model.zero_grad(set_to_none=False)
+            values = [value.clone() for value in model.state_dict().values()]
+            inf.handle(model).close()
+            return values
+
+    expected = train(policy(tmp_path, ram="min"))
+    found = train(policy(tmp_path, ram=least(Training(deep)), grads="nvme"))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_write_that_fails_is_a_typed_error_and_parameters_are_as_they_were(tmp_path: Path) -> None:
+    with harness.one_thread():
+        training = Training(deep)
+        reference = models.make(deep)
+        before = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
+        # Set-up writes whole states; the fault comes after that, with the first write of backward.
+        model = models.make(deep)
+        chosen = policy(tmp_path, ram=least(training), grads="nvme")
+        offload(model, chosen)
+        optimizer = inf.AdamW(model.parameters())
+        writes = sum(drive.writes for drive in inf.handle(model).stats().drives)
+        inf.handle(model).close()
+
+        model = models.make(deep)
+        offload(model, chosen, _seam=Seam(fault=Fault("write", writes + 5, persistent=True)))
+        optimizer = inf.AdamW(model.parameters())
+        with pytest.raises(AioError, match=r"spilled gradients of .* cannot be written"):
+            models.loss_of(model, models.token_batches(1)[0]).backward()
+            optimizer.step()
+        handle = inf.handle(model)
+        for parameter, name in zip(model.parameters(), before, strict=True):
+            with handle.gather(parameter):
+                assert torch.equal(parameter.detach(), before[name]), name
+        with pytest.raises((AioError, RuntimeError)):  # the drive, or a backward that broke off: no step goes past it
+            optimizer.step()
+        handle.close()
+
+
+def test_a_spilled_model_closes_in_the_middle_of_everything(tmp_path: Path) -> None:
+    model = models.make(deep)
+    offload(model, policy(tmp_path, ram=least(Training(deep)), grads="nvme"))
+    inf.AdamW(model.parameters())
+    models.loss_of(model, models.token_batches(1)[0]).backward()
+    inf.handle(model).close()
+    assert all(parameter.grad is None for parameter in model.parameters())
