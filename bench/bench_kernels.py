@@ -1,139 +1,134 @@
-"""How fast the update kernels and the checksums are, beside torch's fused AdamW and what the memory allows.
+"""How fast the update kernels and the checksums are, beside torch, DeepSpeed and what the memory allows.
 
     python bench/bench_kernels.py                 # a table
     python bench/bench_kernels.py --json          # one JSON line
     python bench/bench_kernels.py --append        # and one line to bench/results/kernels.jsonl
     python bench/bench_kernels.py --smoke         # tiny and fast: only shows that everything runs
 
-One thread, as the executor's worker has, and its CPU time, since others may use the machine. Every round runs each arm
-once, in turn, so that a machine that slows down slows them all; figures are medians over the rounds. "cache": two pieces,
-updated again and again. "memory": states far larger than any cache. The limit is the arm's traffic (every byte it reads
-and writes) over the bandwidth of an in-place addition in the same round: a copy would be no limit, since it also reads
-the lines it overwrites. In cache, `torch.optim` is mostly the overhead of `step()`.
+Every arm is a process of its own (arm_kernels.py; DeepSpeed's in its own environment, which compare_deepspeed.py prepares)
+that holds its states and updates them when told. Every round runs each arm once, alone, in an order that changes; figures
+are medians over the rounds, on the wall. All start from bf16 gradients and end with bf16 parameters; casts that an arm needs
+for it are counted. The limit is the arm's own traffic (every byte it must read and write) over the bandwidth of an
+in-place addition by as many threads in the same round: a copy would be no limit, since it also reads the lines it overwrites.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import random
+import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import harness
 import numpy as np
-import torch
+from compare_deepspeed import VENV, deepspeed_environment
 
 from infinity import native
-from infinity.aio.plan import CHUNK, HYPER, PIECE_NUMEL, SEG, Format, GradDtype, piece_count
 from infinity.native import ffi, lib
-from infinity.ops.adamw import Hyper, adamw_split_
 
-HYPER_ROW = Hyper(lr=1e-4, step=10, weight_decay=0.1).row()
+ARMS = {
+    "exact": 2 + 12 + 12,
+    "exact verified": 2 + 12 + 12,
+    "bf16": 2 + 8 + 8,
+    "compact": 2 + 5.0625 * 2,
+    "torch": (2 + 4) + (16 + 12) + (4 + 2),
+    "deepspeed": (2 + 4) + (16 + 12) + (4 + 2),
+}
+"""Bytes that each reads and writes per parameter: gradient and states, states. torch and DeepSpeed: the cast of the gradient, the
+update, the cast of the parameter."""
 
-SPLIT_BYTES = 14 + 12
-"""Read and written per parameter: 12 of states and 2 of gradient, 12 of states."""
-FP32_BYTES = 16 + 12
 
-
-@dataclass(frozen=True)
 class Arm:
-    """Something that is timed: `run` handles `numel` parameters, or bytes for copies and checksums."""
+    """One arm's process."""
 
-    name: str
-    run: Callable[[], object]
-    bytes_per_item: int
-    keep: object = None
-    """Arrays that `run` knows only by address."""
-
-
-def _address(array: np.ndarray[Any, Any], kind: str) -> Any:
-    return ffi.cast(kind, array.ctypes.data)
-
-
-def _states(state_format: Format, numel: int) -> tuple[list[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
-    rng = np.random.default_rng(0)
-    noise = rng.standard_normal(min(numel, 1 << 20)).astype(np.float32)
-    master = np.resize(noise, numel)
-    moments = [master * np.float32(0.01), np.square(master) * np.float32(1e-4)]
-    grad = np.resize(noise[::-1], numel).astype(np.float32)
-    if state_format is Format.FP32:
-        return [master, *moments], grad
-    hi, lo = np.empty(numel, np.uint16), np.empty(numel, np.int16)
-    lib.inf_split_master(
-        _address(master, "float *"), _address(hi, "uint16_t *"), _address(lo, "int16_t *"), numel
-    )
-    return [hi, lo, *moments], (grad.view(np.uint32) >> 16).astype(np.uint16)
-
-
-def _kernel_arm(name: str, state_format: Format, numel: int) -> Arm:
-    sections, grad = _states(state_format, numel)
-    addresses = ffi.new("uint8_t *[6]", [_address(array, "uint8_t *") for array in sections])
-    place = _address(grad, "void *")
-    kind = GradDtype.BF16 if grad.itemsize == 2 else GradDtype.FP32
-    row = _address(HYPER_ROW, "inf_hyper *")
-
-    def run() -> None:
-        lib.inf_update(int(state_format), addresses, place, int(kind), numel, 0, row)
-
-    traffic = SPLIT_BYTES if state_format is Format.SPLIT else FP32_BYTES
-    return Arm(name, run, traffic, keep=(sections, grad))
-
-
-def _chunk_arm(numel: int) -> Arm:
-    """The fused pass on one chunk of `numel`: verify, update, checksum."""
-    sections, grad = _states(Format.SPLIT, numel)
-    pieces = piece_count(numel)
-    sums, scratch = np.zeros((4, pieces), np.uint32), np.zeros((4, pieces), np.uint32)
-    record, seg, hypers = np.zeros((), CHUNK), np.zeros(1, SEG), np.array([HYPER_ROW], HYPER)
-    record["numel"], record["format"], record["section_count"] = numel, int(Format.SPLIT), 4
-    record["piece_numel"], record["itemsize"][:4] = PIECE_NUMEL, (2, 2, 4, 4)
-    record["section_at"][:4], record["run_bytes"] = [0, 2 * numel, 4 * numel, 8 * numel], 12 * numel
-    record["sums_ptr"] = sums.ctypes.data
-    seg["numel"], seg["grad"] = numel, grad.ctypes.data
-    chunk = _address(record, "inf_chunk *")
-    addresses = ffi.new("uint8_t *[6]", [_address(section, "uint8_t *") for section in sections])
-    for index in range(4):
-        lib.inf_section_store(chunk, index, addresses[index], addresses[index])
-
-    def run() -> None:
-        code = lib.inf_chunk_update(
-            chunk,
-            addresses,
-            _address(seg, "inf_seg *"),
-            1,
-            _address(hypers, "inf_hyper *"),
-            1,
-            ffi.NULL,
-            1,
-            0,
-            _address(scratch, "uint32_t *"),
+    def __init__(self, name: str, numel: int, threads: int) -> None:
+        self.name = name
+        script = [str(harness.BENCH / "arm_kernels.py"), "--arm", name]
+        script += ["--numel", str(numel), "--threads", str(threads)]
+        if name == "deepspeed":
+            python, env = str(VENV / "bin" / "python"), deepspeed_environment()
+        else:
+            python, env = sys.executable, harness.environment(PYTHONPATH=str(harness.ROOT))
+        env["OMP_NUM_THREADS"] = str(threads)
+        self._process = subprocess.Popen(
+            [python, *script], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
-        assert code == -1, code
 
-    return Arm("fused pass: verify, exact, checksum", run, SPLIT_BYTES, keep=(sections, grad, sums))
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(("ready", "{")):  # others are its libraries' chatter
+                return line
+        raise harness.BenchError(f"the arm {self.name} ended with {self._process.wait()}: run arm_kernels.py by hand to see why")
+
+    def wait_ready(self) -> None:
+        """Block until its states are there and a first update is done."""
+        self._line()
+
+    def round(self) -> float:
+        """Seconds of one update of all its parameters."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        return float(json.loads(self._line())["seconds"])
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
 
 
-def _torch_arms(numel: int) -> list[Arm]:
-    param = torch.randn(numel, requires_grad=True)
-    param.grad = torch.randn(numel)
-    optimizer = torch.optim.AdamW([param], lr=1e-4, weight_decay=0.1, fused=True)
-    sections, grad = _states(Format.SPLIT, numel)
-    tensors = [torch.from_numpy(section.view(f"i{section.itemsize}")) for section in sections[:2]]
-    tensors += [torch.from_numpy(section) for section in sections[2:]]
-    gradient = torch.from_numpy(grad.view(np.int16)).view(torch.bfloat16)
-    return [
-        Arm("torch.optim.AdamW(fused=True), fp32", optimizer.step, FP32_BYTES),
-        Arm("torch fall-back, exact", lambda: adamw_split_(*tensors, gradient, HYPER_ROW), SPLIT_BYTES),
-    ]
+@contextlib.contextmanager
+def started(names: list[str], numel: int, threads: int) -> Iterator[dict[str, Arm]]:
+    """The arms, ready; started one after the other, so that none sets up while another warms up."""
+    arms: dict[str, Arm] = {}
+    try:
+        for name in names:
+            arms[name] = Arm(name, numel, threads)
+            arms[name].wait_ready()
+        yield arms
+    finally:
+        for arm in arms.values():
+            arm.close()
 
 
-def _in_place_arm(size_bytes: int) -> Arm:
-    array = np.ones(size_bytes // 4, np.float32)
-    return Arm("in-place addition", lambda: np.add(array, np.float32(1), out=array), 2)
+def measure_updates(names: list[str], numel: int, threads: int, rounds: int) -> list[dict[str, Any]]:
+    """A row per arm with medians over the rounds."""
+    chance = random.Random(0)
+    memory_numel = max(numel, 1 << 16)
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    limits: dict[str, list[float]] = {name: [] for name in names}
+    with started(names, numel, threads) as arms, started(["memory"], memory_numel, threads) as limit:
+        for _ in range(rounds):
+            bytes_per_s = 8 * memory_numel / limit["memory"].round()
+            for name in chance.sample(names, len(names)):
+                rates[name].append(numel / arms[name].round())
+                limits[name].append(bytes_per_s / ARMS[name])
+    rows = []
+    for name in names:
+        shares = [rate / limit for rate, limit in zip(rates[name], limits[name], strict=True)]
+        rate, share = harness.Summary.of(rates[name]), harness.Summary.of(shares)
+        rows.append(
+            {
+                "arm": name,
+                "numel": numel,
+                "threads": threads,
+                "gparam_per_s": rate.median / 1e9,
+                "gparam_per_s_range": [rate.least / 1e9, rate.most / 1e9],
+                "gb_per_s": rate.median * ARMS[name] / 1e9,
+                "limit_gparam_per_s": harness.Summary.of(limits[name]).median / 1e9,
+                "of_limit": share.median,
+                "of_limit_range": [share.least, share.most],
+                "rounds": rounds,
+            }
+        )
+    return rows
 
 
 def _seconds(run: Callable[[], object], repeats: int) -> float:
@@ -143,44 +138,8 @@ def _seconds(run: Callable[[], object], repeats: int) -> float:
     return (time.thread_time() - start) / repeats
 
 
-def measure_updates(numel: int, *, rounds: int, repeats: int) -> list[dict[str, Any]]:
-    """Every arm at one problem size; a row per arm with medians."""
-    arms = [
-        _kernel_arm("exact", Format.SPLIT, numel),
-        _chunk_arm(numel),
-        _kernel_arm("fp32", Format.FP32, numel),
-        *_torch_arms(numel),
-    ]
-    touched_bytes = 12 * numel
-    plain = _in_place_arm(touched_bytes)
-    for arm in arms:
-        arm.run()
-    rates: dict[str, list[float]] = {arm.name: [] for arm in arms}
-    limits: dict[str, list[float]] = {arm.name: [] for arm in arms}
-    for _ in range(rounds):
-        bytes_per_s = 2 * touched_bytes / _seconds(plain.run, repeats)
-        for arm in arms:
-            rates[arm.name].append(numel / _seconds(arm.run, repeats))
-            limits[arm.name].append(bytes_per_s / arm.bytes_per_item)
-    rows = []
-    for arm in arms:
-        rate = harness.Summary.of(rates[arm.name]).median
-        limit = harness.Summary.of(limits[arm.name]).median
-        rows.append(
-            {
-                "arm": arm.name,
-                "numel": numel,
-                "gparam_per_s": rate / 1e9,
-                "gb_per_s": rate * arm.bytes_per_item / 1e9,
-                "limit_gparam_per_s": limit / 1e9,
-                "of_limit": rate / limit,
-            }
-        )
-    return rows
-
-
 def measure_checksums(size_bytes: int, *, rounds: int, repeats: int) -> list[dict[str, Any]]:
-    """GB/s of every implementation that this machine has, on one buffer."""
+    """GB/s of every implementation that this machine has, on one buffer, in one thread's CPU time."""
     data = np.random.default_rng(1).integers(0, 256, size_bytes, dtype=np.uint8)
     view, ok = ffi.from_buffer(data), ffi.new("int32_t *")
     rows = []
@@ -200,45 +159,40 @@ def measure_checksums(size_bytes: int, *, rounds: int, repeats: int) -> list[dic
     return rows
 
 
-def measure(*, smoke: bool) -> dict[str, Any]:
+def measure(names: list[str], threads: list[int], numel: int, *, rounds: int, smoke: bool) -> dict[str, Any]:
     """Everything, as one record."""
-    rounds = 1 if smoke else 7
-    small, large = (4096, 8192) if smoke else (16_384, 24 * 1024 * 1024)
-    updates = {
-        "cache": measure_updates(small, rounds=rounds, repeats=1 if smoke else 200),
-        "memory": measure_updates(large, rounds=rounds, repeats=1),
-    }
     checksums = measure_checksums(1 << 15, rounds=rounds, repeats=1 if smoke else 500)
     if not smoke:
         checksums += measure_checksums(1 << 28, rounds=3, repeats=1)
     return {
         "run": harness.now(),
+        "commit": harness.commit(),
         "machine": harness.machine(),
         "isa": native.isa(),
         "crc32c": native.crc32c_name(),
-        "torch": torch.__version__,
-        "updates": updates,
+        "updates": [row for count in threads for row in measure_updates(names, numel, count, rounds)],
         "checksums": checksums,
     }
 
 
 def show(record: dict[str, Any]) -> None:
     """Print the record as tables."""
-    for where, rows in record["updates"].items():
-        harness.print_table(
-            f"AdamW, one thread, {record['isa']}, {where} ({rows[0]['numel']:,} parameters)",
-            ["arm", "Gparam/s", "traffic GB/s", "memory limit Gparam/s", "of limit"],
+    rows = record["updates"]
+    harness.print_table(
+        f"AdamW from bf16 gradients to bf16 parameters, {record['isa']}, {rows[0]['numel']:,} parameters",
+        ["arm", "threads", "Gparam/s", "traffic GB/s", "memory limit Gparam/s", "of limit"],
+        [
             [
-                [
-                    row["arm"],
-                    f"{row['gparam_per_s']:.2f}",
-                    f"{row['gb_per_s']:.1f}",
-                    f"{row['limit_gparam_per_s']:.2f}",
-                    f"{row['of_limit']:.2f}",
-                ]
-                for row in rows
-            ],
-        )
+                row["arm"],
+                str(row["threads"]),
+                f"{row['gparam_per_s']:.2f}",
+                f"{row['gb_per_s']:.1f}",
+                f"{row['limit_gparam_per_s']:.2f}",
+                f"{row['of_limit']:.2f}",
+            ]
+            for row in rows
+        ],
+    )
     harness.print_table(
         f"crc32c, one thread (in use: {record['crc32c']})",
         ["implementation", "bytes", "GB/s"],
@@ -251,6 +205,10 @@ def show(record: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="default: all that can run here")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--numel", type=int, default=24 * 1024 * 1024, help="parameters of each arm (25165824)")
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of tables")
     parser.add_argument(
         "--append", action="store_true", help="append the JSON line to bench/results/kernels.jsonl"
@@ -259,8 +217,16 @@ def main() -> int:
     options = parser.parse_args()
     if not native.available():
         raise harness.BenchError(f"there are no native kernels to measure: {native.reason()}")
-    torch.set_num_threads(1)
-    record = measure(smoke=options.smoke)
+    names = options.arms or list(ARMS)
+    if "deepspeed" in names and not (VENV / "bin" / "python").exists():
+        if options.arms:
+            raise harness.BenchError("DeepSpeed's environment is not there: compare_deepspeed.py makes it")
+        harness.note("the arm deepspeed is left out: compare_deepspeed.py makes its environment")
+        names.remove("deepspeed")
+    if options.smoke:
+        options.rounds, options.numel = 1, 8192 + 64
+        names = options.arms or [name for name in names if name != "deepspeed"]
+    record = measure(names, options.threads, options.numel, rounds=options.rounds, smoke=options.smoke)
     if options.append:
         harness.append_line(Path(harness.RESULTS) / "kernels.jsonl", record)
     if options.json:
