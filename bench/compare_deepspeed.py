@@ -5,7 +5,8 @@
     python bench/compare_deepspeed.py --dir /mnt/nvme0 --arms infinity:tier=cpu deepspeed:offload=cpu plain
 
 An arm is infinity, deepspeed, plain (torch alone, all in RAM) or limit (forward, backward and the drive alone, from which η of
-the infinity arms of the same round follows), with options of arm_*.py after colons. Ratios are to the first arm. DeepSpeed lives in an environment of its own, made on the first run. See bench/README.md.
+the infinity arms of the same round follows), with options of arm_*.py after colons. Ratios are to the first arm. DeepSpeed
+lives in an environment of its own, made on the first run. See bench/README.md.
 """
 
 from __future__ import annotations

@@ -38,13 +38,14 @@ class Policy:
         resident extents. "min" is the least that works; None is `RAM_SHARE` of what the machine or its cgroup leaves,
         divided by the ranks of the node.
     resident: how much of a state whose tier is "nvme" rests in RAM all the same: {"params": 0.5, "optim": "8GiB"}, a share
-        (float, 0 to 1) or a size. None: what the budget leaves, as the planner places it.
+        (float, 0.0 to 1.0) or a size. None: what the budget leaves, as the planner places it.
     state: the encoding of states at rest. "exact": fp32 masters and moments (12 bytes per bf16 parameter). "bf16": moments in
         bf16 (8). "compact": 24-bit masters, moments in 8 bits (5.1). The last two round at random, keyed on `seed`.
     zero: 3 (parameters, gradients and optimizer states are split over the ranks).
     update: "deferred": `opt.step()` returns at once and the update overlaps with the next forward. "backward": each unit is
         updated as soon as backward has its gradient; no clipping by norm, no GradScaler. "delayed": the update overlaps with
-        the whole next step, which computes with the parameters before it (ZeRO-Offload's delayed parameter update).
+        the whole next step, which computes with the parameters before it (ZeRO-Offload's delayed parameter update); so does
+        an evaluation, while `state_dict()`, `gather()` and exports give the updated ones.
     delayed_warmup: steps that update="delayed" takes as "deferred" first.
     seed: of random rounding.
     compute_dtype: None: as the module is.
@@ -120,6 +121,8 @@ class Policy:
         object.__setattr__(self, "resident", self._resident())
         if isinstance(self.units, str):
             object.__setattr__(self, "units", (self.units,))
+        if not (self.units is None or isinstance(self.units, Sequence)):
+            raise ValueError(f"units={self.units!r}: give a list of modules, their classes' names or qualified names, or None")
         object.__setattr__(self, "nvme", self._paths())
         object.__setattr__(self, "io", self._io())
         object.__setattr__(self, "unit_bytes_max", self._size("unit_bytes_max", self.unit_bytes_max))
@@ -130,6 +133,21 @@ class Policy:
                 f"params={self.params!r}, optim={self.optim!r}, grads={self.grads!r}, activations={self.activations!r} need a "
                 "place on NVMe: set nvme=[directories] or $INFINITY_NVME_DIR"
             )
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Fields that cannot be honoured beside each other."""
+        if self.update == "backward" and self.on_nonfinite == "skip":
+            raise ValueError(
+                "update='backward' cannot honour on_nonfinite='skip': when a gradient that is not finite is met, other units of "
+                "the step are updated already. Use on_nonfinite='raise' or 'ignore', or update='deferred'"
+            )
+        for kind, tier in (("params", self.params), ("optim", self.optim)):
+            if kind in (self.resident or {}) and tier != "nvme":
+                raise ValueError(
+                    f"resident={dict(self.resident or {})!r}: {kind!r} rests in memory anyway, since {kind}={tier!r}; leave it "
+                    f"out, or set {kind}='nvme'"
+                )
 
     @property
     def _tiers(self) -> tuple[str, ...]:
@@ -150,6 +168,8 @@ class Policy:
         """`resident` with sizes as bytes (int) and shares as they are (float)."""
         if self.resident is None:
             return None
+        if not isinstance(self.resident, Mapping):
+            raise ValueError(f"resident={self.resident!r}: give a mapping such as {{'params': 0.5, 'optim': '8GiB'}}, or None")
         given = dict(self.resident)
         wrong = next((key for key in given if key not in ("params", "optim")), None)
         if wrong is not None:
@@ -160,6 +180,8 @@ class Policy:
                 if not 0.0 <= value <= 1.0:
                     raise ValueError(f"resident[{key!r}]={value!r}: a share is between 0.0 and 1.0; write sizes as '8GiB'")
                 parsed[key] = value
+            elif type(value) is int and value == 1:
+                raise ValueError(f"resident[{key!r}]=1 would be one byte; write 1.0 for all of it, or a size such as '8GiB'")
             else:
                 parsed[key] = self._size(f"resident[{key!r}]", value)
         return parsed
@@ -184,6 +206,8 @@ class Policy:
             given = (given,)
         if not given and "nvme" in self._tiers and os.environ.get("INFINITY_NVME_DIR"):
             given = tuple(os.environ["INFINITY_NVME_DIR"].split(os.pathsep))
+        if not isinstance(given, Sequence) or not all(isinstance(path, (str, os.PathLike)) and str(path) for path in given):
+            raise ValueError(f"nvme={self.nvme!r}: give a directory, or a list of directories, none of them empty")
         paths = tuple(Path(path) for path in given)
         if len({path.absolute() for path in paths}) != len(paths):
             raise ValueError(f"nvme={[str(path) for path in paths]} names a directory twice")

@@ -67,6 +67,8 @@ def offload(
     Raises: ValueError for what the policy or the model cannot do, BudgetError when the policy's `ram` is too small,
     SwapFullError and other OSErrors for the NVMe directories. On an error the model is as it was.
     """
+    if not (policy is None or isinstance(policy, Policy)):
+        raise ValueError(f"inf.offload takes an inf.Policy, not a {type(policy).__name__}; write inf.Policy(params=..., ...)")
     before = model.__dict__.get(_HANDLE)
     if before is not None and before.closed:
         raise ValueError(
@@ -295,6 +297,7 @@ class Handle:
 
     def read(self, param: Param) -> torch.Tensor:
         """The current value of one parameter as an ordinary CPU tensor; waits for pending updates of its unit."""
+        self._lifecycle.recover()
         return self.residency.read(param)
 
     def stats(self) -> Stats:
@@ -355,6 +358,7 @@ class Handle:
         for param in self._params:
             if param.grad is not None:
                 param.grad.empty()
+                param.grad.before_mutation = None
                 param.grad.move_to(torch.empty(0, dtype=param.grad.dtype), None)
                 param.at_rest.grad = None
             for leaf in (param.gathered, param.at_rest):
@@ -381,6 +385,7 @@ class Handle:
 
     def _check_state_dict(self, size_bytes: int) -> None:
         self.check_open()
+        self._lifecycle.recover()
         left = memory_left_bytes()
         if size_bytes > left:
             raise MemoryError(

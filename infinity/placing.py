@@ -162,7 +162,7 @@ class Placing:
             spill=spill,
             small_bytes=CHUNK_BYTES if policy.activations == "nvme" else 0,
             advice=f"Policy(ram=...) is {describe_budget(policy.ram)}{describe_others(policy.ram, self._owner)}: raise it"
-            + ("" if policy.grads == "nvme" else ", let gradients spill with Policy(grads='nvme')")
+            + self._spill_advice()
             + ", or let states rest on a lower tier",
         )
 
@@ -186,6 +186,12 @@ class Placing:
             spill_format=held_format.with_grad(_GRADS[self._gradients.dtype(flat)]) if spills else None,
             window_bytes=grads,
         )
+
+    def _spill_advice(self) -> str:
+        """How gradients could spill, where they do not."""
+        if self._policy.grads != "nvme":
+            return ", let gradients spill with Policy(grads='nvme') and a size for ram"
+        return "" if isinstance(self._policy.ram, int) else ", give ram a size (gradients spill only past an explicit one)"
 
     def _resident(self) -> dict[str, float | int]:
         """What the policy wants resident; it has parsed sizes into bytes."""

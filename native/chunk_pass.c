@@ -243,9 +243,39 @@ static void commit_sums(const inf_chunk *chunk, const uint32_t *sums_new) {
     }
 }
 
-int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
-                         int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
-                         int32_t verify, uint32_t given_mask, uint32_t *sums_scratch) {
+/* ---- what a mismatch later in the chunk takes back: resident sections, which no read brings back ------------------ */
+
+static int undone(const inf_chunk *chunk, int32_t s) {
+    return inf_section_resident(chunk, s) && s != grad_section(chunk);
+}
+
+size_t inf_undo_bytes(const inf_chunk *chunk) {
+    size_t bytes = 0;
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        if (undone(chunk, s)) bytes += (size_t)inf_section_bytes(chunk, s);
+    }
+    return bytes;
+}
+
+static void undo_copy(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], piece_range piece, uint8_t *undo,
+                      int restore) {
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        if (!undone(chunk, s)) continue;
+        const int64_t at = piece_offset(chunk, s, piece);
+        uint8_t *mine = section[s] + at;
+        memcpy(restore ? mine : undo + at, restore ? undo + at : mine, piece_bytes(chunk, s, piece));
+        undo += inf_section_bytes(chunk, s);
+    }
+}
+
+static void copy_out(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], piece_range piece, uint8_t *out0) {
+    const int64_t at = piece_offset(chunk, 0, piece);
+    memcpy(out0 + at, section[0] + at, piece_bytes(chunk, 0, piece));
+}
+
+int64_t inf_chunk_update_undo(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
+                              int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
+                              int32_t verify, uint32_t given_mask, uint32_t *sums_scratch, uint8_t *undo) {
     if (!update_plan_valid(chunk, section, segs, seg_count, hypers, hyper_count, sums_scratch)) return INF_BAD_PLAN;
     const int64_t piece_count = inf_piece_count(chunk);
     int32_t unread_count = 0; /* sections that no read could bring back */
@@ -253,7 +283,8 @@ int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECT
         unread_count += inf_section_resident(chunk, s) || (given_mask >> s & 1u);
     }
     const int fallible = verify != INF_VERIFY_OFF && chunk->sums_ptr != 0 && unread_count < chunk->section_count;
-    const int verify_ahead = fallible && unread_count > 0;
+    const int verify_ahead = fallible && unread_count > 0 && undo == NULL;
+    const int keeps = fallible && unread_count > 0 && undo != NULL;
     for (int64_t k = 0; verify_ahead && k < piece_count; k++) {
         const int64_t bad = verify_piece(chunk, section, piece_at(chunk, k), verify, given_mask);
         if (bad != INF_OK) return bad;
@@ -263,15 +294,25 @@ int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECT
         const piece_range piece = piece_at(chunk, k);
         if (fallible && !verify_ahead) {
             const int64_t bad = verify_piece(chunk, section, piece, verify, given_mask);
+            for (int64_t back = 0; bad != INF_OK && keeps && back < k; back++) {
+                undo_copy(chunk, section, piece_at(chunk, back), undo, 1);
+            }
             if (bad != INF_OK) return bad;
         }
+        if (keeps) undo_copy(chunk, section, piece, undo, 0);
         const int touched = update_piece(chunk, section, piece, &cursor, hypers);
         sum_piece(chunk, section, piece, touched, given_mask, sums_scratch);
-        if (out0 != NULL) {
-            const int64_t at = piece_offset(chunk, 0, piece);
-            memcpy(out0 + at, section[0] + at, piece_bytes(chunk, 0, piece));
-        }
+        if (out0 != NULL && !keeps) copy_out(chunk, section, piece, out0);
     }
+    /* Later where the caller's memory may be what was given, and is wanted again after a mismatch. */
+    for (int64_t k = 0; out0 != NULL && keeps && k < piece_count; k++) copy_out(chunk, section, piece_at(chunk, k), out0);
     if (chunk->sums_ptr != 0) commit_sums(chunk, sums_scratch);
     return INF_OK;
+}
+
+int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
+                         int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
+                         int32_t verify, uint32_t given_mask, uint32_t *sums_scratch) {
+    return inf_chunk_update_undo(chunk, section, segs, seg_count, hypers, hyper_count, out0, verify, given_mask,
+                                 sums_scratch, NULL);
 }

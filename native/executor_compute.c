@@ -35,6 +35,21 @@ static int64_t compute_store(const inf_run *run) {
     return INF_OK;
 }
 
+/* What is left of the slot keeps resident sections as they were, so that the pass need not verify the chunk before it begins:
+ * slots are as large as a chunk that is wholly on a drive. NULL where it is too small. */
+static uint8_t *undo_memory(const struct inf_executor *ex, const inf_run *run) {
+    const inf_chunk *chunk = &run->chunk->plan;
+    if (run->slot.memory == NULL) return NULL;
+    int64_t used = 0;
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        if (run->slot.section_at[s] < 0) continue;
+        int64_t end = run->slot.section_at[s] + inf_align_up(inf_section_bytes(chunk, s));
+        if (end > used) used = end;
+    }
+    bool fits = (int64_t)inf_undo_bytes(chunk) <= ex->pools[run->slot.pool].bytes - used;
+    return fits ? run->slot.memory + used : NULL;
+}
+
 static int64_t compute_update(inf_worker *worker, const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
     size_t words = (size_t)(chunk->section_count * inf_piece_count(chunk));
@@ -51,9 +66,9 @@ static int64_t compute_update(inf_worker *worker, const inf_run *run) {
         memcpy(sections[0], pointer(run->job.ptr[1]), (size_t)inf_section_bytes(chunk, 0));
     }
     const inf_submission *submission = run->submission;
-    return inf_chunk_update(chunk, sections, submission->segs + run->job.seg_first, run->job.seg_count,
-                            submission->hypers, submission->hyper_count, pointer(run->job.ptr[0]), run->verify, unread,
-                            worker->scratch);
+    return inf_chunk_update_undo(chunk, sections, submission->segs + run->job.seg_first, run->job.seg_count,
+                                 submission->hypers, submission->hyper_count, pointer(run->job.ptr[0]), run->verify,
+                                 unread, worker->scratch, undo_memory(worker->ex, run));
 }
 
 static int64_t compute(inf_worker *worker, const inf_run *run) {

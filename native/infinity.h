@@ -202,6 +202,14 @@ int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECT
                          int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
                          int32_t verify, uint32_t given_mask, uint32_t *sums_scratch);
 
+/* The same in one pass also over a chunk that mixes read sections with others: `undo`, inf_undo_bytes(chunk) of them, keeps
+ * what resident sections were. After a mismatch these are as before; given ones are not, but the memory behind out0 is, so that
+ * it may be where they were given. */
+int64_t inf_chunk_update_undo(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
+                              int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
+                              int32_t verify, uint32_t given_mask, uint32_t *sums_scratch, uint8_t *undo);
+size_t inf_undo_bytes(const inf_chunk *chunk);
+
 /* ---- kernels (update.c) ----------------------------------------------------------------------------------------- */
 
 /* The kernels' instruction set: "portable", "avx2" or "avx512"; the best the machine has unless selected. */

@@ -68,6 +68,10 @@ void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *f
 int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[6], const inf_seg *segs, int32_t seg_count,
                          const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0, int32_t verify,
                          uint32_t given_mask, uint32_t *sums_scratch);
+int64_t inf_chunk_update_undo(const inf_chunk *chunk, uint8_t *const section[6], const inf_seg *segs, int32_t seg_count,
+                              const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0, int32_t verify,
+                              uint32_t given_mask, uint32_t *sums_scratch, uint8_t *undo);
+size_t inf_undo_bytes(const inf_chunk *chunk);
 
 const char *inf_isa(void);
 int32_t inf_isa_select(const char *name);

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,9 +148,32 @@ class mounted:
         ({"params": "nvme"}, r"set nvme=\[directories\]"),
         ({"ram": "lots"}, "ram='lots'"),
         ({"ram": "-3GiB"}, "ram='-3GiB'"),
-        ({"state": "compact"}, "state='compact' is not built yet; use 'exact'"),
+        ({"state": 8}, "state=8 is not known; use 'exact' or 'bf16' or 'compact'"),
         ({"state": "exactly"}, "state='exactly' is not known"),
-        ({"update": "backward"}, "not built yet"),
+        ({"update": "eager"}, "update='eager' is not known; use 'deferred' or 'backward' or 'delayed'"),
+        ({"update": "backward", "on_nonfinite": "skip"}, "cannot honour on_nonfinite='skip'.*update='deferred'"),
+        ({"grads": "nvme"}, r"grads='nvme'.*set nvme=\[directories\]"),
+        ({"activations": "nvme"}, r"activations='nvme'.*set nvme=\[directories\]"),
+        ({"grads": "device"}, "grads='device' is not built yet; use 'cpu' or 'nvme'"),
+        ({"zero": 2}, "zero=2 is not built yet; use 3"),
+        ({"zero": True}, "zero=True is not known"),
+        ({"generations": 2}, "generations=2 is not built yet"),
+        ({"durable": True}, "durable=True is not built yet"),
+        ({"update_on": "device"}, "update_on='device' is not built yet"),
+        ({"seed": -1}, "seed=-1: give a whole number, 0 or more"),
+        ({"seed": True}, "seed=True"),
+        ({"delayed_warmup": 1.5}, "delayed_warmup=1.5: give a whole number"),
+        ({"grad_dtype": "bf16"}, "grad_dtype='bf16' is not supported"),
+        ({"resident": 0.5}, "resident=0.5: give a mapping such as"),
+        ({"resident": {"grads": 0.5}}, "'grads' is not known; use 'params' and 'optim'"),
+        ({"resident": {"params": 1.5}, "params": "nvme", "nvme": "a"}, r"\['params'\]=1.5: a share is between 0.0 and 1.0"),
+        ({"resident": {"params": math.nan}, "params": "nvme", "nvme": "a"}, "a share is between"),
+        ({"resident": {"params": 1}, "params": "nvme", "nvme": "a"}, "=1 would be one byte; write 1.0 for all of it"),
+        ({"resident": {"optim": "much"}, "optim": "nvme", "nvme": "a"}, r"resident\['optim'\]='much'"),
+        ({"resident": {"optim": 0.5}, "params": "nvme", "nvme": "a"}, "since optim='cpu'; leave it out, or set optim='nvme'"),
+        ({"nvme": 5, "params": "nvme"}, "nvme=5: give a directory"),
+        ({"nvme": [""], "params": "nvme"}, "none of them empty"),
+        ({"units": 5}, "units=5: give a list of modules"),
         ({"on_nonfinite": "panic"}, "on_nonfinite='panic'"),
         ({"io_backend": "libaio"}, "io_backend='libaio'"),
         ({"compute_dtype": torch.float16}, "compute_dtype is not built yet"),
@@ -180,7 +205,11 @@ def test_a_budget_that_is_too_small_says_what_works(tmp_path: Path) -> None:
 
 
 def test_the_least_budget_that_an_error_names_works(tmp_path: Path) -> None:
-    least = harness.offloaded(harness.Training(models.llama, steps=1), nvme(tmp_path)).stats.ram_min_bytes
+    with pytest.raises(BudgetError) as caught:
+        harness.offloaded(harness.Training(models.llama, steps=1), nvme(tmp_path, ram=0))
+    found = re.search(r"works is (\d+) bytes", str(caught.value))
+    assert found is not None
+    least = int(found[1])
     harness.offloaded(harness.Training(models.llama, steps=1), nvme(tmp_path, ram=least))
     with pytest.raises(BudgetError):
         harness.offloaded(harness.Training(models.llama, steps=1), nvme(tmp_path, ram=least - 4096))
@@ -215,12 +244,76 @@ def test_two_optimizers_cannot_hold_one_parameter() -> None:
 
 
 def test_a_dtype_without_a_state_format_is_refused_by_name() -> None:
-    model = inf.offload(models.make(models.llama, dtype=torch.float16), inf.Policy())
-    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight is torch\.float16"):
+    model = inf.offload(models.make(models.llama, dtype=torch.float64), inf.Policy())
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight is torch\.float64.*bfloat16, float16 and float32"):
         inf.AdamW(model.parameters())
     with torch.no_grad():
         assert math.isfinite(models.loss_of(model, BATCH).item())
     inf.handle(model).close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"update": "delayed"}, "update='delayed' wants an update that runs beside Python"),
+        ({"update": "backward"}, "update='backward' wants an update that runs beside Python"),
+        ({"state": "compact"}, "state='compact' keeps moments in 8 bits"),
+    ],
+)
+def test_a_class_of_torch_refuses_policies_that_it_cannot_honour(policy: dict[str, Any], message: str) -> None:
+    model = inf.offload(llama(), inf.Policy(**policy))
+    before = values_of(model)
+    with pytest.raises(ValueError, match=message):
+        inf.Elementwise(torch.optim.Adagrad, model.parameters(), lr=1e-3)
+    assert inf.AdamW(model.parameters()).param_groups  # what was refused holds nothing
+    assert_same(values_of(model), before)
+    inf.handle(model).close()
+
+
+def test_an_update_in_backward_refuses_what_comes_too_late() -> None:
+    model = inf.offload(llama(), inf.Policy(update="backward"))
+    optimizer = inf.AdamW(model.parameters(), lr=1e-3)
+    models.loss_of(model, BATCH).backward()
+    with pytest.raises(RuntimeError, match=r"update='backward'.*update='deferred'"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match="no_sync"):
+        models.loss_of(model, BATCH).backward()
+    assert optimizer.param_groups
+    with contextlib.suppress(StateInvalid):  # the second backward broke off, which may be said once more
+        inf.handle(model).close()
+
+
+def test_a_policy_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"takes an inf\.Policy, not a dict"):
+        inf.offload(llama(), {"params": "cpu"})  # type: ignore[arg-type]
+
+
+def test_activations_that_are_on_the_cpu_already_are_refused() -> None:
+    model = llama()
+    with pytest.raises(ValueError, match="they are in CPU memory already"):
+        inf.offload(model, inf.Policy(activations="cpu"))
+    models.loss_of(model, BATCH).backward()
+
+
+def test_states_and_gradients_that_do_not_fit_their_parameter_are_refused() -> None:
+    model = inf.offload(llama(), inf.Policy())
+    handle, weight = inf.handle(model), next(model.parameters())
+    with pytest.raises(ValueError, match=r"no optimizer holds model\.embed_tokens\.weight"):
+        handle.optimizer_state(weight)
+    optimizer = inf.AdamW(model.parameters())
+    state = handle.optimizer_state(weight)
+    with pytest.raises(ValueError, match=r"exp_avg of model\.embed_tokens\.weight is a floating tensor of shape"):
+        state["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="step=-1"):
+        state["step"] = -1
+    with pytest.raises(KeyError, match="it has master, exp_avg, exp_avg_sq, step"):
+        state["momentum_buffer"]
+    with pytest.raises(ValueError, match="the gradient of"):
+        handle.set_full_grad(weight, torch.zeros(3))
+    with pytest.raises(ValueError, match="wants one parameter of the offloaded model"):
+        handle.full_grad(torch.nn.Parameter(torch.zeros(3)))
+    assert optimizer.param_groups
+    handle.close()
 
 
 @pytest.mark.parametrize(

@@ -311,6 +311,28 @@ def test_looking_at_parameters_changes_no_bits_of_the_delayed_update(tmp_path: P
     assert all(torch.equal(results[0][name], value) for name, value in results[1].items())
 
 
+def test_evaluation_sees_what_an_export_would_write_and_changes_no_bits(tmp_path: Path) -> None:
+    results = []
+    for evaluates in (False, True):
+        place = tmp_path / str(evaluates)
+        place.mkdir()
+        model, optimizer = small(place, "delayed", delayed_warmup=1)
+        for _ in range(4):
+            loss_of(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluates:
+                with torch.no_grad():
+                    seen = loss_of(model).item()
+                plain = models.llama(layers=4).bfloat16()
+                plain.load_state_dict(model.state_dict())
+                with torch.no_grad():
+                    assert loss_of(plain).item() == seen
+        results.append(values_of_handle(model))
+        inf.handle(model).close()
+    assert all(torch.equal(results[0][name], value) for name, value in results[1].items())
+
+
 def test_a_write_is_kept_by_the_delayed_update(tmp_path: Path) -> None:
     model, optimizer = small(tmp_path, "delayed", delayed_warmup=0)
     handle = inf.handle(model)

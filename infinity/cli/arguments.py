@@ -18,6 +18,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the results go")
     _add_text(parser)
     _add_placement(parser)
+    _add_numerics(parser)
     _add_training(parser)
 
 
@@ -41,7 +42,23 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     place.add_argument("--nvme", action="append", metavar="DIR", help="directory on an NVMe drive; repeat for several drives")
     place.add_argument("--ram", metavar="SIZE", help='what offloading may hold in memory: "512MiB", or "min" '
                        "(a share of what the machine leaves)")  # fmt: skip
+    place.add_argument("--grads", choices=tiers[1:], default="cpu", help="nvme: gradients that --ram does not hold spill (cpu)")
+    place.add_argument("--activations", choices=tiers, default="device", help="where inputs of checkpointed blocks wait; needs "
+                       "--checkpointing (device)")  # fmt: skip
+    place.add_argument("--resident", action="append", metavar="KIND=PART", help="how much of a state on NVMe rests in memory all "
+                       "the same: params=0.5 or optim=8GiB; repeat for both (what --ram leaves)")  # fmt: skip
     place.add_argument("--io-backend", choices=("auto", "io_uring", "threads"), default="auto")
+
+
+def _add_numerics(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("states and updates (part of the numerics)")
+    group.add_argument("--state", choices=("exact", "bf16", "compact"), default="exact", help="encoding of states at rest: 12, 8 "
+                       "or 5.1 bytes per bf16 parameter with AdamW (exact)")  # fmt: skip
+    group.add_argument("--update", choices=("deferred", "backward", "delayed"), default="deferred", help="deferred: beside the "
+                       "next forward; backward: beside backward, needs --clip 0; delayed: beside the whole next step, which "
+                       "computes with the parameters before it (deferred)")  # fmt: skip
+    group.add_argument("--delayed-warmup", type=int, metavar="STEPS", help="steps that --update delayed takes as deferred first "
+                       "(40)")  # fmt: skip
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +71,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--warmup", type=int, default=0, help="steps of linear warm-up, then linear decay to a tenth (0)")
     train.add_argument("--weight-decay", type=float, default=0.01)
     train.add_argument("--clip", type=float, default=1.0, help="gradient norm; 0 does not clip (1.0)")
-    train.add_argument("--seed", type=int, default=0, help="order of the text and sampling (0)")
+    train.add_argument("--seed", type=int, default=0, help="order of the text, and random rounding of states (0)")
     train.add_argument("--eval-every", type=int, default=0, metavar="STEPS", help="held-out loss every so many steps; "
                        "it is always measured before and after (0)")  # fmt: skip
     train.add_argument("--eval-batches", type=int, default=8, help="micro-batches of a held-out measurement (8)")

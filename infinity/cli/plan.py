@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from infinity.aio.settings import IoSettings
 from infinity.cli import hf_model
@@ -40,7 +41,7 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
             shape, prediction, choose_micro_batches=options.micro_batches is None
         )
     except ValueError as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
     if options.json is not None:
         text = json.dumps(as_record(shape, prediction, changes), indent=2) + "\n"
@@ -50,7 +51,8 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
         try:
             options.json.write_text(text, encoding="utf-8")
         except OSError as error:
-            console.print(f"[red]error:[/red] --json {options.json}: {error.strerror}", highlight=False, soft_wrap=True)
+            text = f"--json {escape(str(options.json))}: {error.strerror}"
+            console.print(f"[red]error:[/red] {text}", highlight=False, soft_wrap=True)
             return 2
     show_plan(console, shape, prediction, changes)
     return 0 if prediction.fits else 1
@@ -67,8 +69,8 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
     transformers = hf_model.quiet_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(file, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        raise ValueError(f"{file}: {error}") from None
+    except Exception as error:  # noqa: BLE001 - the classes that check a configuration raise what they like
+        raise ValueError(f"{file}: {_first_line(error)}") from None
     found = [
         auto
         for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)
@@ -91,6 +93,10 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
 
 def read_machine(options: argparse.Namespace) -> Machine:
     """The machine that the arguments describe. Raises: ValueError naming argument, value and fix."""
+    for name in ("flops", "tbw"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name} {value}: give a positive number")
     bench = IoSettings.load(options.bench) if options.bench is not None else None
     return describe_machine(
         gpus=options.gpus,
@@ -112,9 +118,23 @@ def read_machine(options: argparse.Namespace) -> Machine:
 
 def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -> Job:
     """The job that the arguments describe; without --micro-batches the fewest that fit a device."""
-    sequence = options.seq or min(SEQUENCE, shape.positions or SEQUENCE, options.tokens_per_step)
+    if options.tokens_per_step < 1:
+        raise ValueError(f"--tokens-per-step {options.tokens_per_step} must be at least 1")
+    if options.micro_batches is not None and options.micro_batches < 1:
+        raise ValueError(f"--micro-batches {options.micro_batches} must be at least 1")
+    sequence = options.seq
+    if sequence is None:
+        sequence = min(SEQUENCE, shape.positions or SEQUENCE, options.tokens_per_step)
+    if sequence < 1:
+        raise ValueError(f"--seq {sequence} must be at least 1")
     if shape.positions and sequence > shape.positions:
         raise ValueError(f"--seq {sequence}: the model has {shape.positions} positions; give at most that")
+    if options.activations != "device" and options.no_checkpointing:
+        raise ValueError(
+            f"--activations {options.activations} moves the inputs of checkpointed blocks; leave --no-checkpointing out"
+        )
+    if options.activations == "cpu" and not machine.gpus:
+        raise ValueError("--activations cpu with --gpus 0: they are in CPU memory already; use 'nvme', or 'device' (they stay)")
     job = Job(
         tokens=options.tokens_per_step,
         sequence=sequence,
@@ -136,9 +156,18 @@ def _size(text: str | None, option: str) -> float | None:
     if text is None:
         return None
     try:
-        return float(parse_size(text))
+        size = float(parse_size(text))
     except ValueError as error:
         raise ValueError(f"{option} {text}: {error}") from None
+    if not size:
+        raise ValueError(f"{option} {text}: give a size above 0, such as '64GiB'")
+    return size
+
+
+def _first_line(error: Exception) -> str:
+    """What a fault says, in one line; the type too where the text alone does not tell."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines else type(error).__name__
 
 
 def _rate(text: str | None, option: str) -> float | None:
@@ -148,7 +177,10 @@ def _rate(text: str | None, option: str) -> float | None:
     try:
         value = float(text) * 1e9
     except ValueError:
-        value = _size(text.removesuffix("/s"), option) or 0.0
+        try:
+            value = float(parse_size(text.removesuffix("/s")))
+        except ValueError:
+            value = 0.0
     if not value > 0 or math.isinf(value):
         raise ValueError(f"{option} {text}: give GB/s as a number above 0, or a size such as '6.8GB' (per second)")
     return value

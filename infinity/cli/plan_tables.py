@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from infinity.limits import AtRest
@@ -23,8 +24,8 @@ def show_plan(console: Console, shape: ModelShape, found: Prediction, changes: S
     """Print the answer: does it fit, where things go, how long a step is, what a change would buy, what was assumed."""
     job, machine = found.job, found.machine
     console.print(
-        f"[bold]{shape.name}[/bold]: {shape.params / 1e9:.2f} B parameters in {len(shape.units)} units, the largest "
-        f"{format_size(shape.largest_unit_bytes)}; {job.tokens:,} tokens per step in {job.micro_batches} micro-batches of "
+        f"[bold]{escape(shape.name)}[/bold]: {_count(shape.params)} parameters in {len(shape.units)} units, the largest "
+        f"{format_size(shape.largest_unit_bytes)}; {job.tokens:,} tokens per step in {_batches(job.micro_batches)} of "
         f"{job.micro_batch_tokens(machine.ranks):,} tokens on each of {machine.ranks} "
         f"{'GPU' if machine.gpus else 'CPU'}{'s' if machine.ranks > 1 else ''}; state {job.state}, update {job.update}",
         highlight=False,
@@ -34,7 +35,7 @@ def show_plan(console: Console, shape: ModelShape, found: Prediction, changes: S
     else:
         console.print("[bold red]It does not fit.[/bold red] The times below are those of the least that would work.")
         for reason in found.why_not:
-            console.print(f"  {reason}", highlight=False, soft_wrap=True)
+            console.print(f"  {reason}", highlight=False, markup=False, soft_wrap=True)
     console.print(_needs(found))
     console.print(_places(found))
     console.print(_step(found))
@@ -87,11 +88,12 @@ def _step(found: Prediction) -> Table:
     total, eta = found.moved.total, found.limits.eta(found.step_s)
     table.add_row("read from NVMe", f"{format_size(total.read)}, {_per_param(found, total.read)}")
     table.add_row("written to NVMe", f"{format_size(total.written)}, {_per_param(found, total.written)}")
-    terms = ", ".join(f"{name} {seconds:.2f}" for name, seconds in found.terms_s.items() if seconds)
+    terms = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in found.terms_s.items() if seconds)
     table.add_row("seconds, each alone", terms)
-    table.add_row("limit of any schedule", f"{found.limits.floor_s:.2f} s")
-    table.add_row(f"limit of update {found.job.update}", f"{found.limits.schedule_s:.2f} s")
-    table.add_row("s/step expected", f"[bold]{found.step_s:.2f}[/bold] (η {eta[0]:.2f} of any schedule, {eta[1]:.2f} of this)")
+    table.add_row("limit of any schedule", f"{_seconds(found.limits.floor_s)} s")
+    table.add_row(f"limit of update {found.job.update}", f"{_seconds(found.limits.schedule_s)} s")
+    reached = f"η {eta[0]:.2f} of any schedule, {eta[1]:.2f} of this"
+    table.add_row("s/step expected", f"[bold]{_seconds(found.step_s)}[/bold] ({reached})")
     table.add_row("tokens per second", f"{found.tokens_per_s:,.0f}, bound by {found.bottleneck}")
     if found.moved.total.written:
         table.add_row("written per day", f"{found.written_per_day / 1e12:,.1f} TB")
@@ -99,6 +101,19 @@ def _step(found: Prediction) -> Table:
         rated = f"{found.machine.tbw_per_drive / 1e12:,.0f} TB written{' each' if drives > 1 else ''}"
         table.add_row("the drives last", f"{_days(found.days)} ({drives} rated for {rated})")
     return table
+
+
+def _seconds(value: float) -> str:
+    """Two decimals, or three digits where those would say nothing."""
+    return f"{value:.2f}" if value >= 1 or not value else f"{value:.3g}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.3g} M"
+
+
+def _batches(count: int) -> str:
+    return f"{count} micro-batch{'es' if count > 1 else ''}"
 
 
 def _per_param(found: Prediction, size: float) -> str:
@@ -121,7 +136,7 @@ def _changes(found: Prediction, changes: Sequence[Change]) -> Table:
         table.add_row(
             change.name,
             "yes" if other.fits else "no",
-            f"{other.step_s:.2f}",
+            _seconds(other.step_s),
             f"{other.tokens_per_s:,.0f}",
             f"{other.tokens_per_s / found.tokens_per_s:.2f}x",
             f"{other.written_per_day / 1e12:,.1f}",

@@ -1,6 +1,6 @@
 """What `infinity train` tells at its end: figures per step, limits and η, a table, a plot.
 
-The limits are those of any schedule and of the deferred one (`infinity.limits`), for the bytes that really moved; B_r and B_w
+The limits are those of any schedule and of the update mode (`infinity.limits`), for the bytes that really moved; B_r and B_w
 are measured in the same run. Compute times are those of the loop less the time it waited. In the loop the update runs beside
 the first forward and slows it where the CPU computes: taken as compute, that interference makes limits too high and η
 flattering, most at small batches. So one step begins with nothing pending (`StepRecord.alone`): its first forward is the
@@ -116,6 +116,7 @@ class Summary:
     """Everything about a finished run. `drives`: figures of the swap measurement, None when nothing rests on NVMe.
 
     limits: with the compute of a step that began with nothing pending; limits_loop: with that of the loop, which flatters.
+    update: the policy's, whose limit `limits` has. state_bytes: parameters and optimizer states at rest.
     """
 
     params: int
@@ -129,6 +130,8 @@ class Summary:
     peak_rss_loading_bytes: int
     peak_rss_training_bytes: int
     texts: tuple[str, str] | None
+    update: str = "deferred"
+    state_bytes: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """For metrics.jsonl."""
@@ -136,9 +139,9 @@ class Summary:
         record["read_bytes_per_param"] = self.mean.bytes_read / self.params
         record["written_bytes_per_param"] = self.mean.bytes_written / self.params
         if self.limits is not None:
-            record["eta_floor"], record["eta_deferred"] = self.limits.eta(self.mean.step_s)
+            record["eta_floor"], record[f"eta_{self.update}"] = self.limits.eta(self.mean.step_s)
         if self.limits_loop is not None:
-            record["eta_floor_loop"], record["eta_deferred_loop"] = self.limits_loop.eta(self.mean.step_s)
+            record["eta_floor_loop"], record[f"eta_{self.update}_loop"] = self.limits_loop.eta(self.mean.step_s)
         return record
 
 
@@ -164,7 +167,7 @@ def show_summary(console: Console, summary: Summary) -> None:
         )
         for label, text in limit_rows(summary):
             table.add_row(label, text)
-    table.add_row("parameters", f"{summary.params / 1e6:.1f} M; states {format_size(summary.params * 12)} at rest")
+    table.add_row("parameters", f"{summary.params / 1e6:.1f} M; states {format_size(summary.state_bytes)} at rest")
     table.add_row(
         "memory for offloading",
         f"{format_size(engine['ram_bytes'])} by plan (--ram); {format_size(engine['nvme_bytes'])} of states on NVMe; "
@@ -195,7 +198,7 @@ def limit_rows(summary: Summary) -> list[tuple[str, str]]:
     terms = f"compute {limit.compute_s:.2f} s, drives {limit.io_s:.2f} s"
     rows = [
         ("limit of any schedule", f"{limit.floor_s:.2f} s per step ({terms}): η = {floor:.2f}"),
-        ("limit of the deferred one", f"{limit.schedule_s:.2f} s per step: η = {schedule:.2f}"),
+        (f"limit of update {summary.update}", f"{limit.schedule_s:.2f} s per step: η = {schedule:.2f}"),
     ]
     if mean.alone_s is None or summary.limits_loop is None:
         told = "as in the loop, less waits: what updates beside it cost counts as compute, which flatters η"

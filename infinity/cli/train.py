@@ -17,13 +17,14 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 import infinity as inf
 from infinity.bench import hardware
@@ -33,7 +34,8 @@ from infinity.cli.corpus import Corpus, build_corpus
 from infinity.cli.display import StepDisplay, step_display
 from infinity.cli.report import StepRecord, Summary, plot_loss, show_summary, steady, step_limits
 from infinity.errors import InfinityError
-from infinity.limits import Drives
+from infinity.limits import AtRest, Drives
+from infinity.placing import state_format
 from infinity.sizes import MIB
 from infinity.telemetry import configure_logging
 
@@ -55,10 +57,10 @@ def run_train(options: argparse.Namespace, console: Console | None = None) -> in
         console.print("interrupted; what was measured so far is in " + str(options.out))
         return 130
     except ValueError as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
     except (InfinityError, OSError) as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
 
 
@@ -68,9 +70,50 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("steps", "batch", "seq", "accumulate", "eval_batches", "prompt_tokens"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
-    for name in ("lr", "clip", "weight_decay", "warmup", "eval_every"):
+    for name in ("lr", "clip", "weight_decay", "warmup", "eval_every", "seed"):
         if getattr(options, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must not be negative")
+
+
+    if options.update == "backward" and options.clip:
+        raise ValueError(
+            f"--clip {options.clip:g} needs the norm of all gradients, and --update backward has applied the first before the "
+            "last is known; give --clip 0, or another --update"
+        )
+    if options.delayed_warmup is not None and options.update != "delayed":
+        raise ValueError(f"--delayed-warmup {options.delayed_warmup} has a meaning for --update delayed only; leave it out")
+    if options.activations != "device" and not options.checkpointing:
+        raise ValueError(
+            f"--activations {options.activations} takes the inputs of checkpointed blocks, of which there are none; add "
+            "--checkpointing"
+        )
+
+
+def policy_of(options: argparse.Namespace) -> inf.Policy:
+    """The policy that the arguments describe. Raises: ValueError."""
+    resident: dict[str, float | str] = {}
+    for text in options.resident or ():
+        kind, equals, part = text.partition("=")
+        if not equals or kind in resident:
+            raise ValueError(f"--resident {text}: give each kind once, as params=0.5 or optim=8GiB")
+        try:
+            resident[kind] = float(part)
+        except ValueError:
+            resident[kind] = part
+    return inf.Policy(
+        params=options.params,
+        optim=options.optim,
+        grads=options.grads,
+        activations=options.activations,
+        nvme=options.nvme or (),
+        ram=options.ram,
+        resident=resident or None,
+        state=options.state,
+        update=options.update,
+        delayed_warmup=40 if options.delayed_warmup is None else options.delayed_warmup,
+        seed=options.seed,
+        io_backend=options.io_backend,
+    )
 
 
 def learning_rate(step: int, warmup: int, steps: int) -> float:
@@ -111,13 +154,7 @@ class _Run:
     def __init__(self, options: argparse.Namespace, console: Console, stack: ExitStack) -> None:
         self.options = options
         self.console = console
-        self.policy = inf.Policy(
-            params=options.params,
-            optim=options.optim,
-            nvme=options.nvme or (),
-            ram=options.ram,
-            io_backend=options.io_backend,
-        )
+        self.policy = policy_of(options)
         self.pretrained = hf_model.find_pretrained(options.model)
         self.corpus: Corpus = build_corpus(options, self.pretrained.tokenize)
         options.out.mkdir(parents=True, exist_ok=True)
@@ -222,9 +259,10 @@ class _Run:
         for index in range(count):
             ids = next(batches)
             waited, start = self.handle.stats().io_wait_s, time.monotonic()
-            loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-            forward_s = time.monotonic() - start - (self.handle.stats().io_wait_s - waited)
-            (loss / count).backward()
+            with nullcontext() if index == count - 1 else self.handle.no_sync():
+                loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+                forward_s = time.monotonic() - start - (self.handle.stats().io_wait_s - waited)
+                (loss / count).backward()
             waited = self.handle.stats().io_wait_s - waited
             passes_s = time.monotonic() - start - waited
             phase.compute_s += passes_s
@@ -297,10 +335,12 @@ class _Run:
     def _summary(self, peak_before: int, peak_training: int, texts: tuple[str, str]) -> Summary:
         mean = steady(self.records)
         limit = in_loop = None
+        rests = state_format(self.policy.state, getattr(torch, self.options.dtype))
         if self.drives is not None and all(math.isfinite(value) for value in self.drives.values()):
             drives = Drives(self.drives["read_gbps"] * 1e9, self.drives["write_gbps"] * 1e9)
-            limit = step_limits(mean, drives, self.options.accumulate)
-            in_loop = step_limits(mean, drives, self.options.accumulate, alone=False)
+            update = self.policy.update
+            limit = step_limits(mean, drives, self.options.accumulate, update=update)
+            in_loop = step_limits(mean, drives, self.options.accumulate, update=update, alone=False)
         return Summary(
             params=self.params,
             micro_batches=self.options.accumulate,
@@ -313,6 +353,8 @@ class _Run:
             peak_rss_loading_bytes=peak_before,
             peak_rss_training_bytes=peak_training,
             texts=texts if self.options.prompt else None,
+            update=self.policy.update,
+            state_bytes=self.params * AtRest.per_param(rests.sections).states if rests else 0.0,
         )
 
     def _say(self, text: str) -> None:

@@ -170,7 +170,7 @@ class Optimizer(torch.optim.Optimizer):
                 f"{thawed.name} has a gradient, but was frozen when the optimizer was built and has no states; call "
                 f"requires_grad_() before inf.offload and inf.{type(self).__name__}"
             )
-        self._take_groups()
+        self.take_groups()
         # All engines are asked before any is told: a step happens to every model, or to none.
         live: dict[StepEngine, list[Param]] = {}
         goes_on = True
@@ -201,9 +201,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _update(self, engine: StepEngine, params: list[Param]) -> None:
         """Update these parameters of one engine; all have finite gradients, and no update is pending."""
-        engine.pipeline.submit(self.work_of(params))
+        engine.pipeline.submit(self.work_of(params), optimizer=self)
 
-    def _take_groups(self) -> None:
+    def take_groups(self) -> None:
         """Find each parameter's group anew: trainers replace and rearrange `param_groups`."""
         for group in self.param_groups:
             for at_rest in group["params"]:

@@ -52,6 +52,10 @@ class DelayedUpdates:
         self._shadow.allocate(flats)
         self._gradients.allocate([flat for flat in flats if flat not in spilled])
 
+    def close(self) -> None:
+        """Forget the memory that slots do not have at present. Nothing may be pending."""
+        self._spare.clear()
+
     def _submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
         """The updates before have ended: `Pipeline.submit` has waited for them."""
         if self._pipeline.steps < self._warmup:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from infinity._torch_compat import NO_TASK, graph_task_id
 from infinity.aio import Ticket
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid
 from infinity.ops.finite import all_finite
@@ -38,6 +39,9 @@ class Holder(Protocol):
     """What early updates need of the optimizer that holds a parameter."""
 
     param_groups: list[dict[str, Any]]
+
+    def take_groups(self) -> None:
+        """A step begins: find each parameter's group anew."""
 
     def work_of(self, params: Sequence[Param]) -> list[Work]:
         """The work of the step that is being taken for these parameters; counts it in their step numbers."""
@@ -78,21 +82,31 @@ class EarlyUpdates:
         self._bytes_max = UNITS_AHEAD * max((unit.size_bytes for unit in units), default=0)
         self._flights: deque[_Flight] = deque()
         self._taken: set[Param] = set()  # updated since the last step
-        self._captured: dict[int, tuple[weakref.ref[Any], list[dict[str, Any]]]] = {}
+        self._captured: weakref.WeakKeyDictionary[Holder, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
         self._deferred = pipeline.submit_all
         self.accumulating = False
         self.fresh_bytes_peak = 0
         drain.take = self._take
+        drain.before_assign = self._check_assigned
         residency.on_idle = self._idle
         residency.on_backward_start = self._backward_start
         residency.on_backward_end = self._backward_end
         residency.on_reset = self._reset
         pipeline.submit_all = self._end_step
+        pipeline.before_step = self._check_whole
+
+    def close(self) -> None:
+        """Let go of gradients that updates have read. Nothing may be pending."""
+        self._ready.clear()
+        self._flights.clear()
 
     # -- gradients come ------------------------------------------------------------------------------------------------
 
     def _take(self, param: Param, grad: torch.Tensor) -> None:
-        if self._holder_of(param) is None or self.accumulating:
+        held = self._holder_of(param) is not None
+        if held and self.accumulating:
+            self._check_taken(param)
+        if not held or self.accumulating:
             self._drain.accumulate(param, grad)
             return
         slot = self._drain.slot(param)
@@ -129,10 +143,18 @@ class EarlyUpdates:
             "Run all micro-batches but the last inside `with inf.handle(model).no_sync():`, or use update='deferred'"
         )
 
+    def _check_assigned(self, param: Param) -> None:
+        if param in self._taken or param in self._ready.get(param.unit, ()):
+            raise RuntimeError(
+                f"a gradient was assigned to {param.name} after backward, and with update='backward' the update has taken the "
+                "one that backward made; use update='deferred'"
+            )
+
     # -- updates go ----------------------------------------------------------------------------------------------------
 
     def _idle(self, unit: Unit) -> None:
-        if self._ready.get(unit) and self._residency.gradients_complete(unit):
+        # Outside of backward (a state_dict after one that broke off) what waits here is not whole.
+        if self._ready.get(unit) and graph_task_id() != NO_TASK and self._residency.gradients_complete(unit):
             self._update(unit)
 
     def _backward_start(self) -> None:
@@ -146,11 +168,13 @@ class EarlyUpdates:
         self._ready.clear()
 
     def _update(self, unit: Unit) -> None:
-        ready = self._ready.pop(unit)
+        ready = self._ready[unit]
         self._check_finite(ready)
+        del self._ready[unit]
         if None in ready.values():
             self._drain.settle(unit)
         gradients = {param: grad for param, grad in ready.items() if grad is not None}
+        self._taken.update(ready)  # from here on a step that breaks off is half done
         work = {item.param: item for item in self._work(list(ready))}
         fresh = [grad for param, grad in gradients.items() if _slot_state(param) is SlotState.CONSUMED]
         in_place = self._residency.can_update_in_place(unit)
@@ -158,7 +182,6 @@ class EarlyUpdates:
         ticket = self._pipeline.start(unit, work, gradients, targets=targets)
         self._flights.append(_Flight(ticket, fresh, sum(grad.numel() * grad.element_size() for grad in fresh)))
         for param in ready:
-            self._taken.add(param)
             assert param.grad is not None
             if param.grad.state is SlotState.HELD:
                 param.grad.before_mutation = waits_for(ticket)
@@ -167,14 +190,16 @@ class EarlyUpdates:
         self._make_room()
 
     def _work(self, params: list[Param]) -> list[Work]:
-        by_holder: dict[int, tuple[Holder, list[Param]]] = {}
+        by_holder: dict[Holder, list[Param]] = {}
         for param in params:
             holder = self._holder_of(param)
             assert holder is not None
-            by_holder.setdefault(id(holder), (holder, []))[1].append(param)
+            by_holder.setdefault(holder, []).append(param)
         work: list[Work] = []
-        for key, (holder, held) in by_holder.items():
-            self._captured.setdefault(key, (weakref.ref(holder), _hyper(holder)))
+        for holder, held in by_holder.items():
+            if holder not in self._captured:
+                self._captured[holder] = _hyper(holder)
+                holder.take_groups()
             work.extend(holder.work_of(held))
         return work
 
@@ -204,21 +229,33 @@ class EarlyUpdates:
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
+    def _check_whole(self) -> None:
+        """Called before `opt.step()` touches anything. Raises when the backward before it broke off, or runs."""
+        if not self._residency.in_backward:
+            return
+        lost = next((param for ready in self._ready.values() for param in ready if param.at_rest.grad is not None), None)
+        self._reset()
+        self._pipeline.raise_fault()
+        if lost is not None:
+            raise RuntimeError(
+                f"opt.step() after a backward that broke off, and the gradient of {lost.name} with it: with update='backward' "
+                "gradients are not kept; call zero_grad() and run forward and backward again"
+            )
+
     def _end_step(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
         """Called by `opt.step()`; by_unit: what backward did not take (gradients that the loop assigned, say)."""
-        for reference, before in self._captured.values():
-            holder = reference()
-            if holder is not None and _hyper(holder) != before:
-                self._captured.clear()
-                self._pipeline.fail(
-                    StateInvalid(
-                        "lr, betas or another value of a parameter group changed between backward and opt.step(), and with "
-                        "update='backward' the update has been made with the old one; change them before backward"
-                    )
+        stepping: Any = self._pipeline.stepping
+        captured = self._captured.pop(stepping, None)
+        if captured is not None and captured != _hyper(stepping):
+            self._pipeline.fail(
+                StateInvalid(
+                    "lr, betas or another value of a parameter group changed between backward and opt.step(), and with "
+                    "update='backward' the update has been made with the old one; change them before backward"
                 )
-                self._pipeline.raise_fault()
-        self._captured.clear()
-        self._taken.clear()
+            )
+            self._pipeline.raise_fault()
+        # What other optimizers hold waits for their step: without one, its next gradient raises.
+        self._taken = {param for param in self._taken if self._holder_of(param) not in (None, stepping)}
         self._deferred(by_unit)
 
     def _reset(self) -> None:

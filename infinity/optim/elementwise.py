@@ -20,11 +20,12 @@ import numpy.typing as npt
 import torch
 
 from infinity.aio.plan import Format
-from infinity.errors import AioError, StateInvalid
+from infinity.errors import AioError
 from infinity.ops.rounding import rounding_key
 from infinity.optim.base import LogEntry, Optimizer, StepEngine
 from infinity.optim.probe import Traits, defaults_of, make_group, probe
 from infinity.optim.state import decode_values, encode_values, span_sections
+from infinity.optim.step import half_done
 from infinity.params.rest import FlatRest
 from infinity.params.stage import Span, Stage, spans_of
 from infinity.params.unit import Flat, Param
@@ -170,13 +171,12 @@ class Elementwise(Optimizer):
         try:
             self._run(engine, turns, numbers)
         except AioError as error:
-            fault = StateInvalid(
-                f"an optimizer update failed ({error}); the step is incomplete and the states cannot be trusted; close this "
-                "engine and start again from the last export"
-            )
-            fault.__cause__ = error
+            fault = half_done(error)
             engine.pipeline.fail(fault)
             raise fault from error
+        except BaseException as error:  # Ctrl-C, or the class's own error
+            engine.pipeline.fail(half_done(error))
+            raise
         for param, number in numbers.items():
             state = self.state[param.at_rest]
             state["step"] = state.get("step", 0) + 1

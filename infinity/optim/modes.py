@@ -61,6 +61,7 @@ class DelayedMode(UpdateMode):
         self._updates.allocate(flats, spilled)
 
     def close(self) -> None:
+        self._updates.close()
         self._shadow.close()
         self._gradients.close()
 
@@ -96,6 +97,9 @@ class EarlyMode(UpdateMode):
     @property
     def fresh_bytes_peak(self) -> int:
         return self._updates.fresh_bytes_peak
+
+    def close(self) -> None:
+        self._updates.close()
 
 
 def open_mode(

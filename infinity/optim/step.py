@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,6 +59,8 @@ class Pipeline:
         self.update_wait_s = 0.0
         self.steps = 0
         self.on_step: Callable[[int], object] = lambda _steps: None  # told the steps before each one
+        self.stepping: Any = None  # the optimizer whose step is being submitted
+        self.before_step: Callable[[], None] = lambda: None  # raises when no step can be taken now
         self.submit_all: Callable[[dict[Unit, dict[Param, Work]]], None] = self._submit_deferred
         # The first updates after a backward are those that the next forward wants first.
         residency.on_backward_start = lambda: self.read_ahead(Phase.TRAIN, given=False)
@@ -126,6 +129,7 @@ class Pipeline:
 
         Blocks until gradients that spill are written. Raises: AioError of a write that failed; no state was touched then.
         """
+        self.before_step()
         busy = next((param.unit for param in params if param.unit.refs), None)
         if busy is not None:
             raise RuntimeError(
@@ -134,8 +138,8 @@ class Pipeline:
             )
         self._residency.gradients.settle()
 
-    def submit(self, work: Sequence[Work]) -> None:
-        """Start the update of these parameters, and count a step. Their gradients' logs are in the hyper records already.
+    def submit(self, work: Sequence[Work], *, optimizer: Any) -> None:
+        """Start the update of these parameters, and count a step of `optimizer`. Their gradients' logs are in the hyper records.
         Does not block on I/O; waits for the previous step's updates if there is something to do.
 
         Raises: RuntimeError while a forward or backward is running; the sticky fault of an earlier step.
@@ -150,7 +154,15 @@ class Pipeline:
         else:
             self.raise_fault()
         self.on_step(self.steps)
-        self.submit_all(by_unit)
+        self.stepping = optimizer
+        try:
+            self.submit_all(by_unit)
+        except BaseException as error:
+            if by_unit:
+                self.fail(half_done(error))
+            raise
+        finally:
+            self.stepping = None
         self.steps += 1
         self._residency.prefetch_ahead()
         self._residency.clock.enter("idle")
@@ -242,6 +254,16 @@ def waits_for(ticket: Ticket) -> Callable[[], None]:
                 return  # sticky: Pipeline.raise_fault finds the failed ticket
 
     return wait
+
+
+def half_done(error: BaseException) -> StateInvalid:
+    """The sticky fault of a step that broke off when some parameters were updated, or may have been."""
+    fault = StateInvalid(
+        f"opt.step() broke off ({type(error).__name__}: {error}); some parameters are updated and others are not, so the states "
+        "cannot be trusted; close this engine and start again from the last export"
+    )
+    fault.__cause__ = error
+    return fault
 
 
 def refuse_nonfinite(bad: Sequence[Param], mode: str) -> bool:

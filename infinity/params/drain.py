@@ -33,6 +33,7 @@ class Drain:
         self._fresh_bytes = 0
         self.fresh_bytes_peak = 0  # the most that autograd's gradients took here at once
         self.take: Callable[[Param, torch.Tensor], None] = self.accumulate
+        self.before_assign: Callable[[Param], None] = lambda _param: None  # raises where it would come too late
 
     def slot(self, param: Param) -> GradSlot:
         """The gradient slot of a parameter; made when it is first wanted."""
@@ -57,6 +58,16 @@ class Drain:
             self._fresh_bytes += size_bytes
             self.fresh_bytes_peak = max(self.fresh_bytes_peak, self._fresh_bytes)
         fresh[param] = fresh[param] + grad if param in fresh else grad
+
+    def assign(self, param: Param, grad: torch.Tensor) -> None:
+        """Make `grad` [param.shape] the whole gradient. Raises: RuntimeError on several ranks, which must do so together."""
+        if self._comm.world > 1:
+            raise RuntimeError(
+                f"{param.name}.grad = tensor works on one rank only; inf.handle(model).set_full_grad(parameter, tensor) on all"
+            )
+        self.before_assign(param)
+        param.at_rest.grad = None
+        self.accumulate(param, grad)
 
     def unit_done(self, unit: Unit) -> None:
         """Several ranks: mean of the unit's gradients over the ranks, each rank keeping its shard."""

@@ -150,6 +150,11 @@ class GradSlot:
 
         grad: `shape`, or this rank's part as a 1-D tensor. Blocks until it has been copied.
         """
+        if self.state is SlotState.CONSUMED:
+            raise RuntimeError(
+                f"a new gradient of {self.name} while the one before, which was applied in backward, is still in p.grad: "
+                "call zero_grad() after opt.step(); with update='backward' gradients cannot add up over steps"
+            )
         source = grad.detach() if grad.requires_grad else grad
         self._will_mutate()
         target = self._shaped

@@ -18,7 +18,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -71,8 +70,7 @@ class UnitResidency:
         self.units = units
         self.schedule = Schedule()
         self.wait_s = self.update_wait_s = 0.0  # for units; for updates (told by the pipeline)
-        self.demands = 0
-        self.demand_reads = 0
+        self.demands = self.demand_reads = 0
         self._rest = rest
         self._executor = executor
         self.gradients = gradients
@@ -87,7 +85,7 @@ class UnitResidency:
         self._updates: dict[Unit, PendingUpdate] = {}
         self._uses: dict[Unit, int] = {}  # left by the last training forward
         self._uses_ended: dict[Unit, int] = {}  # in this backward
-        self._in_forward = self._in_backward = False
+        self._training = self.in_backward = False  # in_backward: also when one broke off and nothing has begun since
         self._current: Unit | None = None  # being demanded: nobody holds it yet, and it must not go
         self.shadow: Shadow | None = None  # update="delayed": the parameters that compute
         self._newest: set[Unit] = set()  # gathered from rest although the shadow computes
@@ -108,7 +106,7 @@ class UnitResidency:
         self.demands += 1
         self._current = unit
         self.schedule.demand(unit.index)
-        computes = self._in_forward or self._in_backward  # else it is `gather()`, which wants the newest values
+        computes = self.in_backward or self._training  # else `gather()` or evaluation, which want the newest values
         if computes == (unit in self._newest):
             self._refill(unit)
         ready = unit.gathered and unit not in self._fills
@@ -118,7 +116,7 @@ class UnitResidency:
         elif not ready and unit not in self._fills:  # an interrupt broke its fill off
             self._fill(unit, Priority.DEMAND, newest=not computes)
         self.prefetch_ahead()
-        if self._in_backward:
+        if self.in_backward:
             self.gradients.ahead([unit, *(self.units[index] for index in itertools.islice(self.schedule.upcoming(), 1))])
         if not ready:
             self._finish_fill(unit)
@@ -199,11 +197,8 @@ class UnitResidency:
 
     @staticmethod
     def _quiesce(tickets: list[Ticket]) -> KeyboardInterrupt | None:
-        """Wait until nothing is on its way into the buffers of these fills, whatever became of them: their memory is
-        about to be freed. Returns an interrupt that came meanwhile; whoever frees the memory raises it afterwards.
-
-        A fault is not lost here: an update's is sticky, and a read that nobody wanted is made anew when it is wanted.
-        """
+        """Wait until nothing is on its way into the buffers of these fills, whatever became of them. Returns an interrupt that
+        came meanwhile, to be raised once the memory is freed. Faults are not lost: updates' are sticky, reads are made anew."""
         interrupt = None
         for ticket in tickets:
             ticket.cancel()  # reads that no drive has begun are not made for nobody
@@ -237,7 +232,7 @@ class UnitResidency:
                 continue
             if not self._make_room(unit.size_bytes, self.schedule.distance(index)):
                 return
-            self._start_fill(unit, Priority.PREFETCH)
+            self._start_fill(unit, Priority.PREFETCH, newest=self.schedule.phase is Phase.EVAL and not self.in_backward)
 
     def _make_room(self, size_bytes: int, distance: int) -> bool:
         """Evict idle units, farthest next use first, until `size_bytes` more fit; only such as are needed later than
@@ -245,10 +240,8 @@ class UnitResidency:
         if self._keep:
             return True
         while self._held_bytes + size_bytes > self.gathered_bytes_max:
-            victims = [unit for unit in self._held if self._may_evict(unit)]
-            far = max(
-                victims, key=lambda unit: (self.schedule.distance(unit.index), unit.index), default=None
-            )
+            idle = filter(self._may_evict, self._held)
+            far = max(idle, key=lambda unit: (self.schedule.distance(unit.index), unit.index), default=None)
             if far is None or (distance is not NEVER and self.schedule.distance(far.index) <= distance):
                 return False
             self._forget(far)
@@ -265,34 +258,33 @@ class UnitResidency:
     def discard(self, unit: Unit) -> None:
         """The gathered values were overwritten and nobody uses them: read them again when they are wanted."""
         if unit in self._held:
-            self._settle(unit)
             self._forget(unit)
 
     # -- phases ----------------------------------------------------------------------------------------------------------
 
     def forward_start(self) -> None:
         """The outermost forward begins: a training forward when gradients are enabled."""
-        if not self._in_backward:
-            self._in_forward = True
+        if not self.in_backward:
+            self._training = torch.is_grad_enabled()
             trains = torch.is_grad_enabled()
             self.clock.enter("forward" if trains else "evaluation", quiet=trains and not self.updates_pending())
             self.schedule.start(Phase.TRAIN if trains else Phase.EVAL)
-            if torch.is_grad_enabled():
+            if trains:
                 self._uses.clear()
             if self._updates:
                 self._executor.hold_gates(True)
 
     def forward_end(self) -> None:
         """The outermost forward has returned or raised."""
-        if not self._in_backward:
-            self._in_forward = False
+        if not self.in_backward:
+            self._training = False
             self.schedule.end()
             self._executor.hold_gates(False)
             self.clock.enter("idle")
 
     def backward_start(self) -> None:
         """A backward begins."""
-        self._in_backward = True
+        self.in_backward = True
         self.clock.enter("backward")
         self._uses_ended.clear()
         self.schedule.start(Phase.BACKWARD)
@@ -300,7 +292,7 @@ class UnitResidency:
 
     def backward_end(self) -> None:
         """A backward has ended: gradients that no Use claimed are reduced."""
-        self._in_backward = False
+        self.in_backward = False
         self.schedule.end()
         self.gradients.backward_end()
         self.on_backward_end()
@@ -308,9 +300,9 @@ class UnitResidency:
 
     def reset(self) -> None:
         """Forget what an interrupted forward or backward left."""
-        if self._in_backward:
+        if self.in_backward:
             self.on_reset()
-        self._in_forward = self._in_backward = False
+        self._training = self.in_backward = False
         self.gradients.reset()
         self._executor.hold_gates(False)
         self.schedule.abandon()
@@ -318,22 +310,25 @@ class UnitResidency:
 
     def _marks(self) -> Marks:
         """What the clock divides into phases."""
-        waited_s = self.wait_s + self.update_wait_s
-        return Marks.of(self._executor.stats().drives, self._rest.params_read_bytes, waited_s)
+        return Marks.of(self._executor.stats().drives, self._rest.params_read_bytes, self.wait_s + self.update_wait_s)
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
     def slot(self, param: Param) -> GradSlot:
-        """The gradient slot of a parameter; made when it is first wanted."""
+        """See `Drain.slot`."""
         return self.gradients.slot(param)
 
     def drain(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]."""
         self.gradients.drain(param, grad)
 
+    def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
+        """Make `grad` [param.shape] the parameter's whole gradient."""
+        self.gradients.assign(param, grad)
+
     def use_left(self, unit: Unit) -> None:
         """A forward call that needed the unit has left a Use for backward."""
-        if not self._in_backward:
+        if not self.in_backward:
             self._uses[unit] = self._uses.get(unit, 0) + 1
 
     def unit_done(self, unit: Unit) -> None:
@@ -354,7 +349,7 @@ class UnitResidency:
         self._updates[unit] = update
         if unit not in self._held:
             return
-        self._settle(unit)
+        self._abandon(unit)
         gathered.invalidate(unit)
         update.opened = True
         if gate.open(self.targets(unit)):
@@ -382,7 +377,7 @@ class UnitResidency:
     def renew(self, unit: Unit) -> None:
         """The unit's values have changed: if it is gathered, start filling its buffers again."""
         if unit in self._held:
-            self._settle(unit)
+            self._abandon(unit)
             gathered.invalidate(unit)
             self._fill(unit, Priority.PREFETCH)
 
@@ -391,13 +386,19 @@ class UnitResidency:
         if unit in self._fills:
             self._finish_fill(unit)
 
+    def _abandon(self, unit: Unit) -> None:
+        """End a fill whose values nobody wants any more."""
+        interrupt = self._quiesce(self._fills.pop(unit, []))
+        if interrupt is not None:
+            raise interrupt
+
     def updates_ended(self) -> None:
         """Every update that was submitted has been waited for."""
         self._updates.clear()
 
     # -- single values ---------------------------------------------------------------------------------------------------
 
-    @contextmanager
+    @contextlib.contextmanager
     def borrowed(self, unit: Unit) -> Iterator[None]:
         """The unit is gathered inside, without a trace in the schedule."""
         self.on_demand()
@@ -417,8 +418,7 @@ class UnitResidency:
     def read(self, param: Param) -> torch.Tensor:
         """The current value [param.shape] as an ordinary CPU tensor; waits for pending updates of its unit."""
         with self.borrowed(param.unit), torch.no_grad():
-            start = param.offset
-            return param.flat.tensor[start : start + param.numel].view(param.shape).to("cpu", copy=True)
+            return param.flat.tensor[param.offset :][: param.numel].view(param.shape).to("cpu", copy=True)
 
     def write(self, param: Param, value: torch.Tensor) -> None:
         """Set the value, master included. value: [param.shape], any floating dtype (cast as copy_ does)."""
@@ -439,7 +439,7 @@ class UnitResidency:
                 self._forget(unit)
             else:
                 with torch.no_grad():
-                    param.flat.tensor[param.offset : param.offset + param.numel].copy_(flat_value)
+                    param.flat.tensor[param.offset :][: param.numel].copy_(flat_value)
                 gathered.mark_filled(unit)
 
     def close(self) -> None:

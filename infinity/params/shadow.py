@@ -56,7 +56,8 @@ class Shadow:
             start += self.shard_bytes(flat)
 
     def __contains__(self, flat: Flat) -> bool:
-        return flat in self._shards
+        """Whether computing takes the flat from here. What an optimizer took since the last step is not here yet, nor updated."""
+        return flat in self._tickets
 
     def refresh(self, unit: Unit) -> bool:
         """Start reading what rests of the unit now, before an update that is submitted later. Returns whether it had changed.
@@ -81,15 +82,14 @@ class Shadow:
         """
         with torch.no_grad():
             for flat in unit.flats:
-                if flat in self._shards:
+                if flat in self._tickets:
                     self._tickets[flat].wait_filled()
                     start = rank * flat.layout.shard_numel
                     flat.tensor[start : start + flat.layout.shard_numel].copy_(self._shards[flat])
 
     def write(self, flat: Flat, start: int, values: torch.Tensor) -> None:
         """Replace elements [start, start + len) of a shard, which rests so already. Blocks until a read has ended."""
-        if flat in self._tickets:
-            self._tickets[flat].wait()
+        self._tickets[flat].wait()
         with torch.no_grad():
             self._shards[flat][start : start + values.numel()].copy_(values)
 

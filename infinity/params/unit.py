@@ -94,6 +94,9 @@ class Residency(Protocol):
     def drain(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape] and make the stand-in the at-rest parameter's `.grad`."""
 
+    def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
+        """Make `grad` [param.shape] the at-rest parameter's whole gradient."""
+
     def use_left(self, unit: Unit) -> None:
         """A forward call that needed the unit has left a Use for backward."""
 

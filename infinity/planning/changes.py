@@ -44,7 +44,7 @@ def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool
             tried.append((f"update {update} ({note})", machine, dataclasses.replace(job, update=update)))
     if job.grads == "cpu" and machine.drives and not now.ram.fits:
         tried.append(("gradients spill (--grads nvme)", machine, dataclasses.replace(job, grads="nvme")))
-    if job.activations == "device" and job.checkpointing:
+    if machine.gpus and job.activations == "device" and job.checkpointing:
         tried.append(("activations on the CPU", machine, dataclasses.replace(job, activations="cpu")))
     if not now.gpu.fits and not job.checkpointing:
         tried.append(("gradient checkpointing", machine, dataclasses.replace(job, checkpointing=True)))
@@ -54,7 +54,8 @@ def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool
     for name, changed, other in tried:
         chosen = fewest_micro_batches(shape, changed, other) if choose_micro_batches else other
         if chosen.micro_batches != other.micro_batches:
-            name = name.partition(" (twice the micro")[0] + f", {chosen.micro_batches} micro-batches"
+            count = f"{chosen.micro_batches} micro-batch{'es' if chosen.micro_batches > 1 else ''}"
+            name = f"{name.partition(' (twice the micro')[0]}, {count}"
         found.append(Change(name, predict(shape, changed, chosen)))
     return sorted(found, key=lambda change: (not change.prediction.fits, -change.prediction.tokens_per_s))
 

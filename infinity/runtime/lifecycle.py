@@ -138,14 +138,19 @@ class Lifecycle:
         Blocks until they are gathered. Views kept past the end are undefined.
         """
         self._require_open("gather()")
-        if self._frames and not self._frames[-1].alive and graph_task_id() == NO_TASK:
-            self._reset()
+        self.recover()
         return open_windows(self, params)
 
     def reset(self) -> None:
         """Release everything that interrupted forwards and backwards left. Not to be called while one runs."""
         with self._lock:
             self._reset()
+
+    def recover(self) -> None:
+        """Release what a forward or backward that broke off has left; nothing if one runs."""
+        left = not self._frames[-1].alive if self._frames else self._backward.running
+        if left and graph_task_id() == NO_TASK:
+            self.reset()
 
     def detach(self) -> None:
         """Remove the hooks. The module keeps its at-rest parameters, which raise EngineClosed from now on."""
@@ -200,8 +205,7 @@ class Lifecycle:
 
     def take_gradient(self, param: Param, grad: torch.Tensor) -> None:
         """`parameter.grad = tensor`: the tensor becomes the whole gradient."""
-        param.at_rest.grad = None
-        self.residency.drain(param, grad.detach())
+        self.residency.assign_gradient(param, grad.detach())
 
     def set_requires_grad(self, param: Param, flag: bool) -> None:
         """Mirror `requires_grad` on the gathered parameter and its window."""

@@ -118,7 +118,7 @@ def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--tokens-per-step", "0"], "tokens=0"),
+        (["--tokens-per-step", "0"], "--tokens-per-step 0 must be at least 1"),
         (["--tokens-per-step", "1", "--gpus", "2"], "tokens=1"),
         (["--nvme-read", "0"], "--nvme-read 0"),
         (["--nvme-read", "fast"], "--nvme-read fast"),
@@ -126,7 +126,15 @@ def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
         (["--gpus", "-1"], "gpus=-1"),
         (["--drives", "0"], "no drive"),
         (["--seq", "999999"], "--seq 999999"),
-        (["--micro-batches", "0"], "micro_batches=0"),
+        (["--micro-batches", "0"], "--micro-batches 0 must be at least 1"),
+        (["--seq", "0"], "--seq 0 must be at least 1"),
+        (["--ram", "0"], "--ram 0: give a size above 0"),
+        (["--gpu-mem", "0GiB"], "--gpu-mem 0GiB"),
+        (["--flops", "nan"], "--flops nan"),
+        (["--tbw", "-1"], "--tbw -1"),
+        (["--pcie", "quick"], "--pcie quick: give GB/s as a number"),
+        (["--activations", "cpu", "--no-checkpointing"], "leave --no-checkpointing out"),
+        (["--activations", "cpu", "--gpus", "0"], "in CPU memory already"),
         (["--bench", "/nowhere.json"], "/nowhere.json"),
     ],
 )
@@ -165,6 +173,37 @@ def test_a_model_of_405_billion_parameters_takes_seconds(tmp_path: Path) -> None
     assert status == 0, shown
     assert "405.85 B parameters" in shown
     assert time.process_time() - start_s < 60  # about 8 s on one core of a quiet machine
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{ no JSON", "not a valid JSON file"),
+        ("{}", "model_type"),
+        ("[1, 2]", "model_type"),
+        ('{"model_type": "zork"}', "zork"),
+        ('{"model_type": "llama", "hidden_size": "many"}', "hidden_size"),
+        ('{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}', "hidden size (100)"),
+    ],
+)
+def test_a_broken_configuration_is_one_line_that_names_the_file(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    status, shown = plan(tmp_path, *MACHINE)
+    assert status == 2, shown
+    assert shown.startswith(f"error: {tmp_path / 'config.json'}: ")
+    assert message in shown
+
+
+def test_small_figures_are_shown_with_digits_that_say_something(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    status, shown = plan(write_config(tmp_path, config), *MACHINE)
+    assert status == 0, shown
+    assert "0.144 M parameters" in shown
+    assert "in 1 micro-batch of" in shown
+    assert "0.00 s" not in shown
 
 
 # -- what it is planned from -------------------------------------------------------------------------------------------

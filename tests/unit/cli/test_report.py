@@ -70,13 +70,17 @@ def test_the_table_shows_the_figures_and_texts_are_not_markup() -> None:
         peak_rss_loading_bytes=1 << 30,
         peak_rss_training_bytes=1 << 29,
         texts=("[red]before", "after [/b]"),
+        update="backward",
+        state_bytes=5100.0,
     )
     console = Console(file=io.StringIO(), width=100)
     show_summary(console, summary)
     shown = shown_on(console)
-    for wanted in ("2.5000 before, 2.2500 after", "14.0 B read, 12.0 B written", "η = 1.70", "[red]before", "after [/b]"):
+    for wanted in ("2.5000 before, 2.2500 after", "14.0 B read, 12.0 B written", "η = 1.70", "[red]before", "after [/b]",
+                   "limit of update backward", "states 5.0 KiB at rest"):  # fmt: skip
         assert wanted in shown
     assert summary.as_dict()["eta_floor"] == pytest.approx(1.7)
+    assert summary.as_dict()["eta_backward"] > 0
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:

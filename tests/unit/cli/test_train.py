@@ -122,13 +122,68 @@ def test_the_tier_does_not_change_a_bit_of_the_result(model_directory: Path, tex
 
 
 @pytest.mark.parametrize(
+    "chosen",
+    [
+        ["--state", "bf16", "--update", "delayed", "--delayed-warmup", "2"],
+        ["--state", "compact", "--update", "backward", "--clip", "0", "--accumulate", "2"],
+        ["--state", "bf16", "--resident", "params=0.5", "--resident", "optim=64KiB", "--accumulate", "2"],
+        ["--activations", "nvme", "--checkpointing", "--seq", "256", "--batch", "4"],
+    ],
+)
+def test_every_part_of_the_policy_can_be_chosen_and_no_place_changes_a_loss(
+    model_directory: Path, text: Path, tmp_path: Path, chosen: list[str]
+) -> None:
+    kept = [word for word in chosen if not word.startswith(("params=", "optim=")) and word != "--resident"]
+    if "--activations" in kept:
+        kept = kept[2:]
+    losses = []
+    for name, place in (("nvme", [*on_nvme(tmp_path / "swap"), *chosen]), ("cpu", kept)):
+        out = tmp_path / name
+        status, shown = train(model_directory, "--text", text, "--out", out, *SMALL, "--no-trace", "--no-save", *place)
+        assert status == 0, shown
+        losses.append([row["loss"] for row in records(out, "step")])
+    assert losses[0] == losses[1]
+    (summary,) = records(tmp_path / "nvme", "summary")
+    update = chosen[chosen.index("--update") + 1] if "--update" in chosen else "deferred"
+    assert summary["update"] == update
+    assert f"eta_{update}" in summary
+    assert (summary["engine"]["resident_bytes"] > 0) == ("--resident" in chosen)
+    assert (summary["engine"]["activations"]["calls"] > 0) == ("--activations" in chosen)
+    size = 12.0 if "--state" not in chosen else {"bf16": 8.0, "compact": 5.0625}[chosen[chosen.index("--state") + 1]]
+    assert summary["state_bytes"] == pytest.approx(size * summary["params"])
+
+
+def test_gradients_spill_past_the_memory_that_is_given(model_directory: Path, text: Path, tmp_path: Path) -> None:
+    place = on_nvme(tmp_path / "swap")
+    arguments: list[str | Path] = [model_directory, "--text", text, *SMALL, "--no-trace", "--no-save", "--accumulate", "2"]
+    status, shown = train(*arguments, "--out", tmp_path / "all", *place)
+    assert status == 0, shown
+    (whole,) = records(tmp_path / "all", "summary")
+    ram = whole["engine"]["ram_min_bytes"] - 1
+    status, shown = train(*arguments, "--out", tmp_path / "spilt", *place[:-1], str(ram), "--grads", "nvme")
+    assert status == 0, shown
+    (spilt,) = records(tmp_path / "spilt", "summary")
+    losses = [[row["loss"] for row in records(tmp_path / name, "step")] for name in ("all", "spilt")]
+    assert losses[0] == losses[1]
+    assert spilt["engine"]["ram_bytes"] <= ram
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (["--ram", "1KiB"], "smallest budget"),
         (["--seq", "5000"], "--seq"),
         (["--steps", "0"], "--steps"),
         (["--lr=-1"], "--lr"),
+        (["--seed=-1"], "--seed -1"),
         (["--params", "nvme"], "nvme"),
+        (["--update", "backward"], "give --clip 0"),
+        (["--delayed-warmup", "3"], "--update delayed only"),
+        (["--activations", "nvme", "--nvme", "."], "add --checkpointing"),
+        (["--activations", "cpu", "--checkpointing"], "in CPU memory already"),
+        (["--grads", "nvme"], "nvme=[directories]"),
+        (["--resident", "half"], "params=0.5"),
+        (["--resident", "optim=0.5"], "set optim='nvme'"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_fix(

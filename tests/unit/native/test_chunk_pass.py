@@ -76,11 +76,15 @@ class Chunk:
         origin = ffi.cast("uint8_t *", self.sections[section].ctypes.data)
         return int(lib.inf_section_fetch(self.pointer, section, origin, to, verify))
 
-    def update(self, segs: Array, hypers: Array, *, out: Array | None = None, verify: bool = True, given: int = 0) -> int:
+    def update(
+        self, segs: Array, hypers: Array, *, out: Array | None = None, verify: bool = True, given: int = 0, undo: bool = False
+    ) -> int:
+        """The pass; `undo`: with memory to keep resident sections in."""
+        room = np.zeros(int(lib.inf_undo_bytes(self.pointer)) + 1, np.uint8)
         addresses = [ffi.cast("uint8_t *", section.ctypes.data) for section in self.sections]
         addresses += [ffi.NULL] * (6 - len(addresses))
         return int(
-            lib.inf_chunk_update(
+            lib.inf_chunk_update_undo(
                 self.pointer,
                 ffi.new("uint8_t *[6]", addresses),
                 ffi.cast("inf_seg *", segs.ctypes.data),
@@ -91,6 +95,7 @@ class Chunk:
                 verify,
                 given,
                 ffi.cast("uint32_t *", self.scratch.ctypes.data),
+                ffi.cast("uint8_t *", room.ctypes.data) if undo else ffi.NULL,
             )
         )
 
@@ -228,15 +233,29 @@ def test_after_a_mismatch_the_run_can_be_read_again_and_the_update_redone() -> N
     assert chunk.verified()
 
 
-def test_a_mismatch_leaves_resident_sections_untouched() -> None:
+@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize("byte", range(0, 512, 37))
+def test_a_mismatch_leaves_resident_sections_and_the_target_untouched(byte: int, undo: bool) -> None:
     chunk = make_chunk(Format.SPLIT, 256, piece_numel=32, resident=frozenset({0, 3}))
     _, grad = random_states(Format.SPLIT, 256, seed=2)
     before = [section.copy() for section in chunk.sections]
-    chunk.sections[1].view(np.uint8)[-1] ^= 1
+    sums = chunk.sums.copy()
+    out = np.zeros_like(chunk.sections[0])
+    chunk.sections[1].view(np.uint8)[byte] ^= 1
     segs, hypers = make_segs([(0, 256)], [grad]), make_hypers(HYPER_PLAIN)
-    assert chunk.update(segs, hypers) == 1 * chunk.pieces + 7
+    assert chunk.update(segs, hypers, out=out, undo=undo) == 1 * chunk.pieces + byte // 64
     for section in (0, 3):
         assert chunk.sections[section].tobytes() == before[section].tobytes()
+    assert chunk.sums.tobytes() == sums.tobytes()
+    assert not out.any()
+    # As the executor goes on: the sections of the run are read again, and the pass is made anew.
+    for section in (1, 2):
+        chunk.sections[section][:] = before[section]
+    assert chunk.update(segs, hypers, out=out, undo=undo) == OK
+    torch_update(Format.SPLIT, before, grad, hypers[0])
+    assert_same_bits(chunk.sections, before)
+    assert out.tobytes() == before[0].tobytes()
+    assert chunk.verified()
 
 
 def test_resident_sections_are_not_verified() -> None:

@@ -73,6 +73,10 @@ class RamResidency:
         total = grad.clone() if have is None else have.as_subclass(torch.Tensor).add_(grad)
         param.at_rest.grad = total.as_subclass(DrainedGrad)
 
+    def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
+        param.at_rest.grad = None
+        self.drain(param, grad)
+
     def use_left(self, unit: Unit) -> None:
         """Counted by engines that update in backward only."""
 

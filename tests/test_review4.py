@@ -1,0 +1,272 @@
+"""Regressions found in review of the update modes: what broke off, came at an odd moment, or was kept too long."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity as inf
+from infinity.aio import Seam
+from infinity.engine import offload
+from infinity.errors import StateInvalid
+from tests import models
+from tests.reference import ReferenceAdamW
+
+BATCHES = models.token_batches(12)
+
+
+def loss_of(model: nn.Module, index: int = 0) -> torch.Tensor:
+    return models.loss_of(model, BATCHES[index])
+
+
+def make(tmp_path: Path, update: str, *, seam: Seam | None = None, **values: Any) -> nn.Module:
+    chosen = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min", update=update, **values)
+    return offload(models.make(models.llama), chosen, _seam=seam)
+
+
+def plain() -> tuple[nn.Module, ReferenceAdamW]:
+    model = models.make(models.llama)
+    params = list(model.parameters())
+    return model, ReferenceAdamW([{"params": params}], lr=1e-2, weight_decay=1e-2, order=iter(params))
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(model: nn.Module, reference: nn.Module) -> None:
+    state = model.state_dict()
+    assert [name for name, value in reference.named_parameters() if not torch.equal(value, state[name])] == []
+
+
+def break_off(model: nn.Module, parameter: torch.Tensor) -> None:
+    """A backward that ends with Ctrl-C at the gradient of `parameter`."""
+
+    def stop(_grad: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    handle = parameter.register_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(model).backward()
+    handle.remove()
+
+
+def test_a_step_right_after_a_half_taken_backward_is_not_silent(tmp_path: Path) -> None:
+    model = make(tmp_path, "backward")
+    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    break_off(model, model.get_input_embeddings().weight)  # type: ignore[operator]
+    with pytest.raises(StateInvalid, match="half done"):
+        optimizer.step()
+    with pytest.raises(StateInvalid):
+        inf.handle(model).close()
+
+
+def test_gradients_that_a_broken_backward_lost_are_not_left_out_silently(tmp_path: Path) -> None:
+    """All in one unit: none is updated when it breaks off, but gradients have come, and are gone."""
+    model = make(tmp_path, "backward", units=[""])
+    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    break_off(model, model.get_input_embeddings().weight)  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"gradient of .* with it: .*zero_grad\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    reference, reference_optimizer = plain()
+    for module in (model, reference):
+        loss_of(module).backward()
+    optimizer.step()
+    reference_optimizer.step()
+    assert_same(model, reference)
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_gradients_that_the_loop_assigns_are_stepped_with(update: str, tmp_path: Path) -> None:
+    model, (reference, reference_optimizer) = make(tmp_path, update), plain()
+    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            theirs.grad = torch.randn(theirs.shape).to(theirs.dtype)
+            ours.grad = theirs.grad.clone()
+        optimizer.step()
+        reference_optimizer.step()
+        optimizer.zero_grad()
+        reference_optimizer.zero_grad()
+    assert_same(model, reference)
+    inf.handle(model).close()
+
+
+def test_a_gradient_assigned_after_the_update_took_one_raises(tmp_path: Path) -> None:
+    model = make(tmp_path, "backward")
+    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model).backward()
+    weight = model.get_input_embeddings().weight  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"assigned to model\.embed_tokens\.weight after backward.*deferred"):
+        weight.grad = torch.ones(weight.shape, dtype=weight.dtype)
+    optimizer.step()
+    inf.handle(model).close()
+
+
+def test_an_optimizer_that_does_not_step_is_noticed_in_backward(tmp_path: Path) -> None:
+    """Backward has updated what it holds; it is the next gradient that tells that nobody wanted that."""
+    model = make(tmp_path, "backward")
+    params = list(model.parameters())
+    one, other = inf.AdamW(params[:5], lr=1e-2), inf.AdamW(params[5:], lr=1e-2)
+    for optimizers in ((one, other), (other, one), (one,)):
+        loss_of(model).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"second gradient of .* before opt\.step\(\)"):
+        loss_of(model).backward()
+    assert other.state[params[5]]["step"] == 3
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_micro_batches_after_the_last_one_raise(clear: bool, tmp_path: Path) -> None:
+    model = make(tmp_path, "backward")
+    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model).backward()
+    if clear:
+        model.zero_grad()  # and no step
+    else:
+        optimizer.step()  # and no zero_grad
+    match = r"second gradient .* before opt\.step\(\)" if clear else r"zero_grad\(\) after opt\.step"
+    with pytest.raises(RuntimeError, match=match), inf.handle(model).no_sync():
+        loss_of(model).backward()
+    inf.handle(model).close()
+
+
+def test_groups_that_a_trainer_replaced_count_in_backward(tmp_path: Path) -> None:
+    model, (reference, reference_optimizer) = make(tmp_path, "backward"), plain()
+    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        rate = 1e-2 / (step + 1)
+        optimizer.param_groups = [{**group, "lr": rate} for group in optimizer.param_groups]
+        reference_optimizer.param_groups[0]["lr"] = rate
+        for module in (model, reference):
+            loss_of(module, step).backward()
+        optimizer.step()
+        reference_optimizer.step()
+        optimizer.zero_grad()
+        reference_optimizer.zero_grad()
+    assert_same(model, reference)
+    inf.handle(model).close()
+
+
+def test_a_group_may_come_while_updates_are_delayed(tmp_path: Path) -> None:
+    """As if it had been there, without gradients: what it holds computes with what it is."""
+    results = []
+    for late in (True, False):
+        place = tmp_path / str(late)
+        place.mkdir()
+        model = make(place, "delayed", delayed_warmup=0)
+        named = dict(model.named_parameters())
+        last = [parameter for name, parameter in named.items() if "layers.2" in name]
+        rest = [parameter for name, parameter in named.items() if "layers.2" not in name]
+        optimizer = inf.AdamW(rest if late else [{"params": rest}, {"params": last}], lr=1e-2)
+        losses = []
+        for step in range(5):
+            if late and step == 2:
+                optimizer.add_param_group({"params": last})
+            losses.append(loss_of(model, step))
+            losses[-1].backward()
+            for parameter in last if step < 2 else []:
+                parameter.grad = None
+            optimizer.step()
+            model.zero_grad()
+        results.append(([loss.item() for loss in losses], values_of(model)))
+        inf.handle(model).close()
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(results[0][1][name], value) for name, value in results[1][1].items())
+
+
+def test_after_a_broken_backward_delayed_parameters_are_the_newest(tmp_path: Path) -> None:
+    model = make(tmp_path, "delayed", delayed_warmup=0)
+    optimizer = inf.AdamW(model.parameters(), lr=1e-1)
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = values_of(model)
+    for look in (values_of, gathered_values):
+        break_off(model, model.get_input_embeddings().weight)  # type: ignore[operator]
+        assert all(torch.equal(expected[name], value) for name, value in look(model).items())
+    inf.handle(model).close()
+
+
+def gathered_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    with inf.handle(model).gather(model.parameters()):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward", "delayed"])
+def test_an_interrupt_between_the_units_of_a_step_is_sticky(
+    update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(tmp_path, update, delayed_warmup=0)
+    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    pipeline = inf.handle(model).pipeline
+    start, count = pipeline.start, iter(range(100))
+
+    def interrupted(*args: Any, **values: Any) -> Any:
+        if next(count) == 2:
+            raise KeyboardInterrupt
+        return start(*args, **values)
+
+    monkeypatch.setattr(pipeline, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(model).backward()
+        optimizer.step()
+    with pytest.raises(StateInvalid):
+        optimizer.step()
+    with pytest.raises(StateInvalid):
+        inf.handle(model).close()
+
+
+def test_an_interrupt_in_an_elementwise_step_is_sticky(tmp_path: Path) -> None:
+    calls = iter(range(10_000))
+    stop_at = [-1]
+
+    class Adagrad(torch.optim.Adagrad):
+        def step(self, closure: Any = None) -> Any:
+            if next(calls) == stop_at[0]:
+                raise KeyboardInterrupt
+            return super().step(closure)
+
+    model = make(tmp_path, "deferred")
+    optimizer = inf.Elementwise(Adagrad, model.parameters(), lr=1e-2)
+    loss_of(model).backward()
+    stop_at[0] = next(calls) + 6
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    with pytest.raises(StateInvalid, match="broke off"):
+        optimizer.step()
+    with pytest.raises(StateInvalid):
+        inf.handle(model).close()
+
+
+def test_a_closed_engine_keeps_no_gradient_memory(tmp_path: Path) -> None:
+    """The handle lives as long as the model."""
+    for update in ("delayed", "backward"):
+        model = make(tmp_path, update, delayed_warmup=0)
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        inf.handle(model).close()
+        del optimizer
+        gc.collect()
+        numels = {parameter.numel() for parameter in model.parameters()}
+        held = [
+            each
+            for each in gc.get_objects()
+            if type(each) is torch.Tensor and each.dtype is torch.bfloat16 and each.dim() == 1
+            if each.numel() in numels and each.untyped_storage().nbytes()
+        ]
+        assert held == []
