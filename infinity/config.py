@@ -44,8 +44,8 @@ class Policy:
     zero: 3 (parameters, gradients and optimizer states are split over the ranks).
     update: "deferred": `opt.step()` returns at once and the update overlaps with the next forward. "backward": each unit is
         updated as soon as backward has its gradient; no clipping by norm, no GradScaler. "delayed": the update overlaps with
-        the whole next step, which computes with the parameters before it (ZeRO-Offload's delayed parameter update); so does
-        an evaluation, while `state_dict()`, `gather()` and exports give the updated ones.
+        the whole next step, which computes with the parameters before it (ZeRO-Offload's delayed parameter update); forwards
+        without gradients, `state_dict()`, `gather()` and exports wait for it and take the updated ones.
     delayed_warmup: steps that update="delayed" takes as "deferred" first.
     seed: of random rounding.
     compute_dtype: None: as the module is.
