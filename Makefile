@@ -45,8 +45,9 @@ demo: $(DEMO)
 	    --params nvme --optim nvme --nvme out/swap --ram min --out out/demo \
 	    --steps 16 --batch 2 --seq 64 --lr 1e-4 --warmup 3 --clip 1.0 --prompt "And God said"
 
+# Two at a time, whole files each, one thread of torch each: a file shares what it computed once (reference runs).
 test: lint types $(DEMO)
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -94,7 +94,7 @@ def test_classes_of_torch_give_the_bits_that_they_give_on_masters_in_memory(name
 
 
 @pytest.mark.parametrize("name", ["NAdam", "Adagrad"])
-@pytest.mark.parametrize("values", [{"factory": wide_llama}, {"dtype": torch.float16}, {"dtype": torch.float32}], ids=str)
+@pytest.mark.parametrize("values", [{"factory": wide_llama}, {"dtype": torch.float16}, {"dtype": torch.float32}], ids=["wide", "fp16", "fp32"])
 def test_so_they_do_in_slices_and_other_dtypes(name: str, values: dict[str, Any], tmp_path: Path) -> None:
     chosen = training(name, steps=3, **values)
     expected = harness.reference(chosen)
