@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,6 +115,17 @@ class Result:
     seen: list[Any]  # what `before` and `between` returned
     params: dict[str, torch.Tensor]
     stats: Any = None
+
+
+def in_a_process(module: str, *arguments: object, **environment: str) -> str:
+    """Standard output of `python -m module arguments`, which must succeed; for what must be alone in its process."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        env={**os.environ, **environment}, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 @contextlib.contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -169,17 +167,8 @@ def test_a_model_filled_from_the_meta_device_trains_as_one_that_was_in_memory(
 
 
 def test_without_native_code_the_bits_are_the_same(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_bitwise", str(tmp_path)],
-        env={**os.environ, "INFINITY_NO_NATIVE": "1"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["python", "python"]
+    output = harness.in_a_process("tests.test_bitwise", str(tmp_path), INFINITY_NO_NATIVE="1")
+    assert output.split() == ["python", "python"]
 
 
 def test_the_loop_stays_near_torch_adamw_on_fp32_masters() -> None:

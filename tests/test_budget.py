@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import infinity as inf
 from infinity.aio.plan import Format
 from infinity.errors import BudgetError, DeviceFailedError
 from infinity.params.unit import Unit
-from tests import models
+from tests import harness, models
 from tests.test_memory import fill, peak_rss_bytes
 from tests.unit.params.test_rest import fetched, make_flat, make_rest
 
@@ -62,16 +61,8 @@ def train(directory: str, layers: int, hidden: int, ram: int | str, grads: str) 
 
 def measured(directory: Path, ram: int | str, grads: str = "cpu") -> dict[str, Any]:
     """`train` in a process of its own, with its peak and what the interpreter and torch took before."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_budget", str(directory), str(ram), grads],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[1],
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    output = harness.in_a_process("tests.test_budget", str(directory), str(ram), grads)
+    found: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return found
 
 

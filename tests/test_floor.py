@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -26,7 +25,7 @@ import infinity as inf
 from infinity.aio.plan import ALIGNMENT_BYTES
 from infinity.limits import AtRest, traffic, turning_bytes_max
 from infinity.sizes import round_up
-from tests import models
+from tests import harness, models
 
 KERNEL_SLACK_BYTES = 1 << 20
 """What the interpreter itself reads meanwhile (a module that is imported late, a page of a library)."""
@@ -36,8 +35,6 @@ MICRO_BATCHES = (1, 2, 8)
 STATES = ("exact", "bf16", "compact")
 UPDATES = ("deferred", "backward", "delayed")
 
-# (state, update) -> why it cannot be measured yet. Empty when all work; the reason is the engine's own error.
-NOT_YET: dict[tuple[str, str], str] = {}
 
 
 def kernel_bytes() -> tuple[int, int]:
@@ -123,15 +120,9 @@ def run(directory: str, state: str, update: str, resident: str) -> None:
 @functools.lru_cache(maxsize=64)
 def measured(state: str, update: str, resident: str = "null") -> list[dict[str, Any]]:
     """The records of one policy, by position in `MICRO_BATCHES`."""
-    if (state, update) in NOT_YET:
-        pytest.xfail(NOT_YET[(state, update)])
     with tempfile.TemporaryDirectory() as directory:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.test_floor", directory, state, update, resident],
-            capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1], timeout=300,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+        output = harness.in_a_process("tests.test_floor", directory, state, update, resident)
+    found: list[dict[str, Any]] = json.loads(output.strip().splitlines()[-1])
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,16 +20,8 @@ LAYERS = 6
 
 def measure(directory: Path, layers: int) -> dict[str, float]:
     """Train a Llama of `layers` layers, made on the meta device, in a process of its own; its peak and its plan."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_memory", str(directory), str(layers)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[1],
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    output = harness.in_a_process("tests.test_memory", str(directory), str(layers))
+    found: dict[str, float] = json.loads(output.strip().splitlines()[-1])
     return found
 
 

@@ -7,8 +7,6 @@ import copy
 import dataclasses
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -229,17 +227,8 @@ def test_units_cut_otherwise_round_alike(state: str, tmp_path: Path) -> None:
 
 
 def test_without_native_code_states_that_round_have_the_same_bits(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_optimizers", str(tmp_path)],
-        env={**os.environ, "INFINITY_NO_NATIVE": "1"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    theirs = done.stdout.split()
+    output = harness.in_a_process("tests.test_optimizers", str(tmp_path), INFINITY_NO_NATIVE="1")
+    theirs = output.split()
     assert theirs[0] == "python"
     assert theirs[1:] == [fingerprint(harness.offloaded(*each)) for each in python_runs(tmp_path)]
 

@@ -7,6 +7,7 @@ parameter); the update itself is the pipeline's. `Elementwise` replaces the last
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -48,7 +49,7 @@ class StepEngine(Protocol):
         """Raise after close, and what a background update met."""
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(torch.optim.Optimizer, abc.ABC):
     """Base of the optimizers over states at rest; build one of them, not this.
 
     params: `model.parameters()` of models given to `inf.offload`, or parameter groups of them. `defaults`: what groups do not
@@ -81,23 +82,23 @@ class Optimizer(torch.optim.Optimizer):
 
     # -- what a subclass says ----------------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """What the group's parameters keep for each element besides the master, in the order of their sections."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a hyper-parameter out of range."""
-        raise NotImplementedError
 
     def check_engine(self, engine: StepEngine) -> None:
         """Raise ValueError if this optimizer cannot work under the engine's policy."""
 
+    @abc.abstractmethod
     def hyper(self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]) -> npt.NDArray[Any]:
         """The HYPER record of one update. state: the parameter's, its `step` counting the update that is about to happen.
 
         log: what the loop did to the gradient since it was drained.
         """
-        raise NotImplementedError
 
     @property
     def title(self) -> str:

@@ -157,9 +157,9 @@ class Elementwise(Optimizer):
 
     # -- the step ----------------------------------------------------------------------------------------------------------
 
-    def hyper(self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]) -> npt.NDArray[Any]:
-        """There is none: no kernel runs."""
-        raise NotImplementedError(f"{self.title} has no kernel")
+    def hyper(self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]) -> npt.NDArray[Any]:  # noqa: ARG002
+        """Never asked for: no kernel runs, and the update modes that would ask refuse this class."""
+        raise AssertionError(f"{self.title} has no kernel, and {param.name} was given to one")
 
     def _update(self, engine: StepEngine, params: list[Param]) -> None:
         numbers = {param: self._numbers(param) for param in params}
