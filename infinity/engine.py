@@ -25,7 +25,7 @@ from infinity.comm.collectives import Comm
 from infinity.config import Policy
 from infinity.errors import EngineClosed
 from infinity.holding import Holding
-from infinity.memory.heap import keep_large_blocks_apart
+from infinity.memory.heap import Heap
 from infinity.memory.ledger import memory_left_bytes
 from infinity.optim.modes import open_mode
 from infinity.optim.state import OptimizerState, States
@@ -137,8 +137,6 @@ class Handle:
         undo: contextlib.ExitStack,
     ) -> None:
         policy = self.policy
-        if device.type == "cpu":
-            keep_large_blocks_apart()  # gathered units come and go on the heap
         self._comm = Comm(reduce_dtype=policy.reduce_dtype)
         self.rank = self._comm.rank
         specs = find_units(
@@ -173,6 +171,8 @@ class Handle:
             timeline=self.timeline,
         )
         self.residency.on_demand = self._on_demand
+        self._heap = Heap.for_units((unit.size_bytes for unit in self.units), device.type)
+        self.residency.on_evict = self._heap.freed
         self._build_step(undo)
         self._lifecycle: Lifecycle = attach(
             model,
@@ -219,9 +219,14 @@ class Handle:
         )
         self._holding.mode = self._mode
         undo.callback(self._mode.close)
-        self.pipeline.on_step = self._storage.step_begins
+        self.pipeline.on_step = self._step_begins
         self.pipeline.plan(self._flats)
         self.states = States(self._rest, self.residency, self._comm, wait=self.flush)
+
+    def _step_begins(self, steps: int) -> None:
+        """Forwards and backwards of a step are done, and its update begins. `steps`: those before it."""
+        self._heap.restart()
+        self._storage.step_begins(steps)
 
     def hold(self, optimizer: Any, params: list[Param]) -> None:
         """Give parameters the states that `optimizer.moments_of` names (called by optimizers); see `infinity.holding`."""
@@ -315,6 +320,7 @@ class Handle:
             bandwidths=self.policy.io_settings.bandwidths,
             activations=self._storage.activation_figures(),
             fresh_grad_bytes_peak=max(self._drain.fresh_bytes_peak, self._mode.fresh_bytes_peak),
+            heap_spare_bytes=self._heap.spare_bytes,
         )
 
     def trace(self, path: str | os.PathLike[str]) -> int:

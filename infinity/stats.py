@@ -128,7 +128,8 @@ class Stats:
     others waited for updates; ram_bytes: what the engine holds in RAM by plan (pools, gradients, resident states,
     checksums, scratch), ram_min_bytes the least that works; nvme_bytes: states that rest on NVMe; spilled_bytes: gradients
     that do, by way of staging_bytes of windows in RAM; gathered_bytes_peak: the most that was gathered at once,
-    fresh_grad_bytes_peak: of gradients between autograd and where they wait (both device memory, not in ram_bytes); demands:
+    fresh_grad_bytes_peak: of gradients between autograd and where they wait, heap_spare_bytes: of freed memory kept for
+    reuse at most, where the CPU computes (all three device memory, not in ram_bytes); demands:
     times a unit was wanted, of which demand_reads were not read ahead; deviations: demands that the traced order did not
     foresee; params_read_bytes: of bytes_read, parameters for a forward or a backward alone; registered: whether
     io_uring has the pools' pages registered, else registered_reason says why not; kept_chunks: chunks whose write failed,
@@ -157,6 +158,7 @@ class Stats:
     nvme_bytes: int
     gathered_bytes_peak: int
     fresh_grad_bytes_peak: int
+    heap_spare_bytes: int
     demands: int
     demand_reads: int
     deviations: int
@@ -218,6 +220,7 @@ class Stats:
         bandwidths: Mapping[str, tuple[float, float]] | None = None,
         activations: ActivationFigures | None = None,
         fresh_grad_bytes_peak: int = 0,
+        heap_spare_bytes: int = 0,
     ) -> Stats:
         """Put together what the parts counted. `endurance` has observed `executor`; without it nothing is forecast.
 
@@ -244,6 +247,7 @@ class Stats:
             nvme_bytes=placement.nvme_bytes,
             gathered_bytes_peak=residency.gathered_bytes_peak,
             fresh_grad_bytes_peak=fresh_grad_bytes_peak,
+            heap_spare_bytes=heap_spare_bytes,
             demands=residency.demands,
             demand_reads=residency.demand_reads,
             deviations=residency.schedule.deviations,

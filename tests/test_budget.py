@@ -55,7 +55,7 @@ def train(directory: str, layers: int, hidden: int, ram: int | str, grads: str) 
         "spilled": stats.spilled_bytes,
         "nvme": stats.nvme_bytes,
         "read": stats.bytes_read,
-        "device": stats.gathered_bytes_peak + stats.fresh_grad_bytes_peak,
+        "device": stats.gathered_bytes_peak + stats.fresh_grad_bytes_peak + stats.heap_spare_bytes,
     }
 
 

@@ -90,11 +90,9 @@ class UnitResidency:
         self.shadow: Shadow | None = None  # update="delayed": the parameters that compute
         self._newest: set[Unit] = set()  # gathered from rest although the shadow computes
         self.on_demand: Callable[[], None] = lambda: None  # raises sticky faults, and after close
-        # update="backward": told when nothing uses a unit any more, when a backward has ended, and when one broke off
+        # Of update="backward": told when nothing uses a unit any more, when a backward ended, and when one broke off.
         self.on_idle: Callable[[Unit], None] = lambda _unit: None
-        self.on_backward_start: Callable[[], None] = lambda: None
-        self.on_backward_end: Callable[[], None] = lambda: None
-        self.on_reset: Callable[[], None] = lambda: None
+        self.on_backward_start = self.on_backward_end = self.on_reset = self.on_evict = self.on_demand
         self.updates_pending: Callable[[], bool] = lambda: False
         self.clock = PhaseClock(timeline, self._marks)
 
@@ -216,6 +214,7 @@ class UnitResidency:
         self._newest.discard(unit)
         self._held_bytes -= unit.size_bytes
         gathered.evict(unit)
+        self.on_evict()
         if interrupt is not None:
             raise interrupt
 
@@ -265,8 +264,7 @@ class UnitResidency:
     def forward_start(self) -> None:
         """The outermost forward begins: a training forward when gradients are enabled."""
         if not self.in_backward:
-            self._training = torch.is_grad_enabled()
-            trains = torch.is_grad_enabled()
+            self._training = trains = torch.is_grad_enabled()
             self.clock.enter("forward" if trains else "evaluation", quiet=trains and not self.updates_pending())
             self.schedule.start(Phase.TRAIN if trains else Phase.EVAL)
             if trains:

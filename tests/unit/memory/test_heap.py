@@ -1,60 +1,126 @@
-"""Large blocks go back to the system when they are freed, however many were freed before."""
+"""What freed blocks leave on the heap is reused, and given back when it is too much, however many were freed before."""
 
 from __future__ import annotations
 
-import subprocess
+import ctypes
 import sys
 from pathlib import Path
 
 import pytest
 
-from infinity.memory.heap import keep_large_blocks_apart
+from infinity.memory.heap import SPARE_BYTES_MAX, SPARE_UNITS, Heap
+from tests import harness
 
-CODE = """
-import ctypes, sys
-from infinity.memory.heap import keep_large_blocks_apart
-if sys.argv[1] == "apart":
-    assert keep_large_blocks_apart()
-library = ctypes.CDLL(None)
-library.malloc.restype = ctypes.c_void_p
-library.malloc.argtypes = [ctypes.c_size_t]
-library.free.argtypes = [ctypes.c_void_p]
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * 4096
-def block(size):
-    address = library.malloc(size)
-    ctypes.memset(address, 1, size)
-    return address
-library.free(block(8 << 20))  # from here on glibc would take 8 MiB blocks from the heap
-before = resident()
-large, small = [], []
-for _ in range(8):
-    large.append(block(8 << 20))
-    small.append(block(100_000))  # outlives its neighbour and keeps the heap from shrinking
-for address in large:
-    library.free(address)
-print((resident() - before) >> 20)
-"""
+MIB = 1 << 20
 
 
-def left_mib(mode: str) -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, mode],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[3],
-    )
-    return int(done.stdout)
+class Blocks:
+    """Blocks of the C heap, written to."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None)
+        self._library.malloc.restype = ctypes.c_void_p
+        self._library.malloc.argtypes = [ctypes.c_size_t]
+        self._library.free.argtypes = [ctypes.c_void_p]
+
+    def take(self, size_bytes: int) -> int:
+        address: int = self._library.malloc(size_bytes)
+        ctypes.memset(address, 1, size_bytes)
+        return address
+
+    def free(self, address: int) -> None:
+        self._library.free(address)
 
 
-def test_freed_blocks_leave_no_holes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    assert left_mib("apart") <= 2
-    assert left_mib("as it is") > 30  # what this is for
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "4194304")
-    assert not keep_large_blocks_apart()
+def faults() -> int:
+    return int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[7])
+
+
+def holes(mode: str) -> None:
+    """Large blocks among small ones that outlive them. Prints the MiB by which the process has grown when the large ones are
+    freed, and after a restart of what watches."""
+    blocks = Blocks()
+    blocks.free(blocks.take(8 * MIB))  # from here on glibc takes 8 MiB from the heap
+    heap = Heap(int(mode) * MIB)
+    before = resident()
+    large = []
+    for _ in range(16):
+        large.append(blocks.take(8 * MIB))
+        blocks.take(100_000)
+    for address in large:
+        blocks.free(address)
+        heap.freed()
+    print((resident() - before) // MIB)
+    heap.restart()
+    print((resident() - before) // MIB)
+
+
+def reuse(mode: str) -> None:
+    """The same few blocks again and again. Prints page faults a round."""
+    blocks = Blocks()
+    blocks.free(blocks.take(8 * MIB))
+    heap = Heap(int(mode) * MIB)
+    first = 0
+    for number in range(20):
+        if number == 10:
+            first = faults()
+        address = blocks.take(8 * MIB)
+        blocks.take(64)
+        blocks.free(address)
+        heap.freed()
+    print((faults() - first) // 10)
+
+
+@pytest.fixture(autouse=True)
+def as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def said(kind: str, mode: str) -> list[int]:
+    return list(map(int, harness.in_a_process("tests.unit.memory.test_heap", kind, mode).split()))
+
+
+def test_holes_are_given_back_when_they_are_too_much() -> None:
+    grown, after = said("holes", "16")
+    assert grown < 16 + 4
+    assert after < 4
+
+
+def test_without_a_watch_holes_stay() -> None:
+    assert min(said("holes", "0")) > 100  # what this is for
+
+
+def test_a_restart_gives_everything_back() -> None:
+    grown, after = said("holes", "1000")
+    assert grown > 100
+    assert after < 4
+
+
+def test_what_is_within_the_allowance_is_used_again() -> None:
+    assert said("reuse", "16")[0] < 100  # of the 2048 pages of a block
+    assert said("reuse", "1")[0] > 1000
+
+
+@pytest.mark.parametrize(("name", "value"), [("MALLOC_MMAP_THRESHOLD_", "4194304"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")])
+def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    heap = Heap(MIB)
+    assert heap.spare_bytes == 0
+    heap.freed()
+    heap.restart()
+
+
+def test_the_allowance_follows_the_units_up_to_a_limit() -> None:
+    assert Heap.for_units([MIB, 3 * MIB], "cpu").spare_bytes == SPARE_UNITS * 3 * MIB
+    assert Heap.for_units([1 << 40], "cpu").spare_bytes == SPARE_BYTES_MAX
+    assert Heap.for_units([MIB], "cuda").spare_bytes == 0  # not on the heap
+    assert Heap.for_units([], "cpu").spare_bytes == 0
+
+
+if __name__ == "__main__":
+    {"holes": holes, "reuse": reuse}[sys.argv[1]](sys.argv[2])
