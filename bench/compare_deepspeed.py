@@ -16,6 +16,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -129,6 +130,12 @@ def run_arm(arm: str, workload: r1.Workload, directory: Path) -> dict[str, Any]:
         return {**record, "arm": arm, "micro_batches": workload.micro_batches}
 
 
+def steady(record: dict[str, Any]) -> float:
+    """Seconds per step while training goes on: of the measured steps but the first, before which nothing was pending, so that
+    each bears the update of the one before it. `s_per_step` of a record counts the last update too, beside which nothing runs."""
+    return statistics.fmean(record["step_s"][1:])
+
+
 def summarise(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
     """Medians per arm, η where the limits are known, the ratios of each round to the first arm, and how far the losses are
     apart from its own."""
@@ -139,7 +146,8 @@ def summarise(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[st
     for arm, mine in by_arm.items():
         if mine:
             summary["arms"][arm] = {
-                "s_per_step": vars(harness.Summary.of([r["s_per_step"] for r in mine])),
+                "s_per_step": vars(harness.Summary.of([steady(r) for r in mine])),
+                "s_per_step_flushed": vars(harness.Summary.of([r["s_per_step"] for r in mine])),
                 "read_bytes_per_param": harness.Summary.of([r["read_bytes_per_param"] for r in mine]).median,
                 "write_bytes_per_param": harness.Summary.of([r["write_bytes_per_param"] for r in mine]).median,
                 "peak_rss_bytes": max(r["peak_rss_bytes"] for r in mine),
@@ -154,7 +162,7 @@ def summarise(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[st
         if pairs:
             losses = zip(pairs[0][0]["losses"], pairs[0][1]["losses"], strict=True)
             summary["ratios"][arm] = {
-                **vars(harness.Summary.of([b["s_per_step"] / a["s_per_step"] for a, b in pairs])),
+                **vars(harness.Summary.of([steady(b) / steady(a) for a, b in pairs])),
                 "loss_difference": max(abs(a - b) for a, b in losses),
             }
     return summary
@@ -170,7 +178,7 @@ def eta(mine: Sequence[dict[str, Any]], bounds: Sequence[dict[str, Any]]) -> dic
                           ("states", "grads", "activations", "beside_states")))  # fmt: skip
         compute = Compute.of(bound["forward_s"], bound["backward_s"], record["micro_batches"])
         drives = Drives(bound["read_bytes_per_s"], bound["write_bytes_per_s"])
-        floor, schedule = limits(traffic, compute, drives, record["update"]).eta(record["s_per_step"])
+        floor, schedule = limits(traffic, compute, drives, record["update"]).eta(steady(record))
         found["any schedule"].append(floor)
         found["its schedule"].append(schedule)
     return {name: vars(harness.Summary.of(values)) for name, values in found.items() if values}
@@ -178,11 +186,12 @@ def eta(mine: Sequence[dict[str, Any]], bounds: Sequence[dict[str, Any]]) -> dic
 
 def show(workload: r1.Workload, summary: dict[str, Any]) -> None:
     """Print the summary for people."""
-    columns = ["arm", "s/step (min–max)", "read B/param", "write B/param", "peak RSS GB", "in steps GB", "on NVMe", "last loss"]
+    columns = ["arm", "s/step (min–max)", "with flush", "read B/param", "write B/param", "peak RSS GB", "in steps GB", "on NVMe", "last loss"]
     rows = [
         [
             arm,
             harness.Summary(**values["s_per_step"]).text(),
+            f"{values['s_per_step_flushed']['median']:.2f}",
             f"{values['read_bytes_per_param']:.2f}",
             f"{values['write_bytes_per_param']:.2f}",
             f"{values['peak_rss_bytes'] / 1e9:.2f}",
@@ -214,7 +223,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dir", type=Path, required=True, help="swap directory, on the drive to measure")
+    parser.add_argument("--dir", type=Path, help="swap directory, on the drive to measure")
+    parser.add_argument("--show", metavar="RUN", help="measure nothing; show a run that is in the results file, by its time")
     parser.add_argument("--rounds", type=int, default=3, help="alternating rounds (%(default)s)")
     parser.add_argument("--arms", nargs="+", default=ARMS, metavar="ARM", help="what is compared (infinity deepspeed)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -225,8 +235,12 @@ def parse() -> argparse.Namespace:
     )
     r1.add_arguments(parser)
     args = parser.parse_args()
+    if args.dir is None and not args.show:
+        parser.error("--dir: give the swap directory")
     if args.rounds < 1:
         parser.error("--rounds: give at least 1")
+    if args.steps < 2:
+        parser.error("--steps: give at least 2; the first is not like the others")
     for arm in args.arms:
         try:
             parse_arm(arm)
@@ -235,8 +249,22 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def show_recorded(run: str, results: Path) -> None:
+    """Print the summary of a run of the results file. Raises ValueError when it is not there."""
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    records = [record for record in lines if record["run"] == run]
+    if not records:
+        raise ValueError(f"--show {run}: {results} has the runs {', '.join(sorted({line['run'] for line in lines}))}")
+    described = dict(records[0]["workload"])
+    described.pop("parameters")
+    show(r1.Workload(**described), summarise(records, tuple(dict.fromkeys(record["arm"] for record in records))))
+
+
 def main() -> int:
     args = parse()
+    if args.show:
+        show_recorded(args.show, args.results)
+        return 0
     workload = r1.from_arguments(args)
     arms = tuple(dict.fromkeys(args.arms))
     harness.check_directory(args.dir, SWAP_BYTES_PER_PARAM * workload.parameters + SPARE_BYTES)
