@@ -69,14 +69,15 @@ def train(directory: str, layers: int) -> None:
         "pool": stats.pool_bytes,
         "gathered": stats.gathered_bytes_peak,
         "nvme": stats.nvme_bytes,
+        "spare": stats.heap_spare_bytes,
         "finite": all(loss == loss for loss in losses),
     }
     inf.handle(model).close()
     print(json.dumps(record))
 
 
-def test_peak_memory_grows_by_the_gradients_only_when_layers_double(tmp_path: Path) -> None:
-    few, many = measure(tmp_path, LAYERS), measure(tmp_path, 2 * LAYERS)
+def test_peak_memory_grows_by_the_gradients_only_with_five_times_the_layers(tmp_path: Path) -> None:
+    few, many = measure(tmp_path, LAYERS), measure(tmp_path, 5 * LAYERS)
     assert few["finite"]
     assert many["finite"]
     states = many["nvme"] - few["nvme"]
@@ -88,8 +89,10 @@ def test_peak_memory_grows_by_the_gradients_only_when_layers_double(tmp_path: Pa
     assert many["pool"] == few["pool"]
     assert many["gathered"] == few["gathered"]
     assert many["ram"] - few["ram"] < grads + 1 * MIB  # and checksums
-    slack = 12 * MIB  # activations at the checkpoints, Python objects, the allocator's leftovers
-    assert slack < states / 4
+    assert many["spare"] == few["spare"]
+    # activations at the checkpoints, Python objects, the allocator's leftovers; and how full the heap's allowance happens to be
+    slack = 12 * MIB + few["spare"]
+    assert slack < states / 8
     assert grown < grads + slack, (
         f"grew by {grown / MIB:.1f} MiB, of which {grads / MIB:.1f} MiB are gradients"
     )
