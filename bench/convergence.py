@@ -111,6 +111,7 @@ def run(setting: Setting, state: str, seed: int) -> dict[str, Any]:
     optimizer = inf.AdamW(model.parameters(), lr=setting.lr, weight_decay=setting.weight_decay)
     before = held_out_loss(model, held_out)
     losses, curve = [], [(0, before)]
+    every = max(setting.steps // 10, 50)
     began = time.perf_counter()
     for step in range(setting.steps):
         done = (step - setting.warmup) / max(setting.steps - setting.warmup, 1)
@@ -124,7 +125,7 @@ def run(setting: Setting, state: str, seed: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-        if (step + 1) % max(setting.steps // 10, 1) == 0:
+        if (step + 1) % every == 0 or step + 1 == setting.steps:
             curve.append((step + 1, held_out_loss(model, held_out)))
             mean = statistics.fmean(losses[-20:])
             harness.note(f"{setting.name} {state} seed {seed}: step {step + 1}/{setting.steps}, loss {mean:.4f}, "
@@ -147,17 +148,21 @@ def known(path: Path, setting: Setting) -> dict[tuple[str, int], dict[str, Any]]
 
 
 def show(setting: Setting, runs: dict[tuple[str, int], dict[str, Any]], formats: Sequence[str], seeds: Sequence[int]) -> None:
-    """Print final held-out losses, and whether each format lies within the spread of exact."""
+    """Print final held-out losses, and whether each format's mean lies within the range of exact between seeds, and no seed is
+    farther from exact's own than that range is wide."""
     rows = []
+    exact = [runs["exact", seed]["final"] for seed in seeds if ("exact", seed) in runs]
     for state in formats:
         finals = [runs[state, seed]["final"] for seed in seeds]
         pairs = [runs[state, seed]["final"] - runs["exact", seed]["final"] for seed in seeds if ("exact", seed) in runs]
         spread = f"{statistics.stdev(finals):.4f}" if len(finals) > 1 else ""
         difference = f"{statistics.fmean(pairs):+.4f}" if pairs else ""
+        within = bool(pairs) and min(exact) <= statistics.fmean(finals) <= max(exact) and max(map(abs, pairs)) <= max(exact) - min(exact)
         rows.append([state, f"{statistics.fmean(finals):.4f}", spread, f"{min(finals):.4f}–{max(finals):.4f}", difference,
+                     "yes" if within else "no",
                      " ".join(f"{value:.4f}" for value in finals)])  # fmt: skip
     title = f"{setting.name}: held-out loss after {setting.steps} steps of {setting.batch} x {setting.seq} tokens, seeds {list(seeds)}"
-    harness.print_table(title, ["state", "mean", "std", "range", "minus exact, same seed", "each"], rows)
+    harness.print_table(title, ["state", "mean", "std", "range", "minus exact, same seed", "within exact's range", "each"], rows)
 
 
 def plot(setting: Setting, runs: dict[tuple[str, int], dict[str, Any]], path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Iterable
 
@@ -21,6 +22,12 @@ SPARE_UNITS = 8
 in most of its memory; with 8 it hardly does (measured, with flats and gradients of 26 MB)."""
 
 SPARE_BYTES_MAX = 256 << 20
+
+SHARE_MAX = 0.02
+"""Of the time, for looks that take longer than BRIEF_S: glibc walks every free block, which takes some 80 microseconds where they
+are few, and a quarter of a second where the program has left half a million of them."""
+
+BRIEF_S = 0.5e-3
 
 
 class _Mallinfo(ctypes.Structure):
@@ -50,7 +57,7 @@ class Heap:
     as the growth of the process beyond the growth of what is in use, since the last time all was given back. Memory in use
     that nobody has written yet makes the estimate too small, by as much as is missing from the process meanwhile; memory that
     does not come from malloc makes it too large, which costs a superfluous call. Both end with the next `restart`.
-    For one thread. Does nothing (spare_bytes is 0) when given nothing, under other C libraries, and when the user set malloc
+    Blocks above 32 MiB glibc maps one by one whatever it holds free: those are faulted in anew at each use. For one thread. Does nothing (spare_bytes is 0) when given nothing, under other C libraries, and when the user set malloc
     in the environment: it is theirs then.
     """
 
@@ -60,9 +67,10 @@ class Heap:
         if self._library is None:
             return
         self.spare_bytes = spare_bytes
+        self._not_before_s = 0.0
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._statm)
-        self.restart()
+        self._restart(self._library)
 
     @classmethod
     def for_units(cls, size_bytes: Iterable[int], device_type: str) -> Heap:
@@ -71,14 +79,29 @@ class Heap:
 
     def restart(self) -> None:
         """Give all back and measure from here. Blocks, for as long as the kernel takes to free what there is."""
-        if self._library is not None:
-            self._library.malloc_trim(ctypes.c_size_t(0))
-            self._base = self._resident() - self._used(self._library)
+        if self._library is not None and time.monotonic() >= self._not_before_s:
+            self._restart(self._library)
 
     def freed(self) -> None:
         """Large blocks were freed: give back what is free if it is too much. Tens of microseconds if it is not."""
-        if self._library is not None and self._resident() - self._used(self._library) - self._base > self.spare_bytes:
-            self.restart()
+        began_s = time.monotonic()
+        if self._library is None or began_s < self._not_before_s:
+            return
+        excess = self._resident() - self._used(self._library) - self._base
+        self._rest_after(began_s)
+        if excess > self.spare_bytes:
+            self._restart(self._library)
+
+    def _restart(self, library: ctypes.CDLL) -> None:
+        library.malloc_trim(ctypes.c_size_t(0))
+        began_s = time.monotonic()
+        self._base = self._resident() - self._used(library)
+        self._rest_after(began_s)
+
+    def _rest_after(self, began_s: float) -> None:
+        ended_s = time.monotonic()
+        took_s = ended_s - began_s
+        self._not_before_s = ended_s + took_s / SHARE_MAX if took_s > BRIEF_S else ended_s
 
     def _used(self, library: ctypes.CDLL) -> int:
         info = library.mallinfo2()

@@ -75,6 +75,20 @@ def reuse(mode: str) -> None:
     print((faults() - first) // 10)
 
 
+def fragments(mode: str) -> None:
+    """A heap full of small free blocks. Prints how many looks are cut short by the time that the first of them took."""
+    blocks = Blocks()
+    heap = Heap(int(mode) * MIB)
+    small = [blocks.take(1200) for _ in range(400_000)]
+    for address in small[::2]:
+        blocks.free(address)
+    looks = []
+    heap._used = lambda library, used=heap._used: looks.append(1) or used(library)  # type: ignore[func-returns-value,method-assign,misc]
+    for _ in range(50):
+        heap.freed()
+    print(len(looks))
+
+
 @pytest.fixture(autouse=True)
 def as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
@@ -106,6 +120,10 @@ def test_what_is_within_the_allowance_is_used_again() -> None:
     assert said("reuse", "1")[0] > 1000
 
 
+def test_a_heap_that_is_slow_to_look_at_is_looked_at_seldom() -> None:
+    assert said("fragments", "100000")[0] < 10
+
+
 @pytest.mark.parametrize(("name", "value"), [("MALLOC_MMAP_THRESHOLD_", "4194304"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")])
 def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
@@ -123,4 +141,4 @@ def test_the_allowance_follows_the_units_up_to_a_limit() -> None:
 
 
 if __name__ == "__main__":
-    {"holes": holes, "reuse": reuse}[sys.argv[1]](sys.argv[2])
+    {"holes": holes, "reuse": reuse, "fragments": fragments}[sys.argv[1]](sys.argv[2])
