@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import drive
 import harness
 import r1
 
@@ -130,6 +131,14 @@ def run_arm(arm: str, workload: r1.Workload, directory: Path) -> dict[str, Any]:
         return {**record, "arm": arm, "micro_batches": workload.micro_batches}
 
 
+def told(record: dict[str, Any]) -> str:
+    """A record in a line."""
+    time_s = f"{steady(record):.2f} s/step" if "step_s" in record else f"{record['forward_s'] + record['backward_s']:.2f} s in RAM"
+    if "drive" not in record:
+        return time_s
+    return f"{time_s}, drive {record['drive']['read'] / 1e9:.2f} read, {record['drive']['write'] / 1e9:.2f} GB/s written"
+
+
 def steady(record: dict[str, Any]) -> float:
     """Seconds per step while training goes on: of the measured steps but the first, before which nothing was pending, so that
     each bears the update of the one before it. `s_per_step` of a record counts the last update too, beside which nothing runs."""
@@ -169,7 +178,8 @@ def summarise(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[st
 
 
 def eta(mine: Sequence[dict[str, Any]], bounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Limit / measured of each round's pair, for any schedule and for the arm's update mode; empty without limits."""
+    """Limit / measured of each round's pair, for any schedule and for the arm's update mode; empty without limits. The drive is
+    what it gave just before and after the arm; records of before 2026-11-21T17 have it with the limit of their round."""
     found: dict[str, list[float]] = {"any schedule": [], "its schedule": []}
     for record, bound in zip(mine, bounds, strict=False):
         if "moved" not in record:
@@ -177,7 +187,8 @@ def eta(mine: Sequence[dict[str, Any]], bounds: Sequence[dict[str, Any]]) -> dic
         traffic = Traffic(record["moved"]["params_read"], *(Moved(**record["moved"][name]) for name in
                           ("states", "grads", "activations", "beside_states")))  # fmt: skip
         compute = Compute.of(bound["forward_s"], bound["backward_s"], record["micro_batches"])
-        drives = Drives(bound["read_bytes_per_s"], bound["write_bytes_per_s"])
+        found_drive = record.get("drive") or {"read": bound["read_bytes_per_s"], "write": bound["write_bytes_per_s"]}
+        drives = Drives(found_drive["read"], found_drive["write"])
         floor, schedule = limits(traffic, compute, drives, record["update"]).eta(steady(record))
         found["any schedule"].append(floor)
         found["its schedule"].append(schedule)
@@ -207,8 +218,7 @@ def show(workload: r1.Workload, summary: dict[str, Any]) -> None:
     )
     harness.print_table(title, columns, rows)
     for bound in summary["limit"]:
-        print(f"forward {bound['forward_s']:.2f} s, backward {bound['backward_s']:.2f} s; drive {bound['read_bytes_per_s'] / 1e9:.2f}"
-              f" GB/s read, {bound['write_bytes_per_s'] / 1e9:.2f} written")  # fmt: skip
+        print(f"forward {bound['forward_s']:.2f} s, backward {bound['backward_s']:.2f} s in RAM without the engine")
     for arm, values in summary["arms"].items():
         for name, share in values["eta"].items():
             print(f"{arm}: limit of {name} / measured = {harness.Summary(**share).text()}")
@@ -278,16 +288,18 @@ def main() -> int:
     records: list[dict[str, Any]] = []
     about = {"run": run, "workload": workload.describe(), "machine": harness.machine()}
     for number in range(args.rounds):
+        drives = [drive.measure(args.dir)] if "limit" in arms else []
         for arm in arms:
             began = time.perf_counter()
             record = run_arm(arm, workload, args.dir)
             took = time.perf_counter() - began
+            if drives:
+                drives.append(drive.measure(args.dir))
+                record["drive"] = drive.mean(drives[-2:])
             records.append(record)
             # Written at once: an interrupted run keeps the rounds it completed.
             harness.append_line(args.results, {**about, "round": number, **record})
-            harness.note(
-                f"round {number + 1}/{args.rounds} {arm}: {record.get('s_per_step', 0):.2f} s/step ({took:.0f} s)"
-            )
+            harness.note(f"round {number + 1}/{args.rounds} {arm}: {told(record)} ({took:.0f} s)")
     summary = summarise(records, arms)
     if args.json:
         print(json.dumps({**about, **summary}))

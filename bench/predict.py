@@ -4,8 +4,8 @@
     python bench/predict.py --dir /mnt/nvme0 --rounds 1 --hidden 512 --steps 3 --warmup 1      # a trial: minutes
     python bench/predict.py --dir /mnt/nvme0 --only min,half,6.8:5.0
 
-Every round measures the drive and, per number of tokens, a plain forward and backward without offloading; these and the
-configuration are all that a prediction knows. Then the configurations run in random order, each in a fresh process. "6.8:5.0" and
+Every round measures, per number of tokens, a plain forward and backward without offloading. Then the configurations run in random
+order, each in a fresh process; the drive is measured before each. These and the configuration are all that a prediction knows. "6.8:5.0" and
 "3.5:3.0" run through the throttling seam at these ratios of read to write, scaled down to what the drive can do (SEAM_SHARE).
 """
 
@@ -21,15 +21,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import drive
 import harness
 import r1
-
-from infinity.bench.swap import SwapTask, measure_swap
 
 TIMEOUT_S = 3600
 SEAM_SHARE = 0.6
 """Throttled drives get at most this share of the bandwidth that the real one has, so that the seam decides."""
-SWAP_BYTES = 512 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,35 +71,27 @@ def arm(part: str, args: argparse.Namespace, *options: str, tokens: int, micro_b
     return harness.last_json_line(harness.run_command(command, env, timeout_s=TIMEOUT_S))
 
 
-def measure_drive(directory: Path) -> dict[str, float]:
-    """Read and write bandwidth of the drive now, bytes per second. Blocks for seconds."""
-    task = SwapTask(directories=(directory,), size_bytes=SWAP_BYTES, block_bytes=None, depth=32, backend="auto", rounds=3, phase_s=1.0)
-    phases = measure_swap(task).phases
-    return {name: phase.spread.median for name, phase in phases.items()}
-
-
-def bandwidths(config: Config, drive: Mapping[str, float]) -> tuple[float, float]:
+def bandwidths(config: Config, found: Mapping[str, float]) -> tuple[float, float]:
     """(read, write) that a configuration's drive has: the real ones, or the throttled ones."""
     if config.ratio is None:
-        return drive["read"], drive["write"]
+        return found["read"], found["write"]
     read, write = config.ratio
-    scale = SEAM_SHARE * min(drive["read"] / read, drive["write"] / write)
+    scale = SEAM_SHARE * min(found["read"] / read, found["write"] / write)
     return read * scale, write * scale
 
 
 def run_round(names: Sequence[str], args: argparse.Namespace, number: int, chance: random.Random) -> list[Record]:
-    """Measure drive, plain passes and every configuration once."""
-    with harness.scratch(args.dir) as swap:
-        drive = measure_drive(swap)
-    harness.note(f"round {number}: drive reads {drive['read'] / 1e9:.2f}, writes {drive['write'] / 1e9:.2f} GB/s")
+    """Measure plain passes, and every configuration once with the drive before it."""
     passes = {
         tokens: arm("plain", args, tokens=tokens, micro_batches=1)
         for tokens in sorted({CONFIGS[name].tokens for name in names})
     }
+    harness.note(f"round {number}")
     records = []
     for name in chance.sample(list(names), len(names)):
         config = CONFIGS[name]
-        read, write = bandwidths(config, drive)
+        now = drive.measure(args.dir)
+        read, write = bandwidths(config, now)
         given = {
             "ram": config.ram, "state": config.state, "update": config.update, "throttled": config.ratio is not None,
             "read_bytes_per_s": read, "write_bytes_per_s": write, **passes[config.tokens],
@@ -110,11 +100,12 @@ def run_round(names: Sequence[str], args: argparse.Namespace, number: int, chanc
             options = (f"--dir={swap}", f"--config={json.dumps(given)}")
             found = arm("step", args, *options, tokens=config.tokens, micro_batches=config.micro_batches)
         error = found["predicted_s"] / found["s_per_step"] - 1
-        harness.note(f"  {name}: {found['s_per_step']:.3f} s/step, predicted {found['predicted_s']:.3f} ({error:+.0%})")
+        harness.note(f"  {name}: {found['s_per_step']:.3f} s/step, predicted {found['predicted_s']:.3f} ({error:+.0%}); "
+                     f"drive reads {now['read'] / 1e9:.2f}, writes {now['write'] / 1e9:.2f} GB/s")  # fmt: skip
         records.append({
             "schema": "infinity.bench.predict/1", "run": args.run, "commit": args.commit, "machine": harness.machine(),
             "workload": {"hidden": args.hidden, "layers": args.layers}, "round": number, "config": name, **dataclasses.asdict(config),
-            "drive": drive, "given": given, "error": error, **found,
+            "drive": now, "given": given, "error": error, **found,
         })  # fmt: skip
         harness.append_line(args.results, records[-1])
     return records
