@@ -210,7 +210,7 @@ class Pipeline:
         gate: Gate | None = None,
         targets: Sequence[int] = (),
     ) -> Ticket:
-        """Submit the update of one unit. Does not block.
+        """Submit the update of one unit. Does not block. Raises the sticky fault of an earlier one, and then submits nothing.
 
         gate: holds it back, and gives the addresses of the unit's flats. Without a gate, `targets` may give them: the flats
         hold the unit's parameters, which are taken from there and replaced.
@@ -226,9 +226,10 @@ class Pipeline:
             else:
                 jobs["ptr"][:, 0] = 0
             jobs["base"] = -1
+        # Nothing may raise once it is submitted: only the caller keeps what threads then read and write.
+        self.raise_fault()
+        self._pending = [pending for pending in self._pending if pending.failed or not pending.done]
         ticket = self._executor.submit(jobs, plan.segs, plan.hypers, priority=Priority.WRITEBACK, gate=gate)
-        self.raise_fault()  # before tickets that are done are let go
-        self._pending = [pending for pending in self._pending if not pending.done]
         self._pending.append(ticket)
         return ticket
 
