@@ -245,7 +245,9 @@ class Handle:
     ) -> AbstractContextManager[None]:
         """Inside, these parameters (what `model.parameters()` yields) can be read and written; writes are kept.
 
-        Waits for pending updates of their units. Raises: ValueError for a parameter of another model.
+        Waits for pending updates of their units. With update="delayed" these are the updated values, which training computes
+        with one step later: a training forward or backward through them raises RuntimeError inside. Raises: ValueError for a
+        parameter of another model.
         """
         self.check_open()
         return self._lifecycle.gather(params)
@@ -287,7 +289,8 @@ class Handle:
         """Make `grad` [param.shape] the gradient of a parameter, rounded to the dtype in which gradients wait; None clears it.
 
         Waits for pending updates. On several ranks all pass the same tensor. Raises: ValueError for a wrong shape or dtype,
-        or a parameter of another model.
+        or a parameter of another model; RuntimeError, with update="backward", when the update has taken the gradient that
+        backward made.
         """
         self.check_open()
         self.states.set_full_grad(self._one(param), grad)

@@ -7,8 +7,9 @@ A flat rests in one format, so its parameters keep the same number of moments, w
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from infinity.aio import Executor
@@ -59,7 +60,8 @@ class Holding:
         self._rank = rank
         self._check_open = check_open
         self._holders: dict[Param, weakref.ref[Any]] = {}
-        self._formats: dict[Flat, Format] = {}  # of flats that an optimizer holds
+        self._formats: dict[Flat, Format] = {}  # of flats that an optimizer holds, or held
+        self._has_gradient_memory = False
 
     def holder_of(self, param: Param) -> Any:
         """The optimizer that holds a parameter, or None."""
@@ -70,48 +72,57 @@ class Holding:
         """Give parameters the states that `optimizer.moments_of` names. Blocks while they are written.
 
         Raises: ValueError when another optimizer holds one, when its dtype has no state format or that of its unit is another;
-        BudgetError; SwapFullError.
+        BudgetError; SwapFullError; AioError. Then the optimizer holds none of them, and all else is as it was.
         """
         self._check_open()
         self._check(optimizer, params)
         formats = self._formats_with(optimizer, params)
-        self._settle()
-        held_params = {*self._holders, *params}
-        held = [flat for flat in self._flats if any(param in held_params for param in flat.params)]
-        before, formats_before, scratch_before = self._placing.plan, self._formats, self._placing.scratch_bytes
-        try:
+        with self._replacing():
             self._formats = formats
-            self._placing.scratch_bytes = max(scratch_before, optimizer.scratch_bytes(formats))
-            self._place(held)
+            self._placing.scratch_bytes = max(self._placing.scratch_bytes, optimizer.scratch_bytes(formats))
+            self._place()
             for param in params:
                 if param in self._holders and self._holders[param]() is not optimizer:
                     # Its optimizer is gone; a new one starts with masters and moments of its own.
                     start, _, numel = param.flat.layout.shard_range(param.slot_index, self._rank)
                     self._rest.forget(param.flat, start, numel)
-            self._make_gradient_memory(held)
-            self.mode.allocate(held, self._placing.spilled)
-        except BaseException:
-            self._formats, self._placing.scratch_bytes = formats_before, scratch_before
-            self._placing.restore(before)
-            self._pipeline.plan(self._flats)
-            raise
+            self._make_memory()
+        holders_before = dict(self._holders)
         self._holders.update((param, weakref.ref(optimizer)) for param in params)
-        self._rebind_gradients(held)
-        self._pipeline.plan(self._flats)
+        try:
+            self._rebind_gradients()
+        except BaseException:
+            self._holders = holders_before  # the states and their places stay, and are nobody's
+            raise
 
     def make_gradients(self) -> None:
-        """update="backward" accumulates for the first time: make room for the gradients of all that is held. Blocks."""
-        self._check_open()
-        self._settle()
-        held = [flat for flat in self._flats if any(param in self._holders for param in flat.params)]
-        self._place(held)
-        self._make_gradient_memory(held)
-        self._rebind_gradients(held)
-        self._pipeline.plan(self._flats)
+        """update="backward" accumulates for the first time: make room for the gradients of all that is held. Blocks.
 
-    def _settle(self) -> None:
+        Raises: BudgetError; SwapFullError; AioError. Then all goes on without, and it may be called again.
+        """
+        self._check_open()
+        with self._replacing():
+            self._place()
+            self._make_memory()
+        self._rebind_gradients()
+
+    @contextlib.contextmanager
+    def _replacing(self) -> Iterator[None]:
+        """Inside, a new plan is put in force and carried out. If that breaks off, the plan before is in force again: what moved
+        already stays where it is, with the values it had, and the ledger counts it; a later plan moves only the rest.
+        """
         self._pipeline.wait()
+        self._gradients.settle()
         self._executor.drain()
+        before, formats_before, scratch_before = self._placing.plan, self._formats, self._placing.scratch_bytes
+        try:
+            yield
+        except BaseException:
+            self._formats, self._placing.scratch_bytes = formats_before, scratch_before
+            self._placing.restore(before, self._rest.resident_bytes)
+            raise
+        finally:
+            self._pipeline.plan(self._flats)  # what moved has other chunks, also where the rest did not
 
     def _check(self, optimizer: object, params: list[Param]) -> None:
         others = [holder() for holder in self._holders.values()]
@@ -150,23 +161,35 @@ class Holding:
             formats[flat] = self._placing.state_format(flat, next(iter(kept)))
         return formats
 
-    def _place(self, held: list[Flat]) -> None:
-        """Plan for optimizer states of these flats, and move what has to move."""
-        formats = {flat: self._formats[flat] for flat in held}
-        plan = self._placing.replan(formats, stores_gradients=self.mode.stores_gradients)
+    @property
+    def _held(self) -> list[Flat]:
+        """The flats that rest with optimizer states."""
+        return [flat for flat in self._flats if flat in self._formats]
+
+    @property
+    def _stores_gradients(self) -> bool:
+        """Whether gradients have memory, or get it now. What has it keeps it: spilled ones lie in a section of their chunks."""
+        return self._has_gradient_memory or self.mode.stores_gradients
+
+    def _place(self) -> None:
+        """Plan for optimizer states of what is held, and move what has to move."""
+        formats = {flat: self._formats[flat] for flat in self._held}
+        plan = self._placing.replan(formats, stores_gradients=self._stores_gradients)
         self._rest.convert(self._flats, plan.formats, plan.nvme_masks)
 
-    def _make_gradient_memory(self, held: list[Flat]) -> None:
-        """Room for the gradients of these flats, as planned: in RAM, or on NVMe."""
-        if self.mode.stores_gradients:
-            plan = self._placing.plan
-            windows = {"window_count": plan.window_count, "window_bytes": plan.window_bytes}
-            self._gradients.spill(self._placing.spilled, self._rest, **windows)
-            self._gradients.allocate(held)
+    def _make_memory(self) -> None:
+        """Room for the gradients of what is held, as planned, in RAM or on NVMe; and for what the mode wants besides."""
+        plan, spilled = self._placing.plan, self._placing.spilled
+        self.mode.allocate(self._held, spilled)
+        if self._stores_gradients:
+            self._gradients.allocate([flat for flat in self._held if flat not in spilled])
+            # The last that may fail: from here on these flats must have the section.
+            self._gradients.spill(spilled, self._rest, window_count=plan.window_count, window_bytes=plan.window_bytes)
+            self._has_gradient_memory = True
 
-    def _rebind_gradients(self, held: list[Flat]) -> None:
-        """Give the slots of these flats' parameters the memory that was made for them, with the values they have."""
-        for flat in held:
+    def _rebind_gradients(self) -> None:
+        """Give the slots of what is held the memory that was made for them, with the values they have."""
+        for flat in self._held:
             for param in flat.params:
                 if param.grad is not None:
                     self._gradients.take_in(param)

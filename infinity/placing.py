@@ -129,11 +129,15 @@ class Placing:
                 "states did not fit the budget then, or three moments each; call requires_grad_() before inf.offload, raise "
                 "Policy(ram=...), or rest three moments in RAM: Policy(optim='cpu')"
             )
+        if self._spilled is None and stores_gradients:
+            self._spilled = self._spilled_of(plan)
         return self._enforce(plan)
 
-    def restore(self, plan: Plan) -> None:
-        """Put a former plan in force again."""
-        self._enforce(plan)
+    def restore(self, plan: Plan, resident_bytes: int) -> None:
+        """Put a former plan in force again. resident_bytes: what rests in RAM now; where that is more, it is reserved, too."""
+        more = max(resident_bytes - plan.resident_bytes, 0)
+        LEDGER.reserve(self._owner, plan.ram_bytes + more, plan.min_bytes)
+        self._plan = plan
 
     def close(self) -> None:
         """Give the budget back."""
@@ -158,6 +162,8 @@ class Placing:
             scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + self.scratch_bytes,
             pools=self._pools,
             resident=self._resident(),
+            # What a resident byte saves is valued for a step of one micro-batch: how many there will be nobody knows at placement
+            # (`infinity plan` is told).
             load=Load(update=policy.update, bandwidths=self._bandwidths()),
             spill=spill,
             small_bytes=CHUNK_BYTES if policy.activations == "nvme" else 0,

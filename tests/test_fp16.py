@@ -11,7 +11,7 @@ import torch
 import infinity as inf
 from infinity.aio import Seam
 from infinity.errors import NonFiniteGradient
-from tests import harness, models
+from tests import harness, models, test_update_modes
 from tests.harness import Training
 from tests.test_bitwise import policy, wide_llama
 
@@ -89,6 +89,53 @@ def test_without_a_scaler_an_overflow_is_raised_or_skipped(tmp_path: Path) -> No
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
         assert inf.handle(model).optimizer_state(next(model.parameters()))["step"] == 0
         inf.handle(model).close()
+
+
+@pytest.mark.parametrize("place", PLACEMENTS)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_updates_in_backward_are_the_loops_bits_without_a_scaler(accumulation: int, place: str, tmp_path: Path) -> None:
+    training = Training(
+        models.llama, steps=4, dtype=torch.float16, lr=1e-3, max_norm=None, accumulation=accumulation, groups=True
+    )
+    result = test_update_modes.offloaded(training, policy(tmp_path, update="backward", **PLACEMENTS[place]))
+    harness.assert_equal(result, test_update_modes.reference(training))
+
+
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
+def test_a_loss_with_a_fixed_scale_may_be_updated_in_backward(grad_dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """What is divided by the scale is the rate."""
+    scale = 256.0
+    training = Training(
+        models.llama, dtype=torch.float16, lr=0.5 / scale, weight_decay=0.0, optimizer="SGD", grad_dtype=grad_dtype
+    )
+    with harness.one_thread():
+        model = inf.offload(training.model(), policy(tmp_path, **MIN, update="backward", grad_dtype=grad_dtype))
+        plain = training.model()
+        both = ((model, training.make_optimizer(model)), (plain, training.make_reference(plain)))
+        for batch in training.batches:
+            for each, optimizer in both:
+                (models.loss_of(each, batch) * scale).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        states = model.state_dict()
+        assert all(torch.equal(states[name], value) for name, value in plain.state_dict().items())
+        inf.handle(model).close()
+
+
+def test_a_scaler_is_refused_where_backward_updates_and_one_that_is_off_is_not(tmp_path: Path) -> None:
+    model = inf.offload(models.make(models.llama, dtype=torch.float16), policy(tmp_path, **MIN, update="backward"))
+    optimizer = inf.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(models.loss_of(model, models.token_batches(1)[0])).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    assert inf.handle(model).optimizer_state(next(model.parameters()))["step"] == 1
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(models.loss_of(model, models.token_batches(1)[0])).backward()
+    with pytest.raises(RuntimeError, match=r"GradScaler.*need update='deferred'"):
+        scaler.step(optimizer)
+    inf.handle(model).close()
 
 
 def test_an_ordinary_fp16_tensor_may_be_a_gradient(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 import infinity as inf
 from infinity.aio import Seam
 from infinity.aio.executor import Fault
+from infinity.aio.plan import CHUNK_NUMEL
 from infinity.engine import offload
 from infinity.errors import AioError, BudgetError
 from tests import harness, models
@@ -114,36 +115,60 @@ def test_a_micro_batch_moves_each_gradient_there_and_back(accumulation: int, tmp
     assert 0 <= saved <= 2 * accumulation * 3 * window
 
 
+def train_in_mode(
+    factory: Any, chosen: inf.Policy, *, steps: int = 4, micro_batches: int = 2, seam: Seam | None = None
+) -> harness.Result:
+    """Several micro-batches a step, all but the last in `no_sync`; clipping by norm needs all gradients, so not here."""
+    with harness.one_thread():
+        model = offload(models.make(factory), chosen, _seam=seam)
+        handle, losses = inf.handle(model), []
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        batches = iter(models.token_batches(steps * micro_batches))
+        for _ in range(steps):
+            for micro in range(micro_batches):
+                with handle.no_sync() if micro < micro_batches - 1 else contextlib.nullcontext():
+                    loss = models.loss_of(model, next(batches))
+                    loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        stats = handle.stats()
+        handle.close()
+        return harness.Result(losses, [], [], state, stats)
+
+
+def least_in_mode(training: Training, update: str, **values: Any) -> int:
+    """As `least`; without accumulation update="backward" keeps no gradients, so it is told what the deferred update needs."""
+    return least(training, **values) if update == "backward" else least(training, update=update, **values)
+
+
 @pytest.mark.parametrize("update", ["delayed", "backward"])
 def test_other_update_modes(update: str, tmp_path: Path) -> None:
-    """Two micro-batches a step; clipping by norm needs all gradients, so not here."""
+    values: dict[str, Any] = {"update": update, "delayed_warmup": 1}
+    ram = least_in_mode(Training(deep), update)
+    spilled = train_in_mode(deep, policy(tmp_path, ram=ram, grads="nvme", **values))
+    assert spilled.stats.spilled_bytes > 0
+    harness.assert_equal(spilled, train_in_mode(deep, policy(tmp_path, ram="min", **values)))
 
-    def train(**values: Any) -> tuple[list[float], dict[str, torch.Tensor], Any]:
-        with harness.one_thread():
-            model = offload(models.make(deep), policy(tmp_path, update=update, delayed_warmup=1, **values))
-            handle, losses = inf.handle(model), []
-            optimizer = inf.AdamW(model.parameters(), lr=1e-2)
-            batches = models.token_batches(8)
-            for step in range(4):
-                for micro in range(2):
-                    with handle.no_sync() if micro == 0 else contextlib.nullcontext():
-                        loss = models.loss_of(model, batches[2 * step + micro])
-                        loss.backward()
-                    losses.append(loss.item())
-                optimizer.step()
-                optimizer.zero_grad()
-            state = {name: value.clone() for name, value in model.state_dict().items()}
-            stats = handle.stats()
-            handle.close()
-            return losses, state, stats
 
-    training = Training(deep)
-    needed = least(training) if update == "backward" else least(training, update=update)
-    losses, state, stats = train(ram=needed, grads="nvme")
-    assert stats.spilled_bytes > 0
-    expected, values, _ = train(ram="min")
-    assert losses == expected
-    assert all(torch.equal(state[name], value) for name, value in values.items())
+wide = functools.partial(models.llama, layers=8, hidden=288)  # as many layers as make spilling pay: slots grow by the section
+
+
+@functools.cache
+def wide_in_ram(update: str) -> harness.Result:
+    return train_in_mode(wide, inf.Policy(update=update, delayed_warmup=1), steps=3, micro_batches=3)
+
+
+@pytest.mark.parametrize("update", ["deferred", "delayed", "backward"])
+def test_units_of_several_chunks_keep_their_bits_in_every_mode_and_timing(update: str, tmp_path: Path) -> None:
+    values: dict[str, Any] = {"unit_bytes_max": 4 << 20}
+    chosen = policy(
+        tmp_path, ram=least_in_mode(Training(wide), update, **values), grads="nvme", update=update, delayed_warmup=1, **values
+    )
+    spilled = train_in_mode(wide, chosen, steps=3, micro_batches=3, seam=Seam(delay_us_max=1500, seed=len(update)))
+    assert spilled.stats.spilled_bytes > spilled.stats.staging_bytes > 3 * 2 * CHUNK_NUMEL  # windows change hands
+    harness.assert_equal(spilled, wide_in_ram(update))
 
 
 def scaled_by_hand(model: nn.Module, step: int) -> list[float]:

@@ -57,8 +57,9 @@ class Heap:
     as the growth of the process beyond the growth of what is in use, since the last time all was given back. Memory in use
     that nobody has written yet makes the estimate too small, by as much as is missing from the process meanwhile; memory that
     does not come from malloc makes it too large, which costs a superfluous call. Both end with the next `restart`.
-    Blocks above 32 MiB glibc maps one by one whatever it holds free: those are faulted in anew at each use. For one thread. Does nothing (spare_bytes is 0) when given nothing, under other C libraries, and when the user set malloc
-    in the environment: it is theirs then.
+    Blocks above 32 MiB glibc maps one by one whatever it holds free: those are faulted in anew at each use. For one thread.
+    Does nothing (spare_bytes is 0) when given nothing, under other C libraries, and when the user set malloc in the environment:
+    it is theirs then.
     """
 
     def __init__(self, spare_bytes: int) -> None:

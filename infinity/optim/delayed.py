@@ -3,6 +3,16 @@
 Source: ZeRO-Offload (arXiv 2101.06840), section 5.2. The parameters that compute are a second copy in RAM
 (`params.shadow`); gradients have two sets of memory: the update reads one while backward fills the other. Numbers differ
 from those of the plain loop, by one step of delay and nothing else, and depend on no timing.
+
+    opt.step() t       starts update t; from here on forwards compute with the parameters before it
+    opt.step() t + 1   waits for update t; from here on forwards compute with what that made
+
+A step that is skipped (GradScaler found an inf, on_nonfinite="skip", no gradient at all) is no step: update t stays the
+last one, the next forward computes with the same parameters as the skipped one did, and `delayed_warmup` does not count it.
+
+A parameter that is written (in `gather()`, by `load_state_dict()`, as "master") is written in both copies, whole: the next
+forward computes with what was written, and the next update changes that. `gather()` shows the parameters that were updated
+last, which training computes with one step later: a training forward or backward of them inside is refused.
 """
 
 from __future__ import annotations
@@ -42,6 +52,7 @@ class DelayedUpdates:
         self._shadow = shadow
         self._gradients = gradients
         self._warmup = warmup
+        self._taken = 0  # steps that updated something
         self._spare: dict[Param, torch.Tensor] = {}
         self._deferred = pipeline.submit_all
         pipeline.submit_all = self._submit
@@ -58,10 +69,11 @@ class DelayedUpdates:
 
     def _submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
         """The updates before have ended: `Pipeline.submit` has waited for them."""
-        if self._pipeline.steps < self._warmup:
-            self._deferred(by_unit)
-            return
         if not by_unit:
+            return
+        self._taken += 1
+        if self._taken <= self._warmup:
+            self._deferred(by_unit)
             return
         self._shadow.active = True
         self._residency.on_backward_start = lambda: None  # the drives are busy with the update before

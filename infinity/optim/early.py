@@ -145,10 +145,7 @@ class EarlyUpdates:
 
     def _check_assigned(self, param: Param) -> None:
         if param in self._taken or param in self._ready.get(param.unit, ()):
-            raise RuntimeError(
-                f"a gradient was assigned to {param.name} after backward, and with update='backward' the update has taken the "
-                "one that backward made; use update='deferred'"
-            )
+            raise _comes_late(param)
 
     # -- updates go ----------------------------------------------------------------------------------------------------
 
@@ -230,8 +227,13 @@ class EarlyUpdates:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def _check_whole(self) -> None:
-        """Called before `opt.step()` touches anything. Raises when the backward before it broke off, or runs."""
+        """Called before `opt.step()` touches anything. Raises when the backward before it broke off, or runs, and when a gradient
+        would be applied besides the one that backward applied."""
         if not self._residency.in_backward:
+            # What torch puts into `p.grad` past the engine (a tensor of another class) is met here first.
+            late = next((param for param in self._taken if _slot_state(param) is SlotState.HELD), None)
+            if late is not None:
+                raise _comes_late(late)
             return
         lost = next((param for ready in self._ready.values() for param in ready if param.at_rest.grad is not None), None)
         self._reset()
@@ -284,6 +286,13 @@ def _is_finite(param: Param, grad: torch.Tensor | None) -> bool:
     if grad is None:
         return param.grad is None or param.grad.finite()
     return all_finite(grad)
+
+
+def _comes_late(param: Param) -> RuntimeError:
+    return RuntimeError(
+        f"a gradient was assigned to {param.name} after backward, and with update='backward' the update has taken the one that "
+        "backward made; use update='deferred'"
+    )
 
 
 def _slot_state(param: Param) -> SlotState:

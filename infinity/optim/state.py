@@ -81,7 +81,8 @@ class States:
     def write(self, param: Param, value: int, tensor: torch.Tensor) -> None:
         """Set the master or a moment, rounded to what the format holds. tensor: [param.shape], any floating dtype.
 
-        Other states keep their bits. On several ranks all pass the same tensor. Raises: RuntimeError while the unit is in use.
+        Other states keep their bits. A master is what the next step computes with, in every update mode. On several ranks all
+        pass the same tensor. Raises: RuntimeError while the unit is in use.
         """
         self._wait()
         if param.unit.refs:
@@ -97,6 +98,9 @@ class States:
             given = wanted[span.element : span.element + span.numel].contiguous()
             encode_value(rest.format, value, given, span_sections(stage, span))
             stage.store(sections).wait()
+            if value == 0 and self._residency.shadow is not None:
+                written = torch.from_numpy(stage.section(0, span.start, span.numel)).view(param.dtype)
+                self._residency.shadow.write(param.flat, int(rest.starts[span.chunk]) + span.start, written)
 
     def touch(self, param: Param) -> None:
         """The parameter's values at rest are about to change: what is gathered of its unit is gathered anew."""
@@ -118,19 +122,19 @@ class States:
     def set_full_grad(self, param: Param, tensor: torch.Tensor | None) -> None:
         """Make `tensor` [param.shape] the gradient, rounded to the dtype in which gradients wait; None clears it.
 
-        On several ranks all pass the same tensor.
+        On several ranks all pass the same tensor. Raises: RuntimeError, with update="backward", when the update has taken the
+        gradient that backward made, as assigning to `p.grad` does.
         """
         if tensor is not None:
             check_tensor("the gradient", param, tensor)
         self._wait()
-        slot = self._residency.slot(param)
-        slot.empty()
-        param.at_rest.grad = None
         if tensor is None:
+            self._residency.slot(param).empty()
+            param.at_rest.grad = None
             return
         _, element, numel = param.flat.layout.shard_range(param.slot_index, self.rank)
-        slot.accumulate(tensor.detach().to("cpu").reshape(-1)[element : element + numel])
-        param.at_rest.grad = slot.stand_in
+        part = tensor.detach().to("cpu").reshape(-1)[element : element + numel]
+        self._residency.gradients.replace(param, part)
 
     def _whole(self, param: Param, part: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole of what the ranks hold parts of, fp32 [param.shape]."""
@@ -143,7 +147,8 @@ class OptimizerState(MutableMapping[str, Any]):
     """What an optimizer keeps for one parameter: "master", its moments by name, "step" and other numbers.
 
     Reading a tensor gives a fresh fp32 copy on the CPU, [p.shape]; assigning one writes it to where it rests, encoded as the
-    policy's `state` says (rounded to nearest, where that rounds). Writing "master" sets the parameter too and leaves the moments.
+    policy's `state` says (rounded to nearest, where that rounds). Writing "master" sets the parameter too (with
+    update="delayed" also the copy that computes) and leaves the moments.
     Waits for pending updates. On several ranks every access is collective, and all assign the same values.
     """
 

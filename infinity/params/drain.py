@@ -65,9 +65,14 @@ class Drain:
             raise RuntimeError(
                 f"{param.name}.grad = tensor works on one rank only; inf.handle(model).set_full_grad(parameter, tensor) on all"
             )
+        self.replace(param, grad)
+
+    def replace(self, param: Param, part: torch.Tensor) -> None:
+        """Make `part` (this rank's) the whole gradient; on several ranks all do. Raises: what `before_assign` raises, and then
+        the gradient is as it was."""
         self.before_assign(param)
         param.at_rest.grad = None
-        self.accumulate(param, grad)
+        self.accumulate(param, part)
 
     def unit_done(self, unit: Unit) -> None:
         """Several ranks: mean of the unit's gradients over the ranks, each rank keeping its shard."""

@@ -82,16 +82,25 @@ class GradientMemory:
         return shard[start : start + numel]
 
     def take_in(self, param: Param) -> None:
-        """Let the slot of a parameter, which has one, rest where `of` says; its values go along. Blocks."""
+        """Let the slot of a parameter, which has one, rest where `of` says; its values go along. Blocks.
+
+        Raises: AioError; the slot then is as it was.
+        """
         assert param.grad is not None
         if param in self._settled or not (param.flat in self._shards or self.spills(param.flat)):
             return
+        slot = param.grad
+        home, before = slot.home, slot.tensor
+        try:
+            if self._spilled is not None and param.flat in self._spilled:
+                self._spilled.adopt(param, slot)
+                slot.move_to(self.of(param), self._spilled)
+            else:
+                slot.move_to(self.of(param), None)
+        except BaseException:
+            slot.home, slot.tensor = home, before  # no window could be had: the values wait where they are
+            raise
         self._settled.add(param)
-        if self._spilled is not None and param.flat in self._spilled:
-            self._spilled.adopt(param, param.grad)
-            param.grad.move_to(self.of(param), self._spilled)
-        else:
-            param.grad.move_to(self.of(param), None)
 
     # -- what backward tells, for those that spill -------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from infinity.errors import AioError
 from infinity.params import gathered
 from infinity.params.drain import Drain
 from infinity.params.rest import Rest
-from infinity.params.schedule import NEVER, Phase, Schedule
+from infinity.params.schedule import AHEAD_MAX, NEVER, Phase, Schedule
 from infinity.params.shadow import Shadow
 from infinity.params.stand_in import GradSlot
 from infinity.params.unit import Flat, Param, Unit
@@ -35,9 +35,6 @@ from infinity.telemetry import Marks, PhaseClock, Timeline
 
 AHEAD = 2
 """There is room for so many of the largest units besides the one in use."""
-
-AHEAD_MAX = 16
-"""No more units than this are gathered ahead, however small: looking for them must stay cheap."""
 
 
 @dataclasses.dataclass
@@ -70,7 +67,7 @@ class UnitResidency:
         self.units = units
         self.schedule = Schedule()
         self.wait_s = self.update_wait_s = 0.0  # for units; for updates (told by the pipeline)
-        self.demands = self.demand_reads = 0
+        self.demands = self.demand_reads = self.gathered_bytes_peak = 0
         self._rest = rest
         self._executor = executor
         self.gradients = gradients
@@ -81,7 +78,6 @@ class UnitResidency:
         self._held: set[Unit] = set()  # gathered or filling
         self._held_bytes = 0
         self.gathered_bytes_max = (AHEAD + 1) * max((unit.size_bytes for unit in units), default=0)
-        self.gathered_bytes_peak = 0
         self._updates: dict[Unit, PendingUpdate] = {}
         self._uses: dict[Unit, int] = {}  # left by the last training forward
         self._uses_ended: dict[Unit, int] = {}  # in this backward
@@ -103,6 +99,12 @@ class UnitResidency:
         self.on_demand()
         self.demands += 1
         self._current = unit
+        try:
+            self._demand(unit)
+        finally:
+            self._current = None
+
+    def _demand(self, unit: Unit) -> None:
         self.schedule.demand(unit.index)
         computes = self.in_backward or self._training  # else `gather()` or evaluation, which want the newest values
         if computes == (unit in self._newest):
@@ -118,7 +120,10 @@ class UnitResidency:
             self.gradients.ahead([unit, *(self.units[index] for index in itertools.islice(self.schedule.upcoming(), 1))])
         if not ready:
             self._finish_fill(unit)
-        self._current = None
+
+    def mixes(self, unit: Unit) -> bool:
+        """Whether a training pass would meet what `gather()` shows of the unit: newer values than those that compute."""
+        return unit in self._newest and (self.in_backward or self._training)
 
     def idle(self, unit: Unit) -> None:
         """The unit may be evicted; it stays until its room is wanted."""
@@ -219,10 +224,8 @@ class UnitResidency:
             raise interrupt
 
     def prefetch_ahead(self) -> None:
-        """Start reading the units that the schedule wants next, as far as there is room. Does not block.
-
-        As deep as the room is, in bytes: AHEAD of the largest units, or the small ones that take their place.
-        """
+        """Start reading the units that the schedule wants next. Does not block. As deep as the room is, in bytes: AHEAD of the
+        largest units, or the small ones that take their place."""
         if self._keep and len(self._held) == len(self.units):
             return
         for index in itertools.islice(self.schedule.upcoming(), AHEAD_MAX):
@@ -343,8 +346,7 @@ class UnitResidency:
     def hand_over(self, unit: Unit, ticket: Ticket, gate: Gate) -> None:
         """An update of the unit was submitted behind `gate`. If the unit is gathered it becomes the gate's target."""
         unit.generation += 1
-        update = PendingUpdate(ticket, gate)
-        self._updates[unit] = update
+        update = self._updates[unit] = PendingUpdate(ticket, gate)
         if unit not in self._held:
             return
         self._abandon(unit)

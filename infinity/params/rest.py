@@ -36,6 +36,15 @@ def _common(before: Format, now: Format) -> int:
     return min(before.written_count, now.written_count)
 
 
+def _carried(before: Format, now: Format) -> dict[int, int]:
+    """The sections that keep their contents, and which ones of the old format have them: those in common, and spilled
+    gradients, which are no part of the states and wait for a step whatever becomes of these."""
+    carried = {section: section for section in range(_common(before, now))}
+    if now.grad and now.grad is before.grad:
+        carried[now.written_count] = before.written_count
+    return carried
+
+
 def _bits(values: torch.Tensor) -> torch.Tensor:
     """The same memory as integers: NaNs are equal if their bits are."""
     return values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
@@ -97,8 +106,8 @@ class Rest:
     def convert(
         self, flats: Sequence[Flat], formats: Sequence[Format], masks: Sequence[Sequence[int]]
     ) -> None:
-        """Change formats and places. Parameters keep their values, and all sections do where the format stays; those of a
-        new format start as zeros. Blocks.
+        """Change formats and places. Parameters and spilled gradients keep their values, and all sections do where the format
+        stays; those of a new format start as zeros. Blocks.
 
         Raises: SwapFullError before anything changed; AioError when moving fails: each flat is then as it was, or done. Memory
         that is no longer anybody's goes back to the system at once, flat by flat, also then.
@@ -183,22 +192,23 @@ class Rest:
                 old.copy_(values)
 
     def forget(self, flat: Flat, start: int, numel: int) -> None:
-        """Zero what an optimizer left of elements [start, start + numel): all sections but the parameter. Blocks."""
+        """Zero what an optimizer left of elements [start, start + numel): all but the parameter and spilled gradients. Blocks."""
         rest = self._flats[flat]
+        left = rest.sections[1 : rest.format.written_count]
         for index, span in enumerate(flat.layout.chunks):
             low, high = max(start, span.start), min(start + numel, span.start + span.numel)
-            if low >= high or len(rest.sections) == 1:
+            if low >= high or not left:
                 continue
             job = np.zeros(1, dtype=JOB)
             job["chunk"], job["base"] = rest.ids[index], -1
-            job["mask"] = sum(1 << section for section in range(1, len(rest.sections)))
+            job["mask"] = sum(1 << section for section in range(1, 1 + len(left)))
             buffers = []
-            for section, kind in enumerate(rest.sections[1:], 1):
+            for section, kind in enumerate(left, 1):
                 buffers.append(np.zeros(kind.size_bytes(span.numel), dtype=np.uint8))
                 job["ptr"][0, section] = buffers[-1].ctypes.data
             job["kind"] = JobKind.FETCH
             self._executor.submit(job, priority=Priority.DEMAND).wait()
-            for buffer, kind in zip(buffers, rest.sections[1:], strict=True):
+            for buffer, kind in zip(buffers, left, strict=True):
                 # A parameter starts where a group does, so no other one has a part in its last group.
                 first = (low - span.start) // kind.group_numel * kind.itemsize
                 buffer[first : kind.size_bytes(high - span.start)] = 0
@@ -343,17 +353,18 @@ class Rest:
     def _carry_over(self, before: FlatRest, now: FlatRest) -> None:
         """Move what stays from the old chunks of a flat to the new ones, and zero the other sections."""
         flat = now.flat
-        common = _common(before.format, now.format)
+        carried = _carried(before.format, now.format)
         for section in range(len(now.sections)):
-            if section >= common:
+            source = carried.get(section)
+            if source is None:
                 self._move(now, JobKind.STORE, section, 0, Priority.DEMAND).wait()
                 continue
-            here, there = now.records["section_ptr"][:, section], before.records["section_ptr"][:, section]
+            here, there = now.records["section_ptr"][:, section], before.records["section_ptr"][:, source]
             if np.any((here != there) | (here == 0)):
                 buffer = np.empty(now.sections[section].size_bytes(flat.layout.shard_numel), dtype=np.uint8)
-                self._move(before, JobKind.FETCH, section, buffer.ctypes.data, Priority.DEMAND).wait()
+                self._move(before, JobKind.FETCH, source, buffer.ctypes.data, Priority.DEMAND).wait()
                 self._move(now, JobKind.STORE, section, buffer.ctypes.data, Priority.DEMAND).wait()
-        if common == 1 and now.format.master is Master.FP16:
+        if 1 not in carried and now.format.master is Master.FP16:
             param = torch.empty(flat.layout.shard_numel, dtype=flat.dtype)
             self._move(now, JobKind.FETCH, 0, param.data_ptr(), Priority.DEMAND).wait()
             master = param.float()

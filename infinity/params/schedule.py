@@ -1,19 +1,30 @@
 """The order of units: traced while it happens, followed afterwards. Pure bookkeeping, no tensors.
 
-A step has phases: a training forward, a backward, a forward without gradients. Each phase keeps the order in which it
-last demanded units. While a phase runs, a cursor follows the order of its last run; units demanded out of order move
-the cursor if they come later, and are otherwise only demand reads: the rest of the schedule stands.
+A step has phases: a training forward, a backward, a forward without gradients. The schedule remembers the last few orders
+(traces) that each phase has had, and which trace came after which. So the distance to the next use of a unit is known over
+the end of a phase, and the first demand of a phase is foreseen even where two kinds of forward take turns:
 
     forward  0 1 2 3      after it comes  backward  3 2 1 0      after it comes  forward ...
 
-so the distance to the next use of a unit is known over the phase's end: what is used last in forward is used first in
-backward, and needs no second read.
+what is used last in forward is used first in backward, and needs no second read.
+
+While a phase runs, a cursor follows one trace. A demand that does not come next is a deviation. If another trace begins as
+this phase has begun, that one is followed from here. Else the demand takes the unit's first free place in the trace, behind
+the cursor (it was left out before) or ahead. Then the phase may go on from there (what lies between is left out) or where it
+was (the unit came early): both are foreseen until the next demand decides. Every place is taken once.
+
+A phase that strayed from its trace is remembered as it was. Where it yet followed most of the trace, what is expected next
+time has all its units, and those it left out (a layer dropped at random), unless they were left out the time before, too.
+
+All of this depends on nothing but the demands, so ranks that demand the same units decide the same.
 """
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import enum
+import itertools
 from collections.abc import Iterator
 
 
@@ -30,16 +41,58 @@ _NEXT = {Phase.TRAIN: Phase.BACKWARD, Phase.BACKWARD: Phase.TRAIN, Phase.EVAL: P
 NEVER = 1 << 60
 """The distance of a unit that the schedule does not use again."""
 
+AHEAD_MAX = 16
+"""So many of the units to come are worth looking at: no more are gathered ahead, however small."""
+
+TRACES_MAX = 8
+"""So many traces of each phase are remembered."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Trace:
+    """An order that a phase has had.
+
+    then: the trace that is expected after it, for each phase that may follow; doubted: of which phases something else came
+    the last time, or nothing has come yet. What comes once does not unsettle what is not doubted. missed: the places that
+    were left out the last time.
+    """
+
+    order: list[int] = dataclasses.field(default_factory=list)
+    then: dict[Phase, _Trace] = dataclasses.field(default_factory=dict)
+    doubted: set[Phase] = dataclasses.field(default_factory=set)
+    missed: set[int] = dataclasses.field(default_factory=set)
+    places: dict[int, list[int]] = dataclasses.field(default_factory=dict)  # of each unit, ascending
+
+    def __post_init__(self) -> None:
+        for place, unit in enumerate(self.order):
+            self.places.setdefault(unit, []).append(place)
+
+    def has_come(self, phase: Phase, trace: _Trace) -> None:
+        """Learn what came after this one."""
+        if self.then.get(phase) is trace:
+            self.doubted.discard(phase)
+        elif phase in self.then and phase not in self.doubted:
+            self.doubted.add(phase)
+        else:
+            self.then[phase] = trace
+            self.doubted.discard(phase)
+
 
 class Schedule:
     """Units are named by their index. Distances count demands from now."""
 
     def __init__(self) -> None:
-        self._order: dict[Phase, list[int]] = {phase: [] for phase in Phase}
-        self._positions: dict[Phase, dict[int, list[int]]] = {phase: {} for phase in Phase}
+        self._traces: dict[Phase, list[_Trace]] = {phase: [] for phase in Phase}  # the last that came is last
+        self._ended: dict[bool, _Trace | None] = {}  # the last that came to its end; apart for evaluation, which only visits
         self._phase = Phase.TRAIN
-        self._cursor = 0
+        self._trace = _Trace()  # that is followed
+        self._cursor = 0  # the place that comes next
+        self._left: int | None = None  # the place that came next before the last demand jumped
+        self._taken: set[int] = set()  # places whose demand has come
         self._record: list[int] | None = None
+        self._record_places: list[int] = []  # that the demands of the record took; -1: none
+        self._foreseen = 0  # demands of the record
+        self._matching: list[_Trace] = []  # begin as the record does
         self.deviations = 0
 
     @property
@@ -48,61 +101,170 @@ class Schedule:
         return self._phase
 
     def order(self, phase: Phase) -> list[int]:
-        """The order of the phase's last complete run."""
-        return self._order[phase]
+        """The order that the phase is expected to have when it comes next."""
+        evaluates = phase is Phase.EVAL
+        running = self._record is not None and (self._phase is Phase.EVAL) == evaluates
+        return self._expected(self._trace if running else self._ended.get(evaluates), phase).order
 
     def start(self, phase: Phase) -> None:
         """A phase begins."""
         self._phase = phase
-        self._cursor = 0
+        self._trace = self._expected(self._ended.get(phase is Phase.EVAL), phase)
+        self._matching = list(self._traces[phase])
         self._record = []
+        self._record_places = []
+        self._foreseen = 0
+        self._go_to(0)
 
     def end(self) -> None:
-        """The phase has ended: its order is the one to follow next time."""
+        """The phase has ended: its order is one to follow, and comes after the one before it."""
         if self._record:
-            if self._record != self._order[self._phase]:
-                self._order[self._phase] = self._record
-                positions: dict[int, list[int]] = {}
-                for place, unit in enumerate(self._record):
-                    positions.setdefault(unit, []).append(place)
-                self._positions[self._phase] = positions
-            self._cursor = len(self._record)
+            new = all(len(one.order) != len(self._record) for one in self._matching)
+            trace = self._remembered(self._record, set())
+            if new and self._foreseen * 2 > len(self._trace.order):
+                trace = self._remembered(*self._completed(self._record))
+            evaluates = self._phase is Phase.EVAL
+            before = self._ended.get(evaluates)
+            if before is not None:
+                before.has_come(self._phase, trace)
+            self._ended[evaluates] = self._trace = trace
+            self._go_to(len(trace.order))
         self._record = None
 
     def abandon(self) -> None:
         """The phase broke off: what was recorded of it is no order to follow."""
         self._record = None
-        self._cursor = 0
+        self._go_to(0)
 
     def demand(self, unit: int) -> bool:
-        """A unit is wanted now. Returns whether the schedule knew it would come."""
-        if self._record is not None:
-            self._record.append(unit)
-        places = self._positions[self._phase].get(unit, [])
-        at = bisect.bisect_left(places, self._cursor)
-        if at == len(places):
-            self.deviations += bool(self._order[self._phase])
-            return False
-        self._cursor = places[at] + 1
-        return True
+        """A unit is wanted now. Returns whether the schedule expected it next."""
+        foreseen = self._record is not None and self._follow(unit, self._record)
+        self._foreseen += foreseen
+        self.deviations += not foreseen and bool(self._trace.order)
+        return foreseen
 
     def upcoming(self) -> Iterator[int]:
         """The units to come, each once, over the end of the phase, soonest first."""
         found: set[int] = set()
-        here = self._order[self._phase]
-        then = self._order[_NEXT[self._phase]]
-        for order, start in ((here, self._cursor), (then, 0)):
-            for place in range(start, len(order)):
-                if order[place] not in found:
-                    found.add(order[place])
-                    yield order[place]
+        here = self._trace.order
+        # Until it is known which way the phase goes on, the two ways take turns.
+        ways = [range(way, len(here)) for way in self._ways()]
+        places = (place for row in itertools.zip_longest(*ways) for place in row if place is not None)
+        rest = (here[place] for place in places if place not in self._taken)
+        for unit in itertools.chain(rest, self._expected(self._trace, _NEXT[self._phase]).order):
+            if unit not in found:
+                found.add(unit)
+                yield unit
 
     def distance(self, unit: int) -> int:
         """Demands until the unit is used next; NEVER if the schedule does not use it."""
-        places = self._positions[self._phase].get(unit, [])
-        at = bisect.bisect_left(places, self._cursor)
-        if at < len(places):
-            return places[at] - self._cursor
-        rest = len(self._order[self._phase]) - self._cursor
-        then = self._positions[_NEXT[self._phase]].get(unit)
-        return rest + then[0] if then else NEVER
+        ways = ((self._place_from(way, unit), way) for way in self._ways())
+        found = min((place - way for place, way in ways if place is not None), default=None)
+        if found is not None:
+            return found
+        then = self._expected(self._trace, _NEXT[self._phase]).places.get(unit)
+        return len(self._trace.order) - self._cursor + then[0] if then else NEVER
+
+    # -- following a trace -----------------------------------------------------------------------------------------------
+
+    def _follow(self, unit: int, record: list[int]) -> bool:
+        """Move the cursor past a place of the unit. Returns whether that place came next."""
+        record.append(unit)
+        count = len(record)
+        self._matching = [one for one in self._matching if len(one.order) >= count and one.order[count - 1] == unit]
+        order = self._trace.order
+        for way in sorted(self._ways()):  # where both ways agree, the one that leaves nothing out
+            if way < len(order) and order[way] == unit:
+                self._take(way)
+                return True
+        if self._matching:
+            self._trace = self._matching[-1]
+            self._go_to(count)
+            self._record_places = list(range(count))
+            self._taken.update(self._record_places)
+            self._foreseen = count - 1
+            return False
+        place = self._place_from(0, unit)
+        if place is None:
+            self._record_places.append(-1)
+        else:
+            left = self._cursor
+            self._take(place)
+            if left != self._cursor and left < len(order):
+                self._left = left
+        return False
+
+    def _ways(self) -> tuple[int, ...]:
+        """Where the phase may go on, the likelier first."""
+        return (self._cursor,) if self._left is None else (self._cursor, self._left)
+
+    def _go_to(self, place: int) -> None:
+        """Follow the trace from there, all of it free."""
+        self._cursor = place
+        self._left = None
+        self._taken.clear()
+
+    def _take(self, place: int) -> None:
+        """The demand of this place has come; the next free one is next."""
+        self._taken.add(place)
+        self._record_places.append(place)
+        self._left = None
+        while place in self._taken:
+            place += 1
+        self._cursor = place
+
+    def _place_from(self, start: int, unit: int) -> int | None:
+        """The first free place of the unit at or after `start`."""
+        places = self._trace.places.get(unit, [])
+        for at in range(bisect.bisect_left(places, start), len(places)):
+            if places[at] not in self._taken:
+                return places[at]
+        return None
+
+    # -- remembering traces ------------------------------------------------------------------------------------------------
+
+    def _expected(self, before: _Trace | None, phase: Phase) -> _Trace:
+        """The trace that `phase` is expected to have after `before`: what came then, or came last."""
+        then = before.then.get(phase) if before is not None else None
+        if then is not None:
+            return then
+        return self._traces[phase][-1] if self._traces[phase] else _Trace()
+
+    def _completed(self, record: list[int]) -> tuple[list[int], set[int]]:
+        """The record with what was left out of the trace, but not the time before; and the places of that."""
+        order: list[int] = []
+        missed: set[int] = set()
+
+        def add_left_out(place: int) -> None:
+            while place < len(self._trace.order) and place not in self._taken:
+                if place not in self._trace.missed:
+                    missed.add(len(order))
+                    order.append(self._trace.order[place])
+                place += 1
+
+        add_left_out(0)
+        for unit, place in zip(record, self._record_places, strict=True):
+            order.append(unit)
+            if place >= 0:
+                add_left_out(place + 1)
+        return order, missed
+
+    def _remembered(self, order: list[int], missed: set[int]) -> _Trace:
+        """The trace with this order, as the last that came in this phase; the one that came longest ago is forgotten.
+
+        A new one is taken to go on as the one does that the phase has strayed from.
+        """
+        traces = self._traces[self._phase]
+        trace = next((one for one in traces if one.order == order), None)
+        if trace is not None:
+            traces.remove(trace)
+        else:
+            trace = _Trace(order, dict(self._trace.then), set(self._trace.then))
+        trace.missed = missed
+        traces.append(trace)
+        if len(traces) > TRACES_MAX:
+            forgotten = traces.pop(0)
+            for one in itertools.chain(*self._traces.values()):
+                if one.then.get(self._phase) is forgotten:
+                    del one.then[self._phase]
+        return trace

@@ -88,7 +88,10 @@ class Shadow:
                     flat.tensor[start : start + flat.layout.shard_numel].copy_(self._shards[flat])
 
     def write(self, flat: Flat, start: int, values: torch.Tensor) -> None:
-        """Replace elements [start, start + len) of a shard, which rests so already. Blocks until a read has ended."""
+        """Replace elements [start, start + len) of a shard, which rests so already; nothing if computing does not take the flat
+        from here. Blocks until a read has ended."""
+        if not self.active or flat not in self._tickets:
+            return
         self._tickets[flat].wait()
         with torch.no_grad():
             self._shards[flat][start : start + values.numel()].copy_(values)

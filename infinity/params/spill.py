@@ -66,15 +66,16 @@ class SpilledGradients:
     def extend(self, dtypes: dict[Flat, torch.dtype], *, count: int, size_bytes: int) -> None:
         """Further flats that spill, and the windows that are planned now.
 
-        Raises: AioError of a write, before anything has changed.
+        Raises: AioError of a write, MemoryError; before anything has changed.
         """
         self.settle()
-        self._dtypes.update(dtypes)
         if count > len(self._windows) or size_bytes > len(self._windows[0].memory):
+            made = _make_windows(count, size_bytes)
             for window in self._windows:
                 self._let_go(window)
-            before, (self._slab, self._windows) = self._slab, _make_windows(count, size_bytes)
+            before, (self._slab, self._windows) = self._slab, made
             before.close()
+        self._dtypes.update(dtypes)
 
     def adopt(self, param: Param, slot: GradSlot) -> None:
         """The slot of a parameter of a spilled flat will ask here for its values."""

@@ -76,6 +76,12 @@ class UnitSlots:
         if unit.refs == 0:
             self._residency.demand(unit)
             assert unit.gathered, f"{unit.name} was demanded and is not gathered"
+        elif self._residency.mixes(unit):
+            raise RuntimeError(
+                f"a training forward or backward through {unit.name} while handle.gather() holds it: with update='delayed' "
+                "gather() shows the updated parameters, and training computes with those before the update; run forward and "
+                "backward outside of gather() (evaluation without gradients may be inside)"
+            )
         if self._stamped_generation != unit.generation:
             self._versions = gathered.stamp(unit)
             self._stamped_generation = unit.generation

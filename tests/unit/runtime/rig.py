@@ -59,6 +59,9 @@ class RamResidency:
         gathered.mark_filled(unit)
         self.peak_numel = max(self.peak_numel, self.gathered_numel)
 
+    def mixes(self, unit: Unit) -> bool:
+        return False
+
     def idle(self, unit: Unit) -> None:
         self.events.append(f"idle {unit.name}")
         if self.eager:
