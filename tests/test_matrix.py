@@ -1,8 +1,6 @@
-"""Placement never changes the numbers, in every state format, update mode and optimizer, with random delays.
-
-Exact formats have a reference loop elsewhere (test_bitwise, test_update_modes, test_optimizers); what rounds at random has
-none that shares no code, so here all placements are held against everything in RAM.
-"""
+"""Placement never changes the numbers: every optimizer, state format and update mode, over units of several chunks, with
+random delays. What rounds at random has no reference that shares no code with the engine, so it is held against everything in
+RAM; exact states are held against the plain loop besides."""
 
 from __future__ import annotations
 
@@ -19,31 +17,38 @@ from torch import nn
 import infinity as inf
 from infinity.aio import Seam
 from infinity.engine import offload
-from tests import harness, models
+from tests import harness, models, reference
+from tests.test_update_modes import set_values, values_of
 
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "AdamW": functools.partial(inf.AdamW, lr=1e-2, weight_decay=0.1),
-    "SGD": functools.partial(inf.SGD, lr=1e-1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "Lion": functools.partial(inf.Lion, lr=1e-3, weight_decay=0.1),
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
+    "SGD": {"lr": 1e-1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "Lion": {"lr": 1e-3, "betas": (0.9, 0.98), "weight_decay": 0.1},
 }
-STEPS, MICRO_BATCHES = 5, 2
+STATES = ("exact", "bf16", "compact")
+UPDATES = ("deferred", "backward", "delayed")
+STEPS, MICRO_BATCHES, WARMUP = 4, 2, 1
+Outcome = tuple[list[float], dict[str, torch.Tensor]]
+"""Losses and final parameters."""
 
 
 def wide_llama() -> nn.Module:
-    """Units of several chunks."""
-    return models.llama(layers=2, hidden=288)
+    """Units of several chunks in every state format."""
+    return models.llama(layers=2, hidden=320)
 
 
 def train(
     factory: Callable[[], nn.Module], optimizer_name: str, policy: inf.Policy, seam: Seam | None = None
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and final parameters; all micro-batches but the last in `no_sync`, clipped where the mode allows it."""
+) -> Outcome:
+    """All micro-batches but the last in `no_sync`; clipped where the mode allows it."""
     with harness.one_thread():
         torch.manual_seed(0)
         model = offload(factory().bfloat16(), policy, _seam=seam)
         handle = inf.handle(model)
         try:
-            optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+            optimizer = getattr(inf, optimizer_name)(model.parameters(), **OPTIMIZERS[optimizer_name])
+            if factory is wide_llama and policy.unit_bytes_max is None:
+                assert sum(len(flat.layout.chunks) > 1 for flat in handle._flats) >= 2  # both layers
             batches = iter(models.token_batches(STEPS * MICRO_BATCHES))
             losses = []
             for _ in range(STEPS):
@@ -62,9 +67,36 @@ def train(
 
 
 @functools.cache
-def in_ram(factory: Callable[[], nn.Module], optimizer: str, state: str, update: str, seed: int = 0) -> Any:
-    policy = inf.Policy(state=state, update=update, delayed_warmup=1, seed=seed)
+def in_ram(factory: Callable[[], nn.Module], optimizer: str, state: str, update: str, seed: int = 0) -> Outcome:
+    """Everything in RAM, nothing delayed."""
+    policy = inf.Policy(state=state, update=update, delayed_warmup=WARMUP, seed=seed)
     return train(factory, optimizer, policy)
+
+
+@functools.cache
+def plain(factory: Callable[[], nn.Module], optimizer_name: str, update: str) -> Outcome:
+    """The reference loop in plain torch. "delayed": from WARMUP on it computes with the parameters before the last update."""
+    with harness.one_thread():
+        torch.manual_seed(0)
+        model = factory().bfloat16()
+        made = getattr(reference, f"Reference{optimizer_name}")
+        optimizer = made([{"params": list(model.parameters())}], **OPTIMIZERS[optimizer_name])
+        newest, losses, batches = values_of(model), [], iter(models.token_batches(STEPS * MICRO_BATCHES))
+        for step in range(STEPS):
+            for _ in range(MICRO_BATCHES):
+                loss = models.loss_of(model, next(batches)) / MICRO_BATCHES
+                loss.backward()
+                losses.append(loss.item())
+            if update != "backward":
+                optimizer.clip(1.0)
+            before = newest
+            set_values(model, newest)
+            optimizer.step()
+            newest = values_of(model)
+            if update == "delayed" and step >= WARMUP:
+                set_values(model, before)
+            optimizer.zero_grad()
+        return losses, newest
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -73,17 +105,21 @@ def assert_same(ours: Any, theirs: Any) -> None:
     assert not different, different
 
 
-@pytest.mark.parametrize("update", ["deferred", "backward", "delayed"])
-@pytest.mark.parametrize("state", ["exact", "bf16", "compact"])
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_nvme_with_delays_is_ram(optimizer: str, state: str, update: str, tmp_path: Path) -> None:
+def test_nvme_with_delays_is_ram_and_exact_is_the_plain_loop(
+    optimizer: str, state: str, update: str, tmp_path: Path
+) -> None:
     policy = inf.Policy(
-        params="nvme", optim="nvme", nvme=tmp_path, ram="min", state=state, update=update, delayed_warmup=1
+        params="nvme", optim="nvme", nvme=tmp_path, ram="min", state=state, update=update, delayed_warmup=WARMUP
     )
     seam = Seam(delay_us_max=1500, seed=len(optimizer + state + update))
-    assert_same(
-        train(models.llama, optimizer, policy, seam), in_ram(models.llama, optimizer, state, update)
-    )
+    found = train(wide_llama, optimizer, policy, seam)
+    assert_same(found, in_ram(wide_llama, optimizer, state, update))
+    if state == "exact":
+        assert_same(found, plain(wide_llama, optimizer, update))
+    assert found[0][-1] != found[0][1]
 
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -96,14 +132,15 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("update", ["deferred", "backward"])
-@pytest.mark.parametrize("state", ["bf16", "compact"])
-@pytest.mark.parametrize("name", PLACEMENTS)
-def test_units_of_many_chunks_keep_their_bits_wherever_they_rest(
-    name: str, state: str, update: str, tmp_path: Path
-) -> None:
-    policy = inf.Policy(state=state, update=update, nvme=tmp_path, **PLACEMENTS[name])
-    assert_same(train(wide_llama, "AdamW", policy), in_ram(wide_llama, "AdamW", state, update))
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("place", range(len(PLACEMENTS)), ids=list(PLACEMENTS))
+def test_other_placements_with_delays_are_ram(place: int, update: str, tmp_path: Path) -> None:
+    """Every placement with every update mode and with every state format; every mode with every format."""
+    state = STATES[(place + UPDATES.index(update)) % len(STATES)]
+    chosen = list(PLACEMENTS.values())[place]
+    policy = inf.Policy(state=state, update=update, delayed_warmup=WARMUP, nvme=tmp_path, **chosen)
+    seam = Seam(delay_us_max=1500, seed=place)
+    assert_same(train(wide_llama, "AdamW", policy, seam), in_ram(wide_llama, "AdamW", state, update))
 
 
 @pytest.mark.parametrize("state", ["bf16", "compact"])

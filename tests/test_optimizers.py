@@ -19,6 +19,7 @@ import infinity as inf
 from infinity.aio import Fault, Seam
 from infinity.engine import offload
 from infinity.errors import StateInvalid
+from infinity.optim import probe
 from tests import harness, models, test_spill
 from tests.harness import Training
 from tests.test_bitwise import MixedDtypes, policy, wide_llama
@@ -100,6 +101,31 @@ def test_so_they_do_in_slices_and_other_dtypes(name: str, values: dict[str, Any]
     harness.assert_equal(harness.offloaded(chosen, policy(tmp_path, params="cpu", optim="cpu")), expected)
 
 
+@pytest.mark.parametrize("factory", [models.llama, wide_llama])
+def test_rprop_which_has_no_weight_decay_is_torchs_too(factory: Any, tmp_path: Path) -> None:
+    values: dict[str, Any] = {"lr": 1e-3, "etas": (0.4, 1.3), "step_sizes": (1e-5, 0.1)}
+    plain, model = models.make(factory), inf.offload(models.make(factory), policy(tmp_path, **MIN))
+    theirs = harness.ReferenceTorch(
+        [{"params": list(plain.parameters())}], torch_class=torch.optim.Rprop, settings=values, lr=1e-3, weight_decay=0.0
+    )
+    ours = inf.Elementwise(torch.optim.Rprop, model.parameters(), **values)
+    with harness.one_thread():
+        for batch in models.token_batches(5):
+            losses = [models.loss_of(each, batch) for each in (model, plain)]
+            assert torch.equal(*losses)
+            for loss, stepper in zip(losses, (ours, theirs), strict=True):
+                loss.backward()
+                stepper.step()
+                stepper.zero_grad()
+    state, weight = inf.handle(model).optimizer_state(next(model.parameters())), next(plain.parameters())
+    inner = theirs.states[weight].inner
+    assert inner is not None
+    for name in ("prev", "step_size"):
+        assert torch.equal(state[name], inner.state[theirs.states[weight].master][name])
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in plain.state_dict().items())
+    inf.handle(model).close()
+
+
 def test_three_states_for_each_element_rest_in_memory_and_are_refused_on_nvme(tmp_path: Path) -> None:
     chosen = Training(models.llama, steps=3, optimizer="Adam", options=(("amsgrad", True),))
     result = harness.offloaded(chosen, policy(tmp_path, params="nvme", optim="cpu", ram="min"))
@@ -116,13 +142,45 @@ def test_gradients_that_spilled_reach_the_class(tmp_path: Path, monkeypatch: pyt
     assert result.stats.spilled_bytes > 0
 
 
-class Noisy(torch.optim.SGD):
-    """Looks at the whole gradient: normalises it."""
+class Normalised(torch.optim.SGD):
+    """Looks at the whole gradient: divides it by its norm, from a step on."""
+
+    since = 1
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
-                param.grad = param.grad / param.grad.norm()
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                if state["step"] >= self.since:
+                    param.grad = param.grad / param.grad.norm()
+        return super().step(closure)
+
+
+class NormalisedSoon(Normalised):
+    """In the last step that a class is tried for."""
+
+    since = probe.STEPS
+
+
+class LargestMoves(torch.optim.SGD):
+    """Looks at the whole gradient, but changes only where it is largest."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = torch.where(param.grad.abs() == param.grad.abs().max(), param.grad, 0.0)
+        return super().step(closure)
+
+
+class Centralised(torch.optim.SGD):
+    """Looks at the rows of a matrix: takes the mean from each; vectors stay."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.ndim > 1:
+                    param.grad = param.grad - param.grad.mean(dim=-1, keepdim=True)
         return super().step(closure)
 
 
@@ -133,7 +191,10 @@ class Noisy(torch.optim.SGD):
         (torch.optim.Adafactor, "more than one"),
         (torch.optim.SparseAdam, "dense"),
         (getattr(torch.optim, "Muon", torch.optim.LBFGS), "2D|closure"),
-        (Noisy, "more than one"),
+        (Normalised, "more than one"),
+        (NormalisedSoon, "more than one"),
+        (LargestMoves, "more than one"),
+        (Centralised, "or at the shape"),
         (nn.Linear, "no torch.optim.Optimizer"),
     ],
 )

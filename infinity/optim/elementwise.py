@@ -58,7 +58,8 @@ class Elementwise(Optimizer):
 
     inf.Elementwise(torch.optim.Adagrad, model.parameters(), lr=1e-2): any class whose update of an element depends on that
     element alone, with up to three states for each: Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop, Adam (amsgrad
-    too) and classes of your own. It is run on a small parameter first, and refused with the reason if it looks further.
+    too) and classes of your own. It is run on a small parameter first, for a few steps, and refused with the reason if it looks
+    further; what a class of your own does only after those, or only to larger parameters, is not seen.
 
     `step()` returns when the update is done. Prefer AdamW, SGD and Lion where they will do: they have kernels and overlap with
     the next forward. Raises: as AdamW; ValueError too for Policy(state="compact") and update modes other than "deferred".

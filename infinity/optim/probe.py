@@ -1,8 +1,9 @@
 """What a class of torch.optim keeps for a parameter, learnt by running it on a small one; and whether it is elementwise.
 
 An update is elementwise if an element's new values depend on that element alone (its value, gradient and states) and on
-numbers that all elements share (step count, rate). Then a parameter may be updated slice by slice. It is checked, not believed: a
-few steps on a tensor, on its two halves and on the same elements in two dimensions must leave the same bits.
+numbers that all elements share (step count, rate). Then a parameter may be updated slice by slice. It is checked, not believed:
+STEPS steps on NUMEL elements, on their two halves and on the same in two dimensions must leave the same bits. What a class does
+only later, or only to larger parameters, is not seen.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 NUMEL = 256  # halves are whole vectors of every CPU
 SIDE = 16
-STEPS = 3
+STEPS = 8  # RAdam, for one, becomes another update in its sixth
 MOMENTS_MAX = 3
 
 
