@@ -167,7 +167,9 @@ def main() -> int:
         unlink_shared_memory()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    return 0
+    # Its I/O threads are still there when the interpreter goes, and now and then the process aborts then, after all is said.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,16 @@ def bandwidths(config: Config, found: Mapping[str, float]) -> tuple[float, float
     return read * scale, write * scale
 
 
+def steady(record: Record) -> float:
+    """Measured seconds per step while training goes on: without the first step, beside which no update runs."""
+    return statistics.fmean(record["step_s"][1:])
+
+
+def error_of(record: Record) -> float:
+    """By how much the prediction is too long, as a share."""
+    return float(record["predicted_s"]) / steady(record) - 1
+
+
 def run_round(names: Sequence[str], args: argparse.Namespace, number: int, chance: random.Random) -> list[Record]:
     """Measure plain passes, and every configuration once with the drive before it."""
     passes = {
@@ -99,13 +109,12 @@ def run_round(names: Sequence[str], args: argparse.Namespace, number: int, chanc
         with harness.scratch(args.dir) as swap:
             options = (f"--dir={swap}", f"--config={json.dumps(given)}")
             found = arm("step", args, *options, tokens=config.tokens, micro_batches=config.micro_batches)
-        error = found["predicted_s"] / found["s_per_step"] - 1
-        harness.note(f"  {name}: {found['s_per_step']:.3f} s/step, predicted {found['predicted_s']:.3f} ({error:+.0%}); "
+        harness.note(f"  {name}: {steady(found):.3f} s/step, predicted {found['predicted_s']:.3f} ({error_of(found):+.0%}); "
                      f"drive reads {now['read'] / 1e9:.2f}, writes {now['write'] / 1e9:.2f} GB/s")  # fmt: skip
         records.append({
             "schema": "infinity.bench.predict/1", "run": args.run, "commit": args.commit, "machine": harness.machine(),
             "workload": {"hidden": args.hidden, "layers": args.layers}, "round": number, "config": name, **dataclasses.asdict(config),
-            "drive": now, "given": given, "error": error, **found,
+            "drive": now, "given": given, **found,
         })  # fmt: skip
         harness.append_line(args.results, records[-1])
     return records
@@ -119,8 +128,10 @@ def summarise(records: Sequence[Record]) -> list[Record]:
         rows.append({
             "config": name,
             "rounds": len(mine),
-            **{key: statistics.median(one[key] for one in mine) for key in ("s_per_step", "predicted_s", "predicted_limit_s", "error")},
-            "errors": [one["error"] for one in mine],
+            **{key: statistics.median(one[key] for one in mine) for key in ("predicted_s", "predicted_limit_s")},
+            "s_per_step": statistics.median(map(steady, mine)),
+            "error": statistics.median(map(error_of, mine)),
+            "errors": list(map(error_of, mine)),
             "read_error": statistics.median(one["predicted_read_bytes_per_param"] - one["read_bytes_per_param"] for one in mine),
             "write_error": statistics.median(one["predicted_write_bytes_per_param"] - one["write_bytes_per_param"] for one in mine),
         })  # fmt: skip
@@ -145,7 +156,8 @@ def show(rows: Sequence[Record]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, required=True, help="a directory on the drive")
+    parser.add_argument("--dir", type=Path, help="a directory on the drive")
+    parser.add_argument("--show", metavar="RUN", help="measure nothing; show a run that is in the results file, by its time")
     parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--only", help="these configurations, separated by commas: " + "; ".join(CONFIGS))
     parser.add_argument("--seed", type=int, default=0, help="of the order within a round (%(default)s)")
@@ -153,6 +165,14 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     r1.add_arguments(parser)
     args = parser.parse_args()
+    if args.show:
+        lines = [json.loads(line) for line in args.results.read_text().splitlines()]
+        show(summarise([record for record in lines if record["run"] == args.show]))
+        return 0
+    if args.dir is None:
+        raise ValueError("--dir: give a directory on the drive")
+    if args.steps < 2:
+        raise ValueError(f"--steps {args.steps}: give at least 2; the first is not like the others")
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: give at least 1")
     names = list(CONFIGS) if not args.only else [name for name in CONFIGS if name in args.only.split(",")]
