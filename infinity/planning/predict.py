@@ -41,6 +41,10 @@ from infinity.planning.shape import FlatShape, ModelShape
 EFFICIENCY = 0.9
 """What share of its limit the engine is taken to reach: what this project demands of itself, and measures."""
 
+PASS_SHARE = 0.5
+"""What share of the memory's bandwidth the engine's own passes reach where the CPU computes: they also compute checksums and
+updates, and share the cores with forward and backward. Measured on two cores (`bench/predict.py`)."""
+
 PIECES_MAX = 2048
 
 
@@ -330,7 +334,7 @@ def _beside(shape: ModelShape, machine: Machine, states: float) -> tuple[float, 
     an update reads, verifies and writes every state once, with the gradients.
     """
     params, grads = _param_bytes(shape), _grad_bytes(shape)
-    rate = machine.dram_bytes_per_s
+    rate = PASS_SHARE * machine.dram_bytes_per_s
     return 3 * params / rate, (3 * params + 3 * grads) / rate, (2 * states + grads) / rate
 
 
