@@ -44,6 +44,8 @@ NEVER = 1 << 60
 AHEAD_MAX = 16
 """So many of the units to come are worth looking at: no more are gathered ahead, however small."""
 
+LOOK_MAX = 16 * AHEAD_MAX
+
 TRACES_MAX = 8
 """So many traces of each phase are remembered."""
 
@@ -101,8 +103,10 @@ class Schedule:
         return self._phase
 
     def order(self, phase: Phase) -> list[int]:
-        """The order that the phase is expected to have when it comes next."""
+        """The order that the phase is expected to have when it comes next, or has if it runs."""
         evaluates = phase is Phase.EVAL
+        if self._record is not None and phase is self._phase:
+            return self._trace.order
         running = self._record is not None and (self._phase is Phase.EVAL) == evaluates
         return self._expected(self._trace if running else self._ended.get(evaluates), phase).order
 
@@ -144,14 +148,15 @@ class Schedule:
         return foreseen
 
     def upcoming(self) -> Iterator[int]:
-        """The units to come, each once, over the end of the phase, soonest first."""
+        """The units to come, each once, over the end of the phase, soonest first; of the next LOOK_MAX uses."""
         found: set[int] = set()
         here = self._trace.order
         # Until it is known which way the phase goes on, the two ways take turns.
         ways = [range(way, len(here)) for way in self._ways()]
         places = (place for row in itertools.zip_longest(*ways) for place in row if place is not None)
         rest = (here[place] for place in places if place not in self._taken)
-        for unit in itertools.chain(rest, self._expected(self._trace, _NEXT[self._phase]).order):
+        # Few units used very often would else be looked through to the end of the trace by every demand.
+        for unit in itertools.islice(itertools.chain(rest, self._expected(self._trace, _NEXT[self._phase]).order), LOOK_MAX):
             if unit not in found:
                 found.add(unit)
                 yield unit

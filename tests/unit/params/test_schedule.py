@@ -281,3 +281,22 @@ def test_an_interrupted_phase_is_no_order_to_follow() -> None:
     schedule.abandon()
     schedule.start(Phase.TRAIN)
     assert list(itertools.islice(schedule.upcoming(), 3)) == [0, 1, 2]
+
+
+def test_the_order_of_a_phase_that_has_begun_is_the_one_that_it_follows() -> None:
+    schedule = Schedule()
+    first, second = [0, 1, 2], [3, 4, 5]
+    for _ in range(4):
+        for order in (first, second):
+            run(schedule, Phase.TRAIN, order)
+            run(schedule, Phase.BACKWARD, order[::-1])
+    run(schedule, Phase.TRAIN, first)
+    schedule.start(Phase.BACKWARD)
+    assert schedule.order(Phase.BACKWARD) == first[::-1]
+
+
+def test_few_units_that_are_used_very_often_are_not_looked_for_to_the_end() -> None:
+    schedule = trained([0, 1] * 5000 + [2], [2, *[1, 0] * 5000])
+    schedule.start(Phase.TRAIN)
+    assert list(schedule.upcoming()) == [0, 1]
+    assert schedule.distance(2) == 10_000
