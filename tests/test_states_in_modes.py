@@ -440,3 +440,46 @@ def test_a_training_pass_in_gather_computes_as_ever_where_no_update_is_delayed(t
             assert loss.item() == take_step(plain, reference, batch)
     assert_same_states(model, handle, reference)
     handle.close()
+
+
+def test_a_weight_that_gather_shows_is_no_part_of_a_training_pass(tmp_path: Path) -> None:
+    """No module is called that would hold its unit: the window itself goes into the graph."""
+    model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=0)
+    with harness.one_thread():
+        for batch in models.token_batches(2):
+            take_step(model, optimizer, batch)
+        param = dict(model.named_parameters())[NAME]
+        with handle.gather(param):
+            loss = (param * 2).sum()
+            with pytest.raises(RuntimeError, match=r"gather\(\).*update='delayed'"):
+                loss.backward()
+    handle.close()
+
+
+def test_gather_in_a_backward_does_not_show_what_is_older_than_the_update(tmp_path: Path) -> None:
+    """A write would else put the parameter back to before the update."""
+    model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=0)
+    with harness.one_thread():
+        batches = models.token_batches(4)
+        for batch in batches[:2]:
+            take_step(model, optimizer, batch)
+        param = dict(model.named_parameters())[NAME]
+
+        def clamp(_: torch.Tensor) -> None:
+            with torch.no_grad(), handle.gather(param):
+                param.clamp_(-1e-3, 1e-3)
+
+        def hook(_module: nn.Module, _args: object, out: Any) -> None:
+            (out[0] if isinstance(out, tuple) else out).register_hook(clamp)  # backward has passed the layers after it by then
+
+        hooked = model.model.layers[0].register_forward_hook(hook)
+        loss = models.loss_of(model, batches[2])
+        hooked.remove()
+        with pytest.raises(RuntimeError, match=r"gather\(\).*update='delayed'"):
+            loss.backward()
+        optimizer.zero_grad()
+        with torch.no_grad(), handle.gather(param):  # between the passes it is allowed, and of the newest
+            shown = param.detach().float()
+        assert torch.equal(shown, handle.optimizer_state(param)["master"].bfloat16().float())
+        take_step(model, optimizer, batches[3])
+    handle.close()

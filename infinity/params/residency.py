@@ -121,9 +121,10 @@ class UnitResidency:
         if not ready:
             self._finish_fill(unit)
 
-    def mixes(self, unit: Unit) -> bool:
-        """Whether a training pass would meet what `gather()` shows of the unit: newer values than those that compute."""
-        return unit in self._newest and (self.in_backward or self._training)
+    def mixes(self, unit: Unit, *, window: bool) -> bool:
+        """Whether a training pass would meet the newer values that `gather()` shows of the unit; with `window`, the reverse."""
+        lags = self.shadow is not None and self.shadow.computes(unit) and unit not in self._newest
+        return lags if window else unit in self._newest and (self.in_backward or self._training)
 
     def idle(self, unit: Unit) -> None:
         """The unit may be evicted; it stays until its room is wanted."""
@@ -224,8 +225,7 @@ class UnitResidency:
             raise interrupt
 
     def prefetch_ahead(self) -> None:
-        """Start reading the units that the schedule wants next. Does not block. As deep as the room is, in bytes: AHEAD of the
-        largest units, or the small ones that take their place."""
+        """Start reading the units that the schedule wants next, as many as there is room for (in bytes). Does not block."""
         if self._keep and len(self._held) == len(self.units):
             return
         for index in itertools.islice(self.schedule.upcoming(), AHEAD_MAX):
@@ -430,7 +430,7 @@ class UnitResidency:
         if numel:
             values = flat_value[source : source + numel]
             self._rest.overwrite(param.flat, start, values)
-            if self.shadow is not None and self.shadow.active and param.flat in self.shadow:
+            if self.shadow is not None:
                 self.shadow.write(param.flat, start, values)
         unit = param.unit
         unit.generation += 1

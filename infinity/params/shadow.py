@@ -59,6 +59,10 @@ class Shadow:
         """Whether computing takes the flat from here. What an optimizer took since the last step is not here yet, nor updated."""
         return flat in self._tickets
 
+    def computes(self, unit: Unit) -> bool:
+        """Whether passes take some of the unit from here, which may be older than what rests."""
+        return self.active and any(flat in self._tickets for flat in unit.flats)
+
     def refresh(self, unit: Unit) -> bool:
         """Start reading what rests of the unit now, before an update that is submitted later. Returns whether it had changed.
 

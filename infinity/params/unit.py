@@ -88,8 +88,9 @@ class Residency(Protocol):
     def demand(self, unit: Unit) -> None:
         """Block until the unit is gathered: storages allocated and filled with its current values."""
 
-    def mixes(self, unit: Unit) -> bool:
-        """Whether what is gathered of the unit is not what this pass computes with, and cannot become it: it is in use."""
+    def mixes(self, unit: Unit, *, window: bool) -> bool:
+        """Whether what is gathered of the unit, which is in use, is of another age than what this pass computes with; or, with
+        `window`, than what `gather()` shows."""
 
     def idle(self, unit: Unit) -> None:
         """The unit's reference count fell to 0: it may be evicted, now or later."""

@@ -56,6 +56,7 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
             slots = lifecycle.slots_of(unit)
             slots.hold()
             held.append(slots)
+            slots.check_age(window=True)
         for param in params:
             window = Window(param)
             if window.tensor.requires_grad:

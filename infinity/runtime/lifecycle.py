@@ -169,7 +169,15 @@ class Lifecycle:
         return self._slots[unit]
 
     def drain_into(self, window: Window) -> None:
-        """Drain the gradients that reach an open window."""
+        """Drain the gradients that reach an open window; refuse them where training computes with other values than it shows."""
+        slots = self._slots[window.param.unit]
+
+        def check(_grad: torch.Tensor) -> None:
+            with self._lock:
+                self._backward.task()  # a backward runs, also where it has met no unit yet
+                slots.check_age(window=False)
+
+        window.tensor.register_hook(check)
         window.tensor.register_post_accumulate_grad_hook(self._backward.drain_hook(window.param))
 
     # -- Owner of the at-rest parameters ---------------------------------------------------------------------------------

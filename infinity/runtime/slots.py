@@ -76,18 +76,23 @@ class UnitSlots:
         if unit.refs == 0:
             self._residency.demand(unit)
             assert unit.gathered, f"{unit.name} was demanded and is not gathered"
-        elif self._residency.mixes(unit):
-            raise RuntimeError(
-                f"a training forward or backward through {unit.name} while handle.gather() holds it: with update='delayed' "
-                "gather() shows the updated parameters, and training computes with those before the update; run forward and "
-                "backward outside of gather() (evaluation without gradients may be inside)"
-            )
+        else:
+            self.check_age(window=False)
         if self._stamped_generation != unit.generation:
             self._versions = gathered.stamp(unit)
             self._stamped_generation = unit.generation
         if self.windows:
             self.note_window_writes()
         unit.refs += 1
+
+    def check_age(self, *, window: bool) -> None:
+        """Raise if a training pass would take what `gather()` shows; or, with `window`, the reverse."""
+        if self._residency.mixes(self.unit, window=window):
+            raise RuntimeError(
+                f"a training forward or backward beside handle.gather() of {self.unit.name}: with update='delayed' gather() shows "
+                "the updated parameters, and training computes with those before the update; run forward and backward outside "
+                "of gather(), and gather outside of them (evaluation without gradients may be inside)"
+            )
 
     def release(self) -> None:
         """Give a reference back."""

@@ -59,7 +59,7 @@ class RamResidency:
         gathered.mark_filled(unit)
         self.peak_numel = max(self.peak_numel, self.gathered_numel)
 
-    def mixes(self, unit: Unit) -> bool:
+    def mixes(self, unit: Unit, *, window: bool) -> bool:
         return False
 
     def idle(self, unit: Unit) -> None:
