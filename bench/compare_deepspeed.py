@@ -16,7 +16,6 @@ import importlib.metadata
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -133,16 +132,13 @@ def run_arm(arm: str, workload: r1.Workload, directory: Path) -> dict[str, Any]:
 
 def told(record: dict[str, Any]) -> str:
     """A record in a line."""
-    time_s = f"{steady(record):.2f} s/step" if "step_s" in record else f"{record['forward_s'] + record['backward_s']:.2f} s in RAM"
+    if "step_s" in record:
+        time_s = f"{harness.steady_s(record):.2f} s/step"
+    else:
+        time_s = f"{record['forward_s'] + record['backward_s']:.2f} s in RAM"
     if "drive" not in record:
         return time_s
     return f"{time_s}, drive {record['drive']['read'] / 1e9:.2f} read, {record['drive']['write'] / 1e9:.2f} GB/s written"
-
-
-def steady(record: dict[str, Any]) -> float:
-    """Seconds per step while training goes on: of the measured steps but the first, before which nothing was pending, so that
-    each bears the update of the one before it. `s_per_step` of a record counts the last update too, beside which nothing runs."""
-    return statistics.fmean(record["step_s"][1:])
 
 
 def summarise(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
@@ -155,7 +151,7 @@ def summarise(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[st
     for arm, mine in by_arm.items():
         if mine:
             summary["arms"][arm] = {
-                "s_per_step": vars(harness.Summary.of([steady(r) for r in mine])),
+                "s_per_step": vars(harness.Summary.of([harness.steady_s(r) for r in mine])),
                 "s_per_step_flushed": vars(harness.Summary.of([r["s_per_step"] for r in mine])),
                 "read_bytes_per_param": harness.Summary.of([r["read_bytes_per_param"] for r in mine]).median,
                 "write_bytes_per_param": harness.Summary.of([r["write_bytes_per_param"] for r in mine]).median,
@@ -171,7 +167,7 @@ def summarise(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[st
         if pairs:
             losses = zip(pairs[0][0]["losses"], pairs[0][1]["losses"], strict=True)
             summary["ratios"][arm] = {
-                **vars(harness.Summary.of([steady(b) / steady(a) for a, b in pairs])),
+                **vars(harness.Summary.of([harness.steady_s(b) / harness.steady_s(a) for a, b in pairs])),
                 "loss_difference": max(abs(a - b) for a, b in losses),
             }
     return summary
@@ -189,7 +185,7 @@ def eta(mine: Sequence[dict[str, Any]], bounds: Sequence[dict[str, Any]]) -> dic
         compute = Compute.of(bound["forward_s"], bound["backward_s"], record["micro_batches"])
         found_drive = record.get("drive") or {"read": bound["read_bytes_per_s"], "write": bound["write_bytes_per_s"]}
         drives = Drives(found_drive["read"], found_drive["write"])
-        floor, schedule = limits(traffic, compute, drives, record["update"]).eta(steady(record))
+        floor, schedule = limits(traffic, compute, drives, record["update"]).eta(harness.steady_s(record))
         found["any schedule"].append(floor)
         found["its schedule"].append(schedule)
     return {name: vars(harness.Summary.of(values)) for name, values in found.items() if values}

@@ -205,6 +205,12 @@ def last_json_line(output: str) -> dict[str, Any]:
     raise BenchError(f"the arm printed no JSON line:\n{output[-_LOG_TAIL:]}")
 
 
+def steady_s(record: Mapping[str, Any]) -> float:
+    """Seconds per step of an arm while training goes on: of the measured steps but the first, before which nothing was pending,
+    so that each bears the update of the one before it. `s_per_step` counts the last update too, beside which nothing runs."""
+    return statistics.fmean(record["step_s"][1:])
+
+
 def now() -> str:
     """The time of a run, as its identifier: UTC, to the second."""
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -80,14 +80,9 @@ def bandwidths(config: Config, found: Mapping[str, float]) -> tuple[float, float
     return read * scale, write * scale
 
 
-def steady(record: Record) -> float:
-    """Measured seconds per step while training goes on: without the first step, beside which no update runs."""
-    return statistics.fmean(record["step_s"][1:])
-
-
 def error_of(record: Record) -> float:
     """By how much the prediction is too long, as a share."""
-    return float(record["predicted_s"]) / steady(record) - 1
+    return float(record["predicted_s"]) / harness.steady_s(record) - 1
 
 
 def run_round(names: Sequence[str], args: argparse.Namespace, number: int, chance: random.Random) -> list[Record]:
@@ -109,8 +104,8 @@ def run_round(names: Sequence[str], args: argparse.Namespace, number: int, chanc
         with harness.scratch(args.dir) as swap:
             options = (f"--dir={swap}", f"--config={json.dumps(given)}")
             found = arm("step", args, *options, tokens=config.tokens, micro_batches=config.micro_batches)
-        harness.note(f"  {name}: {steady(found):.3f} s/step, predicted {found['predicted_s']:.3f} ({error_of(found):+.0%}); "
-                     f"drive reads {now['read'] / 1e9:.2f}, writes {now['write'] / 1e9:.2f} GB/s")  # fmt: skip
+        harness.note(f"  {name}: {harness.steady_s(found):.3f} s/step, predicted {found['predicted_s']:.3f} "
+                     f"({error_of(found):+.0%}); drive reads {now['read'] / 1e9:.2f}, writes {now['write'] / 1e9:.2f} GB/s")  # fmt: skip
         records.append({
             "schema": "infinity.bench.predict/1", "run": args.run, "commit": args.commit, "machine": harness.machine(),
             "workload": {"hidden": args.hidden, "layers": args.layers}, "round": number, "config": name, **dataclasses.asdict(config),
@@ -129,7 +124,7 @@ def summarise(records: Sequence[Record]) -> list[Record]:
             "config": name,
             "rounds": len(mine),
             **{key: statistics.median(one[key] for one in mine) for key in ("predicted_s", "predicted_limit_s")},
-            "s_per_step": statistics.median(map(steady, mine)),
+            "s_per_step": statistics.median(map(harness.steady_s, mine)),
             "error": statistics.median(map(error_of, mine)),
             "errors": list(map(error_of, mine)),
             "read_error": statistics.median(one["predicted_read_bytes_per_param"] - one["read_bytes_per_param"] for one in mine),
