@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-import infinity as inf
 from infinity.aio import Seam
 from infinity.engine import Handle
 from tests import harness, models
+from tests.delayed import DelayedReference, assert_same_states, opened, reference_of, take_step
 from tests.dist.test_two_ranks import on_two_ranks
 from tests.harness import Training
-from tests.reference import ReferenceAdamW, ReferenceScaler
+from tests.reference import ReferenceScaler
 from tests.test_bitwise import wide_llama
 from tests.test_fp16 import assert_equal_but_nan
-from tests.test_update_modes import policy, set_values, values_of
+from tests.test_update_modes import policy
 
 MIN = {"params": "nvme", "optim": "nvme", "ram": "min"}
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -28,70 +28,6 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 LLAMA = Training(models.llama, steps=6, accumulation=1, max_norm=None)
 NAME = "model.layers.1.self_attn.q_proj.weight"
-
-
-class DelayedReference(ReferenceAdamW):
-    """The plain loop, delayed by one step after `warmup` steps: the model holds what computes, `newest` what was updated.
-
-    skip: a step whose gradients are not all finite is not taken.
-    """
-
-    def __init__(self, model: nn.Module, training: Training, warmup: int, *, skip: bool = False) -> None:
-        super().__init__(
-            training.param_groups(model), lr=training.lr, weight_decay=training.weight_decay, order=model.parameters()
-        )
-        self.model, self.warmup, self.skip = model, warmup, skip
-        self.newest = values_of(model)
-        self.taken = 0
-
-    def step(self) -> None:
-        if self.skip and not all(bool(grad.isfinite().all()) for grad in self.gradients().values()):
-            return
-        before = self.newest
-        set_values(self.model, before)
-        super().step()
-        self.newest = values_of(self.model)
-        if self.taken >= self.warmup:
-            set_values(self.model, before)
-        self.taken += 1
-
-    def write(self, name: str, value: torch.Tensor) -> None:
-        """Set a parameter by hand: what computes next, and what the next update changes."""
-        param = dict(self.model.named_parameters())[name]
-        with torch.no_grad():
-            param.copy_(value)
-            self.newest[name] = param.detach().clone()
-            if param in self.states:
-                self.states[param].master.copy_(value)
-
-
-def opened(training: Training, chosen: inf.Policy, seam: Seam | None = None) -> tuple[nn.Module, Any, Handle]:
-    model = inf.engine.offload(training.model(), chosen, _seam=seam)
-    return model, training.make_optimizer(model), inf.handle(model)
-
-
-def take_step(model: nn.Module, optimizer: Any, batch: models.Batch, without: str | None = None) -> float:
-    """One step; without the gradients of parameters whose names begin so."""
-    loss = models.loss_of(model, batch)
-    loss.backward()
-    for name, param in model.named_parameters():
-        if without is not None and name.startswith(without):
-            param.grad = None
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def assert_same_states(model: nn.Module, handle: Handle, reference: DelayedReference) -> None:
-    """Parameters, masters, moments and step counts are those of the reference, bit for bit."""
-    plain = dict(reference.model.named_parameters())
-    newest = model.state_dict()
-    for name, param in model.named_parameters():
-        assert torch.equal(newest[name], reference.newest[name]), name
-        kept, expected = handle.optimizer_state(param), reference.states[plain[name]]
-        assert kept["step"] == expected.step
-        for part in ("master", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(kept[part], getattr(expected, part)), (name, part)
 
 
 # -- gradients set by hand ---------------------------------------------------------------------------------------------
@@ -124,8 +60,7 @@ def test_a_gradient_set_after_an_update_in_backward_took_one_is_refused(way: str
     optimizer.zero_grad()
     assert {handle.optimizer_state(each)["step"] for each in model.parameters()} == {1}
     take_step(model, optimizer, batches[1])
-    plain = LLAMA.model()
-    reference = DelayedReference(plain, LLAMA, warmup=10)
+    plain, reference = reference_of(LLAMA, warmup=10)
     for batch in batches:
         take_step(plain, reference, batch)
     assert_same_states(model, handle, reference)
@@ -151,8 +86,7 @@ def test_a_refused_gradient_leaves_the_one_that_is_there(tmp_path: Path) -> None
 def test_a_gradient_set_before_backward_is_added_to(update: str, way: str, tmp_path: Path) -> None:
     """Also right after the step before, when `p.grad` still shows what that has taken."""
     model, optimizer, handle = small(tmp_path, update, **({"delayed_warmup": 0} if update == "delayed" else {}))
-    plain = LLAMA.model()
-    reference = DelayedReference(plain, LLAMA, warmup=0 if update == "delayed" else 10)
+    plain, reference = reference_of(LLAMA, warmup=0 if update == "delayed" else 10)
     with harness.one_thread():
         for batch in models.token_batches(4):
             for each, stepper in ((model, optimizer), (plain, reference)):
@@ -173,8 +107,7 @@ def test_a_gradient_set_before_backward_is_added_to(update: str, way: str, tmp_p
 @pytest.mark.parametrize("update", ["backward", "delayed"])
 def test_gradients_that_are_set_without_a_backward_are_those_of_the_step(update: str, tmp_path: Path) -> None:
     model, optimizer, handle = small(tmp_path, update, **({"delayed_warmup": 0} if update == "delayed" else {}))
-    plain = LLAMA.model()
-    reference = DelayedReference(plain, LLAMA, warmup=0 if update == "delayed" else 10)
+    plain, reference = reference_of(LLAMA, warmup=0 if update == "delayed" else 10)
     for step in range(3):
         for index, (mine, theirs) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
             handle.set_full_grad(mine, torch.full(mine.shape, 0.5 + index))
@@ -188,8 +121,7 @@ def test_gradients_that_are_set_without_a_backward_are_those_of_the_step(update:
 
 def test_a_gradient_that_was_changed_is_what_a_delayed_update_takes(tmp_path: Path) -> None:
     model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=1)
-    plain = LLAMA.model()
-    reference = DelayedReference(plain, LLAMA, warmup=1)
+    plain, reference = reference_of(LLAMA, warmup=1)
     with harness.one_thread():
         for batch in models.token_batches(5):
             models.loss_of(model, batch).backward()
@@ -228,8 +160,7 @@ def set_on_a_rank(rank: int, place: Path) -> Any:
 def test_on_two_ranks_it_is_the_same(tmp_path: Path) -> None:
     first, second = on_two_ranks(set_on_a_rank, tmp_path / "run")
     assert first[0] == second[0] == 1
-    plain = LLAMA.model()
-    reference = DelayedReference(plain, LLAMA, warmup=0)
+    plain, reference = reference_of(LLAMA, warmup=0)
     with harness.one_thread():
         for batch in models.token_batches(2):
             take_step(plain, reference, batch)
@@ -265,8 +196,7 @@ def test_what_is_written_is_what_the_next_delayed_step_computes_with(
     model, optimizer, handle = opened(
         training, policy(tmp_path, update="delayed", delayed_warmup=1, **PLACEMENTS[place]), Seam(delay_us_max=300, seed=3)
     )
-    plain = training.model()
-    reference = DelayedReference(plain, training, warmup=1)
+    plain, reference = reference_of(training, warmup=1)
     shape = dict(plain.named_parameters())[NAME].shape
     generator = torch.Generator().manual_seed(1)
     with harness.one_thread():
@@ -302,8 +232,7 @@ def test_a_master_that_rounds_reaches_the_copy_as_it_rests(state: str, tmp_path:
 
 def test_a_moment_that_is_written_leaves_what_computes(tmp_path: Path) -> None:
     model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=0)
-    plain = LLAMA.model()
-    reference = DelayedReference(plain, LLAMA, warmup=0)
+    plain, reference = reference_of(LLAMA, warmup=0)
     with harness.one_thread():
         for batch in models.token_batches(4):
             assert take_step(model, optimizer, batch) == take_step(plain, reference, batch)
@@ -380,106 +309,11 @@ def test_a_forward_after_a_skipped_delayed_step_computes_what_the_one_before_did
 
 def test_a_delayed_step_without_a_gradient_is_no_step(tmp_path: Path) -> None:
     model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=1)
-    plain = LLAMA.model()
-    reference = DelayedReference(plain, LLAMA, warmup=1)
+    plain, reference = reference_of(LLAMA, warmup=1)
     with harness.one_thread():
         for index, batch in enumerate(models.token_batches(6)):
             if index in (0, 3):
                 optimizer.step()
             assert take_step(model, optimizer, batch) == take_step(plain, reference, batch)
     assert_same_states(model, handle, reference)
-    handle.close()
-
-
-# -- training inside of gather() ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("where", ["forward and backward", "forward", "backward"])
-def test_a_training_pass_of_what_gather_shows_is_refused(where: str, tmp_path: Path) -> None:
-    """Its forward would compute with values that its backward has no more, or the other way round."""
-    model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=1)
-    plain = LLAMA.model()
-    reference = DelayedReference(plain, LLAMA, warmup=1)
-    batches = models.token_batches(6)
-    with harness.one_thread():
-        for batch in batches[:3]:
-            take_step(model, optimizer, batch)
-            take_step(plain, reference, batch)
-        param = dict(model.named_parameters())[NAME]
-        if where == "backward":
-            loss = models.loss_of(model, batches[3])
-            with pytest.raises(RuntimeError, match=r"gather\(\).*update='delayed'"), handle.gather(param):
-                loss.backward()
-        else:
-            with pytest.raises(RuntimeError, match=r"gather\(\).*update='delayed'"):
-                with handle.gather(param):
-                    loss = models.loss_of(model, batches[3])
-                    if where == "forward and backward":
-                        loss.backward()
-                loss.backward()
-        optimizer.zero_grad()
-        with handle.gather(param), torch.no_grad():
-            models.loss_of(model, batches[3])  # an evaluation takes the newest values, too
-        for batch in batches[3:]:
-            assert take_step(model, optimizer, batch) == take_step(plain, reference, batch)
-    assert_same_states(model, handle, reference)
-    handle.close()
-
-
-def test_a_training_pass_in_gather_computes_as_ever_where_no_update_is_delayed(tmp_path: Path) -> None:
-    model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=10)
-    plain = LLAMA.model()
-    reference = DelayedReference(plain, LLAMA, warmup=10)
-    with harness.one_thread():
-        for batch in models.token_batches(3):
-            with handle.gather(model.parameters()):
-                loss = models.loss_of(model, batch)
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            assert loss.item() == take_step(plain, reference, batch)
-    assert_same_states(model, handle, reference)
-    handle.close()
-
-
-def test_a_weight_that_gather_shows_is_no_part_of_a_training_pass(tmp_path: Path) -> None:
-    """No module is called that would hold its unit: the window itself goes into the graph."""
-    model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=0)
-    with harness.one_thread():
-        for batch in models.token_batches(2):
-            take_step(model, optimizer, batch)
-        param = dict(model.named_parameters())[NAME]
-        with handle.gather(param):
-            loss = (param * 2).sum()
-            with pytest.raises(RuntimeError, match=r"gather\(\).*update='delayed'"):
-                loss.backward()
-    handle.close()
-
-
-def test_gather_in_a_backward_does_not_show_what_is_older_than_the_update(tmp_path: Path) -> None:
-    """A write would else put the parameter back to before the update."""
-    model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=0)
-    with harness.one_thread():
-        batches = models.token_batches(4)
-        for batch in batches[:2]:
-            take_step(model, optimizer, batch)
-        param = dict(model.named_parameters())[NAME]
-
-        def clamp(_: torch.Tensor) -> None:
-            with torch.no_grad(), handle.gather(param):
-                param.clamp_(-1e-3, 1e-3)
-
-        def hook(_module: nn.Module, _args: object, out: Any) -> None:
-            (out[0] if isinstance(out, tuple) else out).register_hook(clamp)  # backward has passed the layers after it by then
-
-        hooked = model.model.layers[0].register_forward_hook(hook)
-        loss = models.loss_of(model, batches[2])
-        hooked.remove()
-        with pytest.raises(RuntimeError, match=r"gather\(\).*update='delayed'"):
-            loss.backward()
-        optimizer.zero_grad()
-        with torch.no_grad(), handle.gather(param):  # between the passes it is allowed, and of the newest
-            shown = param.detach().float()
-        assert torch.equal(shown, handle.optimizer_state(param)["master"].bfloat16().float())
-        take_step(model, optimizer, batches[3])
     handle.close()

@@ -151,7 +151,7 @@ class EarlyUpdates:
 
     def _idle(self, unit: Unit) -> None:
         # Outside of backward (a state_dict after one that broke off) what waits here is not whole.
-        if self._ready.get(unit) and graph_task_id() != NO_TASK and self._residency.gradients_complete(unit):
+        if self._ready.get(unit) and graph_task_id() != NO_TASK and self._residency.passes.all_ended(unit):
             self._update(unit)
 
     def _backward_start(self) -> None:
@@ -229,7 +229,7 @@ class EarlyUpdates:
     def _check_whole(self) -> None:
         """Called before `opt.step()` touches anything. Raises when the backward before it broke off, or runs, and when a gradient
         would be applied besides the one that backward applied."""
-        if not self._residency.in_backward:
+        if not self._residency.passes.in_backward:
             # What torch puts into `p.grad` past the engine (a tensor of another class) is met here first.
             late = next((param for param in self._taken if _slot_state(param) is SlotState.HELD), None)
             if late is not None:

@@ -26,6 +26,7 @@ from infinity.comm.collectives import Comm
 from infinity.errors import AioError
 from infinity.params import gathered
 from infinity.params.drain import Drain
+from infinity.params.passes import Passes
 from infinity.params.rest import Rest
 from infinity.params.schedule import AHEAD_MAX, NEVER, Phase, Schedule
 from infinity.params.shadow import Shadow
@@ -79,9 +80,7 @@ class UnitResidency:
         self._held_bytes = 0
         self.gathered_bytes_max = (AHEAD + 1) * max((unit.size_bytes for unit in units), default=0)
         self._updates: dict[Unit, PendingUpdate] = {}
-        self._uses: dict[Unit, int] = {}  # left by the last training forward
-        self._uses_ended: dict[Unit, int] = {}  # in this backward
-        self._training = self.in_backward = False  # in_backward: also when one broke off and nothing has begun since
+        self.passes = Passes()
         self._current: Unit | None = None  # being demanded: nobody holds it yet, and it must not go
         self.shadow: Shadow | None = None  # update="delayed": the parameters that compute
         self._newest: set[Unit] = set()  # gathered from rest although the shadow computes
@@ -106,7 +105,7 @@ class UnitResidency:
 
     def _demand(self, unit: Unit) -> None:
         self.schedule.demand(unit.index)
-        computes = self.in_backward or self._training  # else `gather()` or evaluation, which want the newest values
+        computes = self.passes.trains  # else `gather()` or evaluation, which want the newest values
         if computes == (unit in self._newest):
             self._refill(unit)
         ready = unit.gathered and unit not in self._fills
@@ -116,7 +115,7 @@ class UnitResidency:
         elif not ready and unit not in self._fills:  # an interrupt broke its fill off
             self._fill(unit, Priority.DEMAND, newest=not computes)
         self.prefetch_ahead()
-        if self.in_backward:
+        if self.passes.in_backward:
             self.gradients.ahead([unit, *(self.units[index] for index in itertools.islice(self.schedule.upcoming(), 1))])
         if not ready:
             self._finish_fill(unit)
@@ -124,7 +123,7 @@ class UnitResidency:
     def mixes(self, unit: Unit, *, window: bool) -> bool:
         """Whether a training pass would meet the newer values that `gather()` shows of the unit; with `window`, the reverse."""
         lags = self.shadow is not None and self.shadow.computes(unit) and unit not in self._newest
-        return lags if window else unit in self._newest and (self.in_backward or self._training)
+        return lags if window else unit in self._newest and self.passes.trains
 
     def idle(self, unit: Unit) -> None:
         """The unit may be evicted; it stays until its room is wanted."""
@@ -234,7 +233,7 @@ class UnitResidency:
                 continue
             if not self._make_room(unit.size_bytes, self.schedule.distance(index)):
                 return
-            self._start_fill(unit, Priority.PREFETCH, newest=self.schedule.phase is Phase.EVAL and not self.in_backward)
+            self._start_fill(unit, Priority.PREFETCH, newest=self.passes.evaluates)
 
     def _make_room(self, size_bytes: int, distance: int) -> bool:
         """Evict idle units, farthest next use first, until `size_bytes` more fit; only such as are needed later than
@@ -266,34 +265,32 @@ class UnitResidency:
 
     def forward_start(self) -> None:
         """The outermost forward begins: a training forward when gradients are enabled."""
-        if not self.in_backward:
-            self._training = trains = torch.is_grad_enabled()
+        if not self.passes.in_backward:
+            trains = torch.is_grad_enabled()
+            self.passes.forward_start(trains=trains)
             self.clock.enter("forward" if trains else "evaluation", quiet=trains and not self.updates_pending())
             self.schedule.start(Phase.TRAIN if trains else Phase.EVAL)
-            if trains:
-                self._uses.clear()
             if self._updates:
                 self._executor.hold_gates(True)
 
     def forward_end(self) -> None:
         """The outermost forward has returned or raised."""
-        if not self.in_backward:
-            self._training = False
+        if not self.passes.in_backward:
+            self.passes.forward_end()
             self.schedule.end()
             self._executor.hold_gates(False)
             self.clock.enter("idle")
 
     def backward_start(self) -> None:
         """A backward begins."""
-        self.in_backward = True
+        self.passes.backward_start()
         self.clock.enter("backward")
-        self._uses_ended.clear()
         self.schedule.start(Phase.BACKWARD)
         self.on_backward_start()
 
     def backward_end(self) -> None:
         """A backward has ended: gradients that no Use claimed are reduced."""
-        self.in_backward = False
+        self.passes.in_backward = False
         self.schedule.end()
         self.gradients.backward_end()
         self.on_backward_end()
@@ -301,9 +298,9 @@ class UnitResidency:
 
     def reset(self) -> None:
         """Forget what an interrupted forward or backward left."""
-        if self.in_backward:
+        if self.passes.in_backward:
             self.on_reset()
-        self._training = self.in_backward = False
+        self.passes.reset()
         self.gradients.reset()
         self._executor.hold_gates(False)
         self.schedule.abandon()
@@ -328,18 +325,13 @@ class UnitResidency:
         self.gradients.assign(param, grad)
 
     def use_left(self, unit: Unit) -> None:
-        """A forward call that needed the unit has left a Use for backward."""
-        if not self.in_backward:
-            self._uses[unit] = self._uses.get(unit, 0) + 1
+        """See `Passes.use_left`."""
+        self.passes.use_left(unit)
 
     def unit_done(self, unit: Unit) -> None:
         """A Use of the unit has ended; its gradients are reduced."""
         self.gradients.unit_done(unit)
-        self._uses_ended[unit] = self._uses_ended.get(unit, 0) + 1
-
-    def gradients_complete(self, unit: Unit) -> bool:
-        """Whether as many Uses of the unit have ended in this backward as the last forward left: no gradient is to come."""
-        return self._uses_ended.get(unit, 0) >= self._uses.get(unit, 1)
+        self.passes.use_ended(unit)
 
     # -- updates -----------------------------------------------------------------------------------------------------------
 

@@ -97,11 +97,6 @@ class Schedule:
         self._matching: list[_Trace] = []  # begin as the record does
         self.deviations = 0
 
-    @property
-    def phase(self) -> Phase:
-        """The phase that runs, or ran last."""
-        return self._phase
-
     def order(self, phase: Phase) -> list[int]:
         """The order that the phase is expected to have when it comes next, or has if it runs."""
         evaluates = phase is Phase.EVAL
