@@ -288,9 +288,9 @@ class Handle:
     def set_full_grad(self, param: torch.nn.Parameter, grad: torch.Tensor | None) -> None:
         """Make `grad` [param.shape] the gradient of a parameter, rounded to the dtype in which gradients wait; None clears it.
 
-        Waits for pending updates. On several ranks all pass the same tensor. Raises: ValueError for a wrong shape or dtype,
-        or a parameter of another model; RuntimeError, with update="backward", when the update has taken the gradient that
-        backward made.
+        Waits for pending updates. With update="backward" None takes nothing back: what backward applied stays applied. On several
+        ranks all pass the same tensor. Raises: ValueError for a wrong shape or dtype, or a parameter of another model;
+        RuntimeError, with update="backward", when the update has taken the gradient that backward made.
         """
         self.check_open()
         self.states.set_full_grad(self._one(param), grad)

@@ -72,7 +72,8 @@ class Holding:
         """Give parameters the states that `optimizer.moments_of` names. Blocks while they are written.
 
         Raises: ValueError when another optimizer holds one, when its dtype has no state format or that of its unit is another;
-        BudgetError; SwapFullError; AioError. Then the optimizer holds none of them, and all else is as it was.
+        BudgetError; SwapFullError; AioError; MemoryError. Then the optimizer holds none of them, and training goes on as before
+        (what moved already, and memory that was made, stays and is counted).
         """
         self._check_open()
         self._check(optimizer, params)
@@ -98,7 +99,7 @@ class Holding:
     def make_gradients(self) -> None:
         """update="backward" accumulates for the first time: make room for the gradients of all that is held. Blocks.
 
-        Raises: BudgetError; SwapFullError; AioError. Then all goes on without, and it may be called again.
+        Raises: BudgetError; SwapFullError; AioError; MemoryError. Then all goes on without, and it may be called again.
         """
         self._check_open()
         with self._replacing():
@@ -114,12 +115,13 @@ class Holding:
         self._pipeline.wait()
         self._gradients.settle()
         self._executor.drain()
-        before, formats_before, scratch_before = self._placing.plan, self._formats, self._placing.scratch_bytes
+        before, formats_before = self._placing.saved(), self._formats
         try:
             yield
         except BaseException:
-            self._formats, self._placing.scratch_bytes = formats_before, scratch_before
-            self._placing.restore(before, self._rest.resident_bytes)
+            self._formats = formats_before
+            made = self._gradients.size_bytes + self.mode.memory_bytes
+            self._placing.restore(before, resident_bytes=self._rest.resident_bytes, gradient_bytes=made)
             raise
         finally:
             self._pipeline.plan(self._flats)  # what moved has other chunks, also where the rest did not

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -48,6 +49,14 @@ def state_format(state: str, dtype: torch.dtype, moments: int = 2) -> Format | N
 def chunk_numel_of(state: str, dtype: torch.dtype) -> int:
     """Elements per chunk of flats that may get states: as for two moments, chosen before an optimizer exists."""
     return chunk_numel(state_format(state, dtype) or Format.RAW)
+
+
+class Saved(NamedTuple):
+    """What a placement is made with and what came of it."""
+
+    plan: Plan
+    spilled: frozenset[Flat] | None
+    scratch_bytes: int
 
 
 class Placing:
@@ -133,9 +142,17 @@ class Placing:
             self._spilled = self._spilled_of(plan)
         return self._enforce(plan)
 
-    def restore(self, plan: Plan, resident_bytes: int) -> None:
-        """Put a former plan in force again. resident_bytes: what rests in RAM now; where that is more, it is reserved, too."""
+    def saved(self) -> Saved:
+        """What `restore` brings back."""
+        return Saved(self.plan, self._spilled, self.scratch_bytes)
+
+    def restore(self, saved: Saved, *, resident_bytes: int, gradient_bytes: int) -> None:
+        """Put a former plan in force again. resident_bytes: what rests in RAM now; gradient_bytes: memory of gradients, and of
+        the parameters that compute, which a later plan will find there. Where these are more than planned, they are reserved, too.
+        """
+        plan, self._spilled, self.scratch_bytes = saved
         more = max(resident_bytes - plan.resident_bytes, 0)
+        more += max(gradient_bytes - plan.grad_bytes - plan.shadow_bytes, 0)
         LEDGER.reserve(self._owner, plan.ram_bytes + more, plan.min_bytes)
         self._plan = plan
 

@@ -18,6 +18,7 @@ from infinity.aio.plan import Format, GradSection, Master, Moments
 from infinity.engine import offload
 from infinity.errors import AioError, BudgetError, StateInvalid, SwapFullError
 from infinity.memory.ledger import LEDGER
+from infinity.params import spill
 from infinity.params.unit import Unit
 from tests import harness, models
 from tests.unit.params.test_rest import fetched, make_flat, make_rest
@@ -91,12 +92,13 @@ def attempt(handle: Any, result: Placed, place: Any) -> None:
     begun = requests_of(handle)
     try:
         place()
-    except AioError:
+    except (AioError, MemoryError):
         result.failed = True
         plan = handle._placing.plan
         rests = tuple(tuple(handle._rest._masks_of(flat)) for flat in handle._flats)
         assert plan is before or plan.nvme_masks == rests  # it failed when all but gradients had moved
-        assert LEDGER._reserved[id(handle)][0] - reserved >= handle._rest.resident_bytes - before.resident_bytes
+        made = handle._gradients.size_bytes - before.grad_bytes
+        assert LEDGER._reserved[id(handle)][0] - reserved >= handle._rest.resident_bytes - before.resident_bytes + made
         assert all(torch.equal(handle.read(param), value) for param, value in kept.items())
     result.requests = {op: range(begun[op], done) for op, done in requests_of(handle).items()}
 
@@ -259,6 +261,23 @@ def test_a_full_drive_while_gradients_get_memory_costs_that_call_only(tmp_path: 
 
     found = accumulated(policy(tmp_path, ram=between(), update="backward"), prepare=fill)
     assert found.failed
+    assert_same(found, accumulated_in_ram())
+
+
+def test_windows_that_cannot_be_had_cost_that_call_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients that stay in RAM had their memory by then: it is counted, and found again by the next try."""
+    make = spill._make_windows
+
+    def refuse(_count: int, _size_bytes: int) -> Any:
+        monkeypatch.setattr(spill, "_make_windows", make)
+        raise MemoryError("no windows")
+
+    found = accumulated(
+        policy(tmp_path, ram=between(), update="backward"),
+        prepare=lambda _handle: monkeypatch.setattr(spill, "_make_windows", refuse),
+    )
+    assert found.failed
+    assert spill._make_windows is make
     assert_same(found, accumulated_in_ram())
 
 

@@ -28,6 +28,11 @@ class UpdateMode:
     def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:
         """Make room for what the mode holds of these flats besides their states and gradients, of which some may spill."""
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of that room."""
+        return 0
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Micro-batches that are not the last of a step."""
@@ -59,6 +64,10 @@ class DelayedMode(UpdateMode):
 
     def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:
         self._updates.allocate(flats, spilled)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._shadow.memory_bytes + self._gradients.size_bytes
 
     def close(self) -> None:
         self._updates.close()

@@ -38,6 +38,8 @@ from infinity.params.unit import Flat, Param, Unit
 
 READ_AHEAD_MAX = 64
 """Chunks named for reading ahead; the executor takes as many as it has idle slots."""
+PENDING_MIN = 16
+"""From so many updates on, those that are done are looked for."""
 
 Gradients = Mapping[Param, torch.Tensor]
 
@@ -55,6 +57,7 @@ class Pipeline:
         self._comm = comm
         self._plans: dict[Flat, FlatPlan] = {}
         self._pending: list[Ticket] = []
+        self._pending_max = PENDING_MIN
         self._fault: Exception | None = None
         self.update_wait_s = 0.0
         self.steps = 0
@@ -201,6 +204,13 @@ class Pipeline:
         if ids:
             self._executor.preread(np.array(ids[:READ_AHEAD_MAX], dtype=np.int32), given=given)
 
+    def _prune(self) -> None:
+        """Forget updates that are done, whenever there are twice as many: a constant cost per update. Raises the sticky fault."""
+        if len(self._pending) >= self._pending_max:
+            self.raise_fault()
+            self._pending = [ticket for ticket in self._pending if not ticket.done or ticket.failed]  # in this order
+            self._pending_max = max(2 * len(self._pending), PENDING_MIN)
+
     def start(
         self,
         unit: Unit,
@@ -210,7 +220,7 @@ class Pipeline:
         gate: Gate | None = None,
         targets: Sequence[int] = (),
     ) -> Ticket:
-        """Submit the update of one unit. Does not block. Raises the sticky fault of an earlier one, and then submits nothing.
+        """Submit the update of one unit. Does not block. May raise the sticky fault of an earlier one, and then submits nothing.
 
         gate: holds it back, and gives the addresses of the unit's flats. Without a gate, `targets` may give them: the flats
         hold the unit's parameters, which are taken from there and replaced.
@@ -227,8 +237,7 @@ class Pipeline:
                 jobs["ptr"][:, 0] = 0
             jobs["base"] = -1
         # Nothing may raise once it is submitted: only the caller keeps what threads then read and write.
-        self.raise_fault()
-        self._pending = [pending for pending in self._pending if pending.failed or not pending.done]
+        self._prune()
         ticket = self._executor.submit(jobs, plan.segs, plan.hypers, priority=Priority.WRITEBACK, gate=gate)
         self._pending.append(ticket)
         return ticket

@@ -58,7 +58,10 @@ class GradientMemory:
             start += self.shard_bytes(flat)
 
     def spill(self, flats: Sequence[Flat], rest: Rest, *, window_count: int, window_bytes: int) -> None:
-        """Let the gradients of these flats rest on NVMe, in sections that `rest` has for them. Call it before `allocate`."""
+        """Let the gradients of these flats rest on NVMe, in sections that `rest` has for them.
+
+        Raises: AioError, MemoryError; before anything has changed.
+        """
         dtypes = {flat: self.dtype(flat) for flat in flats}
         if not dtypes:
             return

@@ -55,6 +55,11 @@ class Shadow:
             self._stale.add(flat)
             start += self.shard_bytes(flat)
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the copy."""
+        return sum(slab.size_bytes for slab in self._slabs)
+
     def __contains__(self, flat: Flat) -> bool:
         """Whether computing takes the flat from here. What an optimizer took since the last step is not here yet, nor updated."""
         return flat in self._tickets

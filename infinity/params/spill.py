@@ -64,7 +64,8 @@ class SpilledGradients:
         return self._slab.size_bytes
 
     def extend(self, dtypes: dict[Flat, torch.dtype], *, count: int, size_bytes: int) -> None:
-        """Further flats that spill, and the windows that are planned now.
+        """Further flats that spill, and the windows that are planned now. If these are more or larger, both the old and the new
+        ones exist for a moment.
 
         Raises: AioError of a write, MemoryError; before anything has changed.
         """
