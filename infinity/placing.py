@@ -148,7 +148,7 @@ class Placing:
 
     def restore(self, saved: Saved, *, resident_bytes: int, gradient_bytes: int) -> None:
         """Put a former plan in force again. resident_bytes: what rests in RAM now; gradient_bytes: memory of gradients, and of
-        the parameters that compute, which a later plan will find there. Where these are more than planned, they are reserved, too.
+        the parameters that compute, which a later plan will find there. What is more than planned is reserved, too.
         """
         plan, self._spilled, self.scratch_bytes = saved
         more = max(resident_bytes - plan.resident_bytes, 0)

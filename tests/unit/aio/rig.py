@@ -7,7 +7,8 @@ that a run is several requests. `BACKENDS` are those of this machine, and `MISSI
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +255,11 @@ def _backends() -> tuple[list[str], dict[str, str]]:
 
 
 BACKENDS, MISSING = _backends()
+
+
+def until(condition: Callable[[], object], seconds: float = 20) -> None:
+    """Return once it holds; fail if that takes too long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)

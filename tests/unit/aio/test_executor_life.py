@@ -1,13 +1,11 @@
-"""Opening, closing, forking, exiting, waiting: nothing hangs, nothing crashes, nothing is left behind."""
+"""Opening, closing, waiting, sharing: nothing hangs, nothing crashes, nothing is left behind."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
-import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,7 +16,6 @@ import pytest
 from infinity import aio
 from infinity.aio import plan
 from infinity.errors import AioClosedError, SwapFullError
-from tests.unit.aio.child import ROOT, preamble, run_python
 from tests.unit.aio.rig import NUMEL, RUN_BYTES, Rig, random_chunk, same
 
 SLOW = aio.Seam(read_bytes_per_s=2e6, write_bytes_per_s=2e6)
@@ -275,106 +272,6 @@ def test_a_full_file_system_is_a_swap_full_error(backend, tmp_path, monkeypatch,
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_gets_errors_and_the_parent_goes_on(backend, tmp_path):
-    done = run_python(
-        preamble(backend, tmp_path, "seam=aio.Seam(delay_us_max=20000)")
-        + """
-ticket = rig.store(values)
-gate = rig.executor.gate()
-child = os.fork()
-if child == 0:
-    code = 0
-    for call in (ticket.wait, rig.executor.gate, rig.executor.drain, lambda: gate.open([]), lambda: rig.fetch([0])):
-        try:
-            call()
-            code = 1
-        except AioClosedError:
-            pass
-    rig.executor.close()
-    del ticket, gate
-    import gc; gc.collect()
-    sys.exit(code)
-assert os.waitpid(child, 0)[1] == 0
-ticket.wait(20)
-assert all(same(rig.read(i), values[i]) for i in range(6))
-rig.close()
-"""
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_interpreter_exits_with_requests_in_flight(backend, tmp_path):
-    done = run_python(
-        preamble(backend, tmp_path, "seam=aio.Seam(read_bytes_per_s=1e6, write_bytes_per_s=1e6)")
-        + """
-ticket = rig.store(values)
-gated = rig.fetch([0], gate=rig.executor.gate())
-print("end")
-""",
-        timeout=20,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["end"]
-    assert done.stderr == ""
-
-
-def test_an_executor_that_is_dropped_ends_its_threads(backend, tmp_path):
-    done = run_python(
-        preamble(backend, tmp_path, "seam=aio.Seam(delay_us_max=20000)")
-        + """
-import gc
-count = lambda: len(os.listdir("/proc/self/task"))
-before = count()
-rig.store(values)
-rig.executor = None
-gc.collect()
-assert before - count() >= 3, (before, count())
-"""
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_ctrl_c_ends_a_wait(backend, tmp_path):
-    done = run_python(
-        preamble(backend, tmp_path, "seam=aio.Seam(write_bytes_per_s=1e5)")
-        + """
-ticket = rig.store(values)
-threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-start = time.monotonic()
-try:
-    ticket.wait()
-except KeyboardInterrupt:
-    print("interrupted", time.monotonic() - start < 2)
-rig.executor.close(drain=False)
-""",
-        timeout=30,
-    )
-    assert done.stdout.split() == ["interrupted", "True"], done.stderr
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_may_open_an_executor_of_its_own(backend, tmp_path):
-    done = run_python(
-        preamble(backend, tmp_path, "seam=aio.Seam(delay_us_max=20000)")
-        + f"""
-tickets = [rig.store({{i: values[i]}}) for i in range(6)]
-child = os.fork()
-mine = rig if child else Rig(Path({str(tmp_path)!r}), {backend!r})
-if child == 0:
-    values = {{i: random_chunk(rng) for i in range(6)}}
-    mine.store(values).wait(20)
-assert all(same(mine.read(i), values[i]) for i in range(6))
-mine.close()
-if child == 0:
-    sys.exit(0)
-assert os.waitpid(child, 0)[1] == 0
-assert all(ticket.done for ticket in tickets)
-"""
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_an_exception_in_a_with_block_cancels_and_goes_on(make_rig, rng):
     rig = make_rig(chunk_count=40, seam=SLOW, pools=(1, 2))
     with pytest.raises(ZeroDivisionError):
@@ -392,104 +289,3 @@ def test_a_with_block_that_ends_well_runs_what_is_pending(make_rig, rng):
     with rig.executor:
         tickets = [rig.store({i: random_chunk(rng)}) for i in range(6)]
     assert all(ticket.done and not ticket.failed for ticket in tickets)
-
-
-def test_a_process_that_is_stopped_goes_on_where_it_was(backend, tmp_path):
-    code = (
-        preamble(backend, tmp_path, "seam=aio.Seam(read_bytes_per_s=1e6, write_bytes_per_s=1e6)")
-        + """
-tickets = [rig.store({i: values[i]}) for i in range(6)]
-print("begun", flush=True)
-for ticket in tickets:
-    ticket.wait(30)
-assert all(same(rig.read(i), values[i]) for i in range(6))
-assert rig.executor.fault() is None
-rig.close()
-print("end", flush=True)
-"""
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline().strip() == "begun"
-        for _ in range(5):
-            os.kill(child.pid, signal.SIGSTOP)
-            time.sleep(0.03)
-            os.kill(child.pid, signal.SIGCONT)
-            time.sleep(0.03)
-        assert child.stdout.readline().strip() == "end"
-        assert child.wait(30) == 0
-
-
-def test_the_interpreter_exits_while_a_thread_waits(backend, tmp_path):
-    done = run_python(
-        preamble(backend, tmp_path, "seam=aio.Seam(read_bytes_per_s=1e5, write_bytes_per_s=1e5)")
-        + """
-ticket = rig.store(values)
-def wait():
-    try:
-        ticket.wait()
-    except AioClosedError:
-        pass
-threading.Thread(target=wait, daemon=True).start()
-time.sleep(0.1)
-print("end")
-""",
-        timeout=30,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["end"]
-
-
-@pytest.mark.parametrize("call", ["rig.executor.drain()", "rig.executor.close()", "ticket.wait_filled()"])
-def test_ctrl_c_ends_every_call_that_waits(backend, tmp_path, call):
-    done = run_python(
-        preamble(backend, tmp_path, "chunk_count=20, pools=(1, 1), seam=aio.Seam(write_bytes_per_s=1e5)")
-        + f"""
-ticket = rig.store({{i: random_chunk(rng) for i in range(20)}})
-threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-start = time.monotonic()
-try:
-    {call}
-except KeyboardInterrupt:
-    print("interrupted", time.monotonic() - start < 5)
-rig.executor.close(drain=False)
-assert ticket.done
-""",
-        timeout=30,
-    )
-    assert done.stdout.split() == ["interrupted", "True"], done.stderr
-
-
-def test_a_killed_neighbour_in_the_same_directory_harms_nobody(backend, make_rig, tmp_path, rng):
-    rig = make_rig(seam=aio.Seam(delay_us_max=2000, seed=1))
-    values = {i: random_chunk(rng) for i in range(6)}
-    rig.store(values).wait()
-    code = (
-        preamble(backend, tmp_path, "seam=aio.Seam(write_bytes_per_s=1e5)")
-        + "rig.store(values); print('ready', flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline().strip() == "ready"
-        fetches = [rig.fetch([i]) for i in range(6)]
-        os.kill(child.pid, signal.SIGKILL)  # in the middle of a write, and of our reads
-        child.wait(20)
-    for i, (ticket, targets) in enumerate(fetches):
-        ticket.wait(20)
-        assert same(targets[0], values[i])
-    assert list(tmp_path.iterdir()) == []
-    rig.store({i: values[5 - i] for i in range(6)}).wait(20)
-    assert all(same(rig.read(i), values[5 - i]) for i in range(6))
-
-
-def test_kill_leaves_no_file_and_frees_the_space(backend, tmp_path):
-    code = (
-        preamble(backend, tmp_path) + "rig.store(values).wait(); print('ready', flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline().strip() == "ready"
-        assert list(tmp_path.iterdir()) == []
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait(20)
-    assert list(tmp_path.iterdir()) == []
