@@ -1,8 +1,8 @@
 """The byte floor: what a step moves is what the formulas of `infinity.limits` say, to the byte, by the engine's counters and
 by the kernel's.
 
-Every case trains in a process of its own, so that /proc/self/io counts nobody else, past the page cache (O_DIRECT), between
-two moments at which nothing is pending. The formulas leave out two things, which are computed here from the units alone:
+The cases train one after the other in a process of their own, so that /proc/self/io counts nobody else, past the page cache
+(O_DIRECT), between two moments at which nothing is pending. The formulas leave out two things, which are computed here from the units alone:
 
 - less: where a pass over the units ends and the next one begins in the other direction, what is gathered then is read once for
   both. That is a prefix of the next pass, as long as fits into `gathered_bytes_max` (`kept_bytes`);
@@ -15,6 +15,7 @@ nothing here depends on time, the gates are held until forward begins, and none 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import sys
@@ -47,6 +48,25 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "AdamW": lambda params: inf.AdamW(params, lr=1e-4),
     "SGD": lambda params: inf.SGD(params, lr=1e-3, momentum=0.9),
     "Lion": lambda params: inf.Lion(params, lr=1e-4),
+}
+OTHERS: dict[str, tuple[float, dict[str, Any]]] = {  # with bytes per parameter at rest
+    "fp32": (12, {"dtype": "float32"}),
+    "fp16": (14, {"dtype": "float16"}),
+    "SGD with momentum": (8, {"optimizer": "SGD"}),
+    "Lion": (8, {"optimizer": "Lion", "update": "backward"}),
+}
+SHARES = [{"params": 1.0, "optim": 0.0}, {"params": 0.0, "optim": 1.0}, {"params": 0.5, "optim": 0.25}]
+
+CASES: dict[str, dict[str, Any]] = {
+    **{
+        f"{state} {update}": {"state": state, "update": update, "micro_batches": [1, 2, 4]}
+        for state in STATES
+        for update in UPDATES
+    },
+    **{name: case | {"micro_batches": [1, 2]} for name, (_, case) in OTHERS.items()},
+    **{f"resident {shares}": {"ram": "256MiB", "resident": shares, "micro_batches": [1, 2]} for shares in SHARES},
+    "spilled": {"spills": True, "micro_batches": [1, 2]},
+    "activations": {"activations": "nvme", "micro_batches": [1, 2]},
 }
 
 
@@ -169,11 +189,12 @@ def run(directory: str, case: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def measured(**case: Any) -> list[dict[str, Any]]:
-    """The records of a case, by position in its `micro_batches`."""
+@functools.cache
+def measurements() -> dict[str, list[dict[str, Any]]]:
+    """The records of every case, by position in its `micro_batches`."""
     with tempfile.TemporaryDirectory() as directory:
-        output = harness.in_a_process("tests.test_floor", directory, json.dumps(case))
-    found: list[dict[str, Any]] = json.loads(output.strip().splitlines()[-1])
+        output = harness.in_a_process("tests.test_floor", directory, json.dumps(CASES))
+    found: dict[str, list[dict[str, Any]]] = json.loads(output.strip().splitlines()[-1])
     return found
 
 
@@ -192,7 +213,7 @@ def check(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("state", STATES)
 def test_a_step_moves_what_the_formula_says(state: str, update: str) -> None:
-    for found in measured(state=state, update=update, micro_batches=[1, 2, 4]):
+    for found in measurements()[f"{state} {update}"]:
         # Nothing is resident, and what rests is what the format says: padding costs less than one part in a hundred.
         assert found["resident"] == 0
         sigma = {"exact": 12.0, "bf16": 8.0, "compact": 5.0625}[state]
@@ -200,40 +221,30 @@ def test_a_step_moves_what_the_formula_says(state: str, update: str) -> None:
         check(found)
 
 
-OTHERS: dict[str, tuple[float, dict[str, Any]]] = {
-    "fp32": (12, {"dtype": "float32"}),
-    "fp16": (14, {"dtype": "float16"}),
-    "SGD with momentum": (8, {"optimizer": "SGD"}),
-    "Lion": (8, {"optimizer": "Lion", "update": "backward"}),
-}
-
-
 @pytest.mark.parametrize("name", OTHERS)
 def test_so_it_does_with_other_dtypes_and_optimizers(name: str) -> None:
-    sigma, case = OTHERS[name]
-    for found in measured(micro_batches=[1, 2], **case):
+    sigma = OTHERS[name][0]
+    for found in measurements()[name]:
         assert found["resident"] == 0
         assert sigma <= found["states_per_param"] < sigma * 1.01
         check(found)
 
 
 def test_spilled_gradients_move_once_in_each_direction_per_micro_batch() -> None:
-    for found in measured(micro_batches=[1, 2], spills=True):
+    for found in measurements()["spilled"]:
         assert found["grads"] >= found["spilled"] > 5 * found["staging"]
         check(found)
 
 
 def test_activations_move_once_in_each_direction_per_micro_batch() -> None:
-    for micro_batches, found in zip([1, 2], measured(micro_batches=[1, 2], activations="nvme"), strict=True):
+    for micro_batches, found in zip([1, 2], measurements()["activations"], strict=True):
         assert found["activations"] == STEPS * micro_batches * (LAYERS - HELD_CALLS) * ROWS * LENGTH * HIDDEN * 2
         check(found)
 
 
-@pytest.mark.parametrize(
-    "shares", [{"params": 1.0, "optim": 0.0}, {"params": 0.0, "optim": 1.0}, {"params": 0.5, "optim": 0.25}], ids=str
-)
+@pytest.mark.parametrize("shares", SHARES, ids=str)
 def test_what_is_resident_is_not_moved(shares: dict[str, float]) -> None:
-    for found in measured(ram="256MiB", resident=shares, micro_batches=[1, 2]):
+    for found in measurements()[f"resident {shares}"]:
         # Whole chunks rest here or there, so a share is kept as nearly as that allows.
         wanted = 12 - 2 * shares["params"] - 10 * shares["optim"]
         assert found["states_per_param"] == pytest.approx(wanted, abs=1.0)
@@ -241,4 +252,4 @@ def test_what_is_resident_is_not_moved(shares: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(sys.argv[1], json.loads(sys.argv[2]))))
+    print(json.dumps({name: run(sys.argv[1], case) for name, case in json.loads(sys.argv[2]).items()}))

@@ -18,7 +18,7 @@ def test_the_smoke_run_measures_every_arm_and_prints_one_json_line() -> None:
     if not native.available():
         pytest.skip(f"no native extension: {native.reason()}")
     done = subprocess.run(
-        [sys.executable, "bench/bench_kernels.py", "--smoke", "--json"],
+        [sys.executable, "bench/bench_kernels.py", "--smoke", "--json", "--threads", "2"],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         capture_output=True,
@@ -30,7 +30,7 @@ def test_the_smoke_run_measures_every_arm_and_prints_one_json_line() -> None:
     assert record["isa"] in native.ISA_NAMES
     rows = record["updates"]
     assert {(row["arm"], row["threads"]) for row in rows} == {
-        (arm, threads) for arm in ("exact", "exact verified", "bf16", "compact", "torch") for threads in (1, 2)
+        (arm, 2) for arm in ("exact", "exact verified", "bf16", "compact", "torch")
     }
     assert all(row["gparam_per_s"] > 0 and row["limit_gparam_per_s"] > 0 for row in rows)
     assert {row["implementation"] for row in record["checksums"]} >= {"portable"}
