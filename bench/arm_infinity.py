@@ -67,7 +67,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", required=True, help="swap directory")
     parser.add_argument("--verify", default="full", choices=("full", "sample", "off"), help="checksums (%(default)s)")
-    parser.add_argument("--tier", default="nvme", choices=("nvme", "cpu"), help="where everything may rest (%(default)s)")
+    parser.add_argument("--tier", default="nvme", choices=("nvme", "cpu", "device"),
+                        help="where everything may rest; device: parameters, with states in RAM (%(default)s)")  # fmt: skip
     parser.add_argument("--ram", default="min", help="Policy(ram=) (%(default)s)")
     parser.add_argument("--state", default="exact", choices=("exact", "bf16", "compact"), help="(%(default)s)")
     parser.add_argument("--update", default="deferred", choices=("deferred", "backward", "delayed"), help="(%(default)s)")
@@ -76,7 +77,7 @@ def main() -> int:
     args = parser.parse_args()
     nvme = [args.dir] if args.tier == "nvme" else ()
     policy = inf.Policy(
-        params=args.tier, optim=args.tier, nvme=nvme, ram=args.ram, verify=args.verify, state=args.state,
+        params=args.tier, optim="cpu" if args.tier == "device" else args.tier, nvme=nvme, ram=args.ram, verify=args.verify, state=args.state,
         update=args.update, delayed_warmup=0, on_nonfinite=args.nonfinite,
     )  # fmt: skip
     meter.report(run(r1.from_arguments(args), policy))
