@@ -263,14 +263,6 @@ def show(summary: Mapping[str, Any], args: argparse.Namespace, size: int) -> Non
         )
 
 
-def arm_list(text: str) -> list[str]:
-    """Arms as they are named on the command line."""
-    arms = text.split(",")
-    if len(set(arms)) != len(arms) or not set(arms) <= set(ARMS):
-        raise argparse.ArgumentTypeError(f"{text!r}: give some of {','.join(ARMS)}")
-    return arms
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -278,7 +270,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, required=True, help="a directory on the drive to measure")
     parser.add_argument("--size", default="1GiB", help="bytes per pass (%(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="every arm once per round (%(default)s)")
-    parser.add_argument("--arms", type=arm_list, default=list(ARMS), help=f"arms to run ({','.join(ARMS)})")
+    parser.add_argument("--arms", type=harness.some_of(ARMS), default=list(ARMS), help=f"arms to run ({','.join(ARMS)})")
     parser.add_argument("--seed", type=int, default=0, help="of the order within rounds (%(default)s)")
     parser.add_argument(
         "--no-fixed", action="store_true", help="do not let fio register its buffers (locked memory)"

@@ -138,14 +138,6 @@ def show(part: str, summary: Mapping[str, Any], modes: Sequence[str], title: str
     harness.print_table(f"{part}: {title}", ["", *modes, *heads], rows)
 
 
-def mode_list(text: str) -> list[str]:
-    """Settings as they are named on the command line."""
-    modes = text.split(",")
-    if len(set(modes)) != len(modes) or not set(modes) <= set(MODES):
-        raise argparse.ArgumentTypeError(f"{text!r}: give some of {','.join(MODES)}")
-    return modes
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -153,7 +145,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, required=True, help="swap directory, on the drive to measure")
     parser.add_argument("--part", choices=PARTS, help="one part only")
     parser.add_argument(
-        "--modes", type=mode_list, default=list(MODES), help=f"settings to compare ({','.join(MODES)})"
+        "--modes", type=harness.some_of(MODES), default=list(MODES), help=f"settings to compare ({','.join(MODES)})"
     )
     parser.add_argument("--rounds", type=int, help="every setting once per round (executor 15, step 5)")
     parser.add_argument("--size", default="1GiB", help="executor: bytes of states (%(default)s)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import datetime
@@ -15,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -261,6 +262,18 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     print(title)
     for line in [columns, ["-" * width for width in widths], *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def some_of(choices: Collection[str]) -> Callable[[str], list[str]]:
+    """An argument's type: some of these, with commas between."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if len(set(names)) != len(names) or not set(names) <= set(choices):
+            raise argparse.ArgumentTypeError(f"{text!r}: give some of {','.join(choices)}")
+        return names
+
+    return parse
 
 
 def run_main(main: Any) -> int:

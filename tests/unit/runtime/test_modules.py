@@ -147,30 +147,33 @@ def test_auxiliary_losses_returned_by_every_block(eager: bool) -> None:
     rig.train(models.stack_loss)
 
 
+class Product(torch.autograd.Function):
+    """x @ w.T."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return grad @ w, (grad.flatten(0, -2).t() @ x.flatten(0, -2))
+
+
 @both
 def test_a_custom_autograd_function_may_take_a_weight(eager: bool) -> None:
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x, w)
-            return x @ w.t()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            x, w = ctx.saved_tensors
-            return grad @ w, (grad.flatten(0, -2).t() @ x.flatten(0, -2))
-
     class Custom(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.randn(16, 16) / 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Scale.apply(x, self.weight)
+            return Product.apply(x, self.weight)
 
     class Net(models.Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Scale.apply(super().forward(x), self.head.weight[:, :4])  # of a unit that no frame holds
+            return Product.apply(super().forward(x), self.head.weight[:, :4])  # of a unit that no frame holds
 
     torch.manual_seed(0)
     Rig(Net([Custom(), models.Block()]), models.stack_groups, eager=eager).train(models.stack_loss)
@@ -178,20 +181,9 @@ def test_a_custom_autograd_function_may_take_a_weight(eager: bool) -> None:
 
 @both
 def test_a_custom_autograd_function_may_take_a_captured_parameter(eager: bool) -> None:
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x, w)
-            return x @ w.t()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            x, w = ctx.saved_tensors
-            return grad @ w, (grad.flatten(0, -2).t() @ x.flatten(0, -2))
-
     class Net(models.Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Scale.apply(super().forward(x), self.captured[0])
+            return Product.apply(super().forward(x), self.captured[0])
 
     torch.manual_seed(0)
     model = Net([models.Block() for _ in range(2)])
