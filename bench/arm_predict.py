@@ -22,8 +22,9 @@ import torch
 import infinity as inf
 from infinity.aio import Seam
 from infinity.engine import offload
+from infinity.planning.job import Job
 from infinity.planning.machine import Machine, describe_machine
-from infinity.planning.predict import Job, Prediction, predict
+from infinity.planning.predict import Prediction, predict
 from infinity.planning.shape import ModelShape, shape_of
 
 COPY_BYTES = 256 << 20

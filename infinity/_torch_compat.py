@@ -25,6 +25,9 @@ NO_TASK = -1
 graph_task_id: Callable[[], int] = _C._current_graph_task_id
 """The id of the backward that this thread runs now; nested backwards have their own."""
 
+graph_is_kept: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward that this thread runs now was told to retain its graph, which may then run once more."""
+
 sequence_number: Callable[[], int] = _C._autograd._get_sequence_nr
 """The number that the next autograd node made by this thread gets. Backward runs higher numbers first."""
 

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import logging
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -79,9 +80,17 @@ def offload(
         raise ValueError("this model is offloaded already; inf.handle(model).close() ends that")
     device = _compute_device(model)
     check_activations(policy or Policy(), device)
+    strided = [name for name, parameter in model.named_parameters() if not parameter.is_contiguous()]
     handle_ = Handle(model, policy or Policy(), device, load, _seam)
     model.__dict__[_HANDLE] = handle_
     _OPEN.add(handle_)
+    if strided:
+        others = f" and {len(strided) - 3} more" if len(strided) > 3 else ""
+        warnings.warn(
+            f"{', '.join(strided[:3])}{others}: dimensions are in another order in memory (channels_last, transposed); offloaded "
+            "they are contiguous, with the same values, and kernels that choose by the order may round otherwise",
+            stacklevel=2,
+        )
     return model
 
 
@@ -173,6 +182,7 @@ class Handle:
         self.residency.on_demand = self._on_demand
         self._heap = Heap.for_units((unit.size_bytes for unit in self.units), device.type)
         self.residency.on_evict = self._heap.freed
+        self.residency.clock.activations = self._storage.activations_moved
         self._build_step(undo)
         self._lifecycle: Lifecycle = attach(
             model,
@@ -280,7 +290,8 @@ class Handle:
         """The accumulated gradient of a parameter, with what the loop did to it: a fresh fp32 CPU tensor [param.shape].
 
         None where `param.grad` is None. Waits for pending updates. Collective on several ranks: it is the mean over all, and
-        every rank gets the whole. Raises: ValueError for a parameter of another model.
+        every rank gets the whole. Raises: ValueError for a parameter of another model; RuntimeError for a gradient that an
+        update has taken, as with update="backward" after backward.
         """
         self.check_open()
         return self.states.full_grad(self._one(param))
@@ -324,6 +335,7 @@ class Handle:
             activations=self._storage.activation_figures(),
             fresh_grad_bytes_peak=max(self._drain.fresh_bytes_peak, self._mode.fresh_bytes_peak),
             heap_spare_bytes=self._heap.spare_bytes,
+            frozen_bytes=self._storage.frozen_bytes(self._flats),
         )
 
     def trace(self, path: str | os.PathLike[str]) -> int:

@@ -37,7 +37,14 @@ class NonFiniteGradient(InfinityError, RuntimeError):
 
 
 class BudgetError(InfinityError, ValueError):
-    """The RAM budget is too small; the message states the smallest that works and what takes it."""
+    """The RAM budget is too small; the message states the smallest that works and what takes it.
+
+    smallest_bytes: that budget.
+    """
+
+    def __init__(self, message: str, *, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
 
 
 class EngineClosed(InfinityError, RuntimeError):

@@ -4,7 +4,7 @@ Bytes over the drives, for states that rest there, with M micro-batches (horizon
 
     update      parameters read                              other states read   all written   spilled gradients
     deferred    2M: the update feeds the first forward       1                   1             M read, M written
-    backward    2M: the update has them from memory          1                   1             M - 1 read, M - 1 written
+    backward    2M: the update has them from memory          1                   1             the same, none if M = 1
     delayed     2: by the update, and into a copy in RAM     1                   1             M read, M written
     (frozen)    2M                                           -                   -             -
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 UPDATES = ("deferred", "backward", "delayed")
@@ -119,7 +119,7 @@ def passes(update: str, micro_batches: int) -> Passes:
         raise ValueError(f"update={update!r} is not known; use {' or '.join(repr(name) for name in UPDATES)}")
     if micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches} must be at least 1")
-    spills = micro_batches - 1 if update == "backward" else micro_batches
+    spills = 0 if update == "backward" and micro_batches == 1 else micro_batches
     return Passes(
         params_read=2 if update == "delayed" else 2 * micro_batches,
         optim_read=1,
@@ -183,28 +183,52 @@ def traffic(on_nvme: AtRest, update: str, micro_batches: int, *, activations: fl
     gathers = (how.params_read - fed) * on_nvme.params + how.frozen_read * on_nvme.frozen
     grads = Moved(how.grads_read * on_nvme.grads, how.grads_written * on_nvme.grads)
     spilled = Moved(micro_batches * activations, micro_batches * activations)
+    return _in_its_time(gathers, states, grads, spilled, update, micro_batches, on_nvme.frozen)
+
+
+def measured_traffic(
+    moved: Moved,
+    params_read: float,
+    update: str,
+    micro_batches: int,
+    *,
+    grads: Moved = Moved(),
+    activations: Moved = Moved(),
+    frozen: float = 0.0,
+) -> Traffic:
+    """The same for a step whose bytes were counted: `moved` over the drives; of it `params_read` for gathers alone, and what
+    spilled gradients and activations took. The rest is taken for states. frozen: what one forward reads of `params_read`
+    that no optimizer holds."""
+    passes(update, micro_batches)  # checks both
+    # Reads are counted where they begin and `moved` where they end, so what is in flight may make parts larger than the whole.
+    params_read, grads_read, back, states_read = _parts_of(moved.read, params_read, grads.read, activations.read)
+    grads_written, out, states_written = _parts_of(moved.written, grads.written, activations.written)
+    states, grads, activations = Moved(states_read, states_written), Moved(grads_read, grads_written), Moved(back, out)
+    return _in_its_time(params_read, states, grads, activations, update, micro_batches, min(frozen, params_read))
+
+
+def _parts_of(whole: float, *parts: float) -> list[float]:
+    """The parts, none larger than what those before it leave of the whole; then what is left."""
+    found = []
+    for part in parts:
+        found.append(min(part, whole))
+        whole -= found[-1]
+    return [*found, whole]
+
+
+def _in_its_time(
+    params_read: float, states: Moved, grads: Moved, activations: Moved, update: str, micro_batches: int, frozen: float
+) -> Traffic:
+    """What moves in a step, by kind, and what of it has to in the window of the updates."""
     if update == "delayed":
-        window = Moved(gathers) + states + grads + spilled
+        window = Moved(params_read) + states + grads + activations
     elif update == "backward":
         # The last backward and the next first forward; of M micro-batches' activations, one is read and one is written there.
-        window = states + Moved(2 * (on_nvme.params + on_nvme.frozen)) + Moved(activations, activations)
+        window = states + Moved((params_read + activations.read) / micro_batches, activations.written / micro_batches)
     else:
         # The update reads a spilled gradient once; the first forward writes its activations, and reads frozen parameters.
-        window = states + Moved(min(how.grads_read, 1) * on_nvme.grads + on_nvme.frozen, activations)
-    return Traffic(gathers, states, grads, spilled, window)
-
-
-def measured_traffic(moved: Moved, params_read: float, update: str, micro_batches: int) -> Traffic:
-    """The same for a step whose bytes were counted: `moved` over the drives, `params_read` of it for gathers alone. What
-    else was read is taken for states."""
-    passes(update, micro_batches)  # checks both
-    states = Moved(max(moved.read - params_read, 0.0), moved.written)
-    window = states
-    if update == "delayed":
-        window = moved
-    elif update == "backward":
-        window = states + Moved(params_read / micro_batches)
-    return Traffic(moved.read - states.read, states, Moved(), Moved(), window)
+        window = states + Moved(grads.read / micro_batches + frozen, activations.written / micro_batches)
+    return Traffic(params_read, states, grads, activations, window)
 
 
 def bytes_per_param(
@@ -362,57 +386,38 @@ def _movable_s(moved: Traffic, drives: Drives, movable_bytes: float) -> float:
     return drives.io_s(moved.states) * min(movable_bytes / states, 1.0)
 
 
-# -- bandwidths of a run -----------------------------------------------------------------------------------------------------
-
-
-def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, bool] | None:
-    """Bandwidths from samples (bytes read, bytes written, seconds busy) of drives under load, by least squares over
-    seconds = read / B_r + written / B_w; and whether reads and writes could be told apart.
-
-    They cannot where all samples have the same mix: then B_r = B_w is what the drive gave to that mix. None without samples.
-    Time in which only a few requests were in flight counts as busy, so this is what the run got, not what the drive can.
-    """
-    rr = sum(read * read for read, _, _ in samples)
-    ww = sum(written * written for _, written, _ in samples)
-    rw = sum(read * written for read, written, _ in samples)
-    rt = sum(read * busy_s for read, _, busy_s in samples)
-    wt = sum(written * busy_s for _, written, busy_s in samples)
-    both = rr + 2 * rw + ww
-    if both <= 0 or rt + wt <= 0:
-        return None
-    one = both / (rt + wt)  # the best single bandwidth
-    determinant = rr * ww - rw * rw
-    if determinant > 1e-3 * rr * ww:
-        per_read, per_written = (rt * ww - wt * rw) / determinant, (wt * rr - rt * rw) / determinant
-        # A factor of ten between the two is noise, not a drive.
-        if per_read * 10 * one > 1 and per_written * 10 * one > 1:
-            return Drives(1 / per_read, 1 / per_written), True
-    return Drives(one, one), False
-
-
 # -- other terms, for planning (a machine with GPUs; research: the larger of them bounds a step too) ------------------------
 
 
 def pcie_s(
-    params_bytes: float, grads_bytes: float, micro_batches: int, bytes_per_s: float, *, activations: float = 0.0
+    gathered_bytes: float, grads_bytes: float, micro_batches: int, bytes_per_s: float, *, activations: float = 0.0
 ) -> float:
     """Time on the links between CPU and GPUs, `bytes_per_s` in each direction and all of them together, update on the CPU.
 
-    Parameters go to the GPUs twice per micro-batch, gradients come back once; spilled activations go both ways.
+    gathered_bytes: parameters that go to the GPUs in a step: twice per micro-batch, or once where they stay. Gradients come back
+    once per micro-batch; the activations of each, where they wait elsewhere, go both ways.
     """
-    down = 2 * micro_batches * params_bytes + micro_batches * activations
+    down = gathered_bytes + micro_batches * activations
     up = micro_batches * (grads_bytes + activations)
     return max(down, up) / bytes_per_s
 
 
 def dram_s(
-    states_bytes: float, moved: Moved, params_bytes: float, grads_bytes: float, micro_batches: int, bytes_per_s: float
+    states_bytes: float,
+    moved: Moved,
+    gathered_bytes: float,
+    grads_bytes: float,
+    micro_batches: int,
+    bytes_per_s: float,
+    *,
+    activations: float = 0.0,
 ) -> float:
     """Time on the CPU's memory: drives (once in, once out), the update (every state read and written once, gradients read),
-    parameters to the GPUs, gradients from them and, from the second micro-batch on, added to what waits (read and written).
+    parameters to the GPUs, gradients from them and, from the second micro-batch on, added to what waits (read and written),
+    activations of a micro-batch, where they wait elsewhere, from the GPUs and back.
     """
     update = 2 * states_bytes + grads_bytes
-    links = 2 * micro_batches * params_bytes + micro_batches * grads_bytes + 2 * (micro_batches - 1) * grads_bytes
+    links = gathered_bytes + micro_batches * (grads_bytes + 2 * activations) + 2 * (micro_batches - 1) * grads_bytes
     return (moved.read + moved.written + update + links) / bytes_per_s
 
 
@@ -433,6 +438,6 @@ def compute_flops(
     return forward, (3.0 if recompute else 2.0) * forward
 
 
-def days_of_life(written_bytes: float, step_s: float, rated_tb: float, drives: int = 1) -> float:
+def days_of_life(written_bytes: float, step_s: float, rated_tb: float, drives: float = 1) -> float:
     """Days until `drives` drives, each rated for `rated_tb` terabytes written, have had them at this rate; inf without writes."""
     return rated_tb * 1e12 * drives * step_s / written_bytes / 86_400 if written_bytes > 0 else float("inf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 KIB = 1 << 10
@@ -29,7 +30,7 @@ def parse_size(value: float | str) -> int:
         if value < 0 or value != value or value == float("inf"):
             raise ValueError(f"a size cannot be {value!r}")
         return int(value)
-    match = _PATTERN.match(value)
+    match = _PATTERN.match(value) if isinstance(value, str) else None
     if match is None or match.group(2).lower() not in _FACTORS:
         raise ValueError(
             f"{value!r} is not a size; write an integer of bytes or text such as '64GiB' or '500MB'"
@@ -45,6 +46,16 @@ def format_size(size_bytes: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or size == int(size) else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def round_size(size_bytes: float) -> str:
+    """As `format_size`, rounded up: so much is enough."""
+    size_bytes = math.ceil(size_bytes)
+    for unit, factor in (("B", 1), ("KiB", KIB), ("MiB", MIB), ("GiB", GIB), ("TiB", 1 << 40)):
+        tenths = math.ceil(size_bytes * 10 / factor)
+        if tenths < 10240 or unit == "TiB":
+            break
+    return f"{tenths // 10} {unit}" if tenths % 10 == 0 else f"{tenths / 10:.1f} {unit}"
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -125,13 +125,16 @@ class Stats:
 
     params: elements of the model; step_count: optimizer steps submitted; bytes_read, bytes_written: on all drives;
     io_wait_s: time that forward and backward waited for a unit; update_wait_s: time that `opt.step()`, `flush()` and
-    others waited for updates; ram_bytes: what the engine holds in RAM by plan (pools, gradients, resident states,
-    checksums, scratch), ram_min_bytes the least that works; nvme_bytes: states that rest on NVMe; spilled_bytes: gradients
-    that do, by way of staging_bytes of windows in RAM; gathered_bytes_peak: the most that was gathered at once,
+    others waited for updates; ram_bytes: what the engine holds in RAM by plan, ram_min_bytes the least that works; its parts:
+    pool_bytes: pinned slots, grad_bytes: gradients, staging_bytes: windows of those that spill, shadow_bytes: the second copy
+    of the parameters (update="delayed"), resident_bytes: states, sums_bytes: their checksums, scratch_bytes: what norms and
+    optimizers compute in; nvme_bytes: states that rest on NVMe, of them frozen_bytes of parameters that no optimizer holds;
+    spilled_bytes: gradients that rest there; gathered_bytes_peak: the most that was gathered at once,
     fresh_grad_bytes_peak: of gradients between autograd and where they wait, heap_spare_bytes: of freed memory kept for
     reuse at most, where the CPU computes (all three device memory, not in ram_bytes); demands:
     times a unit was wanted, of which demand_reads were not read ahead; deviations: demands that the traced order did not
-    foresee; params_read_bytes: of bytes_read, parameters for a forward or a backward alone; registered: whether
+    foresee; params_read_bytes: of bytes_read, parameters for a forward or a backward alone; grads_read_bytes,
+    grads_written_bytes: of both, spilled gradients, as far as that was begun; registered: whether
     io_uring has the pools' pages registered, else registered_reason says why not; kept_chunks: chunks whose write failed,
     which are in memory only; jobs_cancelled: reads that were given up; written_per_step_bytes, written_tb_per_day: by
     training on all drives, None before the first step; phases: where the time went, and what moved meanwhile, by the names of
@@ -145,6 +148,8 @@ class Stats:
     bytes_read: int
     bytes_written: int
     params_read_bytes: int
+    grads_read_bytes: int
+    grads_written_bytes: int
     io_wait_s: float
     update_wait_s: float
     compute_s: float
@@ -154,8 +159,12 @@ class Stats:
     grad_bytes: int
     spilled_bytes: int
     staging_bytes: int
+    shadow_bytes: int
     resident_bytes: int
+    sums_bytes: int
+    scratch_bytes: int
     nvme_bytes: int
+    frozen_bytes: int
     gathered_bytes_peak: int
     fresh_grad_bytes_peak: int
     heap_spare_bytes: int
@@ -182,6 +191,20 @@ class Stats:
     activations: ActivationFigures
     drives: tuple[DriveFigures, ...]
 
+    @property
+    def ram_parts(self) -> dict[str, int]:
+        """The parts of `ram_bytes` that are not zero, by name."""
+        parts = {
+            "pools": self.pool_bytes,
+            "gradients": self.grad_bytes,
+            "windows of spilled gradients": self.staging_bytes,
+            "parameters of the step before": self.shadow_bytes,
+            "resident states": self.resident_bytes,
+            "checksums": self.sums_bytes,
+            "scratch": self.scratch_bytes,
+        }
+        return {name: size for name, size in parts.items() if size}
+
     def as_dict(self) -> dict[str, Any]:
         """As a plain dictionary, for logs and JSON."""
         record = dataclasses.asdict(self)
@@ -191,8 +214,8 @@ class Stats:
 
     def __str__(self) -> str:
         """For people: what is held, phase by phase where a step's time goes, η against both limits, the drives."""
-        parts = {"pools": self.pool_bytes, "gradients": self.grad_bytes + self.staging_bytes, "resident": self.resident_bytes}
-        held = f"{format_size(self.ram_bytes)} ({', '.join(f'{name} {format_size(size)}' for name, size in parts.items())})"
+        parts = ", ".join(f"{name} {format_size(size)}" for name, size in self.ram_parts.items())
+        held = format_size(self.ram_bytes) + (f" ({parts})" if parts else "")
         lines = [
             f"{self.params / 1e6:.1f} M parameters in {self.units} units; {self.step_count} steps",
             f"RAM {held}; NVMe {format_size(self.nvme_bytes)}; gathered at most {format_size(self.gathered_bytes_peak)}",
@@ -221,19 +244,22 @@ class Stats:
         activations: ActivationFigures | None = None,
         fresh_grad_bytes_peak: int = 0,
         heap_spare_bytes: int = 0,
+        frozen_bytes: int = 0,
     ) -> Stats:
         """Put together what the parts counted. `endurance` has observed `executor`; without it nothing is forecast.
 
         bandwidths: of the drives, by directory, where they are known better than from this run.
         """
-        drives = drive_figures(executor, endurance or Endurance())
+        drives, marks = drive_figures(executor, endurance or Endurance()), residency.clock.marks()
         return cls(
             params=param_numel,
             units=unit_count,
             step_count=pipeline.steps,
             bytes_read=executor.bytes_read,
             bytes_written=executor.bytes_written,
-            params_read_bytes=residency.clock.marks().params_read,
+            params_read_bytes=marks.params_read,
+            grads_read_bytes=marks.grads_read,
+            grads_written_bytes=marks.grads_written,
             io_wait_s=residency.wait_s,
             update_wait_s=pipeline.update_wait_s,
             compute_s=executor.compute_s,
@@ -243,8 +269,12 @@ class Stats:
             grad_bytes=placement.grad_bytes,
             spilled_bytes=placement.spilled_bytes,
             staging_bytes=placement.staging_bytes,
+            shadow_bytes=placement.shadow_bytes,
             resident_bytes=placement.resident_bytes,
+            sums_bytes=placement.sums_bytes,
+            scratch_bytes=placement.scratch_bytes,
             nvme_bytes=placement.nvme_bytes,
+            frozen_bytes=frozen_bytes,
             gathered_bytes_peak=residency.gathered_bytes_peak,
             fresh_grad_bytes_peak=fresh_grad_bytes_peak,
             heap_spare_bytes=heap_spare_bytes,
@@ -267,7 +297,9 @@ class Stats:
             written_per_step_bytes=_sum([drive.written_per_step_bytes for drive in drives]),
             written_tb_per_day=_sum([drive.written_tb_per_day for drive in drives]),
             phases=residency.clock.totals(),
-            terms=StepTerms.collect(residency.clock, executor, update=update, bandwidths=bandwidths or {}),
+            terms=StepTerms.collect(
+                residency.clock, executor, update=update, bandwidths=bandwidths or {}, frozen_bytes=frozen_bytes
+            ),
             activations=activations or ActivationFigures(),
             drives=drives,
         )

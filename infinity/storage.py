@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from infinity.aio import Executor, ExecutorStats, PoolSpec, Seam, open_executor
 from infinity.aio.endurance import Endurance
+from infinity.aio.plan import Format
 from infinity.config import Policy
 from infinity.memory.placement import Plan
 from infinity.memory.striping import choose_shares
 from infinity.memory.swap_space import SwapSpace
 from infinity.ops.update import update_numpy_sections
 from infinity.params.rest import Rest
-from infinity.params.unit import Unit
+from infinity.params.unit import Flat, Unit
 from infinity.runtime.activations import ActivationFigures, Activations
 from infinity.runtime.shelf import DriveShelf
 from infinity.telemetry import Timeline
@@ -49,6 +50,7 @@ class Storage:
         self._space = space
         self._policy = policy
         self._activations: Activations | None = None
+        self._shelf: DriveShelf | None = None
         self.executor: Executor = open_executor(
             space.files if space is not None else [],
             small=PoolSpec(plan.small_count, plan.small_bytes),
@@ -81,14 +83,28 @@ class Storage:
         if self._policy.activations != "nvme":
             return None
         assert self._space is not None, "Policy sees to it that there are directories"
-        shelf = DriveShelf(self.executor, self._space, sums_on=self._policy.verify != "off")
-        self._activations = Activations(shelf, model, units, timeline)
+        self._shelf = DriveShelf(self.executor, self._space, sums_on=self._policy.verify != "off")
+        self._activations = Activations(self._shelf, model, units, timeline)
         undo.callback(self._activations.close)
         return self._activations
 
     def activation_figures(self) -> ActivationFigures:
         """What was done with boundary activations so far."""
         return self._activations.figures() if self._activations is not None else ActivationFigures()
+
+    def activations_moved(self) -> tuple[int, int]:
+        """Bytes of activations that were read from the drives and written there, as far as that was begun."""
+        return (self._shelf.fetched_bytes, self._shelf.stored_bytes) if self._shelf is not None else (0, 0)
+
+    def frozen_bytes(self, flats: Iterable[Flat]) -> int:
+        """Bytes on the drives of parameters that no optimizer holds."""
+        total = 0
+        for flat in flats:
+            rest = self.rest[flat]
+            if rest.format is Format.RAW:
+                on_nvme = rest.records["section_at"][:, 0] >= 0
+                total += int(rest.records["numel"][on_nvme].sum()) * rest.sections[0].itemsize
+        return total
 
     def step_begins(self, steps: int) -> None:
         """A training step's forwards and backwards are done, and its update begins. `steps`: those before it."""

@@ -245,7 +245,8 @@ def _row(ends: list[int], span: Span) -> int:
 class Marks(NamedTuple):
     """What an engine has counted by some moment: bytes and seconds since it was opened.
 
-    params_read: bytes of parameters whose reading for a gather has begun; drives_busy_s: mean over the drives.
+    bytes_read, bytes_written: what the drives confirmed, of everything; params_read: of parameters for a gather, grads_*: of
+    spilled gradients, activations_*: of activations, whose reading or writing has begun; drives_busy_s: mean over the drives.
     """
 
     bytes_read: int = 0
@@ -253,13 +254,17 @@ class Marks(NamedTuple):
     params_read: int = 0
     wait_s: float = 0.0
     drives_busy_s: float = 0.0
+    grads_read: int = 0
+    grads_written: int = 0
+    activations_read: int = 0
+    activations_written: int = 0
 
     @classmethod
-    def of(cls, drives: Sequence[Any], params_read: int, wait_s: float) -> Marks:
-        """From the counters of an executor's drives (`aio.DriveStats`)."""
+    def of(cls, drives: Sequence[Any], params_read: int, wait_s: float, grads: tuple[int, int] = (0, 0)) -> Marks:
+        """From the counters of an executor's drives (`aio.DriveStats`), and others. grads: (read, written)."""
         busy_s = sum(drive.busy_s for drive in drives) / max(len(drives), 1)
         moved = sum(drive.bytes_read for drive in drives), sum(drive.bytes_written for drive in drives)
-        return cls(*moved, params_read, wait_s, busy_s)
+        return cls(*moved, params_read, wait_s, busy_s, *grads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,8 +272,9 @@ class PhaseFigures:
     """All runs of one phase together: how many, and in seconds and bytes what passed meanwhile.
 
     wait_s: the part of `seconds` in which the training thread waited for a unit or for updates. bytes_read, bytes_written:
-    what the drives confirmed, of whatever was in flight; params_read_bytes: reads of parameters that were begun (the rest of
-    what a run reads are states). drives_busy_s: with a request in flight, mean over the drives.
+    what the drives confirmed, of whatever was in flight; params_read_bytes, grads_*, activations_*: what was begun of parameters
+    for a gather, spilled gradients, activations (the rest of what a run moves are states). drives_busy_s: with a request in
+    flight, mean over the drives.
     """
 
     count: int = 0
@@ -278,6 +284,10 @@ class PhaseFigures:
     bytes_written: int = 0
     params_read_bytes: int = 0
     drives_busy_s: float = 0.0
+    grads_read_bytes: int = 0
+    grads_written_bytes: int = 0
+    activations_read_bytes: int = 0
+    activations_written_bytes: int = 0
 
     @property
     def compute_s(self) -> float:
@@ -289,6 +299,10 @@ class PhaseFigures:
 
     def __sub__(self, other: PhaseFigures) -> PhaseFigures:
         return PhaseFigures(*(a - b for a, b in zip(_values(self), _values(other), strict=True)))
+
+    def per(self, steps: int) -> PhaseFigures:
+        """Means per step; counts and bytes rounded."""
+        return PhaseFigures(*(round(v / steps) if isinstance(v, int) else v / steps for v in _values(self)))
 
 
 def _values(figures: PhaseFigures) -> tuple[Any, ...]:
@@ -303,17 +317,19 @@ PHASES: Final = ("first forward", "forward", "backward", "step", "evaluation", "
 class PhaseClock:
     """Divides the time of a run into phases, and what is counted meanwhile. One thread uses it.
 
-    marks: reads the engine's counters; called at every edge (tens of microseconds). A phase is entered by name; `enter("idle")`
-    ends it. Times of steps are taken from the end of the first step to the end of the last one, since the first one traces
-    and fills pools: `steady`, over `steady_steps` steps.
+    marks: reads the engine's counters; called at every edge (tens of microseconds). activations: (read, written) bytes of
+    activations, set once something takes these away. A phase is entered by name; `enter("idle")` ends it. Times of steps are
+    taken from the end of the first step to the end of the last one, since the first one traces and fills pools: `steady`,
+    over `steady_steps` steps.
     """
 
     def __init__(self, timeline: Timeline, marks: Callable[[], Marks]) -> None:
         self._timeline = timeline
-        self.marks = marks
+        self._marks = marks
+        self.activations: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._phase = "idle"
         self._since_ns = now_ns()
-        self._at = marks()
+        self._at = self.marks()
         self._totals = dict.fromkeys(PHASES, PhaseFigures())
         self._first: dict[str, PhaseFigures] | None = None
         self._last: dict[str, PhaseFigures] | None = None
@@ -321,6 +337,11 @@ class PhaseClock:
         self._quiet = False
         self._quiet_forward = PhaseFigures()
         self._after_step = True
+
+    def marks(self) -> Marks:
+        """The engine's counters at this moment."""
+        read, written = self.activations()
+        return self._marks()._replace(activations_read=read, activations_written=written)
 
     def enter(self, phase: str, *, quiet: bool = False) -> None:
         """The running phase ends and `phase` begins; "forward" tells by itself whether it is the first one of a step.
@@ -349,6 +370,10 @@ class PhaseClock:
             marks.bytes_written - at.bytes_written,
             marks.params_read - at.params_read,
             marks.drives_busy_s - at.drives_busy_s,
+            marks.grads_read - at.grads_read,
+            marks.grads_written - at.grads_written,
+            marks.activations_read - at.activations_read,
+            marks.activations_written - at.activations_written,
         )
         self._totals[phase] += passed
         if self._quiet and phase in ("first forward", "forward") and self._steps:

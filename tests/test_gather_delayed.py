@@ -134,3 +134,34 @@ def test_a_backward_inside_an_evaluation_takes_the_parameters_of_its_forward(tmp
             assert theirs.grad is not None
             assert torch.equal(handle.full_grad(mine).to(theirs.dtype), theirs.grad)  # type: ignore[union-attr]
     handle.close()
+
+
+@pytest.mark.parametrize("look", ["evaluation", "state_dict", "gather"])
+def test_what_was_looked_at_before_an_update_shows_that_update_after_it(look: str, tmp_path: Path) -> None:
+    """Also where the step before left the unit alone, so that what training computes with is not older."""
+    model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=0)
+    plain, reference = reference_of(LLAMA, warmup=0)
+    param = dict(model.named_parameters())[NAME]
+    with harness.one_thread():
+        for index, batch in enumerate(models.token_batches(4)):
+            for each, stepper in ((model, optimizer), (plain, reference)):
+                models.loss_of(each, batch).backward()
+                for name, other in each.named_parameters():
+                    if index == 1 and name.startswith("model.layers.1."):
+                        other.grad = None
+                if each is model and look == "evaluation":
+                    with torch.no_grad():
+                        models.loss_of(model, batch)
+                elif each is model and look == "state_dict":
+                    model.state_dict()
+                elif each is model:
+                    with handle.gather(param):
+                        pass
+                stepper.step()
+                stepper.zero_grad()
+            assert_same_states(model, handle, reference)
+        with torch.no_grad(), handle.gather(param):
+            param[0, 0] = 1.0  # and nothing else of it
+        reference.newest[NAME][0, 0] = 1.0
+    assert torch.equal(model.state_dict()[NAME], reference.newest[NAME])
+    handle.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 TRAIN = (
@@ -48,6 +49,20 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     place.add_argument("--resident", action="append", metavar="KIND=PART", help="how much of a state on NVMe rests in memory all "
                        "the same: params=0.5 or optim=8GiB; repeat for both (what --ram leaves)")  # fmt: skip
     place.add_argument("--io-backend", choices=("auto", "io_uring", "threads"), default="auto")
+
+
+def parse_resident(texts: Sequence[str] | None) -> dict[str, float | str] | None:
+    """`Policy.resident` of what --resident was given. Raises: ValueError."""
+    resident: dict[str, float | str] = {}
+    for text in texts or ():
+        kind, equals, part = text.partition("=")
+        if not equals or kind in resident:
+            raise ValueError(f"--resident {text}: give each kind once, as params=0.5 or optim=8GiB")
+        try:
+            resident[kind] = float(part)
+        except ValueError:
+            resident[kind] = part
+    return resident or None
 
 
 def _add_numerics(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +135,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--optim", choices=tiers[1:], default="nvme", help="the lowest tier of optimizer states (nvme)")
     job.add_argument("--grads", choices=tiers[1:], default="cpu", help="nvme: gradients that RAM does not hold spill (cpu)")
     job.add_argument("--activations", choices=tiers, default="device", help="where inputs of checkpointed blocks wait (device)")
+    job.add_argument("--resident", action="append", metavar="KIND=PART", help="how much of a state on NVMe rests in memory all "
+                     "the same, for each process: params=0.5 or optim=8GiB; repeat for both (what --ram leaves)")  # fmt: skip
+    job.add_argument("--grad-dtype", choices=("bfloat16", "float32"), help="in which gradients wait (that of the parameters)")
     job.add_argument("--no-checkpointing", action="store_true", help="keep all activations instead of recomputing them")
     parser.add_argument("--no-changes", action="store_true", help="do not work out what one change would buy")
     parser.add_argument("--json", type=Path, metavar="FILE", help='write everything as JSON, too; "-": to standard output only')

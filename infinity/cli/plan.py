@@ -16,12 +16,15 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+import infinity as inf
 from infinity.aio.settings import IoSettings
 from infinity.cli import hf_model
+from infinity.cli.arguments import parse_resident
 from infinity.cli.plan_tables import as_record, show_plan
 from infinity.planning.changes import fewest_micro_batches, one_change
+from infinity.planning.job import Job
 from infinity.planning.machine import Machine, describe_machine
-from infinity.planning.predict import Job, predict
+from infinity.planning.predict import predict
 from infinity.planning.shape import ModelShape, shape_of
 from infinity.sizes import parse_size
 
@@ -31,7 +34,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def run_plan(options: argparse.Namespace, console: Console | None = None) -> int:
     """Plan as `options` say. Exit status: 0 when it fits, 1 when it does not, 2 for a mistake."""
-    console = console or Console()
+    to_stdout = options.json is not None and str(options.json) == "-"
+    console = console or Console(stderr=to_stdout)
     try:
         machine = read_machine(options)
         shape = read_shape(options.model, getattr(torch, options.dtype), nested=machine.ranks == 1)
@@ -45,7 +49,7 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
         return 2
     if options.json is not None:
         text = json.dumps(as_record(shape, prediction, changes), indent=2) + "\n"
-        if str(options.json) == "-":
+        if to_stdout:
             sys.stdout.write(text)
             return 0 if prediction.fits else 1
         try:
@@ -127,6 +131,8 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         sequence = min(SEQUENCE, shape.positions or SEQUENCE, options.tokens_per_step)
     if sequence < 1:
         raise ValueError(f"--seq {sequence} must be at least 1")
+    if sequence > options.tokens_per_step:
+        raise ValueError(f"--seq {sequence} is more than --tokens-per-step {options.tokens_per_step}: a step has whole sequences")
     if shape.positions and sequence > shape.positions:
         raise ValueError(f"--seq {sequence}: the model has {shape.positions} positions; give at most that")
     if options.activations != "device" and options.no_checkpointing:
@@ -135,6 +141,8 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         )
     if options.activations == "cpu" and not machine.gpus:
         raise ValueError("--activations cpu with --gpus 0: they are in CPU memory already; use 'nvme', or 'device' (they stay)")
+    tiers = {"params": options.params, "optim": options.optim}
+    policy = inf.Policy(**tiers, nvme=["."], resident=parse_resident(options.resident))  # checks and parses
     job = Job(
         tokens=options.tokens_per_step,
         sequence=sequence,
@@ -145,6 +153,8 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         optim=options.optim,
         grads=options.grads,
         activations=options.activations,
+        resident={kind: part for kind, part in (policy.resident or {}).items() if not isinstance(part, str)} or None,
+        grad_dtype=getattr(torch, options.grad_dtype) if options.grad_dtype else None,
         checkpointing=not options.no_checkpointing,
     )
     if options.micro_batches is not None:

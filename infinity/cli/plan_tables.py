@@ -27,7 +27,8 @@ def show_plan(console: Console, shape: ModelShape, found: Prediction, changes: S
         f"[bold]{escape(shape.name)}[/bold]: {_count(shape.params)} parameters in {len(shape.units)} units, the largest "
         f"{format_size(shape.largest_unit_bytes)}; {job.tokens:,} tokens per step in {_batches(job.micro_batches)} of "
         f"{job.micro_batch_tokens(machine.ranks):,} tokens on each of {machine.ranks} "
-        f"{'GPU' if machine.gpus else 'CPU'}{'s' if machine.ranks > 1 else ''}; state {job.state}, update {job.update}",
+        f"{'GPU' if machine.gpus else 'CPU'}{'s' if machine.ranks > 1 else ''}, sequences of {job.sequence:,}, "
+        f"{'checkpointed' if job.checkpointing else 'not checkpointed'}; state {job.state}, update {job.update}",
         highlight=False,
     )
     if found.fits:
@@ -133,15 +134,24 @@ def _changes(found: Prediction, changes: Sequence[Change]) -> Table:
     table = _table("What one change would buy", "change", "fits", "s/step", "tokens/s", "gain", "TB/day")
     for change in changes:
         other = change.prediction
+        if not other.fits:  # its times would be those of more memory than there is
+            table.add_row(change.name, "no", "-", "-", "-", "-")
+            continue
+        gain = _gain(found, other)
         table.add_row(
             change.name,
-            "yes" if other.fits else "no",
+            "yes",
             _seconds(other.step_s),
             f"{other.tokens_per_s:,.0f}",
-            f"{other.tokens_per_s / found.tokens_per_s:.2f}x",
+            "-" if gain is None else f"{gain:.2f}x",
             f"{other.written_per_day / 1e12:,.1f}",
         )
     return table
+
+
+def _gain(found: Prediction, other: Prediction) -> float | None:
+    """How many times as many tokens per second; None where one of the two does not fit."""
+    return other.tokens_per_s / found.tokens_per_s if found.fits and other.fits else None
 
 
 def as_record(shape: ModelShape, found: Prediction, changes: Sequence[Change]) -> dict[str, Any]:
@@ -155,7 +165,9 @@ def as_record(shape: ModelShape, found: Prediction, changes: Sequence[Change]) -
         "model": model | {"units": len(shape.units)},
         "machine": found.machine.as_dict(),
         "plan": _record(found),
-        "changes": [{"change": change.name, **_record(change.prediction)} for change in changes],
+        "changes": [
+            {"change": change.name, "gain": _gain(found, change.prediction), **_record(change.prediction)} for change in changes
+        ],
     }
 
 
@@ -164,7 +176,7 @@ def _record(found: Prediction) -> dict[str, Any]:
     return {
         "fits": found.fits,
         "why_not": list(found.why_not),
-        "job": dataclasses.asdict(found.job),
+        "job": _job(found),
         "gpu": _need(found.gpu),
         "ram": _need(found.ram),
         "nvme": _need(found.nvme),
@@ -175,6 +187,7 @@ def _record(found: Prediction) -> dict[str, Any]:
         "terms_s": found.terms_s,
         "limit_floor_s": found.limits.floor_s,
         "limit_schedule_s": found.limits.schedule_s,
+        "efficiency": EFFICIENCY,
         "step_s": found.step_s,
         "eta_floor": eta[0],
         "eta_schedule": eta[1],
@@ -183,6 +196,11 @@ def _record(found: Prediction) -> dict[str, Any]:
         "written_bytes_per_day": found.written_per_day,
         "drive_days": None if math.isinf(found.days) else found.days,
     }
+
+
+def _job(found: Prediction) -> dict[str, Any]:
+    dtype = found.job.grad_dtype
+    return dataclasses.asdict(found.job) | {"grad_dtype": str(dtype).removeprefix("torch.") if dtype else None}
 
 
 def _need(need: Need) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from infinity.sizes import format_size
 class StepRecord:
     """One optimizer step. Times in seconds: forward and backward over all micro-batches, io_wait inside them.
 
-    params_read: of bytes_read, parameters alone, for a forward or a backward. alone: no update was pending when it began.
+    params_read: of bytes_read, parameters alone, for a forward or a backward; grads_*, activations_*: spilled gradients and
+    activations, of bytes read and written. alone: no update was pending when it began.
     """
 
     step: int
@@ -45,6 +46,10 @@ class StepRecord:
     params_read: int = 0
     last_backward_s: float = 0.0
     alone: bool = False
+    grads_read: int = 0
+    grads_written: int = 0
+    activations_read: int = 0
+    activations_written: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """For metrics.jsonl."""
@@ -71,6 +76,8 @@ class Steady:
     params_read: float = 0.0
     last_backward_s: float = 0.0
     alone_s: float | None = None
+    grads: Moved = dataclasses.field(default_factory=Moved)
+    activations: Moved = dataclasses.field(default_factory=Moved)
 
 
 def steady(records: Sequence[StepRecord]) -> Steady:
@@ -97,18 +104,29 @@ def steady(records: Sequence[StepRecord]) -> Steady:
         params_read=mean("params_read"),
         last_backward_s=mean("last_backward_s"),
         alone_s=statistics.fmean(alone) if alone else None,
+        grads=Moved(mean("grads_read"), mean("grads_written")),
+        activations=Moved(mean("activations_read"), mean("activations_written")),
     )
 
 
 def step_limits(
-    mean: Steady, drives: Drives, micro_batches: int, *, update: str = "deferred", alone: bool = True
+    mean: Steady, drives: Drives, micro_batches: int, *, update: str = "deferred", alone: bool = True, frozen_bytes: float = 0.0
 ) -> Limits:
-    """The limits of a step for what it moved. alone: with the undisturbed first forward, where there was one."""
-    moved = Moved(mean.bytes_read, mean.bytes_written)
+    """The limits of a step for what it moved. alone: with the undisturbed first forward, where there was one. frozen_bytes: on
+    the drives, of parameters that no optimizer holds."""
+    moved = measured_traffic(
+        Moved(mean.bytes_read, mean.bytes_written),
+        mean.params_read,
+        update,
+        micro_batches,
+        grads=mean.grads,
+        activations=mean.activations,
+        frozen=frozen_bytes,
+    )
     first_s = mean.alone_s if alone and mean.alone_s is not None else mean.first_forward_s
     between_s = max(mean.compute_s - mean.first_forward_s - mean.last_backward_s, 0.0)
     compute = Compute(first_s, mean.last_backward_s, between_s)
-    return limits(measured_traffic(moved, mean.params_read, update, micro_batches), compute, drives, update)
+    return limits(moved, compute, drives, update)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ import infinity as inf
 from infinity.bench import hardware
 from infinity.bench.swap import SwapTask, measure_swap
 from infinity.cli import hf_model
+from infinity.cli.arguments import parse_resident
 from infinity.cli.corpus import Corpus, build_corpus
 from infinity.cli.display import StepDisplay, step_display
 from infinity.cli.report import StepRecord, Summary, plot_loss, show_summary, steady, step_limits
@@ -91,15 +92,6 @@ def _check(options: argparse.Namespace) -> None:
 
 def policy_of(options: argparse.Namespace) -> inf.Policy:
     """The policy that the arguments describe. Raises: ValueError."""
-    resident: dict[str, float | str] = {}
-    for text in options.resident or ():
-        kind, equals, part = text.partition("=")
-        if not equals or kind in resident:
-            raise ValueError(f"--resident {text}: give each kind once, as params=0.5 or optim=8GiB")
-        try:
-            resident[kind] = float(part)
-        except ValueError:
-            resident[kind] = part
     return inf.Policy(
         params=options.params,
         optim=options.optim,
@@ -107,7 +99,7 @@ def policy_of(options: argparse.Namespace) -> inf.Policy:
         activations=options.activations,
         nvme=options.nvme or (),
         ram=options.ram,
-        resident=resident or None,
+        resident=parse_resident(options.resident),
         state=options.state,
         update=options.update,
         delayed_warmup=40 if options.delayed_warmup is None else options.delayed_warmup,
@@ -243,6 +235,10 @@ class _Run:
                 params_read=now.params_read_bytes - last.params_read_bytes,
                 last_backward_s=phase.last_backward_s,
                 alone=alone,
+                grads_read=now.grads_read_bytes - last.grads_read_bytes,
+                grads_written=now.grads_written_bytes - last.grads_written_bytes,
+                activations_read=now.activations.fetched_bytes - last.activations.fetched_bytes,
+                activations_written=now.activations.stored_bytes - last.activations.stored_bytes,
             )
             self.records.append(record)
             self.metrics.add("step", record.as_dict())
@@ -335,12 +331,14 @@ class _Run:
     def _summary(self, peak_before: int, peak_training: int, texts: tuple[str, str]) -> Summary:
         mean = steady(self.records)
         limit = in_loop = None
+        engine = self.handle.stats().as_dict()
         rests = state_format(self.policy.state, getattr(torch, self.options.dtype))
         if self.drives is not None and all(math.isfinite(value) for value in self.drives.values()):
             drives = Drives(self.drives["read_gbps"] * 1e9, self.drives["write_gbps"] * 1e9)
             update = self.policy.update
-            limit = step_limits(mean, drives, self.options.accumulate, update=update)
-            in_loop = step_limits(mean, drives, self.options.accumulate, update=update, alone=False)
+            given: dict[str, Any] = {"update": update, "frozen_bytes": engine["frozen_bytes"]}
+            limit = step_limits(mean, drives, self.options.accumulate, **given)
+            in_loop = step_limits(mean, drives, self.options.accumulate, **given, alone=False)
         return Summary(
             params=self.params,
             micro_batches=self.options.accumulate,
@@ -349,7 +347,7 @@ class _Run:
             limits=limit,
             limits_loop=in_loop,
             drives=self.drives,
-            engine=self.handle.stats().as_dict(),
+            engine=engine,
             peak_rss_loading_bytes=peak_before,
             peak_rss_training_bytes=peak_training,
             texts=texts if self.options.prompt else None,

@@ -74,10 +74,10 @@ def describe_others(ram: int | str | None, owner: int) -> str:
     held, spare = LEDGER.others_bytes(owner), LEDGER.others_spare_bytes(owner)
     if not isinstance(ram, int) or not held:
         return ""
-    return (
-        f", and other models of this process hold {format_size(held)} of it, {format_size(spare)} of that to spare their "
-        "drives: give them a smaller ram or resident=, or this one a larger ram"
-    )
+    told = f", and other models of this process hold {format_size(held)} of it"
+    if spare:
+        told += f", {format_size(spare)} of that to spare their drives (a smaller ram or resident= of theirs gives that back)"
+    return f"{told}; close those that are done with (inf.handle(model).close())"
 
 
 __all__ = [

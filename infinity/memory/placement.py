@@ -30,7 +30,7 @@ from infinity.errors import BudgetError
 from infinity.limits import passes
 from infinity.memory.needs import FlatNeed, Load, chunk_bytes, run_bytes, traffic
 from infinity.memory.spilling import WINDOW_COUNT, choose_spill, spread
-from infinity.sizes import format_size, round_up
+from infinity.sizes import format_size, round_size, round_up
 
 __all__ = ["FlatNeed", "Load", "Plan", "chunk_bytes", "plan_placement", "step_bytes"]
 
@@ -116,6 +116,7 @@ def plan_placement(
     load: Load = Load(),  # noqa: B008 - frozen
     spill: Sequence[bool] | None = None,
     small_bytes: int = 0,
+    held_bytes: int = 0,
     advice: str = "",
 ) -> Plan:
     """Place every chunk of `needs` under `ram_bytes` (None: the least that works); `scratch_bytes` is held besides.
@@ -126,10 +127,12 @@ def plan_placement(
         chunk: no more than that, also where the budget has room. With `ram_bytes` None it is added to the least.
     spill: the flats whose gradients spill; None: as many as `ram_bytes` makes necessary, of those that may.
     small_bytes: small slots of at least this size are wanted, whatever states rest on NVMe (activations that go there).
+    held_bytes: what others have of the same budget, which `ram_bytes` is the rest of; for messages.
 
     Raises: BudgetError stating the smallest budget that works and what takes it.
     """
-    given = _Given(tuple(needs), drive_count, scratch_bytes, pools, dict(resident or {}), load, round_up(small_bytes, 4096))
+    smallest = round_up(small_bytes, 4096)
+    given = _Given(tuple(needs), drive_count, scratch_bytes, pools, dict(resident or {}), load, smallest, held_bytes)
     unspilled = _Layout(given, (False,) * len(needs))
     if spill is not None:
         chosen = _Layout(given, tuple(spill))
@@ -170,6 +173,7 @@ class _Given:
     resident: dict[str, float | int]
     load: Load
     small_bytes: int
+    held_bytes: int
 
 
 class _Layout:
@@ -304,9 +308,13 @@ class _Layout:
             parts = ", ".join(f"{name} {format_size(size)}" for name, size in self._fixed.items() if size)
             if self.smallest < self.least:
                 parts = "gradients and all states in RAM, which takes no pinned pools"
+            held = self._given.held_bytes
+            least = self.smallest + held
             raise BudgetError(
-                f"ram={format_size(ram_bytes)} is too small: the smallest budget that works is {self.smallest} bytes "
-                f"({format_size(self.smallest)}): {parts}. {advice}".rstrip()
+                f"{'what other models leave of ram' if held else 'ram'}={format_size(ram_bytes)} is too small: the smallest "
+                f"budget that works is {least} bytes ({round_size(least)}): "
+                f"{f'{format_size(held)} that other models hold, ' if held else ''}{parts}. {advice}".rstrip(),
+                smallest_bytes=least,
             )
         masks = [list(row) for row in self._masks]
         self._fill(masks, ram_bytes - self.least)

@@ -78,10 +78,10 @@ class DelayedUpdates:
         self._shadow.active = True
         self._residency.on_backward_start = lambda: None  # the drives are busy with the update before
         for unit in self._pipeline.next_order(self._units):
-            if self._shadow.refresh(unit):
+            work = by_unit.get(unit)
+            if self._shadow.refresh(unit) or (work is not None and self._residency.shows_newest(unit)):
                 unit.generation += 1
                 self._residency.renew(unit)
-            work = by_unit.get(unit)
             if work is None:
                 continue
             self._pipeline.start(unit, work, slot_gradients(work))

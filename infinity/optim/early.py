@@ -39,6 +39,7 @@ class Holder(Protocol):
     """What early updates need of the optimizer that holds a parameter."""
 
     param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
 
     def take_groups(self) -> None:
         """A step begins: find each parameter's group anew."""
@@ -246,6 +247,7 @@ class EarlyUpdates:
 
     def _end_step(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
         """Called by `opt.step()`; by_unit: what backward did not take (gradients that the loop assigned, say)."""
+        self._residency.passes.step_taken()
         stepping: Any = self._pipeline.stepping
         captured = self._captured.pop(stepping, None)
         if captured is not None and captured != _hyper(stepping):
@@ -301,7 +303,9 @@ def _slot_state(param: Param) -> SlotState:
 
 
 def _hyper(holder: Holder) -> list[dict[str, Any]]:
+    """The values that an update takes from the groups; not what others keep there (schedulers: `initial_lr`)."""
+    used = holder.defaults
     return [
-        {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items() if key != "params"}
+        {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items() if key in used}
         for group in holder.param_groups
     ]

@@ -1,4 +1,9 @@
-"""Which pass runs: a training forward, an evaluation, a backward; and how often each unit was used in it."""
+"""Which pass runs: a training forward, an evaluation, a backward; and whether a backward is done with a unit.
+
+A forward call that needs a unit leaves a Use of it, which ends when backward has gone past the call. Several forwards may leave
+theirs for one backward, so they are counted until a backward has ended all of them and freed its graph, or a step is taken
+(which makes graphs of before useless). Who counts too many is late, and never early: a Use that no backward comes for, say.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,10 @@ class Passes:
     def __init__(self) -> None:
         self._forward: Phase | None = None
         self.in_backward = False
-        self._left: dict[Unit, int] = {}  # Uses, by the last training forward
-        self._ended: dict[Unit, int] = {}  # Uses, in this backward
+        self._left: dict[Unit, int] = {}  # Uses
+        self._ended: dict[Unit, int] = {}  # of those, in any backward
+        self._ended_now: dict[Unit, int] = {}  # in this backward
+        self._kept = False  # the graph of this backward may run again
 
     @property
     def evaluates(self) -> bool:
@@ -31,13 +38,20 @@ class Passes:
     def forward_start(self, *, trains: bool) -> None:
         """An outermost forward begins; trains: with gradients."""
         self._forward = Phase.TRAIN if trains else Phase.EVAL
-        if trains:
-            self._left.clear()
 
-    def backward_start(self) -> None:
-        """A backward begins."""
+    def backward_start(self, *, kept: bool) -> None:
+        """A backward begins; kept: with retain_graph."""
         self.in_backward = True
-        self._ended.clear()
+        self._kept = kept
+        self._ended_now.clear()
+
+    def backward_end(self) -> None:
+        """A backward has ended."""
+        self.in_backward = False
+        if self._kept:
+            return
+        for unit in [unit for unit, count in self._left.items() if self._ended.get(unit, 0) >= count]:
+            del self._left[unit], self._ended[unit]
 
     def forward_end(self) -> None:
         """The outermost forward has ended."""
@@ -47,6 +61,12 @@ class Passes:
         """Nothing runs any more."""
         self._forward = None
         self.in_backward = False
+        self.step_taken()
+
+    def step_taken(self) -> None:
+        """No Use of before will be wanted."""
+        self._left.clear()
+        self._ended.clear()
 
     def use_left(self, unit: Unit) -> None:
         """A forward call that needed the unit has left a Use for backward."""
@@ -56,7 +76,8 @@ class Passes:
     def use_ended(self, unit: Unit) -> None:
         """A Use of the unit has ended."""
         self._ended[unit] = self._ended.get(unit, 0) + 1
+        self._ended_now[unit] = self._ended_now.get(unit, 0) + 1
 
     def all_ended(self, unit: Unit) -> bool:
-        """Whether as many Uses of the unit have ended in this backward as the last forward left: no gradient is to come."""
-        return self._ended.get(unit, 0) >= self._left.get(unit, 1)
+        """Whether as many Uses of the unit have ended in this backward as forwards have left: it is done with the unit."""
+        return self._ended_now.get(unit, 0) >= self._left.get(unit, 1)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from infinity._torch_compat import graph_is_kept
 from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.comm.collectives import Comm
 from infinity.errors import AioError
@@ -124,6 +125,10 @@ class UnitResidency:
         """Whether a training pass would meet the newer values that `gather()` shows of the unit; with `window`, the reverse."""
         lags = self.shadow is not None and self.shadow.computes(unit) and unit not in self._newest
         return lags if window else unit in self._newest and self.passes.trains
+
+    def shows_newest(self, unit: Unit) -> bool:
+        """Whether the unit is gathered from rest although the shadow computes."""
+        return unit in self._newest
 
     def idle(self, unit: Unit) -> None:
         """The unit may be evicted; it stays until its room is wanted."""
@@ -283,14 +288,14 @@ class UnitResidency:
 
     def backward_start(self) -> None:
         """A backward begins."""
-        self.passes.backward_start()
+        self.passes.backward_start(kept=graph_is_kept())
         self.clock.enter("backward")
         self.schedule.start(Phase.BACKWARD)
         self.on_backward_start()
 
     def backward_end(self) -> None:
         """A backward has ended: gradients that no Use claimed are reduced."""
-        self.passes.in_backward = False
+        self.passes.backward_end()
         self.schedule.end()
         self.gradients.backward_end()
         self.on_backward_end()
@@ -308,7 +313,8 @@ class UnitResidency:
 
     def _marks(self) -> Marks:
         """What the clock divides into phases."""
-        return Marks.of(self._executor.stats().drives, self._rest.params_read_bytes, self.wait_s + self.update_wait_s)
+        grads = self._rest.grads_read_bytes, self._rest.grads_written_bytes
+        return Marks.of(self._executor.stats().drives, self._rest.params_read_bytes, self.wait_s + self.update_wait_s, grads)
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 

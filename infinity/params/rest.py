@@ -90,6 +90,7 @@ class Rest:
         self.nvme_bytes = 0
         self.resident_bytes = 0
         self.params_read_bytes = 0  # of parameters on NVMe, since the beginning, whose reading alone has begun
+        self.grads_read_bytes = self.grads_written_bytes = 0  # of spilled gradients; `SpilledGradients` counts them
 
     def __getitem__(self, flat: Flat) -> FlatRest:
         return self._flats[flat]

@@ -20,10 +20,12 @@ import numpy as np
 import torch
 
 from infinity.aio import Priority, Slab, Ticket
+from infinity.aio.plan import ALIGNMENT_BYTES
 from infinity.errors import AioError
 from infinity.params.grad_slot import GradSlot, SlotState
 from infinity.params.rest import Rest
 from infinity.params.unit import Flat, Param, Unit
+from infinity.sizes import round_up
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,7 +42,10 @@ class _Window:
 
 
 class SpilledGradients:
-    """The gradients of the flats that spill. One thread uses it at a time; calls that need a window or values block."""
+    """The gradients of the flats that spill. One thread uses it at a time; calls that need a window or values block.
+
+    What moves over the drives is added to `rest.grads_read_bytes` and `grads_written_bytes`, reads by updates included.
+    """
 
     def __init__(self, rest: Rest, rank: int, dtypes: dict[Flat, torch.dtype], *, count: int, size_bytes: int) -> None:
         """dtypes: of the gradients of each flat that spills. count, size_bytes: of the windows, as planned."""
@@ -54,6 +59,7 @@ class SpilledGradients:
         self._due: list[Flat] = []  # their unit was done before all of their gradients came
         self._drained: dict[Flat, set[Param]] = {}  # in this backward
         self._expected: dict[Flat, int] = {}  # gradients that the last backward brought
+        self._fresh: set[Flat] = set()  # written since an update last read them
 
     def __contains__(self, flat: Flat) -> bool:
         return flat in self._dtypes
@@ -140,7 +146,8 @@ class SpilledGradients:
         self._drained.clear()
 
     def settle(self, unit: Unit | None = None) -> None:
-        """Return when what windows hold (of a unit; None: of all) is on NVMe, so that updates may read it there.
+        """Return when what windows hold (of a unit; None: of all) is on NVMe, so that updates may read it there. What was
+        written since the last such call is counted as read by them: once, however often a step calls.
 
         Raises: AioError of a write that failed; its window keeps the values.
         """
@@ -150,6 +157,10 @@ class SpilledGradients:
             self._start_write(window.flat)
         for window in windows:
             self._end_write(window)
+        for flat in [each for each in self._fresh if unit in (None, each.unit)]:
+            self._fresh.remove(flat)
+            if self._is_wanted(flat):
+                self._rest.grads_read_bytes += self._moved_bytes(flat)
 
     def close(self) -> None:
         """Free the windows. Nothing may be pending."""
@@ -184,6 +195,7 @@ class SpilledGradients:
         self._at[flat] = window
         if read:
             window.reading = self._rest.fetch(flat, self._section(flat), window.memory.data_ptr(), priority=priority)
+            self._rest.grads_read_bytes += self._moved_bytes(flat)
             return
         for param in flat.params:
             # Held, but no longer any parameter's gradient: the window begins without its values.
@@ -241,6 +253,8 @@ class SpilledGradients:
         window.dirty = False
         if self._is_wanted(flat):
             window.writing = self._rest.store(flat, self._section(flat), window.memory.data_ptr())
+            self._rest.grads_written_bytes += self._moved_bytes(flat)
+            self._fresh.add(flat)
 
     def _end_write(self, window: _Window) -> None:
         """Wait for a window's write. Raises: AioError; the window then keeps what could not be written."""
@@ -261,6 +275,11 @@ class SpilledGradients:
 
     def _section(self, flat: Flat) -> int:
         return len(self._rest[flat].sections) - 1
+
+    def _moved_bytes(self, flat: Flat) -> int:
+        """Bytes that drives move for the gradients of a flat, in one direction: of each chunk, whole blocks."""
+        itemsize = self._dtypes[flat].itemsize
+        return sum(round_up(chunk.numel * itemsize, ALIGNMENT_BYTES) for chunk in flat.layout.chunks)
 
     @staticmethod
     def _is_wanted(flat: Flat) -> bool:

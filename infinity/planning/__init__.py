@@ -2,7 +2,9 @@
 
     machine   what there is: GPUs, memory, drives; each figure with where it comes from
     shape     what is to be trained: units and flats found as the engine finds them, on the meta device
-    predict   placement (`infinity.memory.placement`) and limits (`infinity.limits`) of both
+    job       how it is trained, and where its states may rest
+    placed    where they rest: the engine's own placement (`infinity.memory.placement`)
+    predict   what that takes, and how long a step is (`infinity.limits`)
     changes   the same with one thing changed
 
 No tensors are allocated and nothing is measured.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from infinity.planning.job import Job
 from infinity.planning.machine import Machine
-from infinity.planning.predict import Job, Prediction, gpu_need, predict
+from infinity.planning.predict import Prediction, gpu_need, predict
 from infinity.planning.shape import ModelShape
 
 MICRO_BATCHES_MAX = 1024
@@ -52,6 +53,8 @@ def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool
         tried.append(("twice the micro-batches", machine, dataclasses.replace(job, micro_batches=2 * job.micro_batches)))
     found = []
     for name, changed, other in tried:
+        if other.tokens < changed.ranks * (1 if choose_micro_batches else other.micro_batches):
+            continue  # nothing to do for some of the devices
         chosen = fewest_micro_batches(shape, changed, other) if choose_micro_batches else other
         if chosen.micro_batches != other.micro_batches:
             count = f"{chosen.micro_batches} micro-batch{'es' if chosen.micro_batches > 1 else ''}"

@@ -1,24 +1,16 @@
 """What a model on a machine will need and how long its step will take: placement and limits, nothing else.
 
-The placement is the engine's own (`infinity.memory.placement`), for every rank's share of the model. A model of 400 billion
-parameters has a million chunks; what is planned is coarser pieces of at most `PIECES_MAX` in all, which moves the border between
-what is resident and what is not by about one part in a thousand.
-
     seconds per step = limit of the update mode (`infinity.limits`) / EFFICIENCY
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
-from infinity.aio.plan import Format, GradSection, chunk_numel
-from infinity.errors import BudgetError
 from infinity.limits import (
     AtRest,
     Compute,
     Limits,
-    Moved,
     Traffic,
     compute_flops,
     days_of_life,
@@ -28,15 +20,14 @@ from infinity.limits import (
     pcie_s,
     traffic,
 )
-from infinity.memory.layout import FlatLayout, plan_flat
-from infinity.memory.needs import FlatNeed, Load
-from infinity.memory.placement import Plan, plan_placement
+from infinity.memory.placement import Plan
 from infinity.optim.early import UNITS_AHEAD
 from infinity.params.residency import AHEAD
-from infinity.params.stand_in import NORM_PIECE_NUMEL
-from infinity.placing import state_format
+from infinity.planning.job import Job
 from infinity.planning.machine import Machine
-from infinity.planning.shape import FlatShape, ModelShape
+from infinity.planning.placed import place, rests
+from infinity.planning.shape import ModelShape
+from infinity.sizes import format_size, round_size
 
 EFFICIENCY = 0.9
 """What share of its limit the engine is taken to reach: what this project demands of itself, and measures."""
@@ -44,33 +35,6 @@ EFFICIENCY = 0.9
 PASS_SHARE = 0.5
 """What share of the memory's bandwidth the engine's own passes reach where the CPU computes: they also compute checksums and
 updates, and share the cores with forward and backward. Measured on two cores (`bench/predict.py`)."""
-
-PIECES_MAX = 2048
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """How the model is trained. tokens: per step, over all devices and micro-batches; micro_batches: of each device.
-
-    compute_s: measured (forward, backward) seconds of one micro-batch, where they are better known than from FLOP/s.
-    """
-
-    tokens: int
-    sequence: int
-    micro_batches: int = 1
-    state: str = "exact"
-    update: str = "deferred"
-    params: str = "nvme"
-    optim: str = "nvme"
-    grads: str = "cpu"
-    activations: str = "device"
-    checkpointing: bool = True
-    compute_s: tuple[float, float] | None = None
-
-    def micro_batch_tokens(self, ranks: int) -> int:
-        """Tokens of one micro-batch on one device."""
-        return -(-self.tokens // (self.micro_batches * ranks))
-
 
 @dataclasses.dataclass(frozen=True)
 class Need:
@@ -126,7 +90,7 @@ class Prediction:
     def days(self) -> float:
         """Days of the drives' life at this rate."""
         rated = self.machine.tbw_per_drive / 1e12
-        return days_of_life(self.moved.total.written, self.step_s, rated, max(self.machine.drives, 1))
+        return days_of_life(self.moved.total.written, self.step_s, rated, self.machine.worn_drives)
 
     @property
     def bottleneck(self) -> str:
@@ -140,26 +104,26 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     Raises: ValueError for a job that makes no sense, naming field and fix.
     """
     _check(job, machine)
-    placed, plan, problem = _place(shape, machine, job)
     ranks = machine.ranks
-    rests = [_rests(need, row, found) for need, row, found in zip(placed, plan.nvme_masks, plan.formats, strict=True)]
-    at_rest = sum((everything for everything, _ in rests), AtRest()).scaled(params=ranks, optim=ranks, grads=ranks)
-    on_nvme = sum((nvme for _, nvme in rests), AtRest()).scaled(params=ranks, optim=ranks, grads=ranks)
-    tokens = job.micro_batch_tokens(ranks)
-    boundary = ranks * tokens * shape.boundary_bytes_per_token if job.checkpointing else 0
+    boundary = ranks * job.micro_batch_tokens(ranks) * shape.boundary_bytes_per_token if job.checkpointing else 0
+    waiting = boundary if job.activations == "cpu" else 0
+    needs, plan = place(shape, machine, job, int(machine.ram_bytes - waiting) // ranks)
+    found_rests = [rests(need, row, found) for need, row, found in zip(needs, plan.nvme_masks, plan.formats, strict=True)]
+    at_rest = sum((everything for everything, _ in found_rests), AtRest()).scaled(params=ranks, optim=ranks, grads=ranks)
+    on_nvme = sum((nvme for _, nvme in found_rests), AtRest()).scaled(params=ranks, optim=ranks, grads=ranks)
     moved = traffic(on_nvme, job.update, job.micro_batches, activations=boundary if job.activations == "nvme" else 0)
     compute = _compute(shape, machine, job, at_rest.states)
     terms = {
         "compute": compute.total_s,
         "drives": machine.bandwidths.io_s(moved.total) if machine.bandwidths else 0.0,
         "PCIe": _pcie_s(shape, machine, job, boundary),
-        "CPU memory": _dram_s(shape, machine, job, at_rest, moved),
+        "CPU memory": _dram_s(shape, machine, job, at_rest, moved, boundary),
     }
     update_s = (2 * at_rest.states + _grad_bytes(shape)) / machine.dram_bytes_per_s
     others = (terms["PCIe"], terms["CPU memory"])
     found = limits(moved, compute, machine.bandwidths, job.update, update_s=update_s, others_s=others)
-    ram, gpu = _ram(plan, machine, job, boundary), gpu_need(shape, machine, job)
-    nvme = Need(on_nvme.total, machine.nvme_bytes if machine.drives else 0.0, _parts(on_nvme))
+    ram, gpu = _ram(plan, machine, waiting), gpu_need(shape, machine, job)
+    nvme = _nvme(on_nvme, machine, boundary if job.activations == "nvme" else 0)
     return Prediction(
         job=job,
         machine=machine,
@@ -172,7 +136,7 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
         limits=found,
         terms_s=terms,
         step_s=found.schedule_s / EFFICIENCY,
-        why_not=_why_not(problem, gpu, ram, nvme, machine),
+        why_not=_why_not(gpu, ram, nvme, machine, job),
     )
 
 
@@ -182,133 +146,15 @@ def _check(job: Job, machine: Machine) -> None:
             raise ValueError(f"{name}={getattr(job, name)} must be at least 1")
     if job.tokens < machine.ranks * job.micro_batches:
         raise ValueError(
-            f"tokens={job.tokens} per step leave nothing for {machine.ranks} devices x {job.micro_batches} micro-batches; "
+            f"{job.tokens} tokens per step leave nothing for {machine.ranks} devices x {job.micro_batches} micro-batches; "
             "give more tokens or fewer micro-batches"
         )
-    if "nvme" in (job.params, job.optim, job.grads, job.activations) and not machine.drives:
-        raise ValueError("a state may rest on NVMe and the machine has no drive; give drives=1 or more, or tiers above 'nvme'")
+    below = [name for name in ("params", "optim", "grads", "activations") if getattr(job, name) == "nvme"]
+    if below and not machine.drives:
+        raise ValueError(
+            f"{', '.join(below)} may rest on NVMe and the machine has no drive; give it one, or tiers above 'nvme'"
+        )
     passes(job.update, job.micro_batches)  # checks the mode
-
-
-# -- placement ---------------------------------------------------------------------------------------------------------------
-
-
-def _place(shape: ModelShape, machine: Machine, job: Job) -> tuple[list[FlatNeed], Plan, str]:
-    """The needs of one rank, their placement under its share of the RAM, and what does not fit (empty: all does)."""
-    grain = _grain(shape, machine.ranks, job.state)
-    fine, needs = _needs(shape, machine, job, 1, least=True), _needs(shape, machine, job, grain)
-    largest = max((numel for flat in shape.flats if flat.trainable for numel in flat.numels), default=0)
-
-    def plan(which: Sequence[FlatNeed], ram_bytes: int | None) -> Plan:
-        return plan_placement(
-            which,
-            ram_bytes,
-            drive_count=machine.drives,
-            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL),
-            load=Load(job.update, job.micro_batches, (machine.read_bytes_per_s, machine.write_bytes_per_s)),
-            advice="",
-        )
-
-    # Slots of coarse pieces are larger than those of chunks: so much more may be held.
-    excess = plan(needs, None).pool_bytes - plan(fine, None).pool_bytes
-    boundary = _boundary_ram(shape, job, machine)
-    budget = int(machine.ram_bytes / machine.ranks - boundary)
-    problem = ""
-    try:
-        found = plan(needs, max(budget, 0))
-        if found.pool_bytes:
-            larger = plan(needs, budget + excess)
-            found = larger if larger.pool_bytes else found  # without pools it would hold more than there is
-    except BudgetError:
-        try:
-            found = plan(needs, max(budget + excess, 0))
-        except BudgetError:
-            found = plan(needs, None)
-            problem = f"{machine.ranks * (found.ram_bytes - excess + boundary) / 2**30:,.0f} GiB"
-    if found.pool_bytes:
-        found = _with_pools(found, plan(fine, None))
-    return needs, found, problem
-
-
-def _with_pools(plan: Plan, fine: Plan) -> Plan:
-    """A plan of coarse pieces with the pools that the engine's chunks want."""
-    return dataclasses.replace(
-        plan,
-        small_count=fine.small_count,
-        small_bytes=fine.small_bytes,
-        large_count=fine.large_count,
-        large_bytes=fine.large_bytes,
-    )
-
-
-def _grain(shape: ModelShape, ranks: int, state: str) -> int:
-    """How many chunks make a piece, so that there are not more than PIECES_MAX of them."""
-    pieces = 0
-    for flat in shape.flats:
-        held = state_format(state, flat.dtype) if flat.trainable else None
-        pieces += -(-flat.numel // (ranks * chunk_numel(held or Format.RAW)))
-    return -(-pieces // PIECES_MAX)
-
-
-def _needs(shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: bool = False) -> list[FlatNeed]:
-    """The flats as the placement sees them. least: one chunk of each kind only, for the sizes of slots."""
-    needs: list[FlatNeed] = []
-    seen: set[tuple[object, ...]] = set()
-    layouts: dict[tuple[tuple[int, ...], int, int], FlatLayout] = {}
-    stores = job.update != "backward" or job.micro_batches > 1
-    for flat in shape.flats:
-        held = state_format(job.state, flat.dtype) if flat.trainable else None
-        size = chunk_numel(held or Format.RAW) * grain
-        key = (flat.numels, flat.dtype.itemsize, size)
-        if key not in layouts:
-            layouts[key] = plan_flat(flat.numels, flat.dtype.itemsize, machine.ranks, size)
-        layout = layouts[key]
-        if least:
-            # Slots are as large as the largest chunk: one of each length up to a whole chunk says it.
-            kind = (held, flat.dtype, min(layout.shard_numel, size))
-            if kind in seen:
-                continue
-            seen.add(kind)
-            layout = dataclasses.replace(layout, shard_numel=min(layout.shard_numel, size))
-        needs.append(_need(flat, layout, held, job, stores=stores))
-    return needs
-
-
-def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job, *, stores: bool) -> FlatNeed:
-    if held is None:
-        return FlatNeed(layout, Format.RAW, job.params, job.optim)
-    size = layout.shard_numel * flat.dtype.itemsize
-    delayed = job.update == "delayed"
-    grads = size * (2 if delayed else 1) if stores else 0
-    spills = job.grads == "nvme" and stores
-    section = {2: GradSection.BF16, 4: GradSection.FP32}[flat.dtype.itemsize]
-    return FlatNeed(
-        layout,
-        held,
-        job.params,
-        job.optim,
-        grad_bytes=grads,
-        shadow_bytes=size if delayed else 0,
-        spill_format=held.with_grad(section) if spills else None,
-        window_bytes=size if spills else 0,
-    )
-
-
-def _rests(need: FlatNeed, masks: Sequence[int], placed: Format) -> tuple[AtRest, AtRest]:
-    """(everything, what is on NVMe) of one flat by kind, in bytes."""
-    need = dataclasses.replace(need, format=placed)
-    totals = [AtRest(), AtRest()]
-    for index, section in enumerate(need.sections):
-        kind = "grads" if index and need.kind(index) == "grad" else "optim" if index else "params"
-        if kind == "params" and not need.held:
-            kind = "frozen"
-        whole = sum(section.size_bytes(numel) for numel in need.numels)
-        nvme = sum(
-            section.size_bytes(numel) for numel, mask in zip(need.numels, masks, strict=True) if mask >> index & 1
-        )
-        totals[0] += AtRest(**{kind: float(whole)})
-        totals[1] += AtRest(**{kind: float(nvme)})
-    return totals[0], totals[1]
 
 
 # -- time --------------------------------------------------------------------------------------------------------------------
@@ -360,33 +206,42 @@ def _param_bytes(shape: ModelShape) -> float:
     return float(sum(flat.size_bytes for flat in shape.flats))
 
 
+def _gathers(machine: Machine, job: Job) -> float:
+    """How often a step brings the parameters to the device: for each pass, or once, as updated, where they stay there."""
+    return 1 if job.params == "device" and machine.gpus else 2 * job.micro_batches
+
+
 def _pcie_s(shape: ModelShape, machine: Machine, job: Job, boundary: float) -> float:
-    if not machine.gpus or job.params == "device":
+    if not machine.gpus:
         return 0.0
     spilled = boundary if job.activations != "device" else 0.0
     return pcie_s(
-        _param_bytes(shape), _grad_bytes(shape), job.micro_batches, machine.pcie_bytes_per_s, activations=spilled
+        _gathers(machine, job) * _param_bytes(shape),
+        _grad_bytes(shape),
+        job.micro_batches,
+        machine.pcie_bytes_per_s,
+        activations=spilled,
     )
 
 
-def _dram_s(shape: ModelShape, machine: Machine, job: Job, at_rest: AtRest, moved: Traffic) -> float:
-    total = Moved(moved.total.read, moved.total.written)
+def _dram_s(
+    shape: ModelShape, machine: Machine, job: Job, at_rest: AtRest, moved: Traffic, boundary: float
+) -> float:
     return dram_s(
-        at_rest.states, total, _param_bytes(shape), _grad_bytes(shape), job.micro_batches, machine.dram_bytes_per_s
+        at_rest.states,
+        moved.total,
+        _gathers(machine, job) * _param_bytes(shape),
+        _grad_bytes(shape),
+        job.micro_batches,
+        machine.dram_bytes_per_s,
+        activations=boundary if job.activations != "device" else 0.0,
     )
 
 
 # -- what is needed ----------------------------------------------------------------------------------------------------------
 
 
-def _boundary_ram(shape: ModelShape, job: Job, machine: Machine) -> int:
-    """RAM of one rank for activations that wait there."""
-    if job.activations != "cpu" or not job.checkpointing:
-        return 0
-    return job.micro_batch_tokens(machine.ranks) * shape.boundary_bytes_per_token
-
-
-def _ram(plan: Plan, machine: Machine, job: Job, boundary: float) -> Need:
+def _ram(plan: Plan, machine: Machine, waiting: float) -> Need:
     ranks = machine.ranks
     parts = {
         "pools": plan.pool_bytes,
@@ -397,8 +252,8 @@ def _ram(plan: Plan, machine: Machine, job: Job, boundary: float) -> Need:
         "checksums and scratch": plan.sums_bytes + plan.scratch_bytes,
     }
     found = {name: float(ranks * size) for name, size in parts.items() if size}
-    if job.activations == "cpu" and boundary:
-        found["activations"] = boundary
+    if waiting:
+        found["activations"] = waiting
     return Need(sum(found.values()), machine.ram_bytes, found)
 
 
@@ -417,31 +272,44 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     return Need(sum(parts.values()), machine.gpu_mem_bytes, parts)
 
 
-def _parts(found: AtRest) -> dict[str, float]:
+def _nvme(on_nvme: AtRest, machine: Machine, waiting: float) -> Need:
     parts = {
-        "parameters": found.params + found.frozen,
-        "optimizer states": found.optim,
-        "spilled gradients": found.grads,
+        "parameters": on_nvme.params + on_nvme.frozen,
+        "optimizer states": on_nvme.optim,
+        "spilled gradients": on_nvme.grads,
+        "activations": waiting,
     }
-    return {name: size for name, size in parts.items() if size}
+    found = {name: size for name, size in parts.items() if size}
+    return Need(sum(found.values()), machine.nvme_bytes if machine.drives else 0.0, found)
 
 
-def _why_not(problem: str, gpu: Need, ram: Need, nvme: Need, machine: Machine) -> tuple[str, ...]:
+def _why_not(gpu: Need, ram: Need, nvme: Need, machine: Machine, job: Job) -> tuple[str, ...]:
     found = []
     if not gpu.fits:
         what = "GPU memory" if machine.gpus else "device memory (the CPU's)"
-        found.append(
-            f"{what}: {gpu.bytes / 2**30:,.1f} GiB are needed on each, {machine.gpu_mem_bytes / 2**30:,.1f} are there; more "
-            "micro-batches, gradient checkpointing, or activations on the CPU need less"
-        )
-    if problem:
-        found.append(
-            f"RAM: {problem} is the least that works, {machine.ram_bytes / 2**30:,.0f} GiB are there; spilled gradients "
-            "(--grads nvme), update backward with one micro-batch, or lower tiers need less"
-        )
-    elif not ram.fits:
-        found.append(f"RAM: {ram.bytes / 2**30:,.0f} GiB are needed, {machine.ram_bytes / 2**30:,.0f} are there")
+        less = ["more micro-batches"]
+        less += [] if job.checkpointing else ["gradient checkpointing"]
+        less += ["activations on the CPU"] if machine.gpus and job.activations == "device" else []
+        found.append(f"{what}: {_lacks(gpu, ' on each')}; {_join(less)}")
+    if not ram.fits:
+        less = [] if job.grads == "nvme" else ["spilled gradients (--grads nvme)"]
+        less += [] if job.update == "backward" and job.micro_batches == 1 else ["update backward with one micro-batch"]
+        less += [] if job.params == job.optim == "nvme" else ["lower tiers"]
+        less += [] if job.resident is None else ["leaving --resident out"]
+        there = format_size(ram.there_is or 0.0)
+        found.append(f"RAM: {round_size(ram.bytes)} is the least that works, {there} is there; {_join(less)}")
     if not nvme.fits:
-        room = nvme.there_is or 0.0
-        found.append(f"NVMe: {nvme.bytes / 1e12:,.2f} TB are needed, {room / 1e12:,.2f} are there; compact states need less")
-    return tuple(found)
+        found.append(f"NVMe: {_lacks(nvme)}; {_join([] if job.state == 'compact' else ['compact states'])}")
+    return tuple(text.removesuffix("; ") for text in found)
+
+
+def _lacks(need: Need, where: str = "") -> str:
+    return f"{round_size(need.bytes)} is needed{where}, {format_size(need.there_is or 0.0)} is there"
+
+
+def _join(less: list[str]) -> str:
+    """What would need less."""
+    if not less:
+        return ""
+    *others, last = less
+    return (f"{', '.join(others)} or {last}" if others else last) + f" need{'' if others or last.endswith('s') else 's'} less"

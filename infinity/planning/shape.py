@@ -4,9 +4,9 @@ Units come from `infinity.params.discover`, layouts from `infinity.memory.layout
 are estimated from the sizes that a configuration names, with the formulas below.
 
     parameters that compute     all but a table that is only looked up (an untied input embedding); of experts, those routed to
-    boundary activations        layers x width x 2 B per token: what checkpointed blocks keep
-    a block's own activations   (12 x width + 4 x MLP width x experts) x 2 B per token: recomputed, or kept for every layer
-    logits                      10 B per token and word: bf16, their fp32 copy, its gradient
+    boundary activations        layers x width x itemsize per token: what checkpointed blocks keep
+    a block's own activations   (12 x width + 4 x MLP width x experts) x itemsize per token: recomputed, or kept for every layer
+    logits                      10 B per token and word: as computed, their fp32 copy, its gradient; 8 B in fp32, without the copy
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from infinity.params.discover import UnitSpec, find_units
 
 UNIT_BYTES_MAX = 512 << 20  # Policy's default
-LOGIT_BYTES = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,10 @@ class UnitShape:
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """A model: its units in order, and what activations and operations are estimated from (0: not known)."""
+    """A model: its units in order, and what activations and operations are estimated from (0: not known).
+
+    layers: of an encoder and a decoder together. itemsize: bytes of an element of activations.
+    """
 
     name: str
     units: tuple[UnitShape, ...]
@@ -68,6 +70,7 @@ class ModelShape:
     mlp_width: int = 0
     vocabulary: int = 0
     positions: int = 0
+    itemsize: int = 2
 
     @property
     def flats(self) -> list[FlatShape]:
@@ -91,14 +94,14 @@ class ModelShape:
 
     @property
     def boundary_bytes_per_token(self) -> int:
-        """Inputs of all checkpointed blocks, in bf16."""
-        return 2 * self.layers * self.width
+        """Inputs of all checkpointed blocks."""
+        return self.itemsize * self.layers * self.width
 
     def activation_bytes(self, tokens: int, *, checkpointing: bool, boundaries_on_device: bool) -> float:
         """Device memory of activations for a micro-batch of `tokens` tokens on one device (an estimate, see the module)."""
-        block = 2 * (12 * self.width + 4 * self.mlp_width)
-        logits = LOGIT_BYTES * self.vocabulary
-        kept = self.boundary_bytes_per_token if boundaries_on_device else 2 * 2 * self.width
+        block = self.itemsize * (12 * self.width + 4 * self.mlp_width)
+        logits = (8 if self.itemsize == 4 else self.itemsize + 8) * self.vocabulary
+        kept = self.boundary_bytes_per_token if boundaries_on_device else 2 * self.itemsize * self.width
         if not checkpointing:
             return tokens * float(self.layers * block + logits)
         return tokens * float(kept + max(block, logits))
@@ -124,13 +127,22 @@ def shape_of(model: torch.nn.Module, *, name: str = "", nested: bool = True, fro
         name=name or type(model).__name__,
         units=tuple(UnitShape(spec.name, _flats(spec, frozen)) for spec in specs),
         active_params=_active(model, specs, routed / experts if experts else 1.0),
-        layers=_number(text, "num_hidden_layers", "n_layer", "num_layers"),
+        layers=_layers(text),
         width=width,
         attention_width=heads * head,
         mlp_width=mlp * max(routed, 1),
         vocabulary=_number(text, "vocab_size"),
         positions=_number(text, "max_position_embeddings", "n_positions", "n_ctx"),
+        itemsize=next((entry.parameter.dtype.itemsize for spec in specs for entry in spec.entries), 2),
     )
+
+
+def _layers(config: Any) -> int:
+    """Blocks; of an encoder and a decoder together."""
+    if getattr(config, "is_encoder_decoder", False):
+        decoder = _number(config, "num_decoder_layers", "decoder_layers")
+        return _number(config, "encoder_layers", "num_layers", "num_hidden_layers") + decoder
+    return _number(config, "num_hidden_layers", "n_layer", "num_layers")
 
 
 def _flats(spec: UnitSpec, frozen: bool) -> tuple[FlatShape, ...]:

@@ -6,7 +6,8 @@ the gradient of one of the call's inputs is complete (a hook on that tensor): th
 so by then every node of the call has run. What never finishes (a call without such inputs) ends with the backward.
 
 Node prehooks run after tensor hooks, so block i is released before block i-1 is gathered.
-Uses are keyed by graph task: nested backwards (reentrant checkpointing) have their own, and their own end.
+Uses are keyed by graph task: nested backwards (reentrant checkpointing) have their own, and their own end. The recomputing
+forward makes the outer task known, so that these are all parts of one backward.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from infinity._torch_compat import graph_task_id, node_sequence_number, queue_callback
-from infinity.errors import SecondOrderUnsupported
+from infinity.errors import EngineClosed, SecondOrderUnsupported
 from infinity.params.unit import Param, Residency
 from infinity.runtime.slots import UnitSlots
 
@@ -75,6 +76,7 @@ class Backward:
         self._residency = residency
         self._lock = lock
         self._tasks: dict[int, list[Use]] = {}
+        self.closed = False
 
     @property
     def running(self) -> bool:
@@ -84,6 +86,8 @@ class Backward:
     def start(self, use: Use) -> None:
         """Hold the units of `use` until it finishes, in the graph task that runs now. Blocks until gathered."""
         with self._lock:
+            if self.closed:
+                raise EngineClosed("backward: the engine of this model was closed, and its parameters' values with it")
             if torch.is_grad_enabled():
                 names = ", ".join(slots.unit.name for slots in use.held)
                 raise SecondOrderUnsupported(

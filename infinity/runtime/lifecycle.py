@@ -162,7 +162,7 @@ class Lifecycle:
                 handle.remove()
             self._handles.clear()
             uninstall(self._installed)
-            self.closed = True
+            self.closed = self._backward.closed = True
 
     def slots_of(self, unit: Unit) -> UnitSlots:
         """The references to `unit`."""
@@ -274,6 +274,7 @@ class Lifecycle:
             self._check_thread(in_backward)
             return False
         if in_backward:  # recompute
+            self._backward.task()  # also of a reentrant checkpoint, whose backward inside is only a part of this one
             return False
         if self._frames or self._backward.running:
             self._reset()

@@ -119,6 +119,26 @@ def test_a_fall_back_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch:
     assert caplog.messages == ["io_uring is not available"]
 
 
+def test_a_phase_clock_has_what_gradients_and_activations_moved_of_the_same_steps() -> None:
+    now, away = Marks(), (0, 0)
+    clock = PhaseClock(Timeline(), lambda: now)
+    clock.activations = lambda: away
+    for factor in (1000, 1, 3):
+        clock.enter("backward")
+        now = now._replace(grads_read=now.grads_read + 2 * factor, grads_written=now.grads_written + 5 * factor)
+        away = away[0] + 7 * factor, away[1] + 11 * factor
+        clock.enter("step")
+        clock.enter("idle")
+    assert clock.steady_steps == 2
+    found = clock.steady()["backward"]
+    moved = (found.grads_read_bytes, found.grads_written_bytes, found.activations_read_bytes, found.activations_written_bytes)
+    assert moved == (8, 20, 28, 44)
+    mean = found.per(2)
+    assert (mean.count, mean.grads_read_bytes, mean.activations_written_bytes) == (1, 4, 22)
+    assert mean.seconds == pytest.approx(found.seconds / 2)
+    assert (clock.marks().grads_written, clock.marks().activations_read) == (5 * 1004, 7 * 1004)
+
+
 def test_a_phase_clock_divides_time_and_counts_and_starts_after_the_first_step() -> None:
     now = Marks()
     timeline = Timeline()

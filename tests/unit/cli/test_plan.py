@@ -22,8 +22,9 @@ import infinity as inf  # noqa: E402
 from infinity.cli.main import build_parser  # noqa: E402
 from infinity.cli.plan import read_shape, run_plan  # noqa: E402
 from infinity.planning.changes import fewest_micro_batches, one_change  # noqa: E402
+from infinity.planning.job import Job  # noqa: E402
 from infinity.planning.machine import Machine, describe_machine  # noqa: E402
-from infinity.planning.predict import EFFICIENCY, Job, predict  # noqa: E402
+from infinity.planning.predict import EFFICIENCY, predict  # noqa: E402
 from infinity.planning.shape import FlatShape, ModelShape, UnitShape, shape_of  # noqa: E402
 from infinity.sizes import GIB, MIB, parse_size  # noqa: E402
 from tests import models  # noqa: E402
@@ -57,7 +58,7 @@ def plan(*arguments: str | Path) -> tuple[int, str]:
     options = build_parser().parse_args(["plan", *map(str, arguments)])
     status = run_plan(options, console)
     assert isinstance(console.file, io.StringIO)
-    return status, console.file.getvalue()
+    return status, " ".join(console.file.getvalue().split())  # however it was wrapped
 
 
 MACHINE = ["--ram", "8GiB", "--nvme-read", "6.8", "--nvme-write", "5.0", "--tokens-per-step", "4096"]
@@ -72,7 +73,7 @@ def test_the_answer_says_what_fits_where_it_rests_how_long_it_takes_and_what_wou
     for wanted in (
         "It fits", "one GPU", "NVMe", "gradients", "optimizer states", "read from NVMe", "s/step expected", "η",
         "tokens per second", "written per day", "the drives last", "twice the RAM", "one more drive", "state compact",
-        "twice the tokens", "one more GPU", "Not given", "assumed", "tbw",
+        "twice the tokens", "one more GPU", "Not given", "assumed", "tbw", "drives assumed (1)", "sequences of 2,048, checkpointed",
     ):  # fmt: skip
         assert wanted in shown, wanted
     assert "read assumed" not in shown
@@ -90,9 +91,16 @@ def test_the_json_holds_the_same_figures(small: Path, tmp_path: Path, capsys: py
     assert found["step_s"] == pytest.approx(found["limit_schedule_s"] / EFFICIENCY)
     assert found["written_bytes_per_day"] == pytest.approx(found["written_bytes"] / found["step_s"] * 86400)
     assert record["machine"]["sources"]["read"] == "given"
+    assert found["efficiency"] == EFFICIENCY
     assert {change["change"] for change in record["changes"]} >= {"twice the RAM", "one more drive"}
+    for change in record["changes"]:
+        assert change["gain"] == (pytest.approx(change["tokens_per_s"] / found["tokens_per_s"]) if change["fits"] else None)
     assert plan(small, *MACHINE, "--json", "-", "--no-changes") == (0, "")
     assert json.loads(capsys.readouterr().out)["changes"] == []
+    options = build_parser().parse_args(["plan", str(small), *MACHINE, "--seq", "0", "--json", "-"])
+    assert run_plan(options) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, "--seq 0" in printed.err) == ("", True)
 
 
 def test_what_does_not_fit_is_said_with_the_least_that_would(small: Path) -> None:
@@ -101,7 +109,11 @@ def test_what_does_not_fit_is_said_with_the_least_that_would(small: Path) -> Non
     assert "It does not fit" in shown
     assert "GPU memory:" in shown
     assert "RAM:" in shown
-    assert "is the least that works" in shown
+    assert "is the least that works, 16 MiB is there; spilled gradients (--grads nvme) or update backward" in shown
+    _, spilled = plan(small, *MACHINE, "--ram", "16MiB", "--grads", "nvme")
+    assert "--grads nvme" not in spilled
+    least = spilled.split("RAM: ")[1].split(" is the least")[0].replace(" ", "")
+    assert plan(small, *MACHINE, "--ram", least, "--grads", "nvme")[0] == 0
 
 
 def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
@@ -113,18 +125,26 @@ def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
     machine = json.loads(target.read_text())["machine"]
     assert (machine["drives"], machine["read_bytes_per_s"], machine["write_bytes_per_s"]) == (2, 4e9, 3e9)
     assert machine["sources"]["read"].startswith("measured")
+    assert plan(small, "--bench", tmp_path / "bench.json", *rest, "--drives", "4", "--ram", "1GiB")[0] == 0
+    machine = json.loads(target.read_text())["machine"]
+    assert machine["read_bytes_per_s"] == 8e9
+    assert "scaled from 2 drives to 4" in machine["sources"]["read"]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (["--tokens-per-step", "0"], "--tokens-per-step 0 must be at least 1"),
-        (["--tokens-per-step", "1", "--gpus", "2"], "tokens=1"),
+        (["--tokens-per-step", "1", "--gpus", "2"], "1 tokens per step leave nothing"),
         (["--nvme-read", "0"], "--nvme-read 0"),
         (["--nvme-read", "fast"], "--nvme-read fast"),
         (["--ram", "lots"], "--ram lots"),
-        (["--gpus", "-1"], "gpus=-1"),
-        (["--drives", "0"], "no drive"),
+        (["--gpus", "-1"], "--gpus -1"),
+        (["--drives", "0"], "--drives 0 beside --nvme-read"),
+        (["--seq", "2048", "--tokens-per-step", "100"], "--seq 2048 is more than --tokens-per-step 100"),
+        (["--resident", "params=2.0"], "between 0.0 and 1.0"),
+        (["--resident", "params"], "--resident params: give each kind once"),
+        (["--resident", "optim=0.5", "--optim", "cpu"], "rests in memory anyway"),
         (["--seq", "999999"], "--seq 999999"),
         (["--micro-batches", "0"], "--micro-batches 0 must be at least 1"),
         (["--seq", "0"], "--seq 0 must be at least 1"),
@@ -242,6 +262,96 @@ def test_the_plan_is_the_engine_s_own(tmp_path: Path, state: str, ram: str) -> N
     assert found.fits
 
 
+@pytest.mark.parametrize("values", [
+    {"resident": {"params": 0.5, "optim": 0.25}, "ram": 300 * MIB},
+    {"grad_dtype": torch.float32, "ram": 300 * MIB},
+    {"grads": "nvme", "ram": 90 * MIB},
+    {"grads": "nvme", "grad_dtype": torch.float32, "update": "delayed", "ram": 220 * MIB},
+], ids=str)  # fmt: skip
+def test_it_is_so_with_every_part_of_the_policy(tmp_path: Path, values: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = models.llama(layers=12, hidden=512).bfloat16()
+    shape = shape_of(model)
+    inf.offload(model, inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, **values))
+    inf.AdamW(model.parameters())
+    stats = inf.handle(model).stats()
+    inf.handle(model).close()
+    job = Job(tokens=64, sequence=64, **{name: value for name, value in values.items() if name != "ram"})
+    found = predict(shape, machine_of(values["ram"], gpus=0), job)
+    assert found.ram.bytes == stats.ram_bytes
+    assert bool(stats.spilled_bytes) == ("grads" in values)
+    assert found.on_nvme.grads == pytest.approx(stats.spilled_bytes, rel=0.01)
+    assert found.on_nvme.states == pytest.approx(stats.nvme_bytes, rel=0.01)
+
+
+def shape_1b(dtype: torch.dtype = torch.bfloat16) -> ModelShape:
+    """Sixteen units of 64M elements, and words."""
+    units = tuple(UnitShape(str(index), (FlatShape((1 << 26,), dtype, True),)) for index in range(16))
+    return ModelShape("1B", units, 1 << 30, 16, 2048, 2048, 8192, 32000, 4096, dtype.itemsize)
+
+
+def terms(job: Job, **machine: Any) -> dict[str, float]:
+    given_ = {"gpus": 1, "ram_bytes": 64 * GIB, "pcie_per_gpu": 1e10, "dram_bytes_per_s": 1e11} | machine
+    return predict(shape_1b(), describe_machine(**given_), job).terms_s
+
+
+JOB = Job(tokens=8 * 4096, sequence=4096, micro_batches=4)
+BOUNDARY = 2 * 16 * 2048 * 8192  # of a micro-batch
+
+
+def test_activations_on_drives_need_their_room() -> None:
+    job = dataclasses.replace(JOB, activations="nvme")
+    machine = dataclasses.replace(machine_of(64 * GIB), nvme_bytes=12.0 * (1 << 30) + BOUNDARY - 1)
+    found = predict(shape_1b(), machine, job)
+    assert found.nvme.parts["activations"] == BOUNDARY
+    kept = dataclasses.replace(job, resident={"params": 0.0, "optim": 0.0})  # all of the states on the drive
+    assert not predict(shape_1b(), machine, kept).fits
+    assert predict(shape_1b(), dataclasses.replace(machine, nvme_bytes=machine.nvme_bytes + 1), kept).fits
+
+
+def test_activations_that_leave_the_device_go_through_the_cpu_s_memory() -> None:
+    here = terms(JOB)
+    for where in ("cpu", "nvme"):
+        there = terms(dataclasses.replace(JOB, activations=where))
+        drives = 2 * 4 * BOUNDARY if where == "nvme" else 0
+        assert there["CPU memory"] - here["CPU memory"] == pytest.approx((2 * 4 * BOUNDARY + drives) / 1e11)
+        assert there["PCIe"] - here["PCIe"] == pytest.approx(4 * BOUNDARY / 1e10)
+
+
+def test_parameters_that_stay_on_the_device_go_there_once_when_updated() -> None:
+    params = 2 * (1 << 30)
+    stay = terms(dataclasses.replace(JOB, params="device", optim="cpu"), gpu_mem_bytes=80 * GIB)
+    assert stay["PCIe"] == pytest.approx(4 * params / 1e10)  # the gradients of four micro-batches come back
+    assert terms(dataclasses.replace(JOB, optim="cpu"))["PCIe"] == pytest.approx(2 * 4 * params / 1e10)
+
+
+def test_activations_are_as_wide_as_what_computes() -> None:
+    half, whole = shape_1b(), shape_1b(torch.float32)
+    assert whole.boundary_bytes_per_token == 2 * half.boundary_bytes_per_token
+    with torch.device("meta"):
+        assert (shape_of(models.llama().bfloat16()).itemsize, shape_of(models.llama()).itemsize) == (2, 4)
+
+
+def test_an_encoder_and_a_decoder_both_have_layers() -> None:
+    config = transformers.T5Config(d_model=64, d_ff=128, num_layers=3, num_decoder_layers=5, num_heads=4, vocab_size=256)
+    with torch.device("meta"):
+        assert shape_of(transformers.T5ForConditionalGeneration(config)).layers == 8
+
+
+def test_the_drive_that_has_most_of_the_data_decides_how_long_drives_last(small: Path, tmp_path: Path) -> None:
+    def rated(*pairs: tuple[float, float]) -> float:
+        """Bytes until the first drive has had what it is rated for."""
+        bandwidths = {f"/{index}": list(pair) for index, pair in enumerate(pairs)}
+        settings_ = {"block_bytes": None, "depth": 32, "bandwidths": bandwidths, "backend": None}
+        (tmp_path / "bench.json").write_text(json.dumps({"schema": "infinity.bench.swap/1", "settings": settings_}))
+        plan(small, "--bench", tmp_path / "bench.json", "--ram", "256MiB", "--tokens-per-step", "4096", "--json", tmp_path / "out")
+        found = json.loads((tmp_path / "out").read_text())["plan"]
+        return float(found["drive_days"] * found["written_bytes_per_day"])
+
+    assert rated((2e9, 2e9), (2e9, 2e9)) == pytest.approx(2 * rated((2e9, 2e9)))
+    assert rated((3e9, 3e9), (1e9, 1e9)) == pytest.approx(4 / 3 * rated((2e9, 2e9)))
+
+
 # -- properties --------------------------------------------------------------------------------------------------------
 
 FLATS = st.builds(
@@ -285,7 +395,10 @@ def test_a_plan_that_fits_is_within_every_budget_and_deterministic(
     if found.fits:
         assert found.ram.bytes <= ram_bytes
         assert found.gpu.bytes <= 8 * GIB
-    else:
+    elif not found.ram.fits:  # the least that works does, and less does not
+        assert predict(shape, machine_of(found.ram.bytes, gpus), job).ram.fits
+        assert not predict(shape, machine_of(found.ram.bytes - gpus - 1, gpus), job).ram.fits
+    if not found.fits:
         assert all(reason.partition(":")[0] in ("GPU memory", "RAM", "NVMe") or "CPU" in reason for reason in found.why_not)
     assert found.step_s > 0
     assert found.limits.floor_s <= found.limits.schedule_s * (1 + 1e-9)
@@ -321,6 +434,12 @@ def test_changes_are_sorted_and_each_changes_one_thing() -> None:
     more = by_name["twice the RAM"]
     assert dataclasses.replace(more.machine, ram_bytes=now.machine.ram_bytes) == now.machine
     assert more.job == now.job
+
+
+def test_a_change_that_would_leave_devices_idle_is_not_offered(small: Path) -> None:
+    status, shown = plan(small, *MACHINE, "--ram", "256MiB", "--tokens-per-step", "1")
+    assert status == 0, shown
+    assert "one more GPU" not in shown
 
 
 def test_the_fewest_micro_batches_are_those_whose_activations_fit() -> None:

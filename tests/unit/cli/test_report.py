@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from infinity.cli.report import StepRecord, Summary, plot_loss, show_summary, steady, step_limits
-from infinity.limits import Drives
+from infinity.limits import AtRest, Compute, Drives, limits, traffic
 
 
 def shown_on(console: Console) -> str:
@@ -54,6 +54,19 @@ def test_with_micro_batches_only_the_first_forward_hides_the_states() -> None:
     found = step_limits(mean, Drives(10_000, 6_000), 2)
     assert found.schedule_s == pytest.approx((1.2 + 2.0) + 1.0)
     assert found.floor_s == pytest.approx(1.8 + 2.0)
+
+
+def test_spilled_gradients_and_activations_are_no_states() -> None:
+    """Two micro-batches of 1000 parameters in the `exact` format, 2 B of gradients each, 500 B of activations each."""
+    spilled = {"grads_read": 4_000, "grads_written": 4_000, "activations_read": 1_000, "activations_written": 1_000}
+    given = {"bytes_read": 18_000 + 5_000, "bytes_written": 12_000 + 5_000, "params_read": 6_000, **spilled}
+    mean = steady([record(1), record(2, **given)])
+    planned = traffic(AtRest(2_000, 10_000, 2_000), "deferred", 2, activations=500)
+    assert (mean.grads, mean.activations) == (planned.grads, planned.activations)
+    drives = Drives(10_000, 6_000)
+    wanted = limits(planned, Compute(0.5, 1.0, 0.0), drives)
+    assert step_limits(mean, drives, 2) == wanted
+    assert step_limits(steady([record(2, **given | dict.fromkeys(spilled, 0))]), drives, 2).schedule_s > wanted.schedule_s
 
 
 def test_the_table_shows_the_figures_and_texts_are_not_markup() -> None:

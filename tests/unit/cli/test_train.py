@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -149,13 +150,22 @@ def test_every_part_of_the_policy_can_be_chosen_and_no_place_changes_a_loss(
     assert f"eta_{update}" in summary
     assert (summary["engine"]["resident_bytes"] > 0) == ("--resident" in chosen)
     assert (summary["engine"]["activations"]["calls"] > 0) == ("--activations" in chosen)
+    assert (summary["mean"]["activations"]["read"] > 0) == ("--activations" in chosen)
+    assert summary["mean"]["activations"]["read"] == summary["mean"]["activations"]["written"]
     size = 12.0 if "--state" not in chosen else {"bf16": 8.0, "compact": 5.0625}[chosen[chosen.index("--state") + 1]]
     assert summary["state_bytes"] == pytest.approx(size * summary["params"])
 
 
 def test_gradients_spill_past_the_memory_that_is_given(model_directory: Path, text: Path, tmp_path: Path) -> None:
-    place = on_nvme(tmp_path / "swap")
-    arguments: list[str | Path] = [model_directory, "--text", text, *SMALL, "--no-trace", "--no-save", "--accumulate", "2"]
+    # Deep enough for gradients to be more than what spilling them takes; and no state rests in RAM for having room there, or all
+    # of a model as small as this would, and its gradients with them.
+    place = ["--resident", "params=0.0", "--resident", "optim=0.0", *on_nvme(tmp_path / "swap")]
+    deep = shutil.copytree(model_directory, tmp_path / "deep")
+    config = transformers.AutoConfig.from_pretrained(deep)
+    config.num_hidden_layers = 16
+    config.intermediate_size = 512
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(deep)
+    arguments: list[str | Path] = [deep, "--text", text, *SMALL, "--no-trace", "--no-save", "--accumulate", "2"]
     status, shown = train(*arguments, "--out", tmp_path / "all", *place)
     assert status == 0, shown
     (whole,) = records(tmp_path / "all", "summary")
@@ -166,6 +176,10 @@ def test_gradients_spill_past_the_memory_that_is_given(model_directory: Path, te
     losses = [[row["loss"] for row in records(tmp_path / name, "step")] for name in ("all", "spilt")]
     assert losses[0] == losses[1]
     assert spilt["engine"]["ram_bytes"] <= ram
+    assert all(row["grads_written"] == 0 for row in records(tmp_path / "all", "step"))
+    for row in records(tmp_path / "spilt", "step"):
+        assert row["grads_written"] >= 2 * spilt["engine"]["spilled_bytes"] > 0
+        assert row["grads_written"] >= row["grads_read"] > 0
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ class Drive:
     broken: bool = False
     stored: int = 0
     fetched: int = 0
+    grads_read_bytes: int = 0
+    grads_written_bytes: int = 0
 
     def __getitem__(self, flat: Flat) -> Any:
         return SimpleNamespace(sections=("hi", "grad"))
@@ -229,6 +231,38 @@ def test_a_micro_batch_writes_each_gradient_once_and_reads_it_unless_it_is_the_f
     model.do("backward", 0, 9)
     model.memory.settle()
     assert (drive.stored, drive.fetched) == (18, 6)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_what_moves_is_counted_and_so_is_what_the_update_reads(micro_batches: int) -> None:
+    drive = Drive()
+    model = Model(6, drive)
+    for step in (1, 2):
+        for _ in range(micro_batches):
+            model.do("backward", 0, 1)
+        assert drive.grads_written_bytes == drive.stored * 4096  # a flat is one chunk, of whole blocks
+        for _ in range(2):  # who steps asks twice, and the update reads once
+            model.memory.settle()
+        assert (drive.stored, drive.fetched) == (6 * step * micro_batches, 6 * step * (micro_batches - 1))
+        assert drive.grads_written_bytes == drive.stored * 4096
+        assert drive.grads_read_bytes == (drive.fetched + 6 * step) * 4096
+        model.do("clear", 0, 0)
+    model.do("backward", 0, 1)
+    model.do("clear", 0, 0)  # and no step: nobody reads them
+    model.memory.settle()
+    assert drive.grads_read_bytes == (drive.fetched + 12) * 4096
+
+
+def test_an_update_of_one_unit_reads_the_gradients_of_that_unit() -> None:
+    drive = Drive()
+    model = Model(6, drive)
+    model.do("backward", 0, 1)
+    model.memory.settle(model.units[2])
+    assert drive.grads_read_bytes == 4096
+    model.memory.settle(model.units[2])
+    assert drive.grads_read_bytes == 4096
+    model.memory.settle()
+    assert drive.grads_read_bytes == 6 * 4096
 
 
 def test_norms_and_clipping_need_no_values() -> None:

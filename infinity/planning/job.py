@@ -1,0 +1,39 @@
+"""What is to be done on a machine: how a model is trained, and where its states may rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """How the model is trained. tokens: per step, over all devices and micro-batches; micro_batches: of each device.
+
+    resident, grad_dtype: as in `inf.Policy`, sizes in bytes of each process. compute_s: measured (forward, backward) seconds of
+    one micro-batch, where they are better known than from FLOP/s.
+    """
+
+    tokens: int
+    sequence: int
+    micro_batches: int = 1
+    state: str = "exact"
+    update: str = "deferred"
+    params: str = "nvme"
+    optim: str = "nvme"
+    grads: str = "cpu"
+    activations: str = "device"
+    resident: Mapping[str, float | int] | None = None
+    grad_dtype: torch.dtype | None = None
+    checkpointing: bool = True
+    compute_s: tuple[float, float] | None = None
+
+    def micro_batch_tokens(self, ranks: int) -> int:
+        """Tokens of one micro-batch on one device."""
+        return -(-self.tokens // (self.micro_batches * ranks))
+
+    def grad_itemsize(self, dtype: torch.dtype) -> int:
+        """Bytes of an element of gradients that wait, of parameters of a dtype."""
+        return (self.grad_dtype or dtype).itemsize

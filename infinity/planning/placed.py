@@ -1,0 +1,147 @@
+"""Where the states of a model to be planned for rest: the engine's own placement, of every rank's share.
+
+A model of 400 billion parameters has a million chunks; what is planned is coarser pieces of at most `PIECES_MAX` in all, which
+moves the border between what is resident and what is not by about one part in a thousand. Slots of pieces are larger than
+those of chunks; they are counted as chunks want them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from infinity.aio.plan import Format, GradSection, chunk_numel
+from infinity.errors import BudgetError
+from infinity.limits import AtRest
+from infinity.memory.layout import FlatLayout, plan_flat
+from infinity.memory.needs import FlatNeed, Load
+from infinity.memory.placement import Plan, plan_placement
+from infinity.params.stand_in import NORM_PIECE_NUMEL
+from infinity.placing import state_format
+from infinity.planning.job import Job
+from infinity.planning.machine import Machine
+from infinity.planning.shape import FlatShape, ModelShape
+
+PIECES_MAX = 2048
+
+
+def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[list[FlatNeed], Plan]:
+    """The needs of one rank and their placement under its `budget` of bytes; where that is too small, the placement that
+    takes least, so `ram_bytes` of it is above the budget."""
+    fine = _needs(shape, machine, job, 1, least=True)
+    needs = _needs(shape, machine, job, _grain(shape, machine.ranks, job.state))
+    largest = max((numel for flat in shape.flats if flat.trainable for numel in flat.numels), default=0)
+
+    def plan(which: Sequence[FlatNeed], ram_bytes: int | None, spill: Sequence[bool] | None = None) -> Plan:
+        return plan_placement(
+            which,
+            ram_bytes,
+            drive_count=machine.drives,
+            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL),
+            resident=job.resident,
+            load=Load(job.update, job.micro_batches, (machine.read_bytes_per_s, machine.write_bytes_per_s)),
+            spill=spill,
+            advice="",
+        )
+
+    def chunked(found: Plan) -> Plan:
+        """With the pools that the engine's chunks want."""
+        if not found.pool_bytes:
+            return found
+        spill = [need.spill_format is not None for need in fine] if any(found.spilled) else None
+        return _with_pools(found, plan(fine, None, spill))
+
+    try:
+        found = plan(needs, max(budget, 0))
+    except BudgetError as error:
+        ways = [plan(needs, error.smallest_bytes), plan(needs, None)]
+        found = min(ways, key=lambda way: chunked(way).ram_bytes)
+        if chunked(found).ram_bytes > budget:
+            return needs, chunked(found)
+    if found.pool_bytes:
+        # So much more of pieces may be held; without pools it would be more than there is.
+        larger = plan(needs, budget + found.pool_bytes - chunked(found).pool_bytes)
+        found = larger if larger.pool_bytes else found
+    return needs, chunked(found)
+
+
+def _with_pools(plan: Plan, fine: Plan) -> Plan:
+    """A plan of coarse pieces with the pools that the engine's chunks want."""
+    return dataclasses.replace(
+        plan,
+        small_count=fine.small_count,
+        small_bytes=fine.small_bytes,
+        large_count=fine.large_count,
+        large_bytes=fine.large_bytes,
+    )
+
+
+def _grain(shape: ModelShape, ranks: int, state: str) -> int:
+    """How many chunks make a piece, so that there are not more than PIECES_MAX of them."""
+    pieces = 0
+    for flat in shape.flats:
+        held = state_format(state, flat.dtype) if flat.trainable else None
+        pieces += -(-flat.numel // (ranks * chunk_numel(held or Format.RAW)))
+    return -(-pieces // PIECES_MAX)
+
+
+def _needs(shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: bool = False) -> list[FlatNeed]:
+    """The flats as the placement sees them. least: one chunk of each kind only, for the sizes of slots."""
+    needs: list[FlatNeed] = []
+    seen: set[tuple[object, ...]] = set()
+    layouts: dict[tuple[tuple[int, ...], int, int], FlatLayout] = {}
+    stores = job.update != "backward" or job.micro_batches > 1
+    for flat in shape.flats:
+        held = state_format(job.state, flat.dtype) if flat.trainable else None
+        size = chunk_numel(held or Format.RAW) * grain
+        key = (flat.numels, flat.dtype.itemsize, size)
+        if key not in layouts:
+            layouts[key] = plan_flat(flat.numels, flat.dtype.itemsize, machine.ranks, size)
+        layout = layouts[key]
+        if least:
+            # Slots are as large as the largest chunk: one of each length up to a whole chunk says it.
+            kind = (held, flat.dtype, min(layout.shard_numel, size))
+            if kind in seen:
+                continue
+            seen.add(kind)
+            layout = dataclasses.replace(layout, shard_numel=min(layout.shard_numel, size))
+        needs.append(_need(flat, layout, held, job, stores=stores))
+    return needs
+
+
+def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job, *, stores: bool) -> FlatNeed:
+    if held is None:
+        return FlatNeed(layout, Format.RAW, job.params, job.optim)
+    itemsize = job.grad_itemsize(flat.dtype)
+    size = layout.shard_numel * itemsize
+    delayed = job.update == "delayed"
+    grads = size * (2 if delayed else 1) if stores else 0
+    spills = job.grads == "nvme" and stores
+    section = {2: GradSection.BF16, 4: GradSection.FP32}[itemsize]
+    return FlatNeed(
+        layout,
+        held,
+        job.params,
+        job.optim,
+        grad_bytes=grads,
+        shadow_bytes=layout.shard_numel * flat.dtype.itemsize if delayed else 0,
+        spill_format=held.with_grad(section) if spills else None,
+        window_bytes=size if spills else 0,
+    )
+
+
+def rests(need: FlatNeed, masks: Sequence[int], placed: Format) -> tuple[AtRest, AtRest]:
+    """(everything, what is on NVMe) of one flat by kind, in bytes."""
+    need = dataclasses.replace(need, format=placed)
+    totals = [AtRest(), AtRest()]
+    for index, section in enumerate(need.sections):
+        kind = "grads" if index and need.kind(index) == "grad" else "optim" if index else "params"
+        if kind == "params" and not need.held:
+            kind = "frozen"
+        whole = sum(section.size_bytes(numel) for numel in need.numels)
+        nvme = sum(
+            section.size_bytes(numel) for numel, mask in zip(need.numels, masks, strict=True) if mask >> index & 1
+        )
+        totals[0] += AtRest(**{kind: float(whole)})
+        totals[1] += AtRest(**{kind: float(nvme)})
+    return totals[0], totals[1]
