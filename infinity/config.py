@@ -61,6 +61,7 @@ class Policy:
     io: request size, depth and the drives' bandwidths: an `infinity.aio.IoSettings`, a mapping with its fields, or the path
         of what `python -m infinity.bench swap --sweep --json FILE` wrote. None: requests of a size that suits the backend
         (1 MiB for rings, whole runs for threads), 32 of them, bandwidths measured when needed.
+    update_on, generations, durable: one value each so far; updates run on the CPU, and states are overwritten in place.
 
     Raises: ValueError naming field, value and fix.
     """
@@ -209,7 +210,7 @@ class Policy:
         if not isinstance(given, Sequence) or not all(isinstance(path, (str, os.PathLike)) and str(path) for path in given):
             raise ValueError(f"nvme={self.nvme!r}: give a directory, or a list of directories, none of them empty")
         paths = tuple(Path(path) for path in given)
-        if len({path.absolute() for path in paths}) != len(paths):
+        if len({path.resolve() for path in paths}) != len(paths):
             raise ValueError(f"nvme={[str(path) for path in paths]} names a directory twice")
         return paths
 

@@ -184,6 +184,7 @@ class Placing:
             load=Load(update=policy.update, bandwidths=self._bandwidths()),
             spill=spill,
             small_bytes=CHUNK_BYTES if policy.activations == "nvme" else 0,
+            held_bytes=LEDGER.others_bytes(self._owner) if isinstance(policy.ram, int) else 0,
             advice=f"Policy(ram=...) is {describe_budget(policy.ram)}{describe_others(policy.ram, self._owner)}: raise it"
             + self._spill_advice()
             + ", or let states rest on a lower tier",

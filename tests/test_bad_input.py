@@ -184,6 +184,8 @@ class mounted:
         ({"io": "missing.json"}, "io: 'missing.json' cannot be read"),
         ({"io": {"depth": 0}}, "io: depth=0 must be 2 to 4096"),
         ({"io": {"qd": 8}}, "io: unknown field qd"),
+        ({"ram": []}, r"ram=\[\].*is not a size"),
+        ({"params": "nvme", "nvme": ["a", "b/../a"]}, "names a directory twice"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused_by_field_and_value(

@@ -184,25 +184,33 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             if live[engine]:
                 engine.pipeline.wait()
         if goes_on:
-            for engine, params in live.items():
-                self._update(engine, params)
+            self._update_all(live)
         return loss
 
     def work_of(self, params: Sequence[Param]) -> list[Work]:
-        """The updates of these parameters with the gradients that they have now; their step counts advance."""
-        work = []
+        """The updates of these parameters with the gradients that they have now; their step counts advance.
+
+        Raises: what a hyper-parameter that is no number makes; then no count has advanced.
+        """
+        work, states = [], []
         for param in params:
             assert param.grad is not None
-            state = self.state[param.at_rest]
+            state = {**self.state[param.at_rest]}
             state["step"] = state.get("step", 0) + 1
             row = self.hyper(param, state, param.grad.log)
             row["key"] = rounding_key(engine_of(param).policy.seed, state["step"], param.name)
             work.append(Work(param, row))
+            states.append(state)
+        for param, state in zip(params, states, strict=True):
+            self.state[param.at_rest].update(state)
         return work
 
-    def _update(self, engine: StepEngine, params: list[Param]) -> None:
-        """Update these parameters of one engine; all have finite gradients, and no update is pending."""
-        engine.pipeline.submit(self.work_of(params), optimizer=self)
+    def _update_all(self, live: dict[StepEngine, list[Param]]) -> None:
+        """Update these parameters of each engine; all have finite gradients, and no update is pending."""
+        work = self.work_of([param for params in live.values() for param in params])
+        for engine, params in live.items():
+            held = set(params)
+            engine.pipeline.submit([item for item in work if item.param in held], optimizer=self)
 
     def take_groups(self) -> None:
         """Find each parameter's group anew: trainers replace and rearrange `param_groups`."""

@@ -162,6 +162,10 @@ class Elementwise(Optimizer):
         """Never asked for: no kernel runs, and the update modes that would ask refuse this class."""
         raise AssertionError(f"{self.title} has no kernel, and {param.name} was given to one")
 
+    def _update_all(self, live: dict[StepEngine, list[Param]]) -> None:
+        for engine, params in live.items():
+            self._update(engine, params)
+
     def _update(self, engine: StepEngine, params: list[Param]) -> None:
         numbers = {param: self._numbers(param) for param in params}
         turns = list(_turns(engine, params))
