@@ -172,6 +172,7 @@ def offloaded(
             losses, norms, seen = _loop(training, model, optimizer, clip, scaler)
             state = model.state_dict()
             names = [name for name, _ in model.named_parameters()]
+            handle.flush()  # what is still being written is not counted yet
             return Result(losses, norms, seen, {name: state[name].clone() for name in names}, handle.stats())
         finally:
             handle.close()

@@ -103,6 +103,7 @@ def offloaded(training: Training, chosen: inf.Policy, seam: Seam | None = None) 
                 optimizer.zero_grad()
             state = model.state_dict()
             names = [name for name, _ in model.named_parameters()]
+            handle.flush()
             return harness.Result(losses, norms, [], {name: state[name].clone() for name in names}, handle.stats())
         finally:
             handle.close()
