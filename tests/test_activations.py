@@ -260,8 +260,8 @@ def test_the_peak_falls_by_what_all_layers_but_a_few_would_hold(reentrant: bool,
     pools = nvme["ram"] - device["ram"]
     assert pools <= 16 * shelf.CHUNK_BYTES
     fallen = device["peak"] - (nvme["peak"] - pools)
-    # Without the allocator's leftovers and what happened to be on its way out.
-    assert fallen > LAYERS * boundary - limit - 8 * MIB, {tier: one["peak"] / MIB for tier, one in found.items()}
+    # Without the allocator's leftovers (more of them where a busy drive makes calls wait) and what was on its way out.
+    assert fallen > LAYERS * boundary - limit - 24 * MIB, {tier: one["peak"] / MIB for tier, one in found.items()}
 
 
 def test_a_drive_slower_than_compute_is_waited_for(tmp_path: Path) -> None:

@@ -33,9 +33,8 @@ def test_close_without_drain_cancels_what_has_not_started(make_rig, rng):
     rig = make_rig(chunk_count=40, seam=SLOW, pools=(1, 2))
     ticket = rig.store({i: random_chunk(rng) for i in range(40)})
     gated = rig.fetch([0], gate=rig.executor.gate())[0]
-    start = time.monotonic()
     rig.executor.close(drain=False)
-    assert time.monotonic() - start < 0.5 * 40 * RUN_BYTES / 2e6
+    assert rig.executor.stats().drives[0].writes < 40
     for cancelled in (ticket, gated):
         assert cancelled.done
         with pytest.raises(AioClosedError):
