@@ -41,12 +41,12 @@ def make(layers: int, hidden: int) -> Any:
 
 
 def train(directory: str, layers: int, hidden: int, case: dict[str, Any]) -> dict[str, Any]:
-    """Three steps under a policy; a record of what was held."""
+    """Two steps under a policy; a record of what was held."""
     model = make(layers, hidden)
     settings: dict[str, Any] = {"params": "nvme", "optim": "nvme", "nvme": directory, "ram": "min", "delayed_warmup": 0}
     inf.offload(model, inf.Policy(**settings | case), load=fill)
     optimizer = inf.AdamW(model.parameters(), lr=1e-4)
-    for batch in models.token_batches(3, **(BOUNDARIES if "activations" in case else {})):
+    for batch in models.token_batches(2, **(BOUNDARIES if "activations" in case else {})):
         models.loss_of(model, batch).backward()
         if case.get("update") != "backward":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
