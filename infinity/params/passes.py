@@ -21,7 +21,7 @@ class Passes:
         self._forward: Phase | None = None
         self.in_backward = False
         self._left: dict[Unit, int] = {}  # Uses
-        self._ended: dict[Unit, int] = {}  # of those, in any backward
+        self._ended: dict[Unit, int] = {}  # of those, for good: in backwards that freed their graph
         self._ended_now: dict[Unit, int] = {}  # in this backward
         self._kept = False  # the graph of this backward may run again
 
@@ -50,6 +50,8 @@ class Passes:
         self.in_backward = False
         if self._kept:
             return
+        for unit, count in self._ended_now.items():
+            self._ended[unit] = self._ended.get(unit, 0) + count
         for unit in [unit for unit, count in self._left.items() if self._ended.get(unit, 0) >= count]:
             del self._left[unit], self._ended[unit]
 
@@ -75,7 +77,6 @@ class Passes:
 
     def use_ended(self, unit: Unit) -> None:
         """A Use of the unit has ended."""
-        self._ended[unit] = self._ended.get(unit, 0) + 1
         self._ended_now[unit] = self._ended_now.get(unit, 0) + 1
 
     def all_ended(self, unit: Unit) -> bool:

@@ -112,6 +112,16 @@ def test_nested_backwards_have_their_own_graph_task() -> None:
     assert ids[0] == ids[2] != ids[1]
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_backward_tells_whether_its_graph_is_kept(kept: bool) -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _grad: seen.append(compat.graph_is_kept()))
+    y.sum().backward(retain_graph=kept)
+    assert seen == [kept]
+
+
 def test_sequence_numbers_order_nodes_by_when_they_were_made() -> None:
     x = torch.ones(2, requires_grad=True)
     before = x * 2
