@@ -46,8 +46,9 @@ demo: $(DEMO)
 	    --steps 16 --batch 2 --seq 64 --lr 1e-4 --warmup 3 --clip 1.0 --prompt "And God said"
 
 # Two at a time, whole files each, one thread of torch each: a file shares what it computed once (reference runs).
+# In their order, in which those that train come first: by the number of tests (the default) some of the longest would be last.
 test: lint types $(DEMO)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -19,9 +19,7 @@ from infinity.aio.executor import (
     TRACK_READ,
     TRACK_UPDATE,
     TRACK_WRITE,
-    DriveStats,
     Executor,
-    ExecutorStats,
     Fault,
     Gate,
     PoolSpec,
@@ -34,6 +32,7 @@ from infinity.aio.opening import BACKENDS, open_executor
 from infinity.aio.plan import CHUNK, HYPER, JOB, SEG, Format, GradDtype, JobKind, LogKind
 from infinity.aio.settings import IoSettings
 from infinity.aio.slab import Slab
+from infinity.aio.stats import DriveStats, ExecutorStats
 from infinity.aio.swap_file import SwapFile
 
 __all__ = [

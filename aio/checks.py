@@ -156,6 +156,35 @@ def _chunk_wrong(chunk: Any, drive_count: int) -> str:
         return f"has its run at offset {chunk['file_offset']}, which is not 4096-aligned"
     if end_before and not 0 <= chunk["drive"] < drive_count:
         return f"lies on drive {chunk['drive']} of {drive_count}"
+    if is_versioned(chunk):
+        return _second_place_wrong(chunk)
+    return ""
+
+
+def _second_place_wrong(chunk: Any) -> str:
+    """What is wrong with the second place of a CHUNK record that has one."""
+    end = grad = 0
+    for section in range(int(chunk["section_count"])):
+        if chunk["section_at"][section] < 0:
+            continue
+        if section == grad_section(chunk):
+            grad = section_bytes(chunk, section)
+        else:
+            end = int(chunk["section_at"][section]) + align_up(section_bytes(chunk, section))
+    first, other = int(chunk["file_offset"]), int(chunk["other_offset"])
+    if end > chunk["other_bytes"]:
+        return f"has states of {end} bytes in a second run of {chunk['other_bytes']}"
+    overlaps = chunk["file"] == chunk["other_file"] and first < other + end and other < first + end
+    if end and (other < 0 or other % plan.ALIGNMENT_BYTES or overlaps):
+        return f"has its second run at offset {other}, which is not 4096-aligned or overlaps the first at {first}"
+    at = int(chunk["grad_offset"])
+    if grad and (at < 0 or at % plan.ALIGNMENT_BYTES):
+        return f"has its gradients at offset {at}, which is not 4096-aligned"
+    places = ((chunk["file"], first), (chunk["other_file"], other))
+    if grad and any(file == chunk["grad_file"] and at < place + end and place < at + grad for file, place in places):
+        return f"has its gradients at offset {at}, where its states are"
+    if bool(chunk["sums_ptr"]) != bool(chunk["other_sums_ptr"]):
+        return "has checksums for one of its places only"
     return ""
 
 
@@ -180,6 +209,8 @@ def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArr
     wrong |= end > chunks["run_bytes"]
     wrong |= placed & ((offset < 0) | (offset % plan.ALIGNMENT_BYTES != 0))
     wrong |= placed & ((drive < 0) | (drive >= drive_count))
+    versioned = np.flatnonzero((chunks["other_bytes"] > 0) | chunks["other_ptr"].any(axis=1))
+    wrong[versioned] |= np.array([bool(_second_place_wrong(chunk)) for chunk in chunks[versioned]], dtype=bool)
     result: npt.NDArray[np.bool_] = wrong
     return result
 
@@ -194,11 +225,59 @@ def check_chunks(chunks: npt.NDArray[np.void], drive_count: int) -> None:
         raise ValueError(f"chunk {index} (key {int(chunk['key']):#x}) {wrong}")
 
 
+FILE_MAX = 8
+"""Files of one drive: INF_FILE_MAX."""
+TOO_MANY_FILES = f"a drive has at most {FILE_MAX} files"
+FILE_UNKNOWN = "a chunk lies in a file that its drive does not have: add_file comes first"
+FILE_STAYS = "cannot remove the file: a chunk has a place in it, or it is not one that was added"
+RELOCATES_COMMITTED = "cannot relocate: the second place of a chunk is the committed one"
+
+
+def versions_refused(what: str, *, irrevocable: bool) -> str:
+    """Why `commit` or `rollback` (`what`) cannot be."""
+    if irrevocable:
+        return "cannot rollback: a resident section without another version was changed"
+    more = ", or has no second place, or the file is not known" if what == "relocate" else ""
+    return f"cannot {what}: a chunk has pending jobs, or is not defined{more}"
+
+
+def section_file_at(chunk: Any, section: int, *, other: bool = False) -> int:
+    """Where a section that is not resident lies on the drive: at the live place or the other one. Gradients have one place."""
+    if is_versioned(chunk) and section == grad_section(chunk):
+        return int(chunk["grad_offset"])
+    return int(chunk["other_offset" if other else "file_offset"]) + int(chunk["section_at"][section])
+
+
+def section_file(chunk: Any, section: int, *, other: bool = False) -> int:
+    """Which of the drive's files a section that is not resident lies in, at the live place or the other one."""
+    if is_versioned(chunk) and section == grad_section(chunk):
+        return int(chunk["grad_file"])
+    return int(chunk["other_file" if other else "file"])
+
+
+def files_of(chunk: Any) -> set[int]:
+    """The files of its drive that a chunk has a place in."""
+    if chunk["drive"] < 0:
+        return set()
+    return {int(chunk["file"]), *((int(chunk["other_file"]), int(chunk["grad_file"])) if is_versioned(chunk) else ())}
+
+
+def is_versioned(chunk: Any) -> bool:
+    """Whether a CHUNK record has a second place."""
+    return bool(chunk["other_bytes"] > 0 or chunk["other_ptr"].any())
+
+
+def grad_section(chunk: Any) -> int:
+    """The index of the section of spilled gradients of a CHUNK record; -1: there is none."""
+    return int(chunk["section_count"]) - 1 if int(chunk["format"]) >> 24 else -1
+
+
 def slot_bytes(chunk: Any, kind: int, mask: int) -> int:
     """Bytes of slot that a job on the chunk takes."""
     total = 0
+    whole = kind == plan.JobKind.UPDATE or (kind == plan.JobKind.STORE and is_versioned(chunk))
     for section in range(int(chunk["section_count"])):
-        used = kind == plan.JobKind.UPDATE or mask >> section & 1
+        used = whole or mask >> section & 1
         if used and chunk["section_at"][section] >= 0:
             total += align_up(section_bytes(chunk, section))
     return total

@@ -29,6 +29,9 @@ Promises, the same in every backend:
   also *marks* its drive: later STORE and UPDATE jobs on that drive are refused with the same fault, until `recover`.
 - A chunk whose STORE or UPDATE failed otherwise, or was refused, is *invalid*: what it should hold exists nowhere. Later
   FETCH and UPDATE jobs on it fail with the same fault until its sections are STOREd again.
+- A *versioned* chunk has two places. After `commit` a STORE or UPDATE reads what it needs at the live place and writes the other
+  one, whole, which then is the live one; later ones work there in place. `rollback` goes back to what was committed. So the
+  committed place is never written, and whatever fails in between can be undone. Spilled gradients have one place.
 - Requests in flight are bounded per drive by depth and block size; of the depth, writes have half whenever they want it and
   demands a quarter of the reads' share, so neither starves.
 """
@@ -36,13 +39,15 @@ Promises, the same in every backend:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from infinity.aio.stats import ExecutorStats
+from infinity.aio.swap_file import SwapFile
 from infinity.errors import AioError
 
 #: One span of work of an executor, as `take_spans` returns them. `track` is one of TRACK_*; times are CLOCK_MONOTONIC
@@ -135,119 +140,6 @@ class Seam:
         pair = (self.read_bytes_per_s, self.write_bytes_per_s)
         read, write = (value[drive] if isinstance(value, tuple) else value for value in pair)
         return read, write
-
-
-@dataclass(frozen=True)
-class Latency:
-    """How long requests took from being sent to their result, in seconds; percentiles within 13 % (a histogram's buckets)."""
-
-    count: int = 0
-    p50_s: float = 0.0
-    p99_s: float = 0.0
-    max_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Window:
-    """What a drive moved in one second; `busy_s` is the part of it in which a request was in flight.
-
-    start_s: CLOCK_MONOTONIC. Windows without traffic are left out.
-    """
-
-    start_s: float
-    bytes_read: int
-    bytes_written: int
-    busy_s: float
-
-
-@dataclass(frozen=True)
-class DriveStats:
-    """What one drive has done since the executor was opened. Bytes are those the drive confirmed.
-
-    `direct`: O_DIRECT, and in `direct_reason` why not. `block_bytes`, `depth`: of requests, as fitted to the device.
-    `busy_s`: time with a request in flight; `depth_mean`: requests in flight in that time. `windows`: the last 64 seconds with
-    traffic, oldest first. `failed`: what marked the drive, empty while it is sound.
-    """
-
-    path: str
-    bytes_read: int
-    bytes_written: int
-    reads: int
-    writes: int
-    retries: int
-    short_transfers: int
-    errors: int
-    in_flight_max: int
-    in_flight_bytes_max: int = 0
-    direct: bool = True
-    direct_reason: str = ""
-    block_bytes: int = 0
-    depth: int = 0
-    busy_s: float = 0.0
-    depth_mean: float = 0.0
-    read_latency: Latency = Latency()
-    write_latency: Latency = Latency()
-    windows: tuple[Window, ...] = ()
-    failed: str = ""
-
-
-@dataclass(frozen=True)
-class ExecutorStats:
-    """Counters since the executor was opened; times in seconds.
-
-    `wait_s` is time that callers spent blocked in `Ticket.wait`; `compute_s` the time of verify, update and copy on workers.
-    `rereads` counts runs that were read again because a checksum did not match; `checksum_failures` those that still did not.
-    `registered` says whether the slab's pages are registered with io_uring, `registered_reason` why not; `huge_bytes` how much
-    of it huge pages back. `backend_reason`: as `Executor.backend_reason`. `kept_chunks`: chunks whose write failed and whose
-    contents are in memory only. `jobs_cancelled`: fetches that were given up. `reads_ahead`: chunks that idle slots began to
-    read for later UPDATEs; `reads_ahead_dropped`: those of them of which no UPDATE had anything.
-    """
-
-    backend: str
-    drives: tuple[DriveStats, ...]
-    jobs_submitted: int
-    jobs_done: int
-    jobs_failed: int
-    updates: int
-    gates_opened: int
-    gates_escaped: int
-    rereads: int
-    checksum_failures: int
-    wait_s: float
-    compute_s: float
-    pool_bytes: int
-    huge_bytes: int
-    registered: bool
-    spans_dropped: int
-    backend_reason: str = ""
-    registered_reason: str = ""
-    kept_chunks: int = 0
-    jobs_cancelled: int = 0
-    reads_ahead: int = 0
-    reads_ahead_dropped: int = 0
-    opened_s: float = 0.0
-    """CLOCK_MONOTONIC when the executor was opened."""
-    extra: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read from all drives."""
-        return sum(drive.bytes_read for drive in self.drives)
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes written to all drives."""
-        return sum(drive.bytes_written for drive in self.drives)
-
-    @property
-    def retries(self) -> int:
-        """Requests sent again after EAGAIN or EINTR."""
-        return sum(drive.retries for drive in self.drives)
-
-    @property
-    def short_transfers(self) -> int:
-        """Transfers that came back short and were resumed."""
-        return sum(drive.short_transfers for drive in self.drives)
 
 
 @runtime_checkable
@@ -379,6 +271,47 @@ class Executor(Protocol):
 
     def invalid(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint32]:
         """For each chunk the mask of its invalid sections (0: valid)."""
+        ...
+
+    def commit(self, ids: npt.NDArray[np.int32]) -> None:
+        """What these versioned chunks hold now is committed: the next write goes to their other places. Never blocks.
+
+        Raises ValueError if jobs that write one are pending, or one is not defined; then nothing is committed. Others are left
+        alone.
+        """
+        ...
+
+    def rollback(self, ids: npt.NDArray[np.int32]) -> None:
+        """These versioned chunks hold again what was committed last, however often and however well they were written since.
+
+        What failed writes kept for them, and what was read ahead, is forgotten. Chunks of which nothing was committed are left
+        alone. Never blocks. Raises ValueError if jobs on one are pending, or one is not defined, and if a resident
+        section without another version was changed.
+        """
+        ...
+
+    def add_file(self, drive: int, file: SwapFile) -> int:
+        """Give a drive another file, in which chunks may have places (CHUNK["file"]). Returns its index, from 1 on.
+
+        The file stays the caller's, open until `remove_file` or the end. Raises ValueError when there are too many.
+        """
+        ...
+
+    def remove_file(self, drive: int, index: int) -> None:
+        """Take a file back. Raises ValueError while a chunk has a place in it."""
+        ...
+
+    def relocate(
+        self, ids: npt.NDArray[np.int32], files: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]
+    ) -> None:
+        """Give versioned chunks other second places on their drives. What lies at the old ones is nobody's any more.
+
+        Raises ValueError as `commit`, for a file that is not known, and where the second place is the committed one.
+        """
+        ...
+
+    def look(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.void]:
+        """The chunks as they are now (plan.CHUNK): which place is live, and its generation."""
         ...
 
     def recover(self) -> Ticket:

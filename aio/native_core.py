@@ -51,6 +51,7 @@ class Core:
         self.address = int(ffi.cast("uintptr_t", pointer))
         self.quick = load_quick()
         self.drives = tuple(drives)
+        self.files: dict[tuple[int, int], SwapFile] = {}  # those that came later, by drive and index
         self.paths = [drive.path for drive in drives]
         self._stopping = threading.RLock()
         self.stopped = False

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.aio import checks, drive_limits, memory_limits, plan
-from infinity.aio.executor import SPAN, ExecutorStats, Gate, PoolSpec, Priority, Seam, spans_empty
+from infinity.aio.executor import SPAN, Gate, PoolSpec, Priority, Seam, spans_empty
 from infinity.aio.native_core import Core, NativeGate, NativeTicket, load_native, load_uring
 from infinity.aio.native_stats import drive_stats, registered_reason
+from infinity.aio.stats import ExecutorStats
 from infinity.aio.swap_file import SwapFile
 from infinity.errors import AioClosedError, AioError
 
@@ -137,6 +138,8 @@ class NativeExecutor:
         )
         if error == -errno.ENOMEM:
             raise MemoryError(f"no memory for {len(records)} chunks")
+        if error == -errno.ENOENT:
+            raise ValueError(checks.FILE_UNKNOWN)
         if error:
             raise ValueError("the native executor refuses a chunk: its itemsizes do not match its format")
         return ids
@@ -229,6 +232,73 @@ class NativeExecutor:
         if error:
             raise ValueError("a chunk is not defined")
         return masks
+
+    def commit(self, ids: npt.NDArray[np.int32]) -> None:
+        """See `Executor.commit`."""
+        self._versions("commit", ids)
+
+    def rollback(self, ids: npt.NDArray[np.int32]) -> None:
+        """See `Executor.rollback`."""
+        self._versions("rollback", ids)
+
+    def _versions(self, what: str, ids: npt.NDArray[np.int32]) -> None:
+        core = self._core
+        core.check()
+        wanted = np.ascontiguousarray(ids, dtype=np.int32)
+        call = getattr(core.lib, f"inf_executor_{what}")
+        error = call(core.pointer, core.ffi.from_buffer("int32_t[]", wanted), len(wanted))
+        if error:
+            raise ValueError(checks.versions_refused(what, irrevocable=error == -errno.EPERM))
+
+    def add_file(self, drive: int, file: SwapFile) -> int:
+        """See `Executor.add_file`."""
+        core = self._core
+        core.check()
+        index = int(core.lib.inf_executor_file_add(core.pointer, drive, file.fd))
+        if index < 0:
+            raise ValueError(checks.TOO_MANY_FILES)
+        core.files[drive, index] = file
+        return index
+
+    def remove_file(self, drive: int, index: int) -> None:
+        """See `Executor.remove_file`."""
+        self._core.check()
+        if self._core.lib.inf_executor_file_remove(self._core.pointer, drive, index):
+            raise ValueError(checks.FILE_STAYS)
+        del self._core.files[drive, index]
+
+    def relocate(
+        self, ids: npt.NDArray[np.int32], files: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]
+    ) -> None:
+        """See `Executor.relocate`."""
+        core = self._core
+        core.check()
+        wanted = np.ascontiguousarray(ids, dtype=np.int32)
+        there = (np.ascontiguousarray(files, dtype=np.int32), np.ascontiguousarray(offsets, dtype=np.int64))
+        error = core.lib.inf_executor_relocate(
+            core.pointer,
+            core.ffi.from_buffer("int32_t[]", wanted),
+            len(wanted),
+            core.ffi.from_buffer("int32_t[]", there[0]),
+            core.ffi.from_buffer("int64_t[]", there[1]),
+        )
+        if error == -errno.EPERM:
+            raise ValueError(checks.RELOCATES_COMMITTED)
+        if error:
+            raise ValueError(checks.versions_refused("relocate", irrevocable=False))
+
+    def look(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.void]:
+        """See `Executor.look`."""
+        core = self._core
+        core.check()
+        wanted = np.ascontiguousarray(ids, dtype=np.int32)
+        chunks = np.zeros(len(wanted), dtype=plan.CHUNK)
+        error = core.lib.inf_executor_look(
+            core.pointer, core.ffi.from_buffer("int32_t[]", wanted), len(wanted), core.ffi.from_buffer(chunks)
+        )
+        if error:
+            raise ValueError("a chunk is not defined")
+        return chunks
 
     def recover(self) -> NativeTicket:
         """See `Executor.recover`."""

@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from infinity.aio import checks
-from infinity.aio.executor import DriveStats, Window
 from infinity.aio.latency import latency_of
+from infinity.aio.stats import DriveStats, Window
 from infinity.aio.swap_file import SwapFile
 
 _WINDOWS = 64

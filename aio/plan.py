@@ -256,21 +256,31 @@ CHUNK: Final = np.dtype(
     [
         ("key", "<u8"),
         ("generation", "<u8"),
+        ("other_generation", "<u8"),
         ("numel", "<i8"),
         ("file_offset", "<i8"),
         ("run_bytes", "<i8"),
+        ("other_offset", "<i8"),
+        ("other_bytes", "<i8"),
+        ("grad_offset", "<i8"),
         ("drive", "<i4"),
         ("format", "<i4"),
         ("section_count", "<i4"),
         ("piece_numel", "<i4"),
+        ("file", "<i4"),
+        ("other_file", "<i4"),
+        ("grad_file", "<i4"),
+        ("unused", "<i4"),
         ("itemsize", "<i4", (SECTION_MAX,)),
         ("group_numel", "<i4", (SECTION_MAX,)),
         ("section_at", "<i8", (SECTION_MAX,)),
         ("section_ptr", "<u8", (SECTION_MAX,)),
+        ("other_ptr", "<u8", (SECTION_MAX,)),
         ("sums_ptr", "<u8"),
+        ("other_sums_ptr", "<u8"),
     ]
 )
-"""`inf_chunk`. `group_numel`: elements per item of a section; 0 stands for 1."""
+"""`inf_chunk`. `group_numel`: elements per item of a section; 0 stands for 1. `other_*`: second place of a versioned chunk."""
 
 JOB: Final = np.dtype(
     [

@@ -4,8 +4,8 @@
     asked for               `Executor.preread` names chunks whose UPDATEs were not submitted yet
 
 The rules are those of native/executor_ahead.c. What was read stays in the slot, of the chunk, until its UPDATE takes the slot
-over, or a job wants a slot and finds none. Nothing is verified before the UPDATE does it, and a read ahead that fails is as if
-it had never been: the UPDATE reads, and tells.
+over: jobs have the quarter that is left to them, and no byte is read twice. Nothing is verified before the UPDATE does it, and
+a read ahead that fails is as if it had never been: the UPDATE reads, and tells.
 """
 
 from __future__ import annotations
@@ -209,6 +209,8 @@ class ReadsAhead:
                 continue
             if ahead.state == _READING and not self._unread(ahead):
                 continue
+            if ahead.state == _HELD and self._jobs_go_on(pool, chunk.drive):
+                continue
             self._let_slot_go(ahead)
             head = _gated(chunk)
             if ahead.asked and head is None:
@@ -221,6 +223,12 @@ class ReadsAhead:
                     self._insert(head)
             return True
         return False
+
+    def _jobs_go_on(self, pool: Pool, drive: int) -> bool:
+        """Whether jobs hold the slots that are left to them, of all or, while only this drive has its share, of the drive: then
+        they go on with those, and nothing is read twice."""
+        here = [ahead for ahead in self._with_slot if ahead.pool is pool and (not pool.free or ahead.run.chunk.drive == drive)]
+        return pool.taken(drive if pool.free else None) - len(here) >= pool.spared
 
     def _give_over(self, ahead: Ahead, run: Run) -> None:
         """The UPDATE has the slot from now on, and reads what is not in it."""

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from infinity.aio import checks, plan
+from infinity.aio import checks, plan, python_versions
 from infinity.aio.executor import TRACK_COPY, TRACK_READ, TRACK_UPDATE, TRACK_WRITE, PoolSpec, Priority, Seam
 from infinity.aio.python_ahead import ReadsAhead
 from infinity.aio.python_gates import Gates
@@ -191,11 +191,16 @@ class Engine:
                 return
         elif not (submission.escaped and run.kind == _FETCH):
             self._aim(run)
+            run.moves = python_versions.moves(run)
+            if run.moves and run.kind == _STORE:
+                run.writes |= python_versions.states_of(chunk.record)  # a new version is whole
+                run.reads = run.writes & ~run.mask
             if chunk.invalid & run.reads:
                 run.fault = replace(chunk.fault, earlier=EARLIER_JOB)
             else:
                 kept = chunk.kept.writes if chunk.kept is not None and run.kind == _FETCH else 0
-                run.place = Place(chunk.record, run.mask & ~kept, run.reads, run.writes)
+                used = run.mask if run.kind == _FETCH else run.mask | run.writes
+                run.place = Place(chunk.record, used & ~kept, run.reads, run.writes, moves=run.moves)
                 if not self.kept.refuses(run):
                     if run.kind != _UPDATE or not self.ahead.take(run):
                         self.ahead.written(chunk, run.writes)
@@ -407,6 +412,8 @@ class Engine:
         chunk, fault = run.chunk, run.fault
         if fault is None:
             chunk.invalid &= ~run.writes  # of an UPDATE only what it was given
+            if run.moves:
+                python_versions.flip(chunk)
         elif self.kept.keep(run):
             chunk.invalid &= ~run.writes  # nothing of a REWRITE
             return

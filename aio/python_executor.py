@@ -17,9 +17,10 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from infinity.aio import checks, plan
-from infinity.aio.executor import SPAN, ExecutorStats, Gate, PoolSpec, Priority, Seam, spans_empty
+from infinity.aio import checks, plan, python_versions
+from infinity.aio.executor import SPAN, Gate, PoolSpec, Priority, Seam, spans_empty
 from infinity.aio.python_engine import SPANS_MAX, Engine
+from infinity.aio.python_handles import PythonGate, PythonTicket
 from infinity.aio.python_promote import cancel, promote
 from infinity.aio.python_records import (
     GATE_CLOSED,
@@ -34,90 +35,11 @@ from infinity.aio.python_records import (
 from infinity.aio.python_sections import Kernel
 from infinity.aio.python_threads import Threads
 from infinity.aio.python_transfer import BLOCK_BYTES
+from infinity.aio.stats import ExecutorStats
 from infinity.aio.swap_file import SwapFile
 from infinity.errors import AioClosedError, AioError
 
 __all__ = ["Kernel", "PythonExecutor"]
-
-
-class PythonTicket:
-    """`executor.Ticket` of the Python executor."""
-
-    def __init__(self, executor: PythonExecutor, state: TicketState) -> None:
-        self._executor = executor
-        self._state = state
-
-    @property
-    def done(self) -> bool:
-        """See `Ticket.done`."""
-        return self._state.done
-
-    @property
-    def filled(self) -> bool:
-        """See `Ticket.filled`."""
-        return self._state.filled
-
-    @property
-    def failed(self) -> bool:
-        """See `Ticket.failed`."""
-        return self._state.failed
-
-    def wait(self, timeout: float | None = None) -> None:
-        """See `Ticket.wait`."""
-        self._wait("done", timeout)
-
-    def wait_filled(self, timeout: float | None = None) -> None:
-        """See `Ticket.wait_filled`."""
-        self._wait("filled", timeout)
-
-    def cancel(self) -> None:
-        """See `Ticket.cancel`."""
-        if not self._state.done:
-            self._executor._cancel(self._state)
-
-    def _wait(self, word: str, timeout: float | None) -> None:
-        if not getattr(self._state, word):
-            self._executor._block(self._state, word, timeout)
-        if self._state.fault is not None:
-            raise self._state.fault.to_error(self._executor._paths)
-
-
-class PythonGate:
-    """`executor.Gate` of the Python executor."""
-
-    def __init__(self, executor: PythonExecutor, state: GateState) -> None:
-        self._executor = executor
-        self._state = state
-
-    @property
-    def escaped(self) -> bool:
-        """See `Gate.escaped`."""
-        return self._state.state == GATE_ESCAPED
-
-    def open(self, bases: Sequence[int]) -> bool:
-        """See `Gate.open`."""
-        self._executor._check()
-        engine, gate = self._executor._engine, self._state
-        with engine.lock:
-            engine.gates.flowing = False
-            if gate.state == GATE_ESCAPED:
-                return False
-            if gate.state == GATE_OPEN:
-                raise ValueError("the gate was opened before; a gate opens once")
-            if any(run.base >= len(bases) for submission in gate.submissions for run in submission.runs):
-                raise ValueError(f"the gate's jobs need more than the {len(bases)} bases given")
-            gate.bases = [int(base) for base in bases]
-            engine.open_gate(gate, GATE_OPEN)
-        return True
-
-    def __del__(self) -> None:
-        engine = self._executor._engine
-        if self._executor._forked or self._state.state != GATE_CLOSED or not self._state.submissions:
-            return
-        # Nobody can open it any more. This thread may be anywhere, even inside the engine: leave the work to another.
-        engine.gates.abandoned.append(self._state)
-        with engine.lock:
-            engine.work.notify()
 
 
 @final
@@ -188,6 +110,9 @@ class PythonExecutor:
         checks.check_chunks(records, len(self._drives))
         engine = self._engine
         with engine.lock:
+            for record in records:
+                if record["drive"] >= 0 and not checks.files_of(record) <= engine.channels[record["drive"]].files.keys():
+                    raise ValueError(checks.FILE_UNKNOWN)
             first = self._chunk_next
             self._chunk_next += len(records)
             for index, record in enumerate(records):
@@ -304,6 +229,47 @@ class PythonExecutor:
             if None in chunks:
                 raise ValueError("a chunk is not defined")
             return np.array([chunk.invalid for chunk in chunks if chunk is not None], dtype=np.uint32)
+
+    def commit(self, ids: npt.NDArray[np.int32]) -> None:
+        """See `Executor.commit`."""
+        self._check()
+        with self._engine.lock:
+            python_versions.commit(self._engine, ids.tolist())
+
+    def rollback(self, ids: npt.NDArray[np.int32]) -> None:
+        """See `Executor.rollback`."""
+        self._check()
+        with self._engine.lock:
+            python_versions.rollback(self._engine, ids.tolist())
+
+    def add_file(self, drive: int, file: SwapFile) -> int:
+        """See `Executor.add_file`."""
+        self._check()
+        with self._engine.lock:
+            return python_versions.add_file(self._engine, drive, file)
+
+    def remove_file(self, drive: int, index: int) -> None:
+        """See `Executor.remove_file`."""
+        self._check()
+        with self._engine.lock:
+            python_versions.remove_file(self._engine, drive, index)
+
+    def relocate(
+        self, ids: npt.NDArray[np.int32], files: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]
+    ) -> None:
+        """See `Executor.relocate`."""
+        self._check()
+        with self._engine.lock:
+            python_versions.relocate(self._engine, ids.tolist(), files.tolist(), offsets.tolist())
+
+    def look(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.void]:
+        """See `Executor.look`."""
+        self._check()
+        with self._engine.lock:
+            chunks = [self._engine.chunks.get(int(index)) for index in ids]
+            if None in chunks:
+                raise ValueError("a chunk is not defined")
+            return np.array([chunk.record for chunk in chunks if chunk is not None], dtype=plan.CHUNK)
 
     def recover(self) -> PythonTicket:
         """See `Executor.recover`."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from infinity.aio import checks, plan
+from infinity.aio import checks, plan, python_versions
 from infinity.aio.executor import Priority
 from infinity.aio.python_records import WRITE, Chunk, Pool, Run, State, Submission, TicketState
 
@@ -38,6 +38,8 @@ class Kept:
             return False  # a measurement: the slot holds nothing that is missed
         chunk = run.chunk
         assert chunk.kept is None
+        if run.moves:
+            python_versions.flip(chunk)
         chunk.kept = run.place
         run.place.pool.put_by(run.place.index)
         self.chunks[chunk.index] = chunk

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infinity.aio import checks, plan
+from infinity.aio import checks, plan, python_versions
 from infinity.aio.python_records import Run
 from infinity.aio.python_sections import Kernel, Sections, memory_at
 
@@ -27,7 +27,9 @@ def run_pass(run: Run, kernel: Kernel | None, *, verify: str) -> int:
         run.place.section(s) if kept is None or run.place.at[s] >= 0 else kept.section(s)
         for s in range(plan.SECTION_MAX)
     ]
-    sections = Sections(chunk.record, lodged)
+    live = sections = Sections(chunk.record, lodged)
+    if run.moves:
+        sections = Sections(python_versions.other_of(chunk.record), lodged)
     used = _of(run.mask)
     if run.given:
         hi = sections.arrays[0]
@@ -36,9 +38,11 @@ def run_pass(run: Run, kernel: Kernel | None, *, verify: str) -> int:
     if verify != "off":
         phase = run.phase if verify == "sample" and not run.reread else None
         for section in _of(run.reads):
-            bad = sections.verify(section, phase)
+            bad = live.verify(section, phase)
             if bad >= 0:
                 return section * sections.pieces + bad
+    if run.moves:
+        python_versions.bring(chunk.record)
     if run.kind == _UPDATE:
         assert kernel is not None
         submission = run.submission
@@ -47,7 +51,7 @@ def run_pass(run: Run, kernel: Kernel | None, *, verify: str) -> int:
     for section in used if run.kind == _STORE else ():
         _copy(sections.arrays[section], run.ptr[section])
     for section in _of(run.writes) if verify != "off" else ():
-        sections.seal(section)
+        (live if section == checks.grad_section(chunk.record) else sections).seal(section)
     for section in used if run.kind == _FETCH else [0] if run.kind == _UPDATE else []:
         array = sections.arrays[section]
         if run.ptr[section] and array is not None and array.ctypes.data != run.ptr[section]:
@@ -83,7 +87,7 @@ def checksum_fault(run: Run, bad: int) -> checks.FaultRecord:
     return checks.FaultRecord(
         kind=checks.FAULT_CHECKSUM,
         op=0,
-        offset=int(record["file_offset"]) + int(record["section_at"][section]) + checks.section_bytes(record, section, first),
+        offset=checks.section_file_at(record, section) + checks.section_bytes(record, section, first),
         length=checks.section_bytes(record, section, min(numel - first, piece_numel)),
         section=section,
         piece=piece,

@@ -88,10 +88,11 @@ class Place:
     """A slot, and which bytes of a chunk's run it holds. Without `pool`: what it would hold.
 
     `mask`: the sections in it, of which some are read into it, some written from it. Ranges are (file offset, offset in the
-    slot, bytes); of what is read, and of what is written, sections that lie together are one range.
+    slot, bytes, file); of what is read, and of what is written, sections that lie together are one range. moves: written to the
+    chunk's other place.
     """
 
-    def __init__(self, record: Any, mask: int, reads: int, writes: int) -> None:
+    def __init__(self, record: Any, mask: int, reads: int, writes: int, *, moves: bool = False) -> None:
         self.pool: Pool | None = None
         self.index = -1
         self.at = [-1] * plan.SECTION_MAX
@@ -106,19 +107,20 @@ class Place:
             self.at[section] = self.bytes
             self.bytes += self._sizes[section]
             self.writes |= writes & 1 << section
-        self.ranges = [self._ranges(reads), self._ranges(writes)]
+        self.ranges = [self._ranges(reads), self._ranges(writes, other=moves)]
 
-    def _ranges(self, mask: int) -> list[tuple[int, int, int]]:
-        ranges: list[tuple[int, int, int]] = []
+    def _ranges(self, mask: int, *, other: bool = False) -> list[tuple[int, int, int, int]]:
+        ranges: list[tuple[int, int, int, int]] = []
         for section, slot_at in enumerate(self.at):
             if not mask >> section & 1 or slot_at < 0:
                 continue
-            file_at = int(self._record["file_offset"]) + int(self._record["section_at"][section])
-            last = ranges[-1] if ranges else (-1, -1, 0)
-            if last[0] + last[2] == file_at and last[1] + last[2] == slot_at:
-                ranges[-1] = (last[0], last[1], last[2] + self._sizes[section])
+            file_at = checks.section_file_at(self._record, section, other=other)
+            file = checks.section_file(self._record, section, other=other)
+            last = ranges[-1] if ranges else (-1, -1, 0, -1)
+            if last[0] + last[2] == file_at and last[1] + last[2] == slot_at and last[3] == file:
+                ranges[-1] = (last[0], last[1], last[2] + self._sizes[section], file)
             else:
-                ranges.append((file_at, slot_at, self._sizes[section]))
+                ranges.append((file_at, slot_at, self._sizes[section], file))
         return ranges
 
     def read_only(self, mask: int) -> None:
@@ -127,7 +129,7 @@ class Place:
 
     def moved_bytes(self, op: int) -> int:
         """Bytes that a read into it, or a write from it, moves."""
-        return sum(size for _, _, size in self.ranges[op])
+        return sum(size for _, _, size, _ in self.ranges[op])
 
     def memory(self) -> npt.NDArray[np.uint8]:
         """The memory of the slot."""
@@ -164,6 +166,10 @@ class Chunk:
         """Counts runs that were verified: the phase of samples."""
         self.ahead: Ahead | None = None
         """What was, or will be, read for its next UPDATE."""
+        self.live = 0
+        """A `python_versions.Live`."""
+        self.committed = (0, self.fault)
+        """What was invalid when it was committed, and why."""
 
 
 class Run:
@@ -184,6 +190,8 @@ class Run:
         self.lanes: Lanes | None = None
         self.arrival = 0
         """When it came to its lanes, counted there."""
+        self.moves = False
+        """It writes the chunk's other place."""
         self.filled = False
         self.reread = False
         self.phase = 0
@@ -373,16 +381,23 @@ class Pool:
         place.pool, place.index = self, self.free.pop()
         self._hold(place.index, drive)
 
+    def taken(self, drive: int | None) -> int:
+        """How many slots somebody has, those of a drive or of all."""
+        return sum(self._held) if drive is None else self._held[drive]
+
+    @property
+    def spared(self) -> int:
+        """How many slots no read ahead takes: a quarter, which is left to others."""
+        return max(1, -(-(self.spec.count - self._kept) // 4))
+
     @property
     def ahead_max(self) -> int:
-        """How many slots may read ahead: all but a quarter, which is left to others."""
-        count = self.spec.count - self._kept
-        return count - max(1, -(-count // 4))
+        """How many slots may read ahead."""
+        return self.spec.count - self._kept - self.spared
 
     def may_read_ahead(self, drive: int) -> bool:
         """Whether a slot is idle: nobody waits for one, and enough are left for who comes."""
-        spare = self.spec.count - self._kept - self.ahead_max
-        return not self.waiting and len(self.free) > spare and self._held[drive] < self._held_max()
+        return not self.waiting and len(self.free) > self.spared and self._held[drive] < self._held_max()
 
     def lacks(self, drive: int) -> bool:
         """Whether a slot of that drive is one that somebody who waits could have."""

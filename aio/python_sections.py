@@ -56,6 +56,15 @@ def _sum(data: memoryview, seed: int) -> int:
     return zlib.crc32(data, seed)
 
 
+def sums_of(chunk: Any) -> npt.NDArray[np.uint32] | None:
+    """The checksums of a CHUNK record, [sections, pieces]; None: it has none."""
+    if not chunk["sums_ptr"]:
+        return None
+    count, pieces = int(chunk["section_count"]), plan.piece_count(int(chunk["numel"]), int(chunk["piece_numel"]))
+    words: npt.NDArray[np.uint32] = memory_at(int(chunk["sums_ptr"]), 4 * count * pieces).view(np.uint32)
+    return words.reshape(count, pieces)
+
+
 class Sections:
     """The sections of a chunk where they lie now: resident, or one of `lodged`. Bytes, one array each; None: not in memory."""
 
@@ -72,16 +81,15 @@ class Sections:
             else:
                 self.arrays.append(None if memory is None else memory[:size])
         self.pieces = plan.piece_count(self.numel, int(chunk["piece_numel"]))
-        self.sums: npt.NDArray[np.uint32] | None = None
-        if chunk["sums_ptr"]:
-            words = memory_at(int(chunk["sums_ptr"]), 4 * self.count * self.pieces).view(np.uint32)
-            self.sums = words.reshape(self.count, self.pieces)
+        self.sums = sums_of(chunk)
 
     def _piece_sum(self, section: int, piece: int) -> int:
         array = self.arrays[section]
         assert array is not None
         step = checks.section_bytes(self.chunk, section, int(self.chunk["piece_numel"]))
-        seed = plan.sum_seed(int(self.chunk["generation"]), int(self.chunk["key"]), section, piece)
+        # Gradients outlive versions of the states.
+        generation = 0 if section == checks.grad_section(self.chunk) else int(self.chunk["generation"])
+        seed = plan.sum_seed(generation, int(self.chunk["key"]), section, piece)
         return _sum(array[piece * step : (piece + 1) * step].data, seed)
 
     def verify(self, section: int, phase: int | None) -> int:

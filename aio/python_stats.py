@@ -7,8 +7,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from infinity.aio.executor import DriveStats, Latency, Window
 from infinity.aio.latency import latency_of
+from infinity.aio.stats import DriveStats, Latency, Window
 from infinity.aio.swap_file import SwapFile
 
 WINDOWS_MAX = 64

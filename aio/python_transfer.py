@@ -43,6 +43,7 @@ class DriveChannel:
     def __init__(self, index: int, file: SwapFile, seam: Seam | None, counter: RequestCounter) -> None:
         self.index = index
         self.file = file
+        self.files: dict[int, SwapFile] = {0: file}
         self.meter = DriveMeter()
         self._seam = seam
         self._speeds = seam.throttle(index) if seam else (0.0, 0.0)
@@ -76,11 +77,12 @@ class DriveChannel:
         first = group[0].place
         try:
             if len(group) > 1:
-                self.transfer(op, [_view(run, op) for run in group], first.ranges[op][0][0])
+                file_at, _, _, file = first.ranges[op][0]
+                self.transfer(op, [_view(run, op) for run in group], file_at, file)
                 return
             memory = first.memory()
-            for file_at, slot_at, size in first.ranges[op]:
-                self.transfer(op, [memory[slot_at : slot_at + size].data], file_at)
+            for file_at, slot_at, size, file in first.ranges[op]:
+                self.transfer(op, [memory[slot_at : slot_at + size].data], file_at, file)
         except TransferError:
             raise
         except Exception as error:
@@ -89,8 +91,8 @@ class DriveChannel:
             record = BrokenRecord(FAULT_BROKEN, op, self.index, offset=at, length=size, cause=cause)
             raise TransferError(record) from error
 
-    def transfer(self, op: int, views: Sequence[memoryview], offset: int) -> None:
-        """Move all bytes of `views` from (op 0) or to (op 1) the file at `offset`. Blocks.
+    def transfer(self, op: int, views: Sequence[memoryview], offset: int, file: int = 0) -> None:
+        """Move all bytes of `views` from (op 0) or to (op 1) one of the drive's files at `offset`. Blocks.
 
         Raises TransferError.
         """
@@ -99,7 +101,7 @@ class DriveChannel:
         while done < total:
             part = _cut(views, done)
             asked = sum(view.nbytes for view in part)
-            moved = self._request(op, part, offset + done)
+            moved = self._request(op, part, offset + done, file)
             ragged = done % plan.ALIGNMENT_BYTES
             if tries < TRIES_MAX and (-moved in _PASSING or (moved == -errno.EINVAL and ragged)):
                 # A drive with large sectors refuses to go on in the middle of one: again from its beginning.
@@ -135,13 +137,13 @@ class DriveChannel:
             kind=kind, op=op, drive=self.index, error=code, offset=offset, length=length
         )
 
-    def _request(self, op: int, views: list[memoryview], offset: int) -> int:
+    def _request(self, op: int, views: list[memoryview], offset: int, file: int) -> int:
         """One request: bytes moved, or a negative errno."""
         asked = sum(view.nbytes for view in views)
         sent_ns = self.meter.sent(op, asked)
         moved = 0
         try:
-            moved = self._call(op, views, offset)
+            moved = self._call(op, views, offset, self.files[file].fd)
             if self._seam is not None:
                 self._hold(self._seam, op, max(0, moved))
         except OSError as error:
@@ -150,7 +152,7 @@ class DriveChannel:
             self.meter.ended(op, asked, moved, sent_ns)
         return moved
 
-    def _call(self, op: int, views: list[memoryview], offset: int) -> int:
+    def _call(self, op: int, views: list[memoryview], offset: int, fd: int) -> int:
         inject = self._counter.inject(op)
         if inject == "errno":
             return -self._counter.errno
@@ -160,7 +162,7 @@ class DriveChannel:
             views = _half(views)
         if inject == "bitflip" and op == 1:
             views = _flipped(views)
-        moved = os.pwritev(self.file.fd, views, offset) if op else os.preadv(self.file.fd, views, offset)
+        moved = os.pwritev(fd, views, offset) if op else os.preadv(fd, views, offset)
         if inject == "short" and moved <= SECTOR_BYTES:
             moved //= 2
         if inject == "bitflip" and op == 0:
@@ -203,12 +205,12 @@ class RequestCounter:
 def neighbours(first: Run, second: Run, op: int) -> bool:
     """Whether `second` follows `first` in the file of its drive, so that one request serves both."""
     one, two = first.place.ranges[op], second.place.ranges[op]
-    return len(one) == 1 and len(two) == 1 and sum(one[0][::2]) == two[0][0]
+    return len(one) == 1 and len(two) == 1 and one[0][3] == two[0][3] and one[0][0] + one[0][2] == two[0][0]
 
 
 def _view(run: Run, op: int) -> memoryview:
     """What moves of a slot with one range."""
-    _, slot_at, size = run.place.ranges[op][0]
+    _, slot_at, size, _ = run.place.ranges[op][0]
     return run.place.memory()[slot_at : slot_at + size].data
 
 

@@ -3,6 +3,9 @@
 - ephemeral (`SwapFile.create`): without a name (O_TMPFILE), so a killed process leaves nothing behind and no other user can
   open it. Contents die with the process, so nothing is ever fsynced;
 - durable (`SwapFile.durable`): named and locked, for what is to outlive the process. Never removed here.
+
+And what is no swap space, but read and written by the same executors: `SwapFile.new` and `SwapFile.existing`, the data of a
+checkpoint, anywhere and with the rights of an ordinary file.
 """
 
 from __future__ import annotations
@@ -135,6 +138,58 @@ class SwapFile:
         except OSError as error:
             raise _cannot_make(str(Path(path) / name), error) from error
         return file
+
+    @classmethod
+    def new(cls, path: str | os.PathLike[str], *, direct: bool = True) -> SwapFile:
+        """A new named file at `path`, with the rights that the umask leaves, not locked; on any file system.
+
+        Raises AioError (EEXIST where there is one), SwapFullError, DeviceFailedError.
+        """
+        return cls._ordinary(Path(path), os.O_RDWR | os.O_CREAT | os.O_EXCL, direct)
+
+    @classmethod
+    def existing(cls, path: str | os.PathLike[str], *, direct: bool = True) -> SwapFile:
+        """The file at `path`, whoever made it, to be read alone: not locked, and no right is asked for but that.
+
+        Raises AioError (ENOENT where there is none, EINVAL for what is no regular file), DeviceFailedError.
+        """
+        return cls._ordinary(Path(path), os.O_RDONLY, direct)
+
+    @classmethod
+    def _ordinary(cls, path: Path, flags: int, direct: bool) -> SwapFile:
+        writes = flags != os.O_RDONLY
+        try:
+            in_memory = file_system_type(str(path.parent))
+            fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+            file = cls(fd, str(path.parent), direct_reason="", name=path.name)
+            try:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise OSError(errno.EINVAL, "not a regular file")
+                if in_memory in IN_MEMORY or not direct:
+                    file.direct_reason = f"{in_memory} has no drive below it" if direct else "buffered I/O was asked for"
+                else:
+                    file._try_ordinary_direct(write=writes)
+            except BaseException:
+                file.close()
+                raise
+        except OSError as error:
+            if writes and (error.errno in _NO_ROOM or error.errno in (errno.EIO, errno.ENXIO, errno.EROFS)):
+                raise _cannot_make(str(path), error) from error
+            raise AioError(
+                f"cannot {'make' if writes else 'open'} the file", errno=error.errno or 0, path=str(path), op="open"
+            ) from error
+        return file
+
+    def _try_ordinary_direct(self, *, write: bool) -> None:
+        try:
+            set_buffered(self.fd, False)
+            self.direct_reason = direct_refusal(self.fd, write=write)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.direct_reason = f"the file system ({file_system_type(self.directory)}) refuses O_DIRECT"
+        if self.direct_reason:
+            set_buffered(self.fd, True)
 
     def _hold(self) -> None:
         """Lock a named file, and leave word beside it of who holds it."""

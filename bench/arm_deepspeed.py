@@ -120,6 +120,17 @@ def build_engine(workload: r1.Workload, swap_dir: str, offload: str) -> Any:
     return engine
 
 
+def train_step(engine: Any, batches: list[torch.Tensor]) -> float:
+    """One optimizer step; returns its loss."""
+    total = 0.0
+    for tokens in batches:
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        total += float(loss.detach())
+    return total / len(batches)
+
+
 def run(workload: r1.Workload, swap_dir: str, offload: str) -> dict[str, Any]:
     """Train and measure. Blocks until done."""
     began = time.perf_counter()
@@ -128,17 +139,8 @@ def run(workload: r1.Workload, swap_dir: str, offload: str) -> dict[str, Any]:
     engine = build_engine(workload, swap_dir, offload)
     batches = r1.micro_batches(workload)
 
-    def step() -> float:
-        total = 0.0
-        for tokens in batches:
-            loss = engine(input_ids=tokens, labels=tokens).loss
-            engine.backward(loss)
-            engine.step()
-            total += float(loss.detach())
-        return total / len(batches)
-
     record = meter.measure(
-        step,
+        lambda: train_step(engine, batches),
         flush=lambda: None,  # engine.step() returns only when its writes have completed
         warmup=workload.warmup,
         steps=workload.steps,

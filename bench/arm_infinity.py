@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -15,15 +16,42 @@ import r1
 import torch
 
 import infinity as inf
+from infinity.limits import AtRest, traffic
 
 
-def run(workload: r1.Workload, policy: inf.Policy) -> dict[str, Any]:
-    """Train with an ordinary loop and measure. Blocks until done. update="backward" cannot clip, and does not."""
-    began = time.perf_counter()
+class Always:
+    """A history that finds every step worth speculating: what `infinity.optim.speculative` would do if it never gave up."""
+
+    speculates = True
+
+    def add(self, right: bool) -> None:
+        """A step was taken, and nothing is learned from it."""
+
+
+@dataclasses.dataclass
+class Training:
+    """R1 under infinity, ready to train. step: one optimizer step, returns its loss."""
+
+    model: torch.nn.Module
+    optimizer: inf.AdamW
+    handle: Any
+    step: Callable[[], float]
+
+
+def build(workload: r1.Workload, policy: inf.Policy, *, always: bool = False) -> Training:
+    """R1 and an ordinary loop. update="backward" cannot clip, and does not, unless there are two generations.
+
+    always: speculate in every step, whatever the last ones showed.
+    """
     model = inf.offload(r1.build_on_meta(workload), policy, load=partial(r1.fill, seed=workload.seed))
     optimizer = inf.AdamW(model.parameters(), lr=workload.lr, weight_decay=workload.weight_decay)
     handle = inf.handle(model)
+    if always:
+        if not policy.speculates:
+            raise ValueError("--speculate=always is for update=backward with generations=2")
+        handle._mode._updates.history = Always()
     batches = r1.micro_batches(workload)
+    clips = policy.update != "backward" or policy.speculates
 
     def step() -> float:
         total = 0.0
@@ -32,22 +60,60 @@ def run(workload: r1.Workload, policy: inf.Policy) -> dict[str, Any]:
                 loss = model(input_ids=tokens, labels=tokens).loss
                 (loss / len(batches)).backward()
             total += float(loss.detach())
-        if policy.update != "backward":
+        if clips:
             torch.nn.utils.clip_grad_norm_(model.parameters(), workload.clip)
         optimizer.step()
         optimizer.zero_grad()
         return total / len(batches)
 
+    return Training(model, optimizer, handle, step)
+
+
+def counters(handle: Any) -> dict[str, float]:
+    """The totals of `handle.stats()` that are told for each step, without its cost."""
+    pipeline = handle.pipeline
+    return {
+        "updates_ahead": pipeline.updates_ahead,
+        "updates_withdrawn": pipeline.updates_withdrawn,
+        "steps_undone": pipeline.steps_undone,
+        "commit_s": pipeline.transaction.commit_s if pipeline.transaction is not None else 0.0,
+    }
+
+
+def must_move(handle: Any, workload: r1.Workload) -> dict[str, Any]:
+    """What a step has to move, by update mode, from what rests on NVMe: without what withdrawn updates moved in vain."""
+    plan, params, optim, grads = handle._placing.plan, 0, 0, 0
+    for flat, state_format, masks in zip(handle._flats, plan.formats, plan.nvme_masks, strict=True):
+        for numel, mask in zip(handle._rest[flat].records["numel"], masks, strict=True):
+            for index, section in enumerate(state_format.sections):
+                size = section.size_bytes(int(numel)) if mask >> index & 1 else 0
+                if section.name == "grad":
+                    grads += size
+                elif index:
+                    optim += size
+                else:
+                    params += size
+    rests = AtRest(params, optim, grads)
+    return {mode: dataclasses.asdict(traffic(rests, mode, workload.micro_batches)) for mode in ("deferred", "backward")}
+
+
+def run(workload: r1.Workload, policy: inf.Policy, *, always: bool) -> dict[str, Any]:
+    """Train and measure. Blocks until done."""
+    began = time.perf_counter()
+    training = build(workload, policy, always=always)
+    handle = training.handle
     record = meter.measure(
-        step,
+        training.step,
         flush=handle.flush,
         warmup=workload.warmup,
         steps=workload.steps,
         parameters=workload.parameters,
         setup_s=time.perf_counter() - began,
+        counters=partial(counters, handle),
     )
     stats = handle.stats()
     terms = stats.terms
+    needed = must_move(handle, workload)
     handle.close()
     return {
         "arm": "infinity",
@@ -58,14 +124,16 @@ def run(workload: r1.Workload, policy: inf.Policy) -> dict[str, Any]:
         "ram_bytes": stats.ram_bytes,
         "gathered_bytes_peak": stats.gathered_bytes_peak,
         "update": policy.update,
+        "generations": policy.generations,
+        "durable": bool(policy.durable),
         "moved": dataclasses.asdict(terms.moved) if terms is not None else None,
+        "must_move": needed,
         "terms": str(terms),
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", required=True, help="swap directory")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the policy; `policy_of` reads them back."""
     parser.add_argument("--verify", default="full", choices=("full", "sample", "off"), help="checksums (%(default)s)")
     parser.add_argument("--tier", default="nvme", choices=("nvme", "cpu", "device"),
                         help="where everything may rest; device: parameters, with states in RAM (%(default)s)")  # fmt: skip
@@ -73,14 +141,30 @@ def main() -> int:
     parser.add_argument("--state", default="exact", choices=("exact", "bf16", "compact"), help="(%(default)s)")
     parser.add_argument("--update", default="deferred", choices=("deferred", "backward", "delayed"), help="(%(default)s)")
     parser.add_argument("--nonfinite", default="raise", choices=("raise", "ignore"), help="(%(default)s)")
+    parser.add_argument("--generations", type=int, default=1, choices=(1, 2), help="of the states (%(default)s)")
+    parser.add_argument("--durable", default="off", choices=("off", "on"), help="Policy(durable=) (%(default)s)")
+    parser.add_argument("--durable-every", type=int, default=1, help="steps from commit to commit (%(default)s)")
+
+
+def policy_of(args: argparse.Namespace) -> inf.Policy:
+    """The policy that parsed arguments ask for."""
+    nvme = [args.dir] if args.tier == "nvme" else ()
+    return inf.Policy(
+        params=args.tier, optim="cpu" if args.tier == "device" else args.tier, nvme=nvme, ram=args.ram, verify=args.verify, state=args.state,
+        update=args.update, delayed_warmup=0, on_nonfinite=args.nonfinite, generations=args.generations, durable=args.durable == "on",
+        durable_every=args.durable_every,
+    )  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", required=True, help="swap directory")
+    add_arguments(parser)
+    parser.add_argument("--speculate", default="adaptive", choices=("adaptive", "always"),
+                        help="with update=backward and generations=2: give up when it is in vain, or never (%(default)s)")  # fmt: skip
     r1.add_arguments(parser)
     args = parser.parse_args()
-    nvme = [args.dir] if args.tier == "nvme" else ()
-    policy = inf.Policy(
-        params=args.tier, optim="cpu" if args.tier == "device" else args.tier, nvme=nvme, ram=args.ram, verify=args.verify, state=args.state,
-        update=args.update, delayed_warmup=0, on_nonfinite=args.nonfinite,
-    )  # fmt: skip
-    meter.report(run(r1.from_arguments(args), policy))
+    meter.report(run(r1.from_arguments(args), policy_of(args), always=args.speculate == "always"))
     return 0
 
 

@@ -7,8 +7,10 @@ only forward, backward and clipping: the floor of computation.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import meter
@@ -16,9 +18,41 @@ import r1
 import torch
 
 
-def run(workload: r1.Workload, optimizer_name: str) -> dict[str, Any]:
-    """Train with an ordinary loop and measure. Blocks until done."""
-    began = time.perf_counter()
+@dataclasses.dataclass
+class Training:
+    """R1 in plain torch, ready to train. step: one optimizer step, returns its loss."""
+
+    params: dict[str, torch.nn.Parameter]
+    masters: list[torch.Tensor]
+    optimizer: torch.optim.AdamW | None
+    step: Callable[[], float]
+
+    def states(self) -> dict[str, Any]:
+        """Everything that training goes on from."""
+        assert self.optimizer is not None
+        return {"params": {k: v.detach() for k, v in self.params.items()}, "masters": [m.detach() for m in self.masters],
+                "optimizer": self.optimizer.state_dict()}  # fmt: skip
+
+    @torch.no_grad()
+    def load_states(self, states: dict[str, Any]) -> None:
+        """Take states over."""
+        assert self.optimizer is not None
+        for name, param in self.params.items():
+            param.copy_(states["params"][name])
+        for mine, loaded in zip(self.masters, states["masters"], strict=True):
+            mine.copy_(loaded)
+        self.optimizer.load_state_dict(states["optimizer"])
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all tensors of the states."""
+        assert self.optimizer is not None
+        kept = [value for state in self.optimizer.state.values() for value in state.values()]
+        return sum(each.numel() * each.element_size() for each in (*self.params.values(), *self.masters, *kept))
+
+
+def build(workload: r1.Workload, optimizer_name: str) -> Training:
+    """R1 and an ordinary loop with fp32 masters."""
     model = r1.construct(workload)
     r1.renew_rotary(model)
     for name, parameter in model.named_parameters():
@@ -54,8 +88,15 @@ def run(workload: r1.Workload, optimizer_name: str) -> dict[str, Any]:
         model.zero_grad()
         return total / len(batches)
 
+    return Training(dict(model.named_parameters()), masters, optimizer, step)
+
+
+def run(workload: r1.Workload, optimizer_name: str) -> dict[str, Any]:
+    """Train with an ordinary loop and measure. Blocks until done."""
+    began = time.perf_counter()
+    training = build(workload, optimizer_name)
     record = meter.measure(
-        step,
+        training.step,
         flush=lambda: None,
         warmup=workload.warmup,
         steps=workload.steps,

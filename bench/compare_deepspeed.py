@@ -3,6 +3,7 @@
     python bench/compare_deepspeed.py --dir /mnt/nvme0
     python bench/compare_deepspeed.py --dir /mnt/nvme0 --arms infinity:state=compact:ram=1GiB deepspeed
     python bench/compare_deepspeed.py --dir /mnt/nvme0 --arms infinity:tier=cpu deepspeed:offload=cpu plain
+    python bench/compare_deepspeed.py --dir /mnt/nvme0 --clip 100 --arms infinity infinity:update=backward:generations=2 limit
 
 An arm is infinity, deepspeed, plain (torch alone, all in RAM) or limit (forward, backward and the drive alone, from which η of
 the infinity arms of the same round follows), with options of arm_*.py after colons. Ratios are to the first arm. DeepSpeed
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ INSTALL_TIMEOUT_S = 3600
 ARM_TIMEOUT_S = 7200
 # DeepSpeed's files: fp32 parameter and two moments (12), fp32 gradient (4), bf16 parameter (2).
 SWAP_BYTES_PER_PARAM = 18
+# Two generations of infinity's states.
+TWO_GENERATIONS_BYTES_PER_PARAM = 26
 # Below 1 MiB (its I/O block) DeepSpeed swaps nothing, and a model with such matrices fails in its second step
 # ("param 20 already assigned swap buffer id 14").
 SWAPPABLE_NUMEL = 1 << 19
@@ -57,6 +60,12 @@ def check_build_tools() -> None:
         )
     if not found:
         raise harness.BenchError("DeepSpeed's NVMe engine needs libaio's headers: apt-get install libaio-dev")
+
+
+def check_size(workload: r1.Workload) -> None:
+    """Raise ValueError for a model that DeepSpeed cannot train from NVMe."""
+    if workload.hidden**2 < SWAPPABLE_NUMEL:
+        raise ValueError(f"--hidden {workload.hidden}: DeepSpeed fails on matrices below 1 MiB; give 768 or more")
 
 
 def deepspeed_environment() -> dict[str, str]:
@@ -105,12 +114,13 @@ def prepare_deepspeed(pip_arguments: Sequence[str]) -> None:
     harness.note(f"DeepSpeed's environment took {time.perf_counter() - began:.0f} s")
 
 
-def parse_arm(text: str) -> tuple[str, list[str]]:
+def parse_arm(text: str, kinds: Collection[str] = KINDS) -> tuple[str, list[str]]:
     """The kind of an arm and the options for its script: "infinity:state=compact" -> infinity, --state=compact."""
     kind, *options = text.split(":")
-    if kind not in KINDS or any("=" not in option for option in options):
-        raise ValueError(f"--arms {text}: give {', '.join(KINDS)}, with options as infinity:state=compact:ram=1GiB")
-    return kind, [f"--{option}" for option in options]
+    if kind not in kinds or any("=" not in option for option in options):
+        raise ValueError(f"--arms {text}: give {', '.join(kinds)}, with options as infinity:state=compact:ram=1GiB")
+    pairs = [option.split("=", 1) for option in options]
+    return kind, [f"--{name.replace('_', '-')}={value}" for name, value in pairs]
 
 
 def run_arm(arm: str, workload: r1.Workload, directory: Path) -> dict[str, Any]:
@@ -120,12 +130,10 @@ def run_arm(arm: str, workload: r1.Workload, directory: Path) -> dict[str, Any]:
         python, env = str(VENV / "bin" / "python"), deepspeed_environment()
     else:
         python, env = sys.executable, harness.environment(PYTHONPATH=str(harness.ROOT))
-    options = [f"--hidden={workload.hidden}", f"--layers={workload.layers}", f"--micro-batches={workload.micro_batches}",
-               f"--steps={workload.steps}", f"--warmup={workload.warmup}", f"--tokens={workload.tokens}"]  # fmt: skip
     # What the arm before left in the page cache must not be written during this one.
     os.sync()
     with harness.scratch(directory) as swap:
-        command = [python, str(harness.BENCH / f"arm_{kind}.py"), f"--dir={swap}", *options, *chosen]
+        command = [python, str(harness.BENCH / f"arm_{kind}.py"), f"--dir={swap}", *workload.arguments(), *chosen]
         record = harness.last_json_line(harness.run_command(command, env, timeout_s=ARM_TIMEOUT_S))
         return {**record, "arm": arm, "micro_batches": workload.micro_batches}
 
@@ -160,6 +168,7 @@ def summarise(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[st
                 "last_loss": mine[-1]["losses"][-1],
                 "nvme_share": mine[-1].get("nvme_share"),
                 "eta": eta(mine, bounds),
+                "per_step": counted(mine),
             }
     first, *others = [arm for arm in by_arm if by_arm[arm]]
     for arm in others:
@@ -173,22 +182,45 @@ def summarise(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[st
     return summary
 
 
+def counted(mine: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Means per step of what an arm counted, over the steps that `harness.steady_s` is the mean of; without what was never seen."""
+    found = {}
+    for name in ("updates_ahead", "updates_withdrawn", "steps_undone", "commit_s"):
+        values = [value for record in mine for value in record.get(name, ())[1:]]
+        if any(values):
+            found[name] = sum(values) / len(values)
+    return found
+
+
+def traffic_of(moved: dict[str, Any]) -> Traffic:
+    """Traffic as a record has it."""
+    names = ("states", "grads", "activations", "beside_states")
+    return Traffic(moved["params_read"], *(Moved(**moved[name]) for name in names))
+
+
 def eta(mine: Sequence[dict[str, Any]], bounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Limit / measured of each round's pair, for any schedule and for the arm's update mode; empty without limits. The drive is
-    what it gave just before and after the arm; records of before 2026-11-21T17 have it with the limit of their round."""
-    found: dict[str, list[float]] = {"any schedule": [], "its schedule": []}
+    what it gave just before and after the arm; records of before 2026-11-21T17 have it with the limit of their round.
+
+    Where updates run ahead of their step and may be withdrawn, what a step has to move counts and not what it moved, and there
+    is a third limit: of the same step with deferred updates."""
+    found: dict[str, list[float]] = {}
     for record, bound in zip(mine, bounds, strict=False):
-        if "moved" not in record:
+        if record.get("moved") is None:
             continue
-        traffic = Traffic(record["moved"]["params_read"], *(Moved(**record["moved"][name]) for name in
-                          ("states", "grads", "activations", "beside_states")))  # fmt: skip
         compute = Compute.of(bound["forward_s"], bound["backward_s"], record["micro_batches"])
         found_drive = record.get("drive") or {"read": bound["read_bytes_per_s"], "write": bound["write_bytes_per_s"]}
         drives = Drives(found_drive["read"], found_drive["write"])
-        floor, schedule = limits(traffic, compute, drives, record["update"]).eta(harness.steady_s(record))
-        found["any schedule"].append(floor)
-        found["its schedule"].append(schedule)
-    return {name: vars(harness.Summary.of(values)) for name, values in found.items() if values}
+        measured = harness.steady_s(record)
+        ahead = record["update"] == "backward" and record.get("generations", 1) > 1
+        moved = record["must_move"]["backward"] if ahead else record["moved"]
+        floor, schedule = limits(traffic_of(moved), compute, drives, record["update"]).eta(measured)
+        found.setdefault("any schedule", []).append(floor)
+        found.setdefault("its schedule", []).append(schedule)
+        if ahead:
+            deferred = limits(traffic_of(record["must_move"]["deferred"]), compute, drives, "deferred").eta(measured)
+            found.setdefault("deferred updates", []).append(deferred[1])
+    return {name: vars(harness.Summary.of(values)) for name, values in found.items()}
 
 
 def show(workload: r1.Workload, summary: dict[str, Any]) -> None:
@@ -210,7 +242,8 @@ def show(workload: r1.Workload, summary: dict[str, Any]) -> None:
     ]
     title = (
         f"{workload.parameters / 1e6:.0f}M parameters, hidden {workload.hidden}, {workload.layers} layers, "
-        f"{workload.micro_batches} micro-batch(es) of 1 x {workload.tokens}, {workload.steps} steps"
+        f"{workload.micro_batches} micro-batch(es) of 1 x {workload.tokens}, {workload.steps} steps, "
+        f"clipped at {workload.clip:g}"
     )
     harness.print_table(title, columns, rows)
     for bound in summary["limit"]:
@@ -218,6 +251,10 @@ def show(workload: r1.Workload, summary: dict[str, Any]) -> None:
     for arm, values in summary["arms"].items():
         for name, share in values["eta"].items():
             print(f"{arm}: limit of {name} / measured = {harness.Summary(**share).text()}")
+    for arm, values in summary["arms"].items():
+        if values["per_step"]:
+            told = ", ".join(f"{name} {value:.4g}" for name, value in values["per_step"].items())
+            print(f"{arm}: per step {told}")
     first = next(iter(summary["arms"]))
     for arm, values in summary["ratios"].items():
         difference = values.pop("loss_difference")
@@ -273,12 +310,11 @@ def main() -> int:
         return 0
     workload = r1.from_arguments(args)
     arms = tuple(dict.fromkeys(args.arms))
-    harness.check_directory(args.dir, SWAP_BYTES_PER_PARAM * workload.parameters + SPARE_BYTES)
+    twice = any("generations=2" in arm or "durable=on" in arm for arm in arms)
+    room = max(SWAP_BYTES_PER_PARAM, TWO_GENERATIONS_BYTES_PER_PARAM if twice else 0)
+    harness.check_directory(args.dir, room * workload.parameters + SPARE_BYTES)
     if any(arm.startswith("deepspeed") for arm in arms):
-        if workload.hidden**2 < SWAPPABLE_NUMEL:
-            raise ValueError(
-                f"--hidden {workload.hidden}: DeepSpeed fails on matrices below 1 MiB; give 768 or more"
-            )
+        check_size(workload)
         prepare_deepspeed(args.pip_args.split())
     run = harness.now()
     records: list[dict[str, Any]] = []

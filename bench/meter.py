@@ -6,10 +6,11 @@ Imports the standard library only: it also runs in the environments of other eng
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,14 @@ def measure(
     steps: int,
     parameters: int,
     setup_s: float,
+    counters: Callable[[], Mapping[str, float]] = dict,
 ) -> dict[str, Any]:
     """Run ``warmup`` + ``steps`` steps and return one arm's JSON record.
 
     ``step`` runs one optimizer step and returns its loss; ``flush`` returns when no work of earlier steps is
     pending. It is called before the first measured step and after the last, and its time is counted, so work
-    that an engine defers past ``step`` is neither given to it nor taken from it.
+    that an engine defers past ``step`` is neither given to it nor taken from it. ``counters``: running totals; the record has
+    what each measured step added, by name.
     """
     losses = [step() for _ in range(warmup)]
     flush()
@@ -56,6 +59,7 @@ def measure(
     reset_peak_rss()
     read_before, written_before = io_bytes()
     seconds: list[float] = []
+    totals = [dict(counters())]
     cpu_before = time.process_time()
     began = time.perf_counter()
     mark = began
@@ -64,6 +68,7 @@ def measure(
         now = time.perf_counter()
         seconds.append(now - mark)
         mark = now
+        totals.append(dict(counters()))
     flush()
     total = time.perf_counter() - began
     cpu_s = time.process_time() - cpu_before
@@ -81,9 +86,43 @@ def measure(
         "peak_rss_steps_bytes": peak_steps,
         "setup_s": round(setup_s, 2),
         "losses": losses,
+        **{name: [round(b[name] - a[name], 6) for a, b in itertools.pairwise(totals)] for name in totals[0]},
     }
 
 
 def report(record: dict[str, Any]) -> None:
     """Print the record as the one JSON line that the orchestrator looks for."""
     print("\n" + json.dumps(record), flush=True)
+
+
+# -- files of checkpoints --------------------------------------------------------------------------------------------------
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def tree_bytes(folder: Path) -> int:
+    """Bytes of all files in a folder and below."""
+    return sum(path.stat().st_size for path in _files(folder))
+
+
+def sync_tree(folder: Path) -> None:
+    """Return when every file and folder in it is on the drive."""
+    for path in [*_files(folder), *(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def forget_tree(folder: Path) -> None:
+    """Have the page cache forget a folder's files, so that reading them reads the drive."""
+    sync_tree(folder)
+    for path in _files(folder):
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(number)

@@ -48,6 +48,8 @@ class Workload:
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: give at least {least}")
+        if not self.clip > 0:
+            raise ValueError(f"clip={self.clip}: give a positive norm")
 
     @property
     def intermediate(self) -> int:
@@ -84,6 +86,11 @@ class Workload:
             dtype="bfloat16",
         )
 
+    def arguments(self) -> list[str]:
+        """The arguments from which an arm's `from_arguments` makes this workload."""
+        names = ("hidden", "layers", "tokens", "micro_batches", "steps", "warmup", "clip")
+        return [f"--{name.replace('_', '-')}={getattr(self, name)}" for name in names]
+
     def describe(self) -> dict[str, Any]:
         """The fields and the parameter count, for a results file."""
         return {**asdict(self), "parameters": self.parameters}
@@ -100,6 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=default.tokens, help="per micro-batch (R1: %(default)s)")
     parser.add_argument("--steps", type=int, default=default.steps, help="measured steps (%(default)s)")
     parser.add_argument("--warmup", type=int, default=default.warmup, help="steps before them (%(default)s)")
+    parser.add_argument("--clip", type=float, default=default.clip, help="norm at which gradients are clipped (%(default)s)")
 
 
 def from_arguments(args: argparse.Namespace) -> Workload:
@@ -111,6 +119,7 @@ def from_arguments(args: argparse.Namespace) -> Workload:
         tokens=args.tokens,
         steps=args.steps,
         warmup=args.warmup,
+        clip=args.clip,
     )
 
 

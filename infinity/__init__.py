@@ -9,8 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infinity.checkpoints import Restored, Save, restore, save
     from infinity.config import Policy
-    from infinity.engine import Handle, export_safetensors, handle, offload
+    from infinity.engine import Handle, handle, offload
+    from infinity.interchange import (
+        export_dcp,
+        export_safetensors,
+        load_dcp,
+        load_deepspeed,
+        load_safetensors,
+    )
     from infinity.optim.adamw import AdamW
     from infinity.optim.elementwise import Elementwise
     from infinity.optim.lion import Lion
@@ -27,7 +35,15 @@ _HOMES = {
     "SGD": "infinity.optim.sgd",
     "Lion": "infinity.optim.lion",
     "Elementwise": "infinity.optim.elementwise",
-    "export_safetensors": "infinity.engine",
+    "export_dcp": "infinity.interchange",
+    "export_safetensors": "infinity.interchange",
+    "load_dcp": "infinity.interchange",
+    "load_deepspeed": "infinity.interchange",
+    "load_safetensors": "infinity.interchange",
+    "save": "infinity.checkpoints",
+    "restore": "infinity.checkpoints",
+    "Save": "infinity.checkpoints",
+    "Restored": "infinity.checkpoints",
 }
 
 __all__ = [
@@ -37,10 +53,18 @@ __all__ = [
     "Handle",
     "Lion",
     "Policy",
+    "Restored",
+    "Save",
     "__version__",
+    "export_dcp",
     "export_safetensors",
     "handle",
+    "load_dcp",
+    "load_deepspeed",
+    "load_safetensors",
     "offload",
+    "restore",
+    "save",
 ]
 
 

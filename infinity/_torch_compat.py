@@ -277,3 +277,10 @@ def _keeps_plainly() -> bool:
     """Whether what is saved now stays until backward, and no hooks of others take it."""
     hooks = _C._autograd._top_saved_tensors_default_hooks(True)
     return torch.is_grad_enabled() and graph_task_id() == NO_TASK and hooks is None
+
+
+def dcp_storage_info(relative_path: str, offset: int, length: int) -> Any:
+    """Where a tensor lies, as FileSystemWriter of torch.distributed.checkpoint notes it in `.metadata`."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(relative_path, offset, length)

@@ -19,8 +19,6 @@ NONFINITE = ("raise", "skip", "ignore")
 # Values that design names and a later release builds: (field, value) -> what the user gets to read.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "zero": (1, 2),
-    "generations": (2,),
-    "durable": (True, "new"),
     "update_on": ("device",),
 }
 
@@ -43,9 +41,9 @@ class Policy:
         bf16 (8). "compact": 24-bit masters, moments in 8 bits (5.1). The last two round at random, keyed on `seed`.
     zero: 3 (parameters, gradients and optimizer states are split over the ranks).
     update: "deferred": `opt.step()` returns at once and the update overlaps with the next forward. "backward": each unit is
-        updated as soon as backward has its gradient; no clipping by norm, no GradScaler. "delayed": the update overlaps with
-        the whole next step, which computes with the parameters before it (ZeRO-Offload's delayed parameter update); forwards
-        without gradients, `state_dict()`, `gather()` and exports wait for it and take the updated ones.
+        updated as soon as backward has its gradient; no clipping by norm, no GradScaler, unless generations=2. "delayed": the
+        update overlaps with the whole next step, which computes with the parameters before it (ZeRO-Offload's delayed parameter
+        update); forwards without gradients, `state_dict()`, `gather()` and exports wait for it and take the updated ones.
     delayed_warmup: steps that update="delayed" takes as "deferred" first.
     seed: of random rounding.
     compute_dtype: None: as the module is.
@@ -61,7 +59,17 @@ class Policy:
     io: request size, depth and the drives' bandwidths: an `infinity.aio.IoSettings`, a mapping with its fields, or the path
         of what `python -m infinity.bench swap --sweep --json FILE` wrote. None: requests of a size that suits the backend
         (1 MiB for rings, whole runs for threads), 32 of them, bandwidths measured when needed.
-    update_on, generations, durable: one value each so far; updates run on the CPU, and states are overwritten in place.
+    generations: 1 overwrites states in place. 2 writes each step beside the one before, wherever states rest (twice the room),
+        and so a step is a transaction: one that fails is undone (on one rank), and update="backward" serves every loop (units
+        update ahead of `opt.step()`, and once more from the old states when it clips, or not at all when gradients are not
+        finite).
+    durable: True keeps the run in the `nvme` directories: after a crash `inf.restore(model, opt, directory)` goes on from the
+        last committed step. An exit without `handle.close()` commits the last one, on one rank alone. Needs
+        params="nvme" and optim="nvme", keeps two generations of everything there and nothing of it resident. Directories that
+        hold a run already are left as they are, and no step is taken before `inf.restore`; "new" gives that run up, when the
+        first step is taken.
+    durable_every: commit every so many steps; a step in between overwrites the one before it, and a crash loses all of them.
+    update_on: one value so far; updates run on the CPU.
 
     Raises: ValueError naming field, value and fix.
     """
@@ -90,6 +98,7 @@ class Policy:
     update_on: str = "cpu"
     generations: int = 1
     durable: bool | str = False
+    durable_every: int = 1
 
     def __post_init__(self) -> None:
         self._check_choice("params", TIERS)
@@ -103,8 +112,8 @@ class Policy:
         self._check_choice("verify", ("full", "sample", "off"))
         self._check_choice("io_backend", ("auto", "io_uring", "threads"))
         self._check_choice("update_on", ("cpu",))
-        self._check_choice("generations", (1,))
-        self._check_choice("durable", (False,))
+        self._check_choice("generations", (1, 2))
+        self._check_choice("durable", (False, True, "new"))
         if self.compute_dtype is not None:
             raise ValueError(
                 "compute_dtype is not built yet; cast the module (model.to(torch.bfloat16)) before offload"
@@ -115,6 +124,10 @@ class Policy:
                 raise ValueError(
                     f"{field}={value!r} is not supported; use torch.bfloat16, torch.float16, torch.float32 or None"
                 )
+        if type(self.durable_every) is not int or self.durable_every < 1:
+            raise ValueError(f"durable_every={self.durable_every!r}: give a whole number of steps, 1 or more")
+        if self.durable:
+            object.__setattr__(self, "generations", 2)
         for field in ("delayed_warmup", "seed"):
             value = getattr(self, field)
             if type(value) is not int or value < 0:
@@ -138,10 +151,16 @@ class Policy:
 
     def _check_together(self) -> None:
         """Fields that cannot be honoured beside each other."""
-        if self.update == "backward" and self.on_nonfinite == "skip":
+        if self.update == "backward" and self.on_nonfinite == "skip" and not self.speculates:
             raise ValueError(
                 "update='backward' cannot honour on_nonfinite='skip': when a gradient that is not finite is met, other units of "
-                "the step are updated already. Use on_nonfinite='raise' or 'ignore', or update='deferred'"
+                "the step are updated already. Use generations=2, on_nonfinite='raise' or 'ignore', or update='deferred'"
+            )
+        self._check_durable()
+        if self.update == "delayed" and self.generations > 1:
+            raise ValueError(
+                "update='delayed' keeps one generation: it computes with the parameters of the step before while the update is "
+                "made; use update='deferred' or 'backward' with generations=2, or generations=1"
             )
         for kind, tier in (("params", self.params), ("optim", self.optim)):
             if kind in (self.resident or {}) and tier != "nvme":
@@ -149,6 +168,30 @@ class Policy:
                     f"resident={dict(self.resident or {})!r}: {kind!r} rests in memory anyway, since {kind}={tier!r}; leave it "
                     f"out, or set {kind}='nvme'"
                 )
+
+    def _check_durable(self) -> None:
+        if not self.durable:
+            if self.durable_every != 1:
+                raise ValueError(f"durable_every={self.durable_every} is for durable runs: set durable=True too")
+            return
+        given = {"params": self.params, "optim": self.optim}
+        if set(given.values()) != {"nvme"}:
+            tier, value = next((tier, value) for tier, value in given.items() if value != "nvme")
+            raise ValueError(f"durable={self.durable!r} keeps all states on the drives: set {tier}='nvme' instead of {value!r}")
+        if self.resident:
+            raise ValueError("durable runs keep nothing resident, so that every step reaches the drives: leave resident= out")
+        if self.verify == "off":
+            raise ValueError("durable runs need checksums, or nobody knows what a crash left: set verify='full' or 'sample'")
+        if self.durable_every > 1 and self.update == "backward":
+            raise ValueError(
+                f"durable_every={self.durable_every} overwrites steps in between, and update='backward' takes updates back: use "
+                "update='deferred', or durable_every=1"
+            )
+
+    @property
+    def speculates(self) -> bool:
+        """Whether units update during backward ahead of a step that may decide otherwise."""
+        return self.update == "backward" and self.generations > 1
 
     @property
     def _tiers(self) -> tuple[str, ...]:

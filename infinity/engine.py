@@ -14,14 +14,15 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from infinity.aio import Seam
-from infinity.checkpoint import write_safetensors
+from infinity.checkpoint.durable import DurableRun
+from infinity.checkpoint.saving import Saving
 from infinity.comm.collectives import Comm
 from infinity.config import Policy
 from infinity.errors import EngineClosed
@@ -31,6 +32,7 @@ from infinity.memory.ledger import memory_left_bytes
 from infinity.optim.modes import open_mode
 from infinity.optim.state import OptimizerState, States
 from infinity.optim.step import Pipeline
+from infinity.optim.transaction import Transaction
 from infinity.params.discover import build, find_units
 from infinity.params.drain import Drain
 from infinity.params.gradients import GradientMemory
@@ -102,21 +104,6 @@ def handle(model: torch.nn.Module) -> Handle:
     return found
 
 
-def export_safetensors(
-    model: torch.nn.Module, directory: str | os.PathLike[str], *, shard_bytes_max: int | str = "2GiB"
-) -> None:
-    """Write an offloaded model's parameters and persistent buffers as safetensors, loadable by `from_pretrained`.
-
-    Streams: one shard is in memory at a time, of `shard_bytes_max` or one unit if that is larger. Waits for pending
-    updates. A tied parameter is written once, under its first name. On several ranks all must call it; rank 0 writes.
-
-    Raises: OSError naming the path; ValueError for a model that is not offloaded.
-    """
-    of = handle(model)
-    of.flush()
-    write_safetensors(model, of, directory, shard_bytes_max=shard_bytes_max)
-
-
 class Handle:
     """An offloaded model's engine, as its user sees it. Methods block; one thread uses it at a time."""
 
@@ -131,6 +118,7 @@ class Handle:
         self.policy = policy
         self.on_nonfinite = policy.on_nonfinite
         self.timeline = Timeline(spans_max=200_000)
+        self.durable: DurableRun | None = None
         self._closed = False
         self._undo = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
@@ -148,9 +136,8 @@ class Handle:
         policy = self.policy
         self._comm = Comm(reduce_dtype=policy.reduce_dtype)
         self.rank = self._comm.rank
-        specs = find_units(
-            model, units=policy.units, unit_bytes_max=int(policy.unit_bytes_max), nested=self._comm.world == 1
-        )
+        alone = self._comm.world == 1
+        specs = find_units(model, units=policy.units, unit_bytes_max=int(policy.unit_bytes_max), nested=alone)
         self.units: list[Unit] = build(
             model, specs, device, self._comm.world, lambda dtype: chunk_numel_of(policy.state, dtype)
         )
@@ -162,13 +149,14 @@ class Handle:
         self._placing = Placing(policy, self._flats, self._gradients, ledger_owner=id(self))
         undo.callback(self._placing.close)
         plan = self._placing.first()
-        self._storage = Storage(policy, plan, seam, undo)
+        self._storage = Storage(policy, plan, seam, undo, rank=self.rank)
         self._executor, self._rest = self._storage.executor, self._storage.rest
         self._rest.create(self._flats, plan.nvme_masks)
         for unit in self.units:
             fill_unit(unit, source, self._store_flat)
         source.fill_buffers(device)
         self._book = GradBook(self._comm.sum_floats if self._comm.world > 1 else None)
+        undo.callback(self._book.release)
         self._drain = Drain(self.units, gradients=self._gradients, book=self._book, comm=self._comm)
         self.residency = UnitResidency(
             self.units,
@@ -183,7 +171,7 @@ class Handle:
         self._heap = Heap.for_units((unit.size_bytes for unit in self.units), device.type)
         self.residency.on_evict = self._heap.freed
         self.residency.clock.activations = self._storage.activations_moved
-        self._build_step(undo)
+        self._build_step(model, undo)
         self._lifecycle: Lifecycle = attach(
             model,
             self.units,
@@ -193,16 +181,16 @@ class Handle:
             activations=self._storage.open_activations(model, self.units, self.timeline, undo),
         )
 
-    def _build_step(self, undo: contextlib.ExitStack) -> None:
+    def _build_step(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
         """What updates: the pipeline, what optimizers hold, and when updates are submitted."""
         policy = self.policy
         self.pipeline = Pipeline(
-            self.units,
-            rest=self._rest,
-            executor=self._executor,
-            residency=self.residency,
-            comm=self._comm,
+            self.units, rest=self._rest, executor=self._executor, residency=self.residency, comm=self._comm
         )
+        if policy.generations > 1:
+            self.pipeline.transaction = Transaction(
+                self.units, rest=self._rest, executor=self._executor, residency=self.residency
+            )
         self._holding = Holding(
             policy,
             self._flats,
@@ -231,7 +219,14 @@ class Handle:
         undo.callback(self._mode.close)
         self.pipeline.on_step = self._step_begins
         self.pipeline.plan(self._flats)
-        self.states = States(self._rest, self.residency, self._comm, wait=self.flush)
+        self.states = States(self._rest, self.residency, self._comm, wait=self._wait)
+        parts: dict[str, Any] = {"holder_of": self._holding.holder_of, "mode": self._mode, "units": self.units}
+        self.saving = Saving(self.states, executor=self._executor, comm=self._comm, policy=policy, **parts)
+        self.extra: Any = None  # what durable runs and saves keep for the user
+        run, space = self._storage.run, self._storage.space
+        if run is not None and space is not None:
+            self.durable = DurableRun(run, space, model, self.saving, self.pipeline, extra=lambda: self.extra)
+            undo.callback(self.durable.close)
 
     def _step_begins(self, steps: int) -> None:
         """Forwards and backwards of a step are done, and its update begins. `steps`: those before it."""
@@ -250,9 +245,7 @@ class Handle:
 
     # -- what the user calls -------------------------------------------------------------------------------------------
 
-    def gather(
-        self, params: torch.nn.Parameter | Iterable[torch.nn.Parameter]
-    ) -> AbstractContextManager[None]:
+    def gather(self, params: torch.nn.Parameter | Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
         """Inside, these parameters (what `model.parameters()` yields) can be read and written; writes are kept.
 
         Waits for pending updates of their units. With update="delayed" these are the updated values, which training computes
@@ -347,23 +340,37 @@ class Handle:
         return self.timeline.write(path)
 
     def flush(self) -> None:
-        """Return when no update or write is pending. Raises what the background met."""
+        """Return when no update or write is pending. Raises what the background met.
+
+        In a durable run the last step is committed then; on several ranks of one all call it.
+        """
+        self._wait()
+        self.pipeline.settle()
+
+    def _wait(self) -> None:
         self.check_open()
         self.pipeline.wait()
 
     def close(self) -> None:
-        """Flush, free everything, and leave the parameters unreadable (they raise). Idempotent.
+        """Flush, free everything, and leave the parameters unreadable (they raise). Idempotent. A durable run commits its last
+        step, together with all ranks; an exit without close() commits it on one rank, and on several leaves the one before.
 
         Raises: RuntimeError inside `gather()`; what the background met, after everything was freed.
         """
+        self.end(commit=True)
+
+    def end(self, *, commit: bool) -> None:
+        """As `close`. commit: the last step of a durable run, if it is not yet."""
         if self._closed:
             return
         if self._lifecycle.windows:
-            raise RuntimeError(
-                "handle.close() inside handle.gather(): the writes of the block would be lost; leave it first"
-            )
+            raise RuntimeError("handle.close() inside handle.gather(): the writes of the block would be lost; leave it first")
         try:
+            self.saving.settle()
             self.pipeline.wait()
+            self.saving.raise_fault()
+            if commit:
+                self.pipeline.settle()
         finally:
             self._closed = True
             _OPEN.discard(self)
@@ -399,9 +406,12 @@ class Handle:
         if self._closed:
             raise EngineClosed("the engine of this model was closed; build the model anew and offload that")
         self.pipeline.raise_fault()
+        self.saving.raise_fault()
 
     def _on_demand(self) -> None:
         self.check_open()
+        if not self.residency.passes.in_backward:
+            self.pipeline.withdraw()  # what ran ahead of its step is nobody's to see
         self._storage.observe_sometimes()
 
     def _check_state_dict(self, size_bytes: int) -> None:
@@ -428,12 +438,10 @@ def _compute_device(model: torch.nn.Module) -> torch.device:
 
 @atexit.register
 def _close_all() -> None:
-    """At exit: finish what was stepped, then free. A fault is logged; there is nobody left to raise it to."""
+    """At exit: finish what was stepped, then free. A fault is logged; there is nobody left to raise it to. Other ranks may be
+    gone already: nothing that needs them is done."""
     for open_handle in list(_OPEN):
         try:
-            open_handle.close()
+            open_handle.end(commit=open_handle.durable is None or open_handle.saving.comm.world == 1)
         except Exception:
             log.exception("closing an offloaded model at exit failed")
-
-
-__all__: Sequence[str] = ("Handle", "export_safetensors", "handle", "offload")

@@ -55,6 +55,14 @@ class StateInvalid(InfinityError, RuntimeError):
     """A fault left states of some parameters half written; they must be loaded again before use."""
 
 
+class StepUndone(InfinityError, RuntimeError):
+    """A fault in an optimizer update; with two generations, on one rank, its step was undone, and training may go on."""
+
+
+class PeerFailed(InfinityError, RuntimeError):
+    """Another rank failed at what all ranks do together; the error of that rank says why."""
+
+
 class AioError(InfinityError, OSError):
     """An I/O operation failed.
 

@@ -95,6 +95,8 @@ class Holding:
         except BaseException:
             self._holders = holders_before  # the states and their places stay, and are nobody's
             raise
+        if self._pipeline.transaction is not None:
+            self._pipeline.transaction.replaced()
 
     def make_gradients(self) -> None:
         """update="backward" accumulates for the first time: make room for the gradients of all that is held. Blocks.

@@ -112,7 +112,7 @@ class Placing:
 
     def _settle_first(self, formats: Mapping[Flat, Format]) -> Plan:
         """Decide what spills and how large pools are."""
-        if self._policy.update != "backward":
+        if self._policy.update != "backward" or self._policy.speculates:
             plan = self._make(formats, stores_gradients=True)
             self._spilled = self._spilled_of(plan)
             return plan
@@ -181,7 +181,7 @@ class Placing:
             resident=self._resident(),
             # What a resident byte saves is valued for a step of one micro-batch: how many there will be nobody knows at placement
             # (`infinity plan` is told).
-            load=Load(update=policy.update, bandwidths=self._bandwidths()),
+            load=Load(update="deferred" if policy.speculates else policy.update, bandwidths=self._bandwidths()),
             spill=spill,
             small_bytes=CHUNK_BYTES if policy.activations == "nvme" else 0,
             held_bytes=LEDGER.others_bytes(self._owner) if isinstance(policy.ram, int) else 0,
@@ -193,12 +193,12 @@ class Placing:
     def _need(self, flat: Flat, held_format: Format | None, stores_gradients: bool) -> FlatNeed:
         tiers = (self._policy.params, self._policy.optim)
         if held_format is None:
-            return FlatNeed(flat.layout, Format.RAW, *tiers)
+            return FlatNeed(flat.layout, Format.RAW, *tiers, versions=2 if self._policy.durable else 1)
         delayed = self._policy.update == "delayed"
         grads = self._gradients.shard_bytes(flat)
         shadow = Shadow.shard_bytes(flat) if delayed else 0
         if not stores_gradients:
-            return FlatNeed(flat.layout, held_format, *tiers, shadow_bytes=shadow)
+            return FlatNeed(flat.layout, held_format, *tiers, shadow_bytes=shadow, versions=self._policy.generations)
         # Without an explicit size the budget is a share of what happens to be free, and nothing spills for that.
         spills = self._policy.grads == "nvme" and isinstance(self._policy.ram, int)
         return FlatNeed(
@@ -209,6 +209,7 @@ class Placing:
             shadow_bytes=shadow,
             spill_format=held_format.with_grad(_GRADS[self._gradients.dtype(flat)]) if spills else None,
             window_bytes=grads,
+            versions=self._policy.generations,
         )
 
     def _spill_advice(self) -> str:
@@ -219,6 +220,8 @@ class Placing:
 
     def _resident(self) -> dict[str, float | int]:
         """What the policy wants resident; it has parsed sizes into bytes."""
+        if self._policy.durable:
+            return {"params": 0.0, "optim": 0.0}
         given = self._policy.resident or {}
         return {kind: part for kind, part in given.items() if not isinstance(part, str)}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from infinity.aio import DriveStats, ExecutorStats
 from infinity.aio.endurance import Endurance, recent_bytes_per_s
-from infinity.memory.placement import Plan
+from infinity.memory.placement import Plan, name_parts
 from infinity.optim.step import Pipeline
 from infinity.params.residency import UnitResidency
 from infinity.runtime.activations import ActivationFigures
@@ -119,6 +119,13 @@ class DriveFigures:
         return "\n  ".join(["; ".join(parts), *filter(None, wrong)])
 
 
+_OF_EXECUTOR = (
+    "gates_opened", "gates_escaped", "retries", "short_transfers", "rereads", "checksum_failures", "huge_bytes", "registered",
+    "registered_reason", "backend", "kept_chunks", "jobs_cancelled",
+)  # fmt: skip
+"""What `Stats` has of the executor's counters as they are."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Stats:
     """Counters since `inf.offload`. Bytes are bytes, times seconds.
@@ -138,7 +145,10 @@ class Stats:
     io_uring has the pools' pages registered, else registered_reason says why not; kept_chunks: chunks whose write failed,
     which are in memory only; jobs_cancelled: reads that were given up; written_per_step_bytes, written_tb_per_day: by
     training on all drives, None before the first step; phases: where the time went, and what moved meanwhile, by the names of
-    `telemetry.PHASES`; activations: see `ActivationFigures`; terms: a step against its limits, None before there were two;
+    `telemetry.PHASES`; updates_ahead: units that were updated in backward ahead of their step and kept, updates_withdrawn: those
+    that the step forbade; steps_undone: by faults (the last three with two generations);
+    commit_s: time that commits of a durable run took;
+    activations: see `ActivationFigures`; terms: a step against its limits, None before there were two;
     drives: bytes and more for each drive.
     """
 
@@ -186,6 +196,10 @@ class Stats:
     jobs_cancelled: int
     written_per_step_bytes: float | None
     written_tb_per_day: float | None
+    updates_ahead: int
+    updates_withdrawn: int
+    steps_undone: int
+    commit_s: float
     phases: Mapping[str, PhaseFigures]
     terms: StepTerms | None
     activations: ActivationFigures
@@ -194,16 +208,7 @@ class Stats:
     @property
     def ram_parts(self) -> dict[str, int]:
         """The parts of `ram_bytes` that are not zero, by name."""
-        parts = {
-            "pools": self.pool_bytes,
-            "gradients": self.grad_bytes,
-            "windows of spilled gradients": self.staging_bytes,
-            "parameters of the step before": self.shadow_bytes,
-            "resident states": self.resident_bytes,
-            "checksums": self.sums_bytes,
-            "scratch": self.scratch_bytes,
-        }
-        return {name: size for name, size in parts.items() if size}
+        return name_parts(self)
 
     def as_dict(self) -> dict[str, Any]:
         """As a plain dictionary, for logs and JSON."""
@@ -223,6 +228,11 @@ class Stats:
         ]
         if self.terms is not None:
             lines.append(str(self.terms))
+        if self.updates_ahead or self.updates_withdrawn or self.steps_undone:
+            lines.append(
+                f"{self.updates_ahead} updates of units ahead of their step, {self.updates_withdrawn} withdrawn; "
+                f"{self.steps_undone} steps undone"
+            )
         if self.activations.calls:
             lines.append(str(self.activations))
         return "\n".join([*lines, *map(str, self.drives)])
@@ -281,21 +291,14 @@ class Stats:
             demands=residency.demands,
             demand_reads=residency.demand_reads,
             deviations=residency.schedule.deviations,
-            gates_opened=executor.gates_opened,
-            gates_escaped=executor.gates_escaped,
-            retries=executor.retries,
-            short_transfers=executor.short_transfers,
-            rereads=executor.rereads,
-            checksum_failures=executor.checksum_failures,
-            huge_bytes=executor.huge_bytes,
-            registered=executor.registered,
-            registered_reason=executor.registered_reason,
-            backend=executor.backend,
+            **{name: getattr(executor, name) for name in _OF_EXECUTOR},
             backend_reason=backend_reason,
-            kept_chunks=executor.kept_chunks,
-            jobs_cancelled=executor.jobs_cancelled,
             written_per_step_bytes=_sum([drive.written_per_step_bytes for drive in drives]),
             written_tb_per_day=_sum([drive.written_tb_per_day for drive in drives]),
+            updates_ahead=pipeline.updates_ahead,
+            updates_withdrawn=pipeline.updates_withdrawn,
+            steps_undone=pipeline.steps_undone,
+            commit_s=pipeline.transaction.commit_s if pipeline.transaction is not None else 0.0,
             phases=residency.clock.totals(),
             terms=StepTerms.collect(
                 residency.clock, executor, update=update, bandwidths=bandwidths or {}, frozen_bytes=frozen_bytes

@@ -12,6 +12,7 @@ import torch
 from infinity.aio import Executor, ExecutorStats, PoolSpec, Seam, open_executor
 from infinity.aio.endurance import Endurance
 from infinity.aio.plan import Format
+from infinity.checkpoint.run_files import RunFiles
 from infinity.config import Policy
 from infinity.memory.placement import Plan
 from infinity.memory.striping import choose_shares
@@ -39,7 +40,9 @@ def check_activations(policy: Policy, device: torch.device) -> None:
 class Storage:
     """Executor and states at rest, and the watch over their drives. `undo` takes what closes them, in the right order."""
 
-    def __init__(self, policy: Policy, plan: Plan, seam: Seam | None, undo: contextlib.ExitStack) -> None:
+    def __init__(
+        self, policy: Policy, plan: Plan, seam: Seam | None, undo: contextlib.ExitStack, *, rank: int = 0
+    ) -> None:
         settings = policy.io_settings
         space = SwapSpace(policy.directories) if policy.directories else None
         if space is not None:
@@ -47,7 +50,17 @@ class Storage:
             space.shares = choose_shares(
                 space.files, bandwidths=settings.bandwidths, backend=policy.io_backend, seam=seam
             )
-        self._space = space
+        self.run: RunFiles | None = None  # of a durable run
+        layers = (0, 0)
+        if policy.durable:
+            assert space is not None, "Policy sees to it that there are directories"
+            self.run = RunFiles(policy.directories, rank, give_up=policy.durable == "new")
+            undo.callback(self.run.close)
+            for _ in layers:
+                files = self.run.add()
+                self.run.layers[space.add_layer(files)] = files
+            layers = (1, 2)
+        self.space = space
         self._policy = policy
         self._activations: Activations | None = None
         self._shelf: DriveShelf | None = None
@@ -65,7 +78,14 @@ class Storage:
         )
         undo.callback(self.executor.close, drain=False)
         self.executor.spans(True)
-        self.rest = Rest(self.executor, space, sums_on=policy.verify != "off")
+        for layer in layers if self.run is not None else ():
+            assert self.run is not None
+            for drive, file in enumerate(self.run.layers[layer]):
+                added = self.executor.add_file(drive, file)
+                assert added == layer, "a layer's number is that of its files in the executor"
+        self.rest = Rest(
+            self.executor, space, sums_on=policy.verify != "off", generations=policy.generations, layers=layers
+        )
         undo.callback(self.rest.close)
         # Before its memory goes, if an interrupt left jobs in flight.
         undo.callback(self.executor.close, drain=False)
@@ -82,8 +102,8 @@ class Storage:
         """
         if self._policy.activations != "nvme":
             return None
-        assert self._space is not None, "Policy sees to it that there are directories"
-        self._shelf = DriveShelf(self.executor, self._space, sums_on=self._policy.verify != "off")
+        assert self.space is not None, "Policy sees to it that there are directories"
+        self._shelf = DriveShelf(self.executor, self.space, sums_on=self._policy.verify != "off")
         self._activations = Activations(self._shelf, model, units, timeline)
         undo.callback(self._activations.close)
         return self._activations

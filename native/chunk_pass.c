@@ -50,7 +50,7 @@ int32_t inf_chunk_valid(const inf_chunk *chunk) {
             return 0;
         }
     }
-    return 1;
+    return !inf_chunk_versioned(chunk) || (chunk->sums_ptr != 0) == (chunk->other_sums_ptr != 0);
 }
 
 typedef struct {
@@ -74,8 +74,14 @@ static size_t piece_bytes(const inf_chunk *chunk, int32_t section, piece_range p
     return (size_t)inf_section_span(chunk, section, piece.numel);
 }
 
+/* The chunk's section of spilled gradients; -1 = it has none. */
+static int32_t grad_section(const inf_chunk *chunk) {
+    return inf_format_grad(chunk->format) == INF_GRAD_SECTION_NONE ? -1 : chunk->section_count - 1;
+}
+
 static uint32_t piece_sum(const inf_chunk *chunk, int32_t section, piece_range piece, const uint8_t *section_data) {
-    return inf_crc32c(inf_sum_seed(chunk->generation, chunk->key, section, piece.index),
+    const uint64_t generation = section == grad_section(chunk) ? 0 : chunk->generation; /* they outlive versions */
+    return inf_crc32c(inf_sum_seed(generation, chunk->key, section, piece.index),
                       section_data + piece_offset(chunk, section, piece), piece_bytes(chunk, section, piece));
 }
 
@@ -129,11 +135,6 @@ void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *f
 }
 
 /* ---- update ---------------------------------------------------------------------------------------------------- */
-
-/* The chunk's section of spilled gradients; -1 = it has none. */
-static int32_t grad_section(const inf_chunk *chunk) {
-    return inf_format_grad(chunk->format) == INF_GRAD_SECTION_NONE ? -1 : chunk->section_count - 1;
-}
 
 /* What the elements of a segment's gradient are, an INF_GRAD_* other than SECTION; -1: nothing that can be. */
 static int32_t grad_dtype_of(const inf_chunk *chunk, const inf_seg *seg) {
@@ -224,14 +225,14 @@ static int update_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTI
 }
 
 /* The checksums that a piece has after its update, into `sums_new`: those of what it holds now. */
-static void sum_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], piece_range piece, int touched,
-                      uint32_t given_mask, uint32_t *sums_new) {
+static void sum_piece(const inf_chunk *chunk, const inf_chunk *to, uint8_t *const section[INF_SECTION_MAX], piece_range piece,
+                      int touched, uint32_t given_mask, uint32_t *sums_new) {
     const int64_t piece_count = inf_piece_count(chunk);
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!section_summed(chunk, s)) continue;
-        const int changed = s != grad_section(chunk) && (touched || (given_mask >> s & 1u));
+        const int changed = s != grad_section(chunk) && (to != chunk || touched || (given_mask >> s & 1u));
         sums_new[s * piece_count + piece.index] =
-            changed ? piece_sum(chunk, s, piece, section[s]) : section_sums(chunk, s)[piece.index];
+            changed ? piece_sum(to, s, piece, section[s]) : section_sums(chunk, s)[piece.index];
     }
 }
 
@@ -273,8 +274,8 @@ static void copy_out(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_
     memcpy(out0 + at, section[0] + at, piece_bytes(chunk, 0, piece));
 }
 
-int64_t inf_chunk_update_undo(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
-                              int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
+int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to, uint8_t *const section[INF_SECTION_MAX],
+                              const inf_seg *segs, int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
                               int32_t verify, uint32_t given_mask, uint32_t *sums_scratch, uint8_t *undo) {
     if (!update_plan_valid(chunk, section, segs, seg_count, hypers, hyper_count, sums_scratch)) return INF_BAD_PLAN;
     const int64_t piece_count = inf_piece_count(chunk);
@@ -301,18 +302,18 @@ int64_t inf_chunk_update_undo(const inf_chunk *chunk, uint8_t *const section[INF
         }
         if (keeps) undo_copy(chunk, section, piece, undo, 0);
         const int touched = update_piece(chunk, section, piece, &cursor, hypers);
-        sum_piece(chunk, section, piece, touched, given_mask, sums_scratch);
+        sum_piece(chunk, to, section, piece, touched, given_mask, sums_scratch);
         if (out0 != NULL && !keeps) copy_out(chunk, section, piece, out0);
     }
     /* Later where the caller's memory may be what was given, and is wanted again after a mismatch. */
     for (int64_t k = 0; out0 != NULL && keeps && k < piece_count; k++) copy_out(chunk, section, piece_at(chunk, k), out0);
-    if (chunk->sums_ptr != 0) commit_sums(chunk, sums_scratch);
+    if (chunk->sums_ptr != 0) commit_sums(to, sums_scratch);
     return INF_OK;
 }
 
 int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
                          int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
                          int32_t verify, uint32_t given_mask, uint32_t *sums_scratch) {
-    return inf_chunk_update_undo(chunk, section, segs, seg_count, hypers, hyper_count, out0, verify, given_mask,
+    return inf_chunk_update_undo(chunk, chunk, section, segs, seg_count, hypers, hyper_count, out0, verify, given_mask,
                                  sums_scratch, NULL);
 }

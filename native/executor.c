@@ -111,7 +111,8 @@ static int32_t drives_make(struct inf_executor *ex, const inf_drive_config *conf
     if (ex->drives == NULL) return -ENOMEM;
     for (int32_t d = 0; d < ex->config.drive_count; d++) {
         inf_drive *drive = &ex->drives[d];
-        *drive = (inf_drive){.ex = ex, .index = d, .config = configs[d], .event_fd = -1};
+        *drive = (inf_drive){.ex = ex, .index = d, .config = configs[d], .event_fd = -1, .fds = {configs[d].fd}};
+        for (int32_t f = 1; f < INF_FILE_MAX; f++) drive->fds[f] = -1;
         int32_t threads = ex->config.threads_per_drive;
         if (!ex->config.uring && drive->config.depth > threads) drive->config.depth = threads;
         drive->stats.depth = drive->config.depth;

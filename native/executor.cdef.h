@@ -148,6 +148,20 @@ void inf_executor_free(inf_executor *ex);
 int32_t inf_executor_define(inf_executor *ex, const void *chunks, int32_t count, int32_t *ids);
 /* 0; -EBUSY when jobs are pending on one, -EINVAL for an unknown id: none is dropped then. */
 int32_t inf_executor_drop(inf_executor *ex, const int32_t *ids, int32_t count);
+/* Versioned chunks: what they hold now is committed, and what is written from now on goes to their other places; or, rollback:
+ * they hold again what was committed. 0; -EBUSY when jobs are pending on one, -EINVAL for an unknown id, -EPERM (rollback)
+ * when a resident section without another version was changed since: nothing is done then. Other chunks are left alone. */
+int32_t inf_executor_commit(inf_executor *ex, const int32_t *ids, int32_t count);
+int32_t inf_executor_rollback(inf_executor *ex, const int32_t *ids, int32_t count);
+/* Gives a drive another file. Its index, from 1 on; -ENOSPC when there are too many. */
+int32_t inf_executor_file_add(inf_executor *ex, int32_t drive, int32_t fd);
+/* Takes it back. 0; -EBUSY while a chunk has a place in it, -EINVAL for an index that is none. */
+int32_t inf_executor_file_remove(inf_executor *ex, int32_t drive, int32_t index);
+/* Other second places for versioned chunks whose live place is the committed one (or nothing was committed yet). Errors as commit;
+ * -EPERM when the second place of one is the committed one. */
+int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t count, const int32_t *files, const int64_t *offsets);
+/* The chunks as they are now, inf_chunk[count]; -EINVAL for an unknown id. */
+int32_t inf_executor_look(inf_executor *ex, const int32_t *ids, int32_t count, void *chunks);
 int32_t inf_executor_invalid(inf_executor *ex, const int32_t *ids, int32_t count, uint32_t *masks);
 
 /* NULL with *error: a negative errno, or 1 + (index of the job << 4 | what) for a job that cannot run. */

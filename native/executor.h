@@ -42,6 +42,7 @@
 #define INF_RANGE_MAX INF_SECTION_MAX
 #define INF_ALIGN 4096
 #define INF_SECTOR 512
+#define INF_FILE_MAX 8 /* files of one drive */
 /* io_uring takes no registered buffer above 1 GiB, and no request that spans two. */
 #define INF_PIECE_BYTES ((int64_t)1 << 30)
 /* In a job's mask: move the slot as it is; no copy, no checksum. For measuring drives. */
@@ -92,6 +93,7 @@ typedef struct {
     int64_t file_at;
     int64_t slot_at;
     int64_t bytes;
+    int32_t file;
 } inf_range;
 
 /* A slot, and which bytes of the chunk's run it holds. What is read into it is not always what is written from it. */
@@ -108,6 +110,13 @@ typedef struct {
     inf_range ranges[INF_OP_COUNT][INF_RANGE_MAX];
 } inf_slot;
 
+/* What a versioned chunk's live place, `plan`, is. */
+typedef enum {
+    INF_PLACE_FREE,      /* nothing was committed yet: written in place */
+    INF_PLACE_COMMITTED, /* what is written next goes to the other place */
+    INF_PLACE_MOVED      /* the other place is the committed one */
+} inf_place;
+
 typedef struct {
     inf_chunk plan;
     inf_run *fifo_head;
@@ -116,6 +125,9 @@ typedef struct {
     uint32_t kept_mask; /* 0 = nothing is kept */
     inf_ahead *ahead;   /* what was, or will be, read for its next UPDATE; NULL = nothing */
     uint32_t invalid;   /* sections whose contents are lost */
+    uint32_t committed_invalid; /* and those of the committed place */
+    inf_place place;
+    inf_fault committed_fault;
     uint32_t verified;  /* counts runs that were verified: the phase of samples */
     inf_fault fault;    /* why they are invalid */
     int32_t id;
@@ -139,6 +151,7 @@ struct inf_run {
     int32_t cursor; /* next block: range, and position in it */
     int64_t position;
     int32_t blocks_in_flight;
+    bool moves; /* it writes the chunk's other place */
     bool filled;
     bool faulted;
     bool reread;
@@ -219,6 +232,7 @@ struct inf_request {
     int64_t due_ns; /* seam */
     int64_t result;
     int32_t op;
+    int32_t file;
     int32_t tries;
     int32_t inject; /* INF_SEAM_* */
     bool busy;
@@ -248,6 +262,7 @@ struct inf_drive {
     int32_t thread_count;
     int32_t index;
     int32_t event_fd;
+    int32_t fds[INF_FILE_MAX]; /* the first is the config's; -1 = none */
     int32_t dead; /* errno after the ring broke: every request fails with it */
     uint32_t kicks; /* counts wakes, so that a thread about to sleep sees that it must not */
     bool sleeping;
@@ -351,8 +366,24 @@ static inline uint32_t inf_grad_mask(const inf_chunk *chunk) {
 
 static inline uint32_t inf_sections_all(const inf_chunk *chunk) { return (1u << chunk->section_count) - 1u; }
 
+/* NULL: there is no chunk of that id. [locked] */
+static inline inf_chunk_record *inf_chunk_of(const struct inf_executor *ex, int32_t id) {
+    return id >= 0 && id < ex->chunk_count ? ex->chunks[id] : NULL;
+}
+
 /* Slots that reads ahead leave to others. */
 static inline int32_t inf_ahead_spared(const inf_pool *pool) { return pool->count < 4 ? 1 : (pool->count + 3) / 4; }
+
+/* Where a section lies on the drive, at the live place or the other one. */
+static inline int64_t inf_section_file_at(const inf_chunk *chunk, int32_t section, bool other) {
+    if (inf_chunk_versioned(chunk) && (inf_grad_mask(chunk) >> section & 1u)) return chunk->grad_offset;
+    return (other ? chunk->other_offset : chunk->file_offset) + chunk->section_at[section];
+}
+
+static inline int32_t inf_section_file(const inf_chunk *chunk, int32_t section, bool other) {
+    if (inf_chunk_versioned(chunk) && (inf_grad_mask(chunk) >> section & 1u)) return chunk->grad_file;
+    return other ? chunk->other_file : chunk->file;
+}
 
 static inline int64_t inf_align_up(int64_t bytes) {
     return (bytes + INF_ALIGN - 1) & ~(int64_t)(INF_ALIGN - 1);
@@ -378,7 +409,8 @@ void inf_run_finish(struct inf_executor *ex, inf_run *run);
 void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad);
 void inf_run_with_slot(struct inf_executor *ex, inf_run *run); /* it goes on with the slot that it has */
 void inf_run_want_slot(struct inf_executor *ex, inf_run *run);
-void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads, uint32_t written);
+void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads, uint32_t written, bool moves);
+uint32_t inf_run_written(const inf_run *run); /* sections that it writes */
 void inf_pump(struct inf_executor *ex); /* whoever changed something calls it before unlocking */
 void inf_submission_end(struct inf_executor *ex, inf_submission *submission); /* when no job of it is pending */
 
@@ -421,6 +453,13 @@ void inf_meter_sent(inf_drive *drive, inf_request *request);
 void inf_meter_result(inf_drive *drive, const inf_request *request);
 void inf_meter_moved(inf_drive *drive, int32_t op, int64_t bytes);
 void inf_meter_tick(inf_drive *drive, int64_t now_ns); /* before the number in flight changes, and before it is looked at */
+
+/* executor_versions.c */
+bool inf_run_moves(const inf_run *run);                /* whether it will write the other place. [locked] */
+inf_chunk inf_chunk_other(const inf_chunk *chunk);     /* as it is at its other place, written next */
+void inf_chunk_flip(inf_chunk_record *chunk);          /* the other place is the live one. [locked] */
+bool inf_file_known(const struct inf_executor *ex, int32_t drive, int32_t file);
+bool inf_files_known(const struct inf_executor *ex, const inf_chunk *chunk); /* that it lies in. [locked] */
 
 /* executor_promote.c, [locked] */
 void inf_promote(struct inf_executor *ex, inf_submission *submission); /* somebody waits for it: demand */

@@ -5,9 +5,11 @@
  *
  * Hinted jobs come first, in the order of their gates, then what was asked for, in the order of asking. A read takes a slot
  * only while no job waits for one, and leaves a quarter of the pool; of all reads it is the least urgent. What was read stays
- * in the slot, of the chunk, until its UPDATE takes the slot over, or a job wants a slot and finds none: then the youngest is
- * given up and wanted again. Of what was read, sections that a STORE writes are read again by the UPDATE. Nothing is verified
- * before the UPDATE does it, and a read ahead that fails is as if it had never been: the UPDATE reads, and tells.
+ * in the slot, of the chunk, until its UPDATE takes the slot over: jobs have the quarter, and a byte read ahead is not read
+ * again. A job that finds no slot gets that of the youngest read that no drive has begun, and that of one which has ended only
+ * where jobs hold less than their quarter (another drive's share, slots that faults keep); what is given up is wanted again.
+ * Of what was read, sections that a STORE writes are read again by the UPDATE. Nothing is verified before the UPDATE does it,
+ * and a read ahead that fails is as if it had never been: the UPDATE reads, and tells.
  *
  * While a drive works on a read its slot belongs to nobody else; if the chunk is dropped meanwhile nobody is told of its end.
  */
@@ -142,8 +144,9 @@ static bool may_begin(const struct inf_executor *ex, const inf_pool *pool, int32
 static void begin(struct inf_executor *ex, inf_ahead *ahead) {
     inf_run *run = &ahead->run;
     const inf_chunk *plan = &ahead->record.plan;
+    ahead->record.plan = ahead->chunk->plan; /* it may have moved since it was wanted */
     run->slot.drive = plan->drive;
-    inf_slot_plan(&run->slot, plan, inf_sections_all(plan), ahead->have, 0);
+    inf_slot_plan(&run->slot, plan, inf_sections_all(plan), ahead->have, 0, false);
     bool taken = inf_slot_take(ex, &run->slot);
     assert(taken);
     (void)taken;
@@ -224,6 +227,17 @@ static bool drive_waits(const inf_pool *pool, int32_t drive) {
     return false;
 }
 
+/* Whether jobs hold the slots that are left to them, of all or, while only this drive has its share, of the drive: then they
+ * go on with those, and nothing is read twice. */
+static bool jobs_go_on(struct inf_executor *ex, const inf_pool *pool, int32_t drive) {
+    bool all = pool->free_count == 0;
+    int32_t held = all ? pool->count - pool->ahead_count : pool->held[drive];
+    for (const inf_ahead *ahead = ex->with_slot.head; ahead != NULL && !all; ahead = ahead->next) {
+        held -= pool_of(ex, ahead) == pool && ahead->record.plan.drive == drive;
+    }
+    return held >= inf_ahead_spared(pool);
+}
+
 bool inf_ahead_yield(struct inf_executor *ex, int32_t index) {
     const inf_pool *pool = &ex->pools[index];
     for (inf_ahead *ahead = ex->with_slot.tail; ahead != NULL; ahead = ahead->previous) {
@@ -231,6 +245,7 @@ bool inf_ahead_yield(struct inf_executor *ex, int32_t index) {
         if (ahead->run.slot.pool != index || chunk == NULL || ahead->taker != NULL) continue;
         if (pool->free_count > 0 && !drive_waits(pool, chunk->plan.drive)) continue; /* it is not one too many */
         if (ahead->state == INF_AHEAD_READING && !unread(ex, ahead)) continue;
+        if (ahead->state == INF_AHEAD_HELD && jobs_go_on(ex, pool, chunk->plan.drive)) continue;
         let_slot_go(ex, ahead);
         inf_run *head = chunk->fifo_head;
         bool gated = head != NULL && head->job.kind == INF_JOB_UPDATE && head->state == INF_WAITING;
@@ -252,7 +267,7 @@ static void give_over(struct inf_executor *ex, inf_ahead *ahead, inf_run *run) {
     inf_slot *slot = &ahead->run.slot;
     uint32_t missing = run->reads & ~ahead->have;
     uint32_t all = inf_sections_all(&run->chunk->plan);
-    inf_slot_plan(&run->slot, &run->chunk->plan, all, missing, all & ~inf_grad_mask(&run->chunk->plan));
+    inf_slot_plan(&run->slot, &run->chunk->plan, all, missing, all & ~inf_grad_mask(&run->chunk->plan), run->moves);
     assert(run->slot.pool == slot->pool && run->slot.bytes == slot->bytes);
     run->slot.memory = slot->memory;
     run->slot.index = slot->index;

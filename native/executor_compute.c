@@ -6,11 +6,23 @@
 
 static uint8_t *pointer(uint64_t address) { return (uint8_t *)(uintptr_t)address; }
 
+/* Where a section is worked on: a resident one that has another version, there, once it was copied (`bring`). */
 static uint8_t *section_address(const inf_run *run, int32_t section) {
     const inf_slot *kept = &run->chunk->kept;
+    const inf_chunk *chunk = &run->chunk->plan;
     if (run->slot.section_at[section] >= 0) return run->slot.memory + run->slot.section_at[section];
     if (run->chunk->kept_mask >> section & 1u) return kept->memory + kept->section_at[section];
-    return pointer(run->chunk->plan.section_ptr[section]);
+    bool other = run->moves && chunk->other_ptr[section] != 0;
+    return pointer(other ? chunk->other_ptr[section] : chunk->section_ptr[section]);
+}
+
+/* The new version of resident sections begins as the live one. */
+static void bring(const inf_run *run) {
+    const inf_chunk *chunk = &run->chunk->plan;
+    for (int32_t s = 0; run->moves && s < chunk->section_count; s++) {
+        if (chunk->other_ptr[s] == 0) continue;
+        memcpy(pointer(chunk->other_ptr[s]), pointer(chunk->section_ptr[s]), (size_t)inf_section_bytes(chunk, s));
+    }
 }
 
 static int64_t compute_fetch(const inf_run *run) {
@@ -27,10 +39,18 @@ static int64_t compute_fetch(const inf_run *run) {
 
 static int64_t compute_store(const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
+    const inf_chunk to = run->moves ? inf_chunk_other(chunk) : *chunk;
     for (int32_t s = 0; s < chunk->section_count; s++) {
-        if (run->job.mask >> s & 1u) {
-            inf_section_store(chunk, s, pointer(run->job.ptr[s]), section_address(run, s));
-        }
+        if (!(run->reads >> s & 1u)) continue;
+        int64_t bad = inf_section_fetch(chunk, s, section_address(run, s), NULL, run->verify);
+        if (bad >= 0) return s * inf_piece_count(chunk) + bad;
+    }
+    bring(run);
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        bool given = run->job.mask >> s & 1u;
+        uint8_t *at = section_address(run, s);
+        const inf_chunk *view = inf_grad_mask(chunk) >> s & 1u ? chunk : &to; /* gradients have no versions */
+        if (given || (run->reads >> s & 1u)) inf_section_store(view, s, given ? pointer(run->job.ptr[s]) : at, at);
     }
     return INF_OK;
 }
@@ -60,13 +80,15 @@ static int64_t compute_update(inf_worker *worker, const inf_run *run) {
         worker->scratch_words = words;
     }
     uint8_t *sections[INF_SECTION_MAX] = {NULL};
+    bring(run);
+    const inf_chunk to = run->moves ? inf_chunk_other(chunk) : *chunk;
     for (int32_t s = 0; s < chunk->section_count; s++) sections[s] = section_address(run, s);
     uint32_t unread = inf_sections_all(chunk) & ~run->reads;
     if (unread & 1u) { /* given; again in a redo: the pass spoils the slot */
         memcpy(sections[0], pointer(run->job.ptr[1]), (size_t)inf_section_bytes(chunk, 0));
     }
     const inf_submission *submission = run->submission;
-    return inf_chunk_update_undo(chunk, sections, submission->segs + run->job.seg_first, run->job.seg_count,
+    return inf_chunk_update_undo(chunk, run->moves ? &to : chunk, sections, submission->segs + run->job.seg_first, run->job.seg_count,
                                  submission->hypers, submission->hyper_count, pointer(run->job.ptr[0]), run->verify,
                                  unread, worker->scratch, undo_memory(worker->ex, run));
 }

@@ -74,6 +74,7 @@ static void next_block(inf_drive *drive, inf_request *request, inf_run *run, int
                              .block_bytes = bytes,
                              .bytes = bytes,
                              .op = op,
+                             .file = range->file,
                              .busy = true};
     run->position += bytes;
     run->blocks_in_flight++;

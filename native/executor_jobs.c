@@ -8,43 +8,54 @@
 /* Sections that the job has in its slot, unless they are resident. */
 static uint32_t sections_used(const inf_run *run) {
     uint32_t all = inf_sections_all(&run->chunk->plan);
-    return run->job.kind == INF_JOB_UPDATE ? all : run->job.mask & all; /* none of a REWRITE */
+    if (run->job.kind == INF_JOB_UPDATE) return all;
+    return (run->job.mask & all) | inf_run_written(run); /* none of a REWRITE */
 }
 
-static uint32_t sections_written(const inf_run *run) {
+uint32_t inf_run_written(const inf_run *run) {
     uint32_t all = inf_sections_all(&run->chunk->plan);
-    if (run->job.kind == INF_JOB_UPDATE) return all & ~inf_grad_mask(&run->chunk->plan);
-    return run->job.kind == INF_JOB_STORE ? run->job.mask & all : 0;
+    uint32_t states = all & ~inf_grad_mask(&run->chunk->plan);
+    if (run->job.kind == INF_JOB_UPDATE) return states;
+    if (run->job.kind != INF_JOB_STORE) return 0;
+    return (run->job.mask & all) | (run->moves ? states : 0); /* a new version is whole */
 }
 
-static void range_add(inf_slot *slot, int32_t op, int64_t file_at, int64_t slot_at, int64_t bytes) {
+static void range_add(inf_slot *slot, int32_t op, inf_range range) {
     inf_range *last = slot->range_count[op] > 0 ? &slot->ranges[op][slot->range_count[op] - 1] : NULL;
-    if (last != NULL && last->file_at + last->bytes == file_at && last->slot_at + last->bytes == slot_at) last->bytes += bytes;
-    else slot->ranges[op][slot->range_count[op]++] = (inf_range){file_at, slot_at, bytes};
+    bool follows = last != NULL && last->file == range.file && last->file_at + last->bytes == range.file_at &&
+                   last->slot_at + last->bytes == range.slot_at;
+    if (follows) last->bytes += range.bytes;
+    else slot->ranges[op][slot->range_count[op]++] = range;
+}
+
+static inf_range range_of(const inf_chunk *chunk, int32_t s, bool other, int64_t slot_at) {
+    return (inf_range){.file_at = inf_section_file_at(chunk, s, other),
+                       .slot_at = slot_at,
+                       .bytes = inf_align_up(inf_section_bytes(chunk, s)),
+                       .file = inf_section_file(chunk, s, other)};
 }
 
 /* Lays `used` out in the slot, in the order of sections. What is read and what is written of it are ranges of their own; in
  * each of the two, sections that lie together in the file and in the slot are one. */
-void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads, uint32_t written) {
+void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads, uint32_t written, bool moves) {
     slot->range_count[INF_OP_READ] = slot->range_count[INF_OP_WRITE] = 0;
     slot->bytes = 0;
     slot->written = 0;
     for (int32_t s = 0; s < INF_SECTION_MAX; s++) {
         slot->section_at[s] = -1;
         if (s >= chunk->section_count || !(used >> s & 1u) || inf_section_resident(chunk, s)) continue;
-        int64_t bytes = inf_align_up(inf_section_bytes(chunk, s));
-        int64_t file_at = chunk->file_offset + chunk->section_at[s];
         slot->section_at[s] = slot->bytes;
-        if (reads >> s & 1u) range_add(slot, INF_OP_READ, file_at, slot->bytes, bytes);
-        if (written >> s & 1u) range_add(slot, INF_OP_WRITE, file_at, slot->bytes, bytes);
+        if (reads >> s & 1u) range_add(slot, INF_OP_READ, range_of(chunk, s, false, slot->bytes));
+        if (written >> s & 1u) range_add(slot, INF_OP_WRITE, range_of(chunk, s, moves, slot->bytes));
         slot->written |= written & 1u << s;
-        slot->bytes += bytes;
+        slot->bytes += inf_align_up(inf_section_bytes(chunk, s));
     }
 }
 
 /* What the chunk keeps in memory is not read from the drive. */
 static void plan_slot(inf_run *run) {
-    inf_slot_plan(&run->slot, &run->chunk->plan, sections_used(run) & ~run->chunk->kept_mask, run->reads, sections_written(run));
+    inf_slot_plan(&run->slot, &run->chunk->plan, sections_used(run) & ~run->chunk->kept_mask, run->reads, inf_run_written(run),
+                  run->moves);
 }
 
 void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t offset, int64_t length) {
@@ -102,6 +113,8 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
     } else if (submission->gate != NULL && run->job.base >= 0) {
         run->job.ptr[0] += submission->gate->bases[run->job.base];
     }
+    run->moves = inf_run_moves(run);
+    if (run->moves && run->job.kind == INF_JOB_STORE) run->reads = inf_run_written(run) & ~run->job.mask;
     if ((run->chunk->invalid & run->reads) != 0) {
         run->fault = run->chunk->fault;
         run->fault.earlier = INF_EARLIER_JOB;
@@ -116,7 +129,7 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
     assert(run->job.kind == INF_JOB_FETCH || (run->chunk->kept_mask & sections_used(run)) == 0);
     plan_slot(run);
     if (run->job.kind == INF_JOB_UPDATE && inf_ahead_take(ex, run)) return;
-    inf_ahead_written(ex, run->chunk, sections_written(run));
+    inf_ahead_written(ex, run->chunk, inf_run_written(run));
     inf_run_want_slot(ex, run);
 }
 
@@ -229,7 +242,7 @@ static void checksum_failed(struct inf_executor *ex, inf_run *run, int64_t bad) 
     int32_t section = (int32_t)(bad / pieces);
     int64_t first = bad % pieces * chunk->piece_numel;
     int64_t numel = chunk->numel - first < chunk->piece_numel ? chunk->numel - first : chunk->piece_numel;
-    int64_t at = chunk->section_at[section] < 0 ? 0 : chunk->file_offset + chunk->section_at[section];
+    int64_t at = chunk->section_at[section] < 0 ? 0 : inf_section_file_at(chunk, section, false);
     ex->stats.checksum_failures++;
     inf_run_fail(run, INF_FAULT_CHECKSUM, INF_OP_READ, 0, at + inf_section_span(chunk, section, first),
                  inf_section_span(chunk, section, numel));
@@ -280,13 +293,14 @@ void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad) {
 static void chunk_settle(struct inf_executor *ex, inf_run *run) {
     inf_chunk_record *chunk = run->chunk;
     if (!run->faulted) {
-        chunk->invalid &= ~sections_written(run); /* of an UPDATE only what it was given */
+        chunk->invalid &= ~inf_run_written(run); /* of an UPDATE only what it was given */
+        if (run->moves) inf_chunk_flip(chunk);
         return;
     }
     if (inf_run_keep(ex, run) || run->job.kind == INF_JOB_REWRITE) return;
     if (run->job.kind == INF_JOB_FETCH || run->fault.kind == INF_FAULT_PLAN) return;
     /* Also after an update that did not begin: nobody may take the values before it for those after it. */
-    chunk->invalid |= sections_written(run);
+    chunk->invalid |= inf_run_written(run);
     chunk->fault = run->fault;
 }
 

@@ -19,6 +19,7 @@ bool inf_run_keep(struct inf_executor *ex, inf_run *run) {
     assert(chunk->kept_mask == 0);
     chunk->kept = run->slot;
     chunk->kept_mask = run->slot.written;
+    if (run->moves) inf_chunk_flip(chunk);
     /* A store holds what was wanted, in the slot or in resident sections; an update had no invalid section. */
     if (run->job.kind == INF_JOB_STORE) chunk->invalid &= ~run->job.mask;
     run->slot.memory = NULL;

@@ -41,11 +41,12 @@ int32_t inf_executor_define(inf_executor *ex, const void *chunks, int32_t count,
         else if ((records[i] = calloc(1, sizeof **records)) == NULL) error = -ENOMEM;
     }
     pthread_mutex_lock(&ex->lock);
+    for (int32_t i = 0; i < count && error == 0; i++) error = inf_files_known(ex, &plans[i]) ? 0 : -ENOENT;
     if (error == 0) error = ex->shut ? -ESHUTDOWN : chunks_grow(ex, count);
     for (int32_t i = 0; i < count && error == 0; i++) {
         int32_t id = ex->chunks_free[--ex->chunk_free_count];
         records[i]->plan = plans[i];
-        if (ex->config.verify == INF_VERIFY_OFF) records[i]->plan.sums_ptr = 0;
+        if (ex->config.verify == INF_VERIFY_OFF) records[i]->plan.sums_ptr = records[i]->plan.other_sums_ptr = 0;
         records[i]->id = ids[i] = id;
         ex->chunks[id] = records[i];
     }
@@ -56,15 +57,11 @@ int32_t inf_executor_define(inf_executor *ex, const void *chunks, int32_t count,
     return error;
 }
 
-static inf_chunk_record *chunk_of(const struct inf_executor *ex, int32_t id) {
-    return id >= 0 && id < ex->chunk_count ? ex->chunks[id] : NULL;
-}
-
 int32_t inf_executor_drop(inf_executor *ex, const int32_t *ids, int32_t count) {
     int32_t error = 0;
     pthread_mutex_lock(&ex->lock);
     for (int32_t i = 0; i < count && error == 0; i++) {
-        const inf_chunk_record *chunk = chunk_of(ex, ids[i]);
+        const inf_chunk_record *chunk = inf_chunk_of(ex, ids[i]);
         if (chunk == NULL) error = -EINVAL;
         else if (chunk->fifo_head != NULL) error = -EBUSY;
     }
@@ -86,7 +83,7 @@ int32_t inf_executor_invalid(inf_executor *ex, const int32_t *ids, int32_t count
     int32_t error = 0;
     pthread_mutex_lock(&ex->lock);
     for (int32_t i = 0; i < count; i++) {
-        const inf_chunk_record *chunk = chunk_of(ex, ids[i]);
+        const inf_chunk_record *chunk = inf_chunk_of(ex, ids[i]);
         if (chunk == NULL) error = -EINVAL;
         masks[i] = chunk == NULL ? 0 : chunk->invalid;
     }
@@ -98,8 +95,9 @@ int32_t inf_executor_invalid(inf_executor *ex, const int32_t *ids, int32_t count
 
 static int64_t slot_bytes(const inf_chunk *chunk, const inf_job *job) {
     int64_t bytes = 0;
+    bool whole = job->kind == INF_JOB_UPDATE || (job->kind == INF_JOB_STORE && inf_chunk_versioned(chunk));
     for (int32_t s = 0; s < chunk->section_count; s++) {
-        bool used = job->kind == INF_JOB_UPDATE || (job->mask >> s & 1u);
+        bool used = whole || (job->mask >> s & 1u);
         if (used && !inf_section_resident(chunk, s)) bytes += inf_align_up(inf_section_bytes(chunk, s));
     }
     return bytes;
@@ -114,7 +112,7 @@ static int32_t pool_for(const struct inf_executor *ex, int64_t bytes) {
 }
 
 static int32_t job_wrong(const struct inf_executor *ex, const inf_job *job, int32_t seg_count, bool gated) {
-    const inf_chunk_record *record = chunk_of(ex, job->chunk);
+    const inf_chunk_record *record = inf_chunk_of(ex, job->chunk);
     if (record == NULL) return BAD_CHUNK;
     const inf_chunk *chunk = &record->plan;
     if (job->kind < INF_JOB_FETCH || job->kind > INF_JOB_UPDATE) return BAD_KIND;
@@ -137,10 +135,10 @@ int32_t inf_executor_preread(inf_executor *ex, const int32_t *ids, int32_t count
     int32_t accepted = 0;
     pthread_mutex_lock(&ex->lock);
     for (int32_t i = 0; i < count && accepted >= 0; i++) {
-        if (chunk_of(ex, ids[i]) == NULL) accepted = -EINVAL;
+        if (inf_chunk_of(ex, ids[i]) == NULL) accepted = -EINVAL;
     }
     while (accepted >= 0 && accepted < count && !ex->shut) {
-        inf_chunk_record *chunk = chunk_of(ex, ids[accepted]);
+        inf_chunk_record *chunk = inf_chunk_of(ex, ids[accepted]);
         const inf_job update = {.kind = INF_JOB_UPDATE};
         if (!inf_ahead_want(ex, chunk, pool_for(ex, slot_bytes(&chunk->plan, &update)), given != 0)) break;
         accepted++;

@@ -40,22 +40,35 @@ enum { INF_LOG_MUL = 0, INF_LOG_DIV = 1 };
 enum { INF_OK = -1, INF_BAD_PLAN = -2 };
 
 /* A fixed-size piece of a shard. Its run on the drive is one contiguous range that holds the sections that are not
- * resident, in order, each 4096-aligned. `section_at[s]` is the offset in the run, -1 when the section is resident. */
+ * resident, in order, each 4096-aligned. `section_at[s]` is the offset in the run, -1 when the section is resident.
+ *
+ * A versioned chunk has a second place: what is written while the first is committed (see inf_executor_commit). Spilled
+ * gradients are no part of a version: they have one place, for which `grad_offset` stands. */
 typedef struct {
-    uint64_t key;        /* unique; seeds the checksums together with generation */
+    uint64_t key;              /* unique; seeds the checksums together with generation */
     uint64_t generation;
+    uint64_t other_generation; /* of the second place */
     int64_t numel;
-    int64_t file_offset; /* bytes; of the run, -1 = none */
-    int64_t run_bytes;   /* 0 = wholly resident */
+    int64_t file_offset;       /* bytes; of the run, -1 = none */
+    int64_t run_bytes;         /* 0 = wholly resident */
+    int64_t other_offset;      /* bytes; of the second run */
+    int64_t other_bytes;       /* 0 = there is none */
+    int64_t grad_offset;       /* bytes; of the section of gradients of a versioned chunk */
     int32_t drive;       /* -1 = none */
     int32_t format;
     int32_t section_count;
     int32_t piece_numel; /* elements covered by one checksum of one section */
+    int32_t file;        /* of the drive's files, where the run lies */
+    int32_t other_file;  /* the second run */
+    int32_t grad_file;   /* the section of gradients of a versioned chunk */
+    int32_t unused;
     int32_t itemsize[INF_SECTION_MAX];
     int32_t group_numel[INF_SECTION_MAX]; /* elements per item; 0 = 1 */
     int64_t section_at[INF_SECTION_MAX];
     uint64_t section_ptr[INF_SECTION_MAX]; /* address when resident, else 0 */
+    uint64_t other_ptr[INF_SECTION_MAX];   /* address of the second version of a resident section; 0 = changed in place */
     uint64_t sums_ptr;                     /* uint32_t[section_count][piece_count]; 0 = no checksums */
+    uint64_t other_sums_ptr;               /* of the second place; 0 = no checksums */
 } inf_chunk;
 
 typedef struct {
@@ -128,6 +141,13 @@ static inline int64_t inf_section_bytes(const inf_chunk *chunk, int32_t section)
     return inf_section_span(chunk, section, chunk->numel);
 }
 
+/* Whether there is a second place, on the drive or in memory. */
+static inline int inf_chunk_versioned(const inf_chunk *chunk) {
+    int versioned = chunk->other_bytes > 0;
+    for (int32_t s = 0; s < INF_SECTION_MAX; s++) versioned |= chunk->other_ptr[s] != 0;
+    return versioned;
+}
+
 static inline int inf_section_resident(const inf_chunk *chunk, int32_t section) {
     return chunk->section_at[section] < 0;
 }
@@ -193,6 +213,7 @@ void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *f
  * caller's memory (it is not verified; its checksums are set anew, since the drive gets it). sums_scratch:
  * uint32_t[section_count * piece_count], unused when sums_ptr is 0.
  * The `grad` section is verified as the others are, and neither written nor summed anew.
+ * to: the chunk as it is at its other place, whose checksums are set, all of them, and `chunk`'s stay; or `chunk` itself.
  * Returns INF_OK, after which *sums_ptr holds the new checksums; INF_BAD_PLAN, nothing touched; or
  * section * piece_count + piece of the first mismatch. Then *sums_ptr, resident and given sections are as before and the
  * run's buffer is spoilt: read the run again and redo. (So in a chunk that mixes these and other sections all pieces
@@ -205,8 +226,8 @@ int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECT
 /* The same in one pass also over a chunk that mixes read sections with others: `undo`, inf_undo_bytes(chunk) of them, keeps
  * what resident sections were. After a mismatch these are as before; given ones are not, but the memory behind out0 is, so that
  * it may be where they were given. */
-int64_t inf_chunk_update_undo(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
-                              int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
+int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to, uint8_t *const section[INF_SECTION_MAX],
+                              const inf_seg *segs, int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
                               int32_t verify, uint32_t given_mask, uint32_t *sums_scratch, uint8_t *undo);
 size_t inf_undo_bytes(const inf_chunk *chunk);
 

@@ -4,18 +4,28 @@
 typedef struct {
     uint64_t key;
     uint64_t generation;
+    uint64_t other_generation;
     int64_t numel;
     int64_t file_offset;
     int64_t run_bytes;
+    int64_t other_offset;
+    int64_t other_bytes;
+    int64_t grad_offset;
     int32_t drive;
     int32_t format;
     int32_t section_count;
     int32_t piece_numel;
+    int32_t file;
+    int32_t other_file;
+    int32_t grad_file;
+    int32_t unused;
     int32_t itemsize[6];
     int32_t group_numel[6];
     int64_t section_at[6];
     uint64_t section_ptr[6];
+    uint64_t other_ptr[6];
     uint64_t sums_ptr;
+    uint64_t other_sums_ptr;
 } inf_chunk;
 
 typedef struct {
@@ -68,7 +78,7 @@ void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *f
 int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[6], const inf_seg *segs, int32_t seg_count,
                          const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0, int32_t verify,
                          uint32_t given_mask, uint32_t *sums_scratch);
-int64_t inf_chunk_update_undo(const inf_chunk *chunk, uint8_t *const section[6], const inf_seg *segs, int32_t seg_count,
+int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to, uint8_t *const section[6], const inf_seg *segs, int32_t seg_count,
                               const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0, int32_t verify,
                               uint32_t given_mask, uint32_t *sums_scratch, uint8_t *undo);
 size_t inf_undo_bytes(const inf_chunk *chunk);

@@ -7,8 +7,9 @@
 
 static int64_t transfer(const inf_drive *drive, const inf_request *request) {
     size_t bytes = (size_t)request->ask;
-    ssize_t moved = request->op == INF_OP_READ ? pread(drive->config.fd, request->data, bytes, request->offset)
-                                               : pwrite(drive->config.fd, request->data, bytes, request->offset);
+    int32_t fd = drive->fds[request->file];
+    ssize_t moved = request->op == INF_OP_READ ? pread(fd, request->data, bytes, request->offset)
+                                               : pwrite(fd, request->data, bytes, request->offset);
     return moved < 0 ? -(int64_t)errno : moved;
 }
 

@@ -216,7 +216,8 @@ static int32_t ring_open(inf_drive *drive, uring_state *state) {
         api.queue_exit(&state->storage);
         return error;
     }
-    state->file_fixed = api.register_files(&state->storage, &drive->config.fd, 1) == 0; /* it only saves a look-up */
+    /* It only saves a look-up; files that come later do without. */
+    state->file_fixed = api.register_files(&state->storage, &drive->config.fd, 1) == 0;
     state->registered = slab_register(drive->ex, state);
     state->fixed = state->registered == INF_REGISTERED;
     return 0;
@@ -226,8 +227,9 @@ static void post_request(const inf_drive *drive, uring_state *state, const inf_r
     bool read = request->op == INF_OP_READ;
     uring_sqe *sqe = sqe_new(state);
     sqe->opcode = state->fixed ? (read ? OP_READ_FIXED : OP_WRITE_FIXED) : (read ? OP_READ : OP_WRITE);
-    sqe->flags = state->file_fixed ? SQE_FIXED_FILE : 0;
-    sqe->fd = state->file_fixed ? 0 : drive->config.fd;
+    bool file_fixed = state->file_fixed && request->file == 0;
+    sqe->flags = file_fixed ? SQE_FIXED_FILE : 0;
+    sqe->fd = file_fixed ? 0 : drive->fds[request->file];
     sqe->offset = (uint64_t)request->offset;
     sqe->address = (uint64_t)(uintptr_t)request->data;
     sqe->bytes = (uint32_t)request->ask;

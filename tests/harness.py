@@ -30,7 +30,7 @@ class Training:
     """What is trained, and how. Hashable: reference runs are cached."""
 
     factory: Callable[[], nn.Module]
-    steps: int = 4
+    steps: int = 3
     accumulation: int = 2
     max_norm: float | None = 1.0
     lr: float = 1e-2

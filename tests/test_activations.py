@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from infinity.aio import Fault, Seam
 from infinity.engine import offload
 from infinity.errors import AioError
 from infinity.runtime import activations, shelf
-from tests import harness, models
+from tests import forks, harness, models
 from tests.dist.test_two_ranks import on_two_ranks
 from tests.test_memory import peak_rss_bytes
 
@@ -81,11 +80,11 @@ def test_training_is_bit_equal_to_the_plain_loop(name: str, reentrant: bool, tmp
     result = harness.offloaded(training, policy(tmp_path), seam=Seam(delay_us_max=3000, seed=7))
     harness.assert_equal(result, harness.reference(training))
     figures = result.stats.activations
-    assert figures.calls >= 16
+    assert figures.calls >= 12
     if name in ("llama", "lora"):
         boundary = 2 * 12 * 32 * 2
         layers = 6 - (name == "lora")  # its first input is a leaf that requires a gradient, and stays
-        assert figures.stored_bytes == figures.fetched_bytes == 8 * (layers - activations.HELD_CALLS) * boundary
+        assert figures.stored_bytes == figures.fetched_bytes == 6 * (layers - activations.HELD_CALLS) * boundary
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
@@ -93,8 +92,8 @@ def test_blocks_that_are_shared_and_checkpointed_by_hand_are_bit_equal(reentrant
     training = harness.Training(functools.partial(SharedBlocks, reentrant=reentrant))
     result = harness.offloaded(training, policy(tmp_path), seam=Seam(delay_us_max=3000, seed=3))
     harness.assert_equal(result, harness.reference(training))
-    assert result.stats.activations.calls == 8 * 8
-    assert result.stats.activations.stored_bytes == 8 * 6 * 2 * 12 * 32 * 2
+    assert result.stats.activations.calls == 6 * 8
+    assert result.stats.activations.stored_bytes == 6 * 6 * 2 * 12 * 32 * 2
 
 
 @pytest.mark.parametrize(
@@ -240,16 +239,8 @@ def climb(directory: str, tier: str, reentrant: bool) -> None:
 def test_the_peak_falls_by_what_all_layers_but_a_few_would_hold(reentrant: bool, tmp_path: Path) -> None:
     found: dict[str, dict[str, Any]] = {}
     for tier in ("device", "nvme"):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.test_activations", str(tmp_path), tier, str(int(reentrant))],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=Path(__file__).parents[1],
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        found[tier] = json.loads(done.stdout.strip().splitlines()[-1])
+        output = forks.in_a_fork("tests.test_activations", tmp_path, tier, int(reentrant))
+        found[tier] = json.loads(output.strip().splitlines()[-1])
     device, nvme = found["device"], found["nvme"]
     assert device["losses"] == nvme["losses"]
     boundary = 2 * ROWS * WIDTH

@@ -16,20 +16,22 @@ import infinity as inf
 from infinity.aio.plan import Format
 from infinity.errors import BudgetError, DeviceFailedError
 from infinity.params.unit import Unit
-from tests import harness, models
+from tests import forks, harness, models
 from tests.test_memory import fill, peak_rss_bytes
 from tests.unit.params.test_rest import fetched, make_flat, make_rest
 
 MIB = 1 << 20
 LAYERS, HIDDEN = 8, 512
 SLACK = 16 * MIB
-"""Activations of two dozen tokens, Python's objects, the allocator's leftovers, threads' stacks."""
+"""Activations of a few tokens, Python's objects, the allocator's leftovers, threads' stacks."""
 
 TIGHT = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
 """glibc gives back what is freed, and the engine leaves the heap alone: no freed memory is kept, and none has to be allowed."""
 
-BOUNDARIES = {"rows": 4, "length": 32}
+BOUNDARIES = {"rows": 2, "length": 32}
 """Batches whose boundary activations are large enough to be put away."""
+
+FEW = {"rows": 1, "length": 4}
 
 
 def make(layers: int, hidden: int) -> Any:
@@ -46,7 +48,7 @@ def train(directory: str, layers: int, hidden: int, case: dict[str, Any]) -> dic
     settings: dict[str, Any] = {"params": "nvme", "optim": "nvme", "nvme": directory, "ram": "min", "delayed_warmup": 0}
     inf.offload(model, inf.Policy(**settings | case), load=fill)
     optimizer = inf.AdamW(model.parameters(), lr=1e-4)
-    for batch in models.token_batches(2, **(BOUNDARIES if "activations" in case else {})):
+    for batch in models.token_batches(2, **(BOUNDARIES if "activations" in case else FEW)):
         models.loss_of(model, batch).backward()
         if case.get("update") != "backward":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -97,8 +99,9 @@ def records_of(directory: str, cases: list[dict[str, Any]]) -> list[dict[str, An
 
 
 def measured(directory: Path, cases: dict[str, dict[str, Any]], **environment: str) -> dict[str, dict[str, Any]]:
-    """`records_of` in a process of its own."""
-    output = harness.in_a_process("tests.test_budget", str(directory), json.dumps(list(cases.values())), **environment)
+    """`records_of` in a process of its own: a new one if glibc is to be set otherwise, which reads that when it starts."""
+    alone = harness.in_a_process if environment else forks.in_a_fork
+    output = alone("tests.test_budget", str(directory), json.dumps(list(cases.values())), **environment)
     found: list[dict[str, Any]] = json.loads(output.strip().splitlines()[-1])
     return dict(zip(cases, found, strict=True))
 

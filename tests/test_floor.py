@@ -33,14 +33,14 @@ from infinity.limits import AtRest, traffic, turning_bytes_max
 from infinity.params.unit import Unit
 from infinity.runtime.activations import HELD_CALLS
 from infinity.sizes import round_up
-from tests import harness, models
+from tests import forks, models
 
 KERNEL_SLACK_BYTES = 1 << 20
 """What the interpreter itself reads meanwhile (a module that is imported late, a page of a library)."""
 
 STEPS = 2
-LAYERS, HIDDEN = 8, 256
-ROWS, LENGTH = 4, 48
+LAYERS, HIDDEN = 5, 256
+ROWS, LENGTH = 2, 64
 """Of batches whose boundary activations are large enough to be put away, and whole blocks of 4096 bytes."""
 STATES = ("exact", "bf16", "compact")
 UPDATES = ("deferred", "backward", "delayed")
@@ -65,6 +65,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     **{name: case | {"micro_batches": [1, 2]} for name, (_, case) in OTHERS.items()},
     **{f"resident {shares}": {"ram": "256MiB", "resident": shares, "micro_batches": [1, 2]} for shares in SHARES},
+    **{
+        f"two generations {update}": {"generations": 2, "update": update, "micro_batches": [1, 3]}
+        for update in ("deferred", "backward")
+    },
     "spilled": {"spills": True, "micro_batches": [1, 2]},
     "activations": {"activations": "nvme", "micro_batches": [1, 2]},
 }
@@ -120,7 +124,7 @@ def measure(handle: Any, model: torch.nn.Module, optimizer: Any, micro_batches: 
     """One warm-up step, then `STEPS` measured ones; what they moved and what they should have."""
     boundary = ROWS * LENGTH * HIDDEN * 2 if handle.policy.activations == "nvme" else 0
     activations = (LAYERS - HELD_CALLS) * boundary
-    batches = models.token_batches(micro_batches, **({"rows": ROWS, "length": LENGTH} if boundary else {}))
+    batches = models.token_batches(micro_batches, rows=ROWS, length=LENGTH if boundary else 4)
 
     def step() -> None:
         for index, batch in enumerate(batches):
@@ -167,7 +171,7 @@ def run(directory: str, case: dict[str, Any]) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     dtype, name = getattr(torch, case.pop("dtype", "bfloat16")), case.pop("optimizer", "AdamW")
     micro_batches, spills = case.pop("micro_batches"), case.pop("spills", False)
-    layers = 3 * LAYERS if spills else LAYERS  # whose gradients are more than the larger chunks that spilling takes
+    layers = 4 * LAYERS if spills else LAYERS  # whose gradients are more than the larger chunks that spilling takes
 
     def offloaded(**values: Any) -> tuple[Any, Any, Any]:
         model: Any = models.llama(layers=layers, hidden=HIDDEN).to(dtype)
@@ -193,7 +197,7 @@ def run(directory: str, case: dict[str, Any]) -> list[dict[str, Any]]:
 def measurements() -> dict[str, list[dict[str, Any]]]:
     """The records of every case, by position in its `micro_batches`."""
     with tempfile.TemporaryDirectory() as directory:
-        output = harness.in_a_process("tests.test_floor", directory, json.dumps(CASES))
+        output = forks.in_a_fork("tests.test_floor", directory, json.dumps(CASES))
     found: dict[str, list[dict[str, Any]]] = json.loads(output.strip().splitlines()[-1])
     return found
 
@@ -227,6 +231,13 @@ def test_so_it_does_with_other_dtypes_and_optimizers(name: str) -> None:
     for found in measurements()[name]:
         assert found["resident"] == 0
         assert sigma <= found["states_per_param"] < sigma * 1.01
+        check(found)
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_a_second_generation_moves_nothing_more(update: str) -> None:
+    for found in measurements()[f"two generations {update}"]:
+        assert found["resident"] == 0
         check(found)
 
 

@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 STATES = ("exact", "bf16", "compact")
 UPDATES = ("deferred", "backward", "delayed")
-STEPS, MICRO_BATCHES, WARMUP = 4, 2, 1
+STEPS, MICRO_BATCHES, WARMUP = 3, 2, 1
 Outcome = tuple[list[float], dict[str, torch.Tensor]]
 """Losses and final parameters."""
 
@@ -49,7 +49,7 @@ def train(
             optimizer = getattr(inf, optimizer_name)(model.parameters(), **OPTIMIZERS[optimizer_name])
             if factory is wide_llama and policy.unit_bytes_max is None:
                 assert sum(len(flat.layout.chunks) > 1 for flat in handle._flats) >= 2  # both layers
-            batches = iter(models.token_batches(STEPS * MICRO_BATCHES))
+            batches = iter(models.token_batches(STEPS * MICRO_BATCHES, rows=1, length=6))
             losses = []
             for _ in range(STEPS):
                 for micro in range(MICRO_BATCHES):
@@ -81,7 +81,7 @@ def plain(factory: Callable[[], nn.Module], optimizer_name: str, update: str) ->
         model = factory().bfloat16()
         made = getattr(reference, f"Reference{optimizer_name}")
         optimizer = made([{"params": list(model.parameters())}], **OPTIMIZERS[optimizer_name])
-        newest, losses, batches = values_of(model), [], iter(models.token_batches(STEPS * MICRO_BATCHES))
+        newest, losses, batches = values_of(model), [], iter(models.token_batches(STEPS * MICRO_BATCHES, rows=1, length=6))
         for step in range(STEPS):
             for _ in range(MICRO_BATCHES):
                 loss = models.loss_of(model, next(batches)) / MICRO_BATCHES

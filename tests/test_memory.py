@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import infinity as inf
 from infinity.aio import Slab
 from infinity.errors import BudgetError
 from infinity.runtime import activations
-from tests import harness, models
+from tests import forks, harness, models
 
 MIB = 1 << 20
 HIDDEN = 512
@@ -23,7 +25,7 @@ LAYERS = 6
 
 def measure(directory: Path, layers: int) -> dict[str, float]:
     """Train a Llama of `layers` layers, made on the meta device, in a process of its own; its peak and its plan."""
-    output = harness.in_a_process("tests.test_memory", str(directory), str(layers))
+    output = forks.in_a_fork("tests.test_memory", str(directory), str(layers))
     found: dict[str, float] = json.loads(output.strip().splitlines()[-1])
     return found
 
@@ -124,6 +126,30 @@ def test_models_of_one_process_share_its_budget(tmp_path: Path) -> None:
     again = inf.offload(models.make(models.llama), policy)  # what was closed is free again
     inf.AdamW(again.parameters())
     inf.handle(again).close()
+
+
+def tensor_bytes() -> int:
+    """Bytes of CPU memory behind all tensors of this process."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu":
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def test_a_closed_engine_holds_nothing_beside_its_model(tmp_path: Path) -> None:
+    before = tensor_bytes()
+    model = nn.Sequential(nn.Linear(1024, 2048), nn.Linear(2048, 64)).bfloat16()
+    inf.offload(model, inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min"))
+    optimizer = inf.AdamW(model.parameters())
+    model(torch.ones(2, 1024, dtype=torch.bfloat16)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert tensor_bytes() - before > 8 * MIB  # gradients, and the scratch of the norm in fp32
+    inf.handle(model).close()
+    assert tensor_bytes() - before < MIB
+    del optimizer
 
 
 class Allocations:

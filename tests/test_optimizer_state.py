@@ -209,6 +209,22 @@ def test_errors_name_what_was_asked_and_what_there_is(tmp_path: Path) -> None:
     inf.handle(bare).close()
 
 
+def test_eight_bits_refuse_a_second_moment_below_zero_and_keep_what_they_had(tmp_path: Path) -> None:
+    with opened(policy(tmp_path, state="compact", **MIN)) as (model, optimizer, handle):
+        step(model, optimizer)
+        param = next(model.parameters())
+        state = handle.optimizer_state(param)
+        before = state["exp_avg_sq"]
+        wrong = before.clone()
+        wrong.view(-1)[5] = -1e-3
+        with pytest.raises(ValueError, match=r"second moment .* below zero \(the least is -0.001\).*clamp"):
+            state["exp_avg_sq"] = wrong
+        assert torch.equal(state["exp_avg_sq"], before)
+        state["exp_avg"] = wrong  # a first moment has a sign
+        assert state["exp_avg"].min() < 0
+        state["exp_avg_sq"] = wrong.clamp(min=0)
+
+
 def test_a_read_that_fails_is_a_typed_error(tmp_path: Path) -> None:
     def begun(seam: Seam | None) -> tuple[nn.Module, Any]:
         model = offload(models.make(models.llama), policy(tmp_path, **MIN, nvme=tmp_path), _seam=seam)

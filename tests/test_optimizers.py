@@ -20,7 +20,7 @@ from infinity.aio import Fault, Seam
 from infinity.engine import offload
 from infinity.errors import StateInvalid
 from infinity.optim import probe
-from tests import harness, models, test_spill
+from tests import forks, harness, models, test_spill
 from tests.harness import Training
 from tests.test_bitwise import MixedDtypes, policy, wide_llama
 
@@ -49,7 +49,7 @@ GENERIC: dict[str, tuple[str, dict[str, Any], float]] = {
 
 def training(name: str, **values: Any) -> Training:
     optimizer, options, lr = (ALGORITHMS | GENERIC)[name]
-    values = {"steps": 5, "lr": lr, "weight_decay": 0.01, **values}
+    values = {"steps": 4, "accumulation": 1, "lr": lr, "weight_decay": 0.01, **values}
     return Training(values.pop("factory", models.llama), optimizer=optimizer, options=tuple(options.items()), **values)
 
 
@@ -72,7 +72,7 @@ def test_exact_states_are_the_reference_loops_bits(name: str, place: str, tmp_pa
 @pytest.mark.parametrize("name", ["SGD", "SGD momentum", "Lion"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_so_they_are_of_parameters_in_other_dtypes(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    chosen = training(name, dtype=dtype, groups=True)
+    chosen = training(name, dtype=dtype, groups=True, accumulation=2)
     harness.assert_equal(harness.offloaded(chosen, policy(tmp_path, **MIN)), harness.reference(chosen))
 
 
@@ -95,7 +95,7 @@ def test_classes_of_torch_give_the_bits_that_they_give_on_masters_in_memory(name
 @pytest.mark.parametrize("name", ["NAdam", "Adagrad"])
 @pytest.mark.parametrize("values", [{"factory": wide_llama}, {"dtype": torch.float16}, {"dtype": torch.float32}], ids=["wide", "fp16", "fp32"])
 def test_so_they_do_in_slices_and_other_dtypes(name: str, values: dict[str, Any], tmp_path: Path) -> None:
-    chosen = training(name, steps=3, **values)
+    chosen = training(name, steps=3, accumulation=2, **values)
     expected = harness.reference(chosen)
     harness.assert_equal(harness.offloaded(chosen, policy(tmp_path, **MIN)), expected)
     harness.assert_equal(harness.offloaded(chosen, policy(tmp_path, params="cpu", optim="cpu")), expected)
@@ -249,12 +249,13 @@ ROUNDED: list[tuple[str, str]] = [
 
 
 def rounding(name: str, **values: Any) -> Training:
-    return training(name, steps=6, lr={"AdamW": 2e-3, "NAdam": 2e-3, "Lion": 3e-4}.get(name, 0.02), **values)
+    lr = {"AdamW": 2e-3, "NAdam": 2e-3, "Lion": 3e-4}.get(name, 0.02)
+    return training(name, **{"steps": 5, "lr": lr, **values})
 
 
 @pytest.mark.parametrize(("name", "state"), ROUNDED)
 def test_states_that_round_give_the_same_bits_everywhere_and_stay_near_exact(name: str, state: str, tmp_path: Path) -> None:
-    chosen = rounding(name, factory=wide_llama, accumulation=1)
+    chosen = rounding(name, factory=wide_llama, steps=4)
     results = [
         harness.offloaded(chosen, policy(tmp_path, **place, state=state), seam=Seam(delay_us_max=800, seed=seed))
         for seed, place in enumerate(PLACEMENTS.values())
@@ -264,14 +265,14 @@ def test_states_that_round_give_the_same_bits_everywhere_and_stay_near_exact(nam
     exact = harness.reference(chosen)
     assert results[0].losses == pytest.approx(exact.losses, rel=2e-2)
     assert any(not torch.equal(results[0].params[key], value) for key, value in exact.params.items())
-    other = harness.offloaded(chosen, policy(tmp_path, **MIN, state=state, seed=1))
+    other = harness.offloaded(chosen, policy(tmp_path, **PLACEMENTS["cpu"], state=state, seed=1))
     assert any(not torch.equal(results[0].params[key], value) for key, value in other.params.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("state", ["bf16", "compact"])
 def test_masters_of_other_dtypes_stay_fp32_when_moments_round(dtype: torch.dtype, state: str, tmp_path: Path) -> None:
-    chosen = rounding("AdamW", dtype=dtype)
+    chosen = rounding("AdamW", dtype=dtype, accumulation=2)
     results = [harness.offloaded(chosen, policy(tmp_path, **place, state=state)) for place in PLACEMENTS.values()]
     for result in results[1:]:
         harness.assert_equal(result, results[0])
@@ -281,14 +282,14 @@ def test_masters_of_other_dtypes_stay_fp32_when_moments_round(dtype: torch.dtype
 @pytest.mark.parametrize("state", ["bf16", "compact"])
 def test_units_cut_otherwise_round_alike(state: str, tmp_path: Path) -> None:
     """Rounding is keyed on the parameter's name and element, not on where its chunks begin."""
-    chosen = rounding("AdamW", accumulation=1)
+    chosen = rounding("AdamW")
     whole = harness.offloaded(chosen, policy(tmp_path, **MIN, state=state, units=["LlamaForCausalLM"]))
     parts = harness.offloaded(chosen, policy(tmp_path, **MIN, state=state, unit_bytes_max=8192))
     harness.assert_equal(parts, whole)
 
 
 def test_without_native_code_states_that_round_have_the_same_bits(tmp_path: Path) -> None:
-    output = harness.in_a_process("tests.test_optimizers", str(tmp_path), INFINITY_NO_NATIVE="1")
+    output = forks.in_a_fork("tests.test_optimizers", str(tmp_path), INFINITY_NO_NATIVE="1")
     theirs = output.split()
     assert theirs[0] == "python"
     assert theirs[1:] == [fingerprint(harness.offloaded(*each)) for each in python_runs(tmp_path)]
@@ -296,7 +297,7 @@ def test_without_native_code_states_that_round_have_the_same_bits(tmp_path: Path
 
 def python_runs(tmp_path: Path) -> list[tuple[Training, inf.Policy]]:
     return [
-        (rounding(name, accumulation=1), policy(tmp_path, **MIN, state=state))
+        (rounding(name), policy(tmp_path, **MIN, state=state))
         for name, state in (("AdamW", "bf16"), ("AdamW", "compact"), ("Lion", "compact"), ("NAdam", "bf16"))
     ]
 

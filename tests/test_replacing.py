@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def taken_later(how: str, chosen: inf.Policy, seam: Seam | None = None, *, early
 
         if early:
             take_second()
-        for step, batch in enumerate(models.token_batches(3)):
+        for step, batch in enumerate(models.token_batches(2)):
             models.loss_of(model, batch).backward()
             models.loss_of(model, batch).backward()
             if step == 0 and not early:
@@ -205,7 +206,7 @@ def test_spilled_gradients_of_many_chunks_keep_their_bits(now: Format, backend: 
 
 
 def accumulated(chosen: inf.Policy, seam: Seam | None = None, prepare: Any = None) -> Placed:
-    """Two steps without accumulation, then three with it. `prepare(handle)` is called before gradients are given memory."""
+    """Two steps without accumulation, then two with it. `prepare(handle)` is called before gradients are given memory."""
     result = Placed()
     with harness.one_thread():
         model = offload(models.make(deep), chosen, _seam=seam)
@@ -216,8 +217,8 @@ def accumulated(chosen: inf.Policy, seam: Seam | None = None, prepare: Any = Non
             with handle.no_sync():
                 pass
 
-        batches = iter(models.token_batches(8))
-        for step in range(5):
+        batches = iter(models.token_batches(6))
+        for step in range(4):
             if step == 1:
                 if prepare is not None:
                     prepare(handle)
@@ -238,9 +239,16 @@ def accumulated_in_ram() -> Placed:
     return accumulated(inf.Policy(update="backward"))
 
 
+@functools.cache
+def requests_meanwhile() -> dict[str, range]:
+    """Of a drive that does not fail, while gradients get memory."""
+    with tempfile.TemporaryDirectory() as directory:
+        return accumulated(policy(Path(directory), ram=between(), update="backward")).requests
+
+
 def test_a_read_that_fails_while_gradients_get_memory_costs_that_call_only(tmp_path: Path) -> None:
     chosen = policy(tmp_path, ram=between(), update="backward")
-    reads = accumulated(chosen).requests["read"]
+    reads = requests_meanwhile()["read"]
     assert len(reads) > 20
     for share in (0.0, 0.3, 0.6, 0.9):
         found = accumulated(chosen, Seam(fault=Fault("read", reads[int(share * len(reads))])))
@@ -251,13 +259,13 @@ def test_a_read_that_fails_while_gradients_get_memory_costs_that_call_only(tmp_p
 def test_a_full_drive_while_gradients_get_memory_costs_that_call_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(handle: Any) -> None:
         space = handle._rest._space
-        reserve = space.reserve
+        reserve = space.reserve_together
 
         def full(_sizes: Any) -> Any:
-            monkeypatch.setattr(space, "reserve", reserve)
+            monkeypatch.setattr(space, "reserve_together", reserve)
             raise SwapFullError("full", path=str(tmp_path), op="allocate")
 
-        monkeypatch.setattr(space, "reserve", full)
+        monkeypatch.setattr(space, "reserve_together", full)
 
     found = accumulated(policy(tmp_path, ram=between(), update="backward"), prepare=fill)
     assert found.failed
@@ -288,7 +296,7 @@ def test_a_write_that_fails_while_gradients_get_memory_is_said_at_every_later_st
 ) -> None:
     """The drive takes no more writes then, so no step can be taken; parameters are whole."""
     chosen = policy(tmp_path, ram=between(), update="backward")
-    writes = accumulated(chosen).requests["write"]
+    writes = requests_meanwhile()["write"]
     assert len(writes) > 20
     result, fault = Placed(), Fault("write", writes[int(share * len(writes))], persistent=persistent)
     with harness.one_thread():

@@ -60,14 +60,14 @@ def test_spilled_gradients_train_as_the_plain_loop(accumulation: int, tmp_path: 
 @pytest.mark.parametrize(
     "training",
     [
-        Training(models.t5, steps=3),
-        Training(models.mixtral, steps=3),
-        Training(models.gpt2, steps=3),
-        Training(models.lora, steps=3),
-        Training(deep, steps=3, checkpointing=True),
-        Training(deep, steps=3, checkpointing=False, groups=True),
-        Training(deep, steps=3, grad_dtype=torch.float32),
-        Training(deep, steps=3, dtype=torch.float32),
+        Training(models.t5, steps=2),
+        Training(models.mixtral, steps=2),
+        Training(models.gpt2, steps=2),
+        Training(models.lora, steps=2),
+        Training(deep, steps=2, checkpointing=True),
+        Training(deep, steps=2, checkpointing=False, groups=True),
+        Training(deep, steps=2, grad_dtype=torch.float32),
+        Training(deep, steps=2, dtype=torch.float32),
     ],
     ids=["t5", "mixtral", "gpt2", "lora", "reentrant", "checkpoints", "fp32 gradients", "fp32"],
 )
@@ -104,19 +104,19 @@ def test_a_micro_batch_moves_each_gradient_there_and_back(accumulation: int, tmp
     """One unit per layer; the states beside them move as ever: all of them once in each direction."""
     training = Training(functools.partial(models.llama, layers=24), accumulation=accumulation)
     short, long = [
-        run(dataclasses.replace(training, steps=steps), tmp_path, unit_bytes_max=1 << 20).stats for steps in (2, 4)
+        run(dataclasses.replace(training, steps=steps), tmp_path, unit_bytes_max=1 << 20).stats for steps in (1, 2)
     ]
     states, grads = short.nvme_bytes, short.spilled_bytes
     window = short.staging_bytes // 3
     assert grads > 12 * window
     read = long.bytes_read - long.params_read_bytes - short.bytes_read + short.params_read_bytes
-    assert long.bytes_written - short.bytes_written == 2 * (states + accumulation * grads)
-    saved = 2 * (states + accumulation * grads) - read  # of what a window still held
-    assert 0 <= saved <= 2 * accumulation * 3 * window
+    assert long.bytes_written - short.bytes_written == states + accumulation * grads
+    saved = (states + accumulation * grads) - read  # of what a window still held
+    assert 0 <= saved <= accumulation * 3 * window
 
 
 def train_in_mode(
-    factory: Any, chosen: inf.Policy, *, steps: int = 4, micro_batches: int = 2, seam: Seam | None = None
+    factory: Any, chosen: inf.Policy, *, steps: int = 3, micro_batches: int = 2, seam: Seam | None = None
 ) -> harness.Result:
     """Several micro-batches a step, all but the last in `no_sync`; clipping by norm needs all gradients, so not here."""
     with harness.one_thread():
@@ -157,7 +157,7 @@ wide = functools.partial(models.llama, layers=8, hidden=288)  # as many layers a
 
 @functools.cache
 def wide_in_ram(update: str) -> harness.Result:
-    return train_in_mode(wide, inf.Policy(update=update, delayed_warmup=1), steps=3, micro_batches=3)
+    return train_in_mode(wide, inf.Policy(update=update, delayed_warmup=1), micro_batches=3)
 
 
 @pytest.mark.parametrize("update", ["deferred", "delayed", "backward"])
@@ -166,7 +166,7 @@ def test_units_of_several_chunks_keep_their_bits_in_every_mode_and_timing(update
     chosen = policy(
         tmp_path, ram=least_in_mode(Training(wide), update, **values), grads="nvme", update=update, delayed_warmup=1, **values
     )
-    spilled = train_in_mode(wide, chosen, steps=3, micro_batches=3, seam=Seam(delay_us_max=1500, seed=len(update)))
+    spilled = train_in_mode(wide, chosen, micro_batches=3, seam=Seam(delay_us_max=1500, seed=len(update)))
     assert spilled.stats.spilled_bytes > spilled.stats.staging_bytes > 3 * 2 * CHUNK_NUMEL  # windows change hands
     harness.assert_equal(spilled, wide_in_ram(update))
 

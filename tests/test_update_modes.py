@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def policy(tmp_path: Path, **values: Any) -> inf.Policy:
     return inf.Policy(**values)
 
 
+@functools.cache
 def reference(training: Training, *, warmup: int | None = None) -> harness.Result:
     """The plain loop; with `warmup`, delayed by one step after so many."""
     with harness.one_thread():
@@ -126,15 +128,15 @@ def test_delays_change_no_bits_of_updates_in_backward(seed: int, backend: str, t
 
 
 VARIANTS = {
-    "accumulation": Training(models.llama, steps=4, accumulation=3, max_norm=None),
-    "gradients in fp32": Training(models.llama, steps=4, accumulation=2, max_norm=None, grad_dtype=torch.float32),
-    "fp32": Training(models.llama, steps=4, accumulation=1, max_norm=None, dtype=torch.float32),
-    "tied": Training(models.gpt2, steps=4, accumulation=2, max_norm=None, groups=False),
-    "checkpointing": Training(models.llama, steps=4, accumulation=2, max_norm=None, checkpointing=False),
-    "reentrant": Training(models.llama, steps=4, accumulation=2, max_norm=None, checkpointing=True),
-    "shared blocks": Training(models.albert, steps=4, accumulation=1, max_norm=None),
-    "encoder and decoder": Training(models.t5, steps=4, accumulation=1, max_norm=None),
-    "experts": Training(models.mixtral, steps=4, accumulation=1, max_norm=None),
+    "accumulation": Training(models.llama, steps=3, accumulation=3, max_norm=None),
+    "gradients in fp32": Training(models.llama, steps=3, accumulation=2, max_norm=None, grad_dtype=torch.float32),
+    "fp32": Training(models.llama, steps=3, accumulation=1, max_norm=None, dtype=torch.float32),
+    "tied": Training(models.gpt2, steps=3, accumulation=2, max_norm=None, groups=False),
+    "checkpointing": Training(models.llama, steps=3, accumulation=2, max_norm=None, checkpointing=False),
+    "reentrant": Training(models.llama, steps=3, accumulation=2, max_norm=None, checkpointing=True),
+    "shared blocks": Training(models.albert, steps=3, accumulation=1, max_norm=None),
+    "encoder and decoder": Training(models.t5, steps=3, accumulation=1, max_norm=None),
+    "experts": Training(models.mixtral, steps=3, accumulation=1, max_norm=None),
 }
 
 

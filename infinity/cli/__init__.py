@@ -1,1 +1,1 @@
-"""The command `infinity`: bench, train, doctor."""
+"""The command `infinity`: bench, train, plan, checkpoint, doctor."""

@@ -1,4 +1,4 @@
-"""The arguments of `infinity train` and `infinity plan`, apart from the code that needs torch."""
+"""The arguments of `infinity train`, `infinity plan` and `infinity checkpoint`, apart from the code that needs torch."""
 
 from __future__ import annotations
 
@@ -70,8 +70,10 @@ def _add_numerics(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--state", choices=("exact", "bf16", "compact"), default="exact", help="encoding of states at rest: 12, 8 "
                        "or 5.1 bytes per bf16 parameter with AdamW (exact)")  # fmt: skip
     group.add_argument("--update", choices=("deferred", "backward", "delayed"), default="deferred", help="deferred: beside the "
-                       "next forward; backward: beside backward, needs --clip 0; delayed: beside the whole next step, which "
-                       "computes with the parameters before it (deferred)")  # fmt: skip
+                       "next forward; backward: beside backward, needs --clip 0 or --generations 2; delayed: beside the whole "
+                       "next step, which computes with the parameters before it (deferred)")  # fmt: skip
+    group.add_argument("--generations", type=int, choices=(1, 2), default=1, help="2 keeps the step before beside the one that "
+                       "is made: twice the room on the drives, and a step that fails is undone (1)")  # fmt: skip
     group.add_argument("--delayed-warmup", type=int, metavar="STEPS", help="steps that --update delayed takes as deferred first "
                        "(40)")  # fmt: skip
 
@@ -130,6 +132,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     job.add_argument("--state", choices=("exact", "bf16", "compact"), default="exact")
     job.add_argument("--update", choices=("deferred", "backward", "delayed"), default="deferred")
+    job.add_argument("--generations", type=int, choices=(1, 2), default=1, help="2: a step is written beside the one before, and "
+                     "undone if it fails; clipping then goes with --update backward, too (1)")  # fmt: skip
+    job.add_argument("--durable", action="store_true", help="after a crash the run goes on from the last step: two generations "
+                     "of everything on the drives, nothing resident")  # fmt: skip
     tiers = ("device", "cpu", "nvme")
     job.add_argument("--params", choices=tiers, default="nvme", help="the lowest tier of parameters (nvme)")
     job.add_argument("--optim", choices=tiers[1:], default="nvme", help="the lowest tier of optimizer states (nvme)")
@@ -141,3 +147,40 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--no-checkpointing", action="store_true", help="keep all activations instead of recomputing them")
     parser.add_argument("--no-changes", action="store_true", help="do not work out what one change would buy")
     parser.add_argument("--json", type=Path, metavar="FILE", help='write everything as JSON, too; "-": to standard output only')
+
+
+CHECKPOINT = (
+    "What lies in checkpoints and durable runs, and what can be done with them without the model: list, verify, export as "
+    "safetensors, rewrite for another number of ranks. Exit status 0: well, 1: damage was found, 2: a mistake, or an error."
+)
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `infinity checkpoint`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    where = "a checkpoint, or the (first) directory of a durable run"
+    listing = actions.add_parser("ls", help="what there is, whole or not", description="Every generation, from its manifests; "
+                                 "states are not read.")  # fmt: skip
+    listing.add_argument("directories", nargs="+", type=Path, metavar="DIR", help=f"{where}, or a directory of such")
+    listing.add_argument("--json", action="store_true", help="as JSON instead, to standard output")
+    verify = actions.add_parser("verify", help="read every byte against its checksums", description="Reads every byte of a "
+                                "generation against its checksums, and names all that is damaged.")  # fmt: skip
+    verify.add_argument("directory", type=Path, metavar="DIR", help=where)
+    verify.add_argument("--json", action="store_true", help="as JSON instead, to standard output")
+    export = actions.add_parser("export", help="safetensors, without the model", description="Writes parameters and persistent "
+                                "buffers as safetensors in the layout of Hugging Face, as inf.export_safetensors does, in "
+                                "constant memory. Configuration and tokenizer are not in a checkpoint: copy them.")  # fmt: skip
+    export.add_argument("directory", type=Path, metavar="DIR", help=where)
+    export.add_argument("out", type=Path, metavar="OUT", help="where the files go; those of an earlier export are replaced")
+    export.add_argument("--masters", action="store_true", help="fp32 masters, where there are such, instead of what computes")
+    export.add_argument("--shard-bytes-max", default="2GiB", metavar="SIZE", help="of one file; a unit stays whole (2GiB)")
+    export.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of floating parameters (their own)")
+    reshard = actions.add_parser("reshard", help="rewrite for another number of ranks", description="Rewrites a checkpoint for "
+                                 "another number of ranks, and in another state format if one is given, in constant memory. "
+                                 "inf.restore does the same as it reads.")  # fmt: skip
+    reshard.add_argument("directory", type=Path, metavar="DIR", help=where)
+    reshard.add_argument("out", type=Path, metavar="OUT", help="a directory without a checkpoint")
+    reshard.add_argument("--world", type=int, required=True, metavar="N", help="ranks")
+    reshard.add_argument("--state", choices=("exact", "bf16", "compact"), help="encoding of the states (as it is)")
+    for action in (verify, export, reshard):
+        action.add_argument("--generation", type=int, metavar="N", help="not the newest (whole) one, but this")

@@ -1,4 +1,4 @@
-"""The command `infinity` and its subcommands: bench, train, plan, doctor. Torch is imported only where it is needed."""
+"""The command `infinity`: bench, train, plan, checkpoint, doctor. Torch is imported only where it is needed."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--dir", action="append", metavar="DIR", help="a directory that shall hold swap; may be repeated")
     plan = commands.add_parser("plan", help="does a model fit, how long is a step, what would help", description=arguments.PLAN)
     arguments.add_plan(plan)
+    checkpoint = commands.add_parser(
+        "checkpoint", help="list, verify, export and reshard checkpoints", description=arguments.CHECKPOINT
+    )
+    arguments.add_checkpoint(checkpoint)
     return parser
 
 
@@ -48,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from infinity.cli.plan import run_plan
 
         return run_plan(options)
+    if options.command == "checkpoint":
+        from infinity.cli.checkpoint import run_checkpoint
+
+        return run_checkpoint(options)
     from infinity.cli.train import run_train
 
     return run_train(options)

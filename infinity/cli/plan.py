@@ -142,7 +142,10 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
     if options.activations == "cpu" and not machine.gpus:
         raise ValueError("--activations cpu with --gpus 0: they are in CPU memory already; use 'nvme', or 'device' (they stay)")
     tiers = {"params": options.params, "optim": options.optim}
-    policy = inf.Policy(**tiers, nvme=["."], resident=parse_resident(options.resident))  # checks and parses
+    policy = inf.Policy(  # checks and parses
+        **tiers, nvme=["."], resident=parse_resident(options.resident), update=options.update, generations=options.generations,
+        durable=options.durable,
+    )  # fmt: skip
     job = Job(
         tokens=options.tokens_per_step,
         sequence=sequence,
@@ -156,6 +159,8 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         resident={kind: part for kind, part in (policy.resident or {}).items() if not isinstance(part, str)} or None,
         grad_dtype=getattr(torch, options.grad_dtype) if options.grad_dtype else None,
         checkpointing=not options.no_checkpointing,
+        generations=policy.generations,
+        durable=options.durable,
     )
     if options.micro_batches is not None:
         return job

@@ -28,7 +28,8 @@ def show_plan(console: Console, shape: ModelShape, found: Prediction, changes: S
         f"{format_size(shape.largest_unit_bytes)}; {job.tokens:,} tokens per step in {_batches(job.micro_batches)} of "
         f"{job.micro_batch_tokens(machine.ranks):,} tokens on each of {machine.ranks} "
         f"{'GPU' if machine.gpus else 'CPU'}{'s' if machine.ranks > 1 else ''}, sequences of {job.sequence:,}, "
-        f"{'checkpointed' if job.checkpointing else 'not checkpointed'}; state {job.state}, update {job.update}",
+        f"{'checkpointed' if job.checkpointing else 'not checkpointed'}; state {job.state}, update {job.update}"
+        f"{', durable' if job.durable else ', two generations' if job.generations > 1 else ''}",
         highlight=False,
     )
     if found.fits:

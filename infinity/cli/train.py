@@ -76,10 +76,10 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must not be negative")
 
 
-    if options.update == "backward" and options.clip:
+    if options.update == "backward" and options.clip and options.generations == 1:
         raise ValueError(
             f"--clip {options.clip:g} needs the norm of all gradients, and --update backward has applied the first before the "
-            "last is known; give --clip 0, or another --update"
+            "last is known; give --clip 0, --generations 2, or another --update"
         )
     if options.delayed_warmup is not None and options.update != "delayed":
         raise ValueError(f"--delayed-warmup {options.delayed_warmup} has a meaning for --update delayed only; leave it out")
@@ -102,6 +102,7 @@ def policy_of(options: argparse.Namespace) -> inf.Policy:
         resident=parse_resident(options.resident),
         state=options.state,
         update=options.update,
+        generations=options.generations,
         delayed_warmup=40 if options.delayed_warmup is None else options.delayed_warmup,
         seed=options.seed,
         io_backend=options.io_backend,

@@ -28,6 +28,14 @@ class Comm:
         self.world = dist.get_world_size() if live else 1
         self.rank = dist.get_rank() if live else 0
         self._reduce_dtype = reduce_dtype
+        self._group: Any = None
+
+    def aside(self) -> Comm:
+        """The same ranks in a group of their own, whose collectives another thread may call. Blocks; all ranks ask at once."""
+        other = Comm(reduce_dtype=self._reduce_dtype)
+        if self.world > 1:
+            other._group = dist.new_group(backend="gloo")
+        return other
 
     def all_gather(self, flat: torch.Tensor, shard_numel: int) -> None:
         """Complete `flat` [world * shard_numel] in place from the shards that the ranks hold in it. Blocks."""
@@ -64,7 +72,7 @@ class Comm:
             return values
         mine = torch.tensor(values, dtype=torch.float64)
         everyone = torch.empty(self.world * len(values), dtype=torch.float64)
-        _all_gather(everyone, mine)
+        _all_gather(everyone, mine, group=self._group)
         total = torch.zeros(len(values), dtype=torch.float64)
         for row in everyone.view(self.world, -1):
             total += row
@@ -75,10 +83,10 @@ class Comm:
         if self.world == 1 or not flags:
             return list(flags)
         mine = torch.tensor(list(flags), dtype=torch.uint8)
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group)
         return [bool(flag) for flag in mine]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world > 1:
-            dist.barrier()
+            dist.barrier(group=self._group)

@@ -11,6 +11,7 @@ one contiguous write. Parameters start at multiples of QUANT_GROUP elements: no 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from infinity.aio.plan import (
     ALIGNMENT_BYTES,
@@ -82,6 +83,17 @@ class FlatLayout:
         if high <= low:
             return (0, 0, 0)
         return (low - rank * self.shard_numel, low - self.offsets[index], high - low)
+
+    def spans(self, index: int, rank: int) -> Iterator[tuple[int, int, int, int]]:
+        """The parts of parameter `index` in the chunks of a rank's shard, in order: (chunk, start in it, start in the parameter,
+        elements)."""
+        start, element, numel = self.shard_range(index, rank)
+        at, end = start, start + numel
+        while at < end:
+            chunk = at // self.chunk_numel
+            count = min((chunk + 1) * self.chunk_numel, end) - at
+            yield chunk, at - chunk * self.chunk_numel, element + at - start, count
+            at += count
 
 
 def plan_flat(

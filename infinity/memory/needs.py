@@ -20,6 +20,7 @@ class FlatNeed:
     held: an optimizer writes its sections every step. shadow_bytes: a second `hi` in RAM (update="delayed").
     spill_format: the format with a `grad` section, for gradients that may spill; None: they may not. Such gradients take
         `window_bytes` of RAM in a staging window while backward fills them.
+    versions: how often its states rest, each time on the same tier; gradients rest once.
     """
 
     layout: FlatLayout
@@ -30,6 +31,7 @@ class FlatNeed:
     shadow_bytes: int = 0
     spill_format: Format | None = None
     window_bytes: int = 0
+    versions: int = 1
 
     @functools.cached_property
     def numels(self) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ per byte. `hi` goes before the rest, and that also makes the remaining requests 
 are the small ones (768 KiB of a 4.5 MiB chunk), go away, and `lo` and the moments of the chunk stay one run of 3.75 MiB.
 Sections of equal value go in together, by whole chunks.
 
+With two generations a resident section is held twice, and a byte of RAM saves half as much.
+
 Within a class chunks are taken in the van der Corput order of their positions, so that any prefix of it is spread evenly:
 no stretch of the forward is all NVMe. Taking a prefix, and stopping at the first that does not fit, makes the sets of
 two budgets nested: more RAM never moves more bytes.
@@ -38,6 +40,17 @@ __all__ = ["FlatNeed", "Load", "Plan", "chunk_bytes", "plan_placement", "step_by
 # of parameters alone (see bench/README.md). More gained nothing; a budget's bytes are worth more as resident sections.
 LARGE_COUNT = 8
 SMALL_COUNT = 16
+
+# What RAM holds under a plan: the fields of `Plan` (and of Stats) that add up to `ram_bytes`, and what people call them.
+RAM_PARTS = {
+    "pool_bytes": "pools",
+    "grad_bytes": "gradients",
+    "staging_bytes": "windows of spilled gradients",
+    "shadow_bytes": "parameters of the step before",
+    "resident_bytes": "resident states",
+    "sums_bytes": "checksums",
+    "scratch_bytes": "scratch",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,15 +91,22 @@ class Plan:
     @property
     def ram_bytes(self) -> int:
         """Everything that this plan holds in RAM."""
-        return (
-            self.pool_bytes + self.sums_bytes + self.grad_bytes + self.staging_bytes + self.shadow_bytes + self.resident_bytes
-            + self.scratch_bytes
-        )  # fmt: skip
+        return sum(self.ram_parts.values())
+
+    @property
+    def ram_parts(self) -> dict[str, int]:
+        """The parts of `ram_bytes` that are not zero, by name."""
+        return name_parts(self)
 
     @property
     def spilled(self) -> tuple[bool, ...]:
         """Which flats' gradients spill."""
         return tuple(bool(each.grad) for each in self.formats)
+
+
+def name_parts(holder: object) -> dict[str, int]:
+    """The bytes of `RAM_PARTS` that `holder` (a Plan, or Stats) has, without those that are zero, by name."""
+    return {name: size for field, name in RAM_PARTS.items() if (size := getattr(holder, field))}
 
 
 def step_bytes(needs: Sequence[FlatNeed], plan: Plan, load: Load = Load()) -> tuple[int, int]:  # noqa: B008 - frozen
@@ -234,7 +254,8 @@ class _Layout:
             bits = sum(1 << section for section in range(len(need.sections)) if wanted(need, section))
             for chunk, mask in enumerate(row):
                 if mask & bits:
-                    found.append((flat, chunk, mask & bits, chunk_bytes(need, chunk, mask & bits)))
+                    size = need.versions * chunk_bytes(need, chunk, mask & bits)
+                    found.append((flat, chunk, mask & bits, size))
         return found
 
     @staticmethod
@@ -250,29 +271,29 @@ class _Layout:
         return used, True
 
     def _fixed_bytes(self) -> dict[str, int]:
-        """What no budget can leave out, by name."""
+        """What no budget can leave out, by the field of `RAM_PARTS`."""
         return {
-            "pinned pools": sum(count * size for count, size in zip(self._counts, self._slots, strict=True)),
-            "gradients": sum(need.grad_bytes for need in self._needs),
-            "windows for spilled gradients": self.staging_bytes,
-            "parameters of the step before": sum(need.shadow_bytes for need in self._needs),
-            "states that the chosen tiers keep in RAM": self._resident_bytes(self._masks),
-            "checksums": sum(_sums_bytes(need) for need in self._needs),
-            "scratch for norms": self._given.scratch_bytes,
+            "pool_bytes": sum(count * size for count, size in zip(self._counts, self._slots, strict=True)),
+            "grad_bytes": sum(need.grad_bytes for need in self._needs),
+            "staging_bytes": self.staging_bytes,
+            "shadow_bytes": sum(need.shadow_bytes for need in self._needs),
+            "resident_bytes": self._resident_bytes(self._masks),
+            "sums_bytes": sum(_sums_bytes(need) for need in self._needs),
+            "scratch_bytes": self._given.scratch_bytes,
         }
 
     def _resident_bytes(self, masks: list[list[int]]) -> int:
         return sum(
-            chunk_bytes(need, chunk, ~mask)
+            need.versions * chunk_bytes(need, chunk, ~mask)
             for need, row in zip(self._needs, masks, strict=True)
             for chunk, mask in enumerate(row)
         )
 
     def _worth(self, need: FlatNeed, section: int) -> float:
-        """What a resident byte of a section saves per step, in time."""
+        """What a byte of RAM that holds a section, in all its versions, saves per step, in time."""
         reads, writes = traffic(need, section, self._given.load)
         read, write = self._given.load.bandwidths
-        return reads / read + writes / write
+        return (reads / read + writes / write) / need.versions
 
     def _grad_worth(self) -> float:
         """What a byte of gradients in RAM saves per step."""
@@ -305,9 +326,9 @@ class _Layout:
         if whole is not None and whole.ram_bytes <= ram_bytes:
             return dataclasses.replace(whole, min_bytes=unspilled_least)
         if ram_bytes < self.least:
-            parts = ", ".join(f"{name} {format_size(size)}" for name, size in self._fixed.items() if size)
+            parts = ", ".join(f"{RAM_PARTS[field]} {format_size(size)}" for field, size in self._fixed.items() if size)
             if self.smallest < self.least:
-                parts = "gradients and all states in RAM, which takes no pinned pools"
+                parts = "gradients and all states in RAM, which takes no pools"
             held = self._given.held_bytes
             least = self.smallest + held
             raise BudgetError(
@@ -348,7 +369,7 @@ class _Layout:
         needs = self._needs
         small, large = slots
         nvme = sum(
-            chunk_bytes(need, chunk, mask & ~need.grad_mask())
+            need.versions * chunk_bytes(need, chunk, mask & ~need.grad_mask())
             for need, row in zip(needs, masks, strict=True)
             for chunk, mask in enumerate(row)
         )
@@ -359,12 +380,12 @@ class _Layout:
             small_bytes=small,
             large_count=self._counts[1] if large else 0,
             large_bytes=large,
-            sums_bytes=self._fixed["checksums"],
-            grad_bytes=self._fixed["gradients"],
+            sums_bytes=self._fixed["sums_bytes"],
+            grad_bytes=self._fixed["grad_bytes"],
             spilled_bytes=self._spilled_bytes,
             window_count=self._windows[0],
             window_bytes=self._windows[1],
-            shadow_bytes=self._fixed["parameters of the step before"],
+            shadow_bytes=self._fixed["shadow_bytes"],
             resident_bytes=self._resident_bytes(masks),
             nvme_bytes=nvme,
             scratch_bytes=self._given.scratch_bytes,
@@ -377,4 +398,4 @@ def _of_kind(kind: str) -> Callable[[FlatNeed, int], bool]:
 
 
 def _sums_bytes(need: FlatNeed) -> int:
-    return sum(4 * len(need.sections) * piece_count(numel) for numel in need.numels)
+    return need.versions * sum(4 * len(need.sections) * piece_count(numel) for numel in need.numels)

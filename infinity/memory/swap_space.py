@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from infinity.aio.extents import ExtentAllocator
 from infinity.aio.swap_file import SwapFile
@@ -20,11 +21,19 @@ _UNIT = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Bytes [offset, offset + size) of the swap file of one drive."""
+    """Bytes [offset, offset + size) of a swap file of one drive, the one of `layer`."""
 
     drive: int
     offset: int
     size_bytes: int
+    layer: int = 0
+
+
+class Want(NamedTuple):
+    """So many bytes in a file of `layer`; 0: none."""
+
+    size_bytes: int
+    layer: int = 0
 
 
 class Turns:
@@ -57,15 +66,17 @@ class Turns:
 
 
 class SwapSpace:
-    """Swap files in `directories`, one each, and what of them is in use.
+    """Swap files in `directories`, and what of them is in use: in layers of one file on each drive.
 
-    Ephemeral: the files have no name, so nothing stays behind however the process ends.
+    Layer 0 is ephemeral: its files have no name, so nothing stays behind however the process ends. Others are added, as files
+    that their owner made; a layer's number is that of its files in an executor.
     shares: what part of the bytes each drive gets, in any unit (None: the same); set before the first `reserve`.
     Raises: what SwapFile raises for a directory that is missing, read-only, full or on tmpfs.
     """
 
     def __init__(self, directories: Sequence[Path], shares: Sequence[float] | None = None) -> None:
-        self.files: list[SwapFile] = []
+        self.layers: list[list[SwapFile]] = [[]]
+        self._frozen: set[int] = set()
         try:
             for directory in directories:
                 self.files.append(SwapFile.create(directory))
@@ -75,7 +86,31 @@ class SwapSpace:
         except BaseException:
             self.close()
             raise
-        self._extents = ExtentAllocator(max(len(self.files), 1))
+        self._extents = [ExtentAllocator(max(len(self.files), 1))]
+
+    @property
+    def files(self) -> list[SwapFile]:
+        """The files of layer 0, by drive."""
+        return self.layers[0]
+
+    def add_layer(self, files: Sequence[SwapFile]) -> int:
+        """A new layer of empty files, one on each drive, which are closed with the others. Returns its number."""
+        assert len(files) == len(self.files)
+        layer = next((index for index, held in enumerate(self.layers) if index and not held), len(self.layers))
+        self.layers[layer:] = [list(files), *self.layers[layer + 1 :]]
+        self._extents[layer:] = [ExtentAllocator(len(files)), *self._extents[layer + 1 :]]
+        return layer
+
+    def freeze_layer(self, layer: int) -> None:
+        """From now on nothing is reserved in a layer, and its files keep what they hold: somebody else has them too."""
+        self._frozen.add(layer)
+
+    def remove_layer(self, layer: int) -> None:
+        """Close the files of a layer in which nobody has a place any more. Its number may be another's then."""
+        for file in self.layers[layer]:
+            file.close()
+        self.layers[layer] = []
+        self._frozen.discard(layer)
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -91,44 +126,90 @@ class SwapSpace:
     @property
     def size_bytes(self) -> int:
         """Bytes preallocated on all drives."""
-        return sum(file.size_bytes for file in self.files)
+        return sum(file.size_bytes for layer in self.layers for file in layer)
 
     def reserve(self, sizes: Sequence[int]) -> list[Place]:
-        """Places for chunks of `sizes` bytes (multiples of 4096), in proportion to the shares; grows the files first.
+        """Places in layer 0 for chunks of `sizes` bytes (multiples of 4096); see `reserve_together`. Raises: SwapFullError."""
+        return [place for group in self.reserve_together([(Want(size),) for size in sizes]) for place in group if place]
+
+    def reserve_together(self, groups: Sequence[Sequence[Want]]) -> list[list[Place | None]]:
+        """Places for what each group wants, on one drive, the drives in proportion to the shares; grows the files first.
 
         Raises: SwapFullError that names the directory and says how much is missing there; then nothing was reserved, and
         no file has grown. Other drives do not take what one has no room for: they would be the slower for it.
         """
-        places: list[Place] = []
-        credits_before, lengths_before = list(self._turns.credits), [file.size_bytes for file in self.files]
+        found: list[list[Place | None]] = []
+        credits_before = list(self._turns.credits)
+        lengths_before = [[file.size_bytes for file in files] for files in self.layers]
         try:
-            for size in sizes:
-                drive, offset = self._extents.allocate(size, drive=self._turns.take(size))
-                places.append(Place(drive, offset, size))
-            for drive, file in enumerate(self.files):
-                file.grow(self._extents.file_bytes(drive))
+            for wants in groups:
+                drive = self._turns.take(max(want.size_bytes for want in wants))
+                found.append([])
+                for want in wants:
+                    found[-1].append(self._allocate(drive, want))
+            self._grow()
         except BaseException:
-            for place in places:
+            for place in (place for group in found for place in group if place):
                 self.free(place)
             self._turns.credits = credits_before
-            for file, length in zip(self.files, lengths_before, strict=True):
-                file.shrink(length)
+            self._shrink(lengths_before)
             raise
-        return places
+        return found
+
+    def reserve_on(self, drives: Sequence[int], wants: Sequence[Want]) -> list[Place]:
+        """A place for each of `wants`, none of 0 bytes, on the drive beside it. Raises: SwapFullError, as `reserve_together`."""
+        found: list[Place] = []
+        lengths = [[file.size_bytes for file in files] for files in self.layers]
+        try:
+            for drive, want in zip(drives, wants, strict=True):
+                place = self._allocate(drive, want)
+                assert place is not None
+                found.append(place)
+            self._grow()
+        except BaseException:
+            for place in found:
+                self.free(place)
+            self._shrink(lengths)
+            raise
+        return found
+
+    def _grow(self) -> None:
+        for files, extents in zip(self.layers, self._extents, strict=True):
+            for drive, file in enumerate(files):
+                file.grow(extents.file_bytes(drive))
+
+    def _shrink(self, lengths: Sequence[Sequence[int]]) -> None:
+        for layer, (files, before) in enumerate(zip(self.layers, lengths, strict=True)):
+            for file, length in zip(files, before, strict=True):
+                if layer not in self._frozen:
+                    file.shrink(length)
+
+    def _allocate(self, drive: int, want: Want) -> Place | None:
+        if not want.size_bytes:
+            return None
+        assert want.layer not in self._frozen, f"layer {want.layer} is somebody else's too"
+        offset = self._extents[want.layer].allocate(want.size_bytes, drive=drive)[1]
+        return Place(drive, offset, want.size_bytes, want.layer)
 
     def free(self, place: Place) -> None:
         """Give a place back; its file keeps its length, for the next."""
-        self._extents.free(place.drive, place.offset)
+        if place.layer not in self._frozen:
+            self._extents[place.layer].free(place.drive, place.offset)
 
     def release(self, places: Sequence[Place]) -> None:
         """Give places back, and to the file system what the files then hold at their ends for nobody."""
         for place in places:
             self.free(place)
-        for drive, file in enumerate(self.files):
-            file.shrink(self._extents.file_bytes(drive))
+        self._shrink(
+            [
+                [extents.file_bytes(drive) for drive in range(len(files))]
+                for files, extents in zip(self.layers, self._extents, strict=True)
+            ]
+        )
 
     def close(self) -> None:
         """Close the files; ephemeral ones vanish. Idempotent."""
-        for file in self.files:
-            file.close()
-        self.files = []
+        for files in self.layers:
+            for file in files:
+                file.close()
+            files.clear()

@@ -8,6 +8,7 @@ parameter); the update itself is the pipeline's. `Elementwise` replaces the last
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -144,6 +145,11 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         for engine, params in added.items():
             self._engines.setdefault(engine, []).extend(params)
 
+    @property
+    def held(self) -> list[Param]:
+        """The parameters that it keeps states for: those of its groups, but what was frozen when they were added."""
+        return [param for params in self._engines.values() for param in params]
+
     def group_of(self, param: Param) -> dict[str, Any]:
         """The parameter's group as it is now."""
         return self._groups[param]
@@ -174,6 +180,19 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         self.take_groups()
         # All engines are asked before any is told: a step happens to every model, or to none.
         live: dict[StepEngine, list[Param]] = {}
+        goes_on = False
+        try:
+            goes_on = self._ask_all(live)
+        finally:
+            if not goes_on:
+                for engine in self._engines:
+                    engine.pipeline.drop()
+        if goes_on:
+            self._update_all(live)
+        return loss
+
+    def _ask_all(self, live: dict[StepEngine, list[Param]]) -> bool:
+        """Whether the step happens; `live` gets the parameters of each engine that have a gradient."""
         goes_on = True
         for engine, params in self._engines.items():
             engine.check_open()
@@ -182,35 +201,46 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             bad = engine.pipeline.check_finite(live[engine])
             goes_on = refuse_nonfinite(bad, engine.on_nonfinite) and goes_on
             if live[engine]:
-                engine.pipeline.wait()
-        if goes_on:
-            self._update_all(live)
-        return loss
+                engine.pipeline.begin()
+        return goes_on
 
     def work_of(self, params: Sequence[Param]) -> list[Work]:
         """The updates of these parameters with the gradients that they have now; their step counts advance.
 
         Raises: what a hyper-parameter that is no number makes; then no count has advanced.
         """
+        work, states = self.preview(params)
+        for param, state in zip(params, states, strict=True):
+            self.state[param.at_rest].update(state)
+        return work
+
+    def preview(self, params: Sequence[Param]) -> tuple[list[Work], list[dict[str, Any]]]:
+        """What `work_of` would give now, and each parameter's state with its count advanced. Changes nothing."""
         work, states = [], []
         for param in params:
             assert param.grad is not None
             state = {**self.state[param.at_rest]}
             state["step"] = state.get("step", 0) + 1
-            row = self.hyper(param, state, param.grad.log)
+            log = [entry for entry in param.grad.log if entry[1] != 1.0]  # of clipping that had nothing to clip
+            row = self.hyper(param, state, log)
             row["key"] = rounding_key(engine_of(param).policy.seed, state["step"], param.name)
             work.append(Work(param, row))
             states.append(state)
-        for param, state in zip(params, states, strict=True):
-            self.state[param.at_rest].update(state)
-        return work
+        return work, states
 
     def _update_all(self, live: dict[StepEngine, list[Param]]) -> None:
         """Update these parameters of each engine; all have finite gradients, and no update is pending."""
-        work = self.work_of([param for params in live.values() for param in params])
+        before = {param: dict(self.state[param.at_rest]) for params in live.values() for param in params}
+        work = self.work_of(list(before))
         for engine, params in live.items():
             held = set(params)
+            if engine.pipeline.transaction is not None:
+                engine.pipeline.transaction.counted(functools.partial(self._uncount, {param: before[param] for param in params}))
             engine.pipeline.submit([item for item in work if item.param in held], optimizer=self)
+
+    def _uncount(self, before: Mapping[Param, dict[str, Any]]) -> None:
+        for param, state in before.items():
+            self.state[param.at_rest] = state
 
     def take_groups(self) -> None:
         """Find each parameter's group anew: trainers replace and rearrange `param_groups`."""

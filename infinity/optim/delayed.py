@@ -52,7 +52,7 @@ class DelayedUpdates:
         self._shadow = shadow
         self._gradients = gradients
         self._warmup = warmup
-        self._taken = 0  # steps that updated something
+        self.taken = 0  # steps that updated something
         self._spare: dict[Param, torch.Tensor] = {}
         self._deferred = pipeline.submit_all
         pipeline.submit_all = self._submit
@@ -71,8 +71,8 @@ class DelayedUpdates:
         """The updates before have ended: `Pipeline.submit` has waited for them."""
         if not by_unit:
             return
-        self._taken += 1
-        if self._taken <= self._warmup:
+        self.taken += 1
+        if self.taken <= self._warmup:
             self._deferred(by_unit)
             return
         self._shadow.active = True
@@ -88,7 +88,7 @@ class DelayedUpdates:
             self._shadow.outdated(unit)
             for param in work:
                 assert param.grad is not None
-                param.grad.before_mutation = self._swaps(param)
+                param.grad.before_mutation = self._swaps(param) if param.grad.home is None else None
 
     def _swaps(self, param: Param) -> Callable[[], None]:
         """A function that gives the parameter's slot the other memory: the update reads the one that it has."""

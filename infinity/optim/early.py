@@ -24,7 +24,7 @@ from infinity.aio import Ticket
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid
 from infinity.ops.finite import all_finite
 from infinity.optim.plans import Work
-from infinity.optim.step import Pipeline, waits_for
+from infinity.optim.step import Pipeline, guard
 from infinity.params.drain import Drain
 from infinity.params.residency import UnitResidency
 from infinity.params.schedule import Phase
@@ -43,6 +43,9 @@ class Holder(Protocol):
 
     def take_groups(self) -> None:
         """A step begins: find each parameter's group anew."""
+
+    def preview(self, params: Sequence[Param]) -> tuple[list[Work], list[dict[str, Any]]]:
+        """The work of a step that would be taken now, and the states it would leave. Changes nothing."""
 
     def work_of(self, params: Sequence[Param]) -> list[Work]:
         """The work of the step that is being taken for these parameters; counts it in their step numbers."""
@@ -95,6 +98,11 @@ class EarlyUpdates:
         residency.on_reset = self._reset
         pipeline.submit_all = self._end_step
         pipeline.before_step = self._check_whole
+
+    @property
+    def half_done(self) -> bool:
+        """Whether backward has updated something that no step has counted yet."""
+        return bool(self._taken)
 
     def close(self) -> None:
         """Let go of gradients that updates have read. Nothing may be pending."""
@@ -182,7 +190,7 @@ class EarlyUpdates:
         for param in ready:
             assert param.grad is not None
             if param.grad.state is SlotState.HELD:
-                param.grad.before_mutation = waits_for(ticket)
+                guard([param], ticket)
                 param.grad.consume()
         self._residency.updated(unit, ticket, in_place=in_place)
         self._make_room()

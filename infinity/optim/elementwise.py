@@ -26,7 +26,7 @@ from infinity.optim.base import LogEntry, Optimizer, StepEngine
 from infinity.optim.probe import Traits, defaults_of, make_group, probe
 from infinity.optim.state import decode_values, encode_values, span_sections
 from infinity.optim.step import half_done
-from infinity.params.rest import FlatRest
+from infinity.params.flat_rest import FlatRest
 from infinity.params.stage import Span, Stage, spans_of
 from infinity.params.unit import Flat, Param
 
@@ -176,9 +176,8 @@ class Elementwise(Optimizer):
         try:
             self._run(engine, turns, numbers)
         except AioError as error:
-            fault = half_done(error)
-            engine.pipeline.fail(fault)
-            raise fault from error
+            engine.pipeline.fail(half_done(error))
+            engine.pipeline.raise_fault()
         except BaseException as error:  # Ctrl-C, or the class's own error
             engine.pipeline.fail(half_done(error))
             raise
@@ -188,7 +187,7 @@ class Elementwise(Optimizer):
             if number.after is None:  # this rank holds none of it: the numbers go on all the same
                 self._step(param, torch.zeros(1), torch.zeros(1), [torch.zeros(1) for _ in self.moments_of(param)], number)
             state["numbers"] = number.after
-        engine.pipeline.steps += 1
+        engine.pipeline.stepped()
         engine.residency.prefetch_ahead()
 
     def _run(self, engine: StepEngine, turns: list[_Turn], numbers: dict[Param, _Numbers]) -> None:

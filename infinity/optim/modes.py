@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from infinity.config import Policy
 from infinity.optim.delayed import DelayedUpdates
 from infinity.optim.early import EarlyUpdates, Holder
+from infinity.optim.speculative import Speculation
 from infinity.optim.step import Pipeline
 from infinity.params.drain import Drain
 from infinity.params.gradients import GradientMemory
@@ -38,6 +39,12 @@ class UpdateMode:
         """Micro-batches that are not the last of a step."""
         yield
 
+    def check_whole(self) -> None:
+        """Raise RuntimeError when some parameters of a step are updated and others are not: nothing can be saved or restored."""
+
+    def restored(self, steps: int) -> None:
+        """The states are those after so many steps, of this run or another."""
+
     @property
     def fresh_bytes_peak(self) -> int:
         """The most bytes of gradients that lay outside of the engine's memory at once."""
@@ -64,6 +71,9 @@ class DelayedMode(UpdateMode):
 
     def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:
         self._updates.allocate(flats, spilled)
+
+    def restored(self, steps: int) -> None:
+        self._updates.taken = steps
 
     @property
     def memory_bytes(self) -> int:
@@ -103,12 +113,34 @@ class EarlyMode(UpdateMode):
         finally:
             self._updates.accumulating = before
 
+    def check_whole(self) -> None:
+        if self._updates.half_done:
+            raise RuntimeError(
+                "between backward and opt.step(), with update='backward', some parameters are updated already: save and restore "
+                "after opt.step()"
+            )
+
     @property
     def fresh_bytes_peak(self) -> int:
         return self._updates.fresh_bytes_peak
 
     def close(self) -> None:
         self._updates.close()
+
+
+class SpeculativeMode(UpdateMode):
+    """update="backward" with two generations. Gradients wait, as with update="deferred"."""
+
+    def __init__(self, updates: Speculation) -> None:
+        self._updates = updates
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._updates.accumulating = self._updates.accumulating, True
+        try:
+            yield
+        finally:
+            self._updates.accumulating = before
 
 
 def open_mode(
@@ -126,6 +158,16 @@ def open_mode(
     """The mode that the policy names, wired to the engine's parts."""
     if policy.update == "delayed":
         return DelayedMode(policy, units, pipeline, residency, rest, rank)
+    if policy.update == "backward" and pipeline.transaction is not None:
+        return SpeculativeMode(
+            Speculation(
+                pipeline=pipeline,
+                transaction=pipeline.transaction,
+                residency=residency,
+                drain=drain,
+                holder_of=holder_of,
+            )
+        )
     if policy.update == "backward":
         updates = EarlyUpdates(
             units,

@@ -82,13 +82,19 @@ class States:
         """Set the master or a moment, rounded to what the format holds. tensor: [param.shape], any floating dtype.
 
         Other states keep their bits. A master is what the next step computes with, in every update mode. On several ranks all
-        pass the same tensor. Raises: RuntimeError while the unit is in use.
+        pass the same tensor. Raises: RuntimeError while the unit is in use; ValueError for a second moment below zero, of which
+        8 bits hold no sign.
         """
         self._wait()
         if param.unit.refs:
             raise RuntimeError(f"{param.name} is in use; write its states outside of forward, backward and handle.gather()")
         rest = self.rest[param.flat]
         wanted = tensor.detach().to("cpu", torch.float32).reshape(-1)
+        if rest.format.moments is Moments.Q8 and value == 2 and bool((wanted < 0).any()):
+            raise ValueError(
+                f"the second moment of {param.name} is a mean of squares, and some of the values given are below zero (the least "
+                f"is {wanted.min():.3g}): state='compact' holds it without a sign; clamp them to 0"
+            )
         if value == 0:
             self.touch(param)
         stage = Stage(self.rest)

@@ -13,13 +13,14 @@ its ticket is done: whoever wants to change it earlier waits (`GradSlot.before_m
 That is update="deferred". `infinity.optim.early` and `infinity.optim.delayed` submit at other times.
 
 A fault in the background is sticky: it is raised by the next call that meets the engine. Which parameters it left
-half written the executor knows per chunk, and refuses to read them.
+half written the executor knows per chunk, and refuses to read them. With two generations the step is undone instead
+(`infinity.optim.transaction`), and the next call raises once; but not on several ranks, of which the others do not know.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,9 @@ from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.aio.executor import MASK_GIVEN
 from infinity.aio.plan import JobKind
 from infinity.comm.collectives import Comm
-from infinity.errors import AioError, NonFiniteGradient, StateInvalid
+from infinity.errors import AioError, NonFiniteGradient, StateInvalid, StepUndone
 from infinity.optim.plans import FlatPlan, Work, plan_flat, plan_unit
+from infinity.optim.transaction import Transaction
 from infinity.params.residency import UnitResidency
 from infinity.params.rest import Rest
 from infinity.params.schedule import Phase
@@ -59,10 +61,16 @@ class Pipeline:
         self._pending: list[Ticket] = []
         self._pending_max = PENDING_MIN
         self._fault: Exception | None = None
+        self._final = False  # and no rollback mends it
         self.update_wait_s = 0.0
         self.steps = 0
         self.on_step: Callable[[int], object] = lambda _steps: None  # told the steps before each one
         self.stepping: Any = None  # the optimizer whose step is being submitted
+        self.transaction: Transaction | None = None
+        self.withdraw: Callable[[], None] = lambda: None  # takes back updates that ran ahead of their step
+        self.on_undo: Callable[[], None] = lambda: None
+        self.updates_ahead = self.updates_withdrawn = 0  # units updated ahead of their step, and kept or not
+        self.begun = False  # updates of the step that comes were submitted
         self.before_step: Callable[[], None] = lambda: None  # raises when no step can be taken now
         self.submit_all: Callable[[dict[Unit, dict[Param, Work]]], None] = self._submit_deferred
         # The first updates after a backward are those that the next forward wants first.
@@ -82,12 +90,20 @@ class Pipeline:
                 if ticket.failed:
                     self._record_fault(ticket)
                     break
-        if self._fault is not None:
-            raise self._fault
+        fault = self._fault
+        if fault is not None and self.transaction is not None and self._comm.world == 1 and not self._final:
+            self._fault, self.begun = None, False
+            self._pending.clear()
+            self.on_undo()
+            fault = self.transaction.undo(fault.__cause__ or fault)
+            self._residency.updates_ended()
+        if fault is not None:
+            raise fault
 
-    def fail(self, fault: StateInvalid) -> None:
-        """Make `fault` what every later call raises."""
+    def fail(self, fault: StateInvalid, *, final: bool = False) -> None:
+        """Make `fault` what every later call raises; with two generations, unless it is `final`, what the next one undoes."""
         self._fault = self._fault or fault
+        self._final = self._final or final
 
     def _record_fault(self, ticket: Ticket) -> None:
         try:
@@ -101,7 +117,31 @@ class Pipeline:
             self._fault = fault
 
     def wait(self) -> None:
-        """Block until no update is pending. Raises the sticky fault."""
+        """Block until no update is pending, and none has run ahead of its step. Raises the sticky fault."""
+        self.withdraw()
+        self._finish()
+
+    def begin(self) -> None:
+        """The updates of a step come now, and none before it is pending any more. Blocks for those. Raises the sticky fault."""
+        if self.begun:
+            self.raise_fault()
+            return
+        self._finish()
+        if self.transaction is not None:
+            self.transaction.begin()
+            self.begun = True
+
+    def settle(self) -> None:
+        """Of a durable run: commit the last step now. Nothing may be pending, or ahead. Blocks; collective."""
+        if self.transaction is not None:
+            self.transaction.settle()
+
+    def drop(self) -> None:
+        """The step that would have come is not taken: what ran ahead of it is taken back."""
+        self.withdraw()
+        self.begun = False
+
+    def _finish(self) -> None:
         start = time.perf_counter()
         for ticket in self._pending:
             try:
@@ -153,7 +193,7 @@ class Pipeline:
         self.check_idle([item.param for item in work])
         self._residency.clock.enter("step")
         if by_unit:
-            self.wait()
+            self.begin()
         else:
             self.raise_fault()
         self.on_step(self.steps)
@@ -161,14 +201,31 @@ class Pipeline:
         try:
             self.submit_all(by_unit)
         except BaseException as error:
-            if by_unit:
+            if by_unit and not isinstance(error, StepUndone):
                 self.fail(half_done(error))
             raise
         finally:
             self.stepping = None
-        self.steps += 1
+        self.stepped()
         self._residency.prefetch_ahead()
         self._residency.clock.enter("idle")
+
+    def stepped(self) -> None:
+        """A step was taken: count it."""
+        self.begun = False
+        if self.transaction is not None:
+            self.transaction.counted(self._uncount)
+        self.steps += 1
+        if self.transaction is not None:
+            self.transaction.stepped()
+
+    @property
+    def steps_undone(self) -> int:
+        """Steps that a fault undid."""
+        return self.transaction.undone_steps if self.transaction is not None else 0
+
+    def _uncount(self) -> None:
+        self.steps -= 1
 
     def next_order(self, units: Sequence[Unit]) -> list[Unit]:
         """Units in the order of the next training forward, then those that it does not use."""
@@ -182,9 +239,7 @@ class Pipeline:
             work = by_unit[unit]
             gate = self._executor.gate()
             ticket = self.start(unit, work, slot_gradients(work), gate=gate)
-            for param in work:
-                assert param.grad is not None
-                param.grad.before_mutation = waits_for(ticket)
+            guard(work, ticket)
             self._residency.hand_over(unit, ticket, gate)
 
     def read_ahead(self, phase: Phase, *, given: bool) -> None:
@@ -220,11 +275,13 @@ class Pipeline:
         gate: Gate | None = None,
         targets: Sequence[int] = (),
     ) -> Ticket:
-        """Submit the update of one unit. Does not block. May raise the sticky fault of an earlier one, and then submits nothing.
+        """Submit the update of one unit. Does not block, except while a save has yet to read its states. May raise the sticky
+        fault of an earlier one, and then submits nothing.
 
         gate: holds it back, and gives the addresses of the unit's flats. Without a gate, `targets` may give them: the flats
         hold the unit's parameters, which are taken from there and replaced.
         """
+        self._rest.will_write(unit.flats)
         plan = plan_unit(unit, self._plans, work, gradients)
         jobs = plan.jobs
         if gate is None:
@@ -264,6 +321,14 @@ def waits_for(ticket: Ticket) -> Callable[[], None]:
                 return  # sticky: Pipeline.raise_fault finds the failed ticket
 
     return wait
+
+
+def guard(params: Iterable[Param], ticket: Ticket) -> None:
+    """Let whoever changes gradients of these parameters wait for the update that reads them; not for spilled ones, which it
+    reads elsewhere."""
+    for param in params:
+        assert param.grad is not None
+        param.grad.before_mutation = waits_for(ticket) if param.grad.home is None else None
 
 
 def half_done(error: BaseException) -> StateInvalid:

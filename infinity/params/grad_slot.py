@@ -55,7 +55,7 @@ class GradSlot:
     `tensor` is the slot's storage, 1-D CPU, of the gradient dtype: this rank's part of the parameter (all of it on
     one rank, nothing where the shard holds none). `before_mutation`, if set, is called before `tensor` is written; the
     pipeline uses it to let a pending update read the gradient first. `home`, if set, has the values instead: `tensor` asks it
-    each time, and nobody waits for updates, which read elsewhere.
+    each time; pending updates of a step read elsewhere, and nobody waits for them.
     """
 
     stand_in: torch.Tensor  # what `p.grad` is while the slot holds a gradient
@@ -290,10 +290,10 @@ class GradSlot:
             )
 
     def _will_mutate(self) -> None:
+        if self.before_mutation is not None:
+            self.before_mutation()
         if self.home is not None:
             self.home.bring_to_write(self)
-        elif self.before_mutation is not None:
-            self.before_mutation()
 
     def _bake(self) -> None:
         """Replay the log on the storage: in fp32, then rounded to the slot's dtype."""
@@ -349,6 +349,11 @@ class SlotBook:
     def reserve(self) -> None:
         """Allocate the scratch, so that no step does."""
         self._scratch = torch.empty(self.scratch_bytes // 4, dtype=torch.float32)
+
+    def release(self) -> None:
+        """Free the scratch; a norm that is asked for later takes what it needs."""
+        with self.scratch_lock:
+            self._scratch = torch.empty(0, dtype=torch.float32)
 
     def scratch(self, numel: int) -> torch.Tensor:
         """The first `numel` elements of the scratch; hold `scratch_lock`."""

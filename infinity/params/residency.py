@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -31,7 +31,6 @@ from infinity.params.passes import Passes
 from infinity.params.rest import Rest
 from infinity.params.schedule import AHEAD_MAX, NEVER, Phase, Schedule
 from infinity.params.shadow import Shadow
-from infinity.params.stand_in import GradSlot
 from infinity.params.unit import Flat, Param, Unit
 from infinity.telemetry import Marks, PhaseClock, Timeline
 
@@ -82,6 +81,7 @@ class UnitResidency:
         self.gathered_bytes_max = (AHEAD + 1) * max((unit.size_bytes for unit in units), default=0)
         self._updates: dict[Unit, PendingUpdate] = {}
         self.passes = Passes()
+        self.use_left, self.slot = self.passes.use_left, gradients.slot
         self._current: Unit | None = None  # being demanded: nobody holds it yet, and it must not go
         self.shadow: Shadow | None = None  # update="delayed": the parameters that compute
         self._newest: set[Unit] = set()  # gathered from rest although the shadow computes
@@ -318,10 +318,6 @@ class UnitResidency:
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
-    def slot(self, param: Param) -> GradSlot:
-        """See `Drain.slot`."""
-        return self.gradients.slot(param)
-
     def drain(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]."""
         self.gradients.drain(param, grad)
@@ -329,10 +325,6 @@ class UnitResidency:
     def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
         """Make `grad` [param.shape] the parameter's whole gradient."""
         self.gradients.assign(param, grad)
-
-    def use_left(self, unit: Unit) -> None:
-        """See `Passes.use_left`."""
-        self.passes.use_left(unit)
 
     def unit_done(self, unit: Unit) -> None:
         """A Use of the unit has ended; its gradients are reduced."""
@@ -348,7 +340,6 @@ class UnitResidency:
         if unit not in self._held:
             return
         self._abandon(unit)
-        gathered.invalidate(unit)
         update.opened = True
         if gate.open(self.targets(unit)):
             self._fills[unit] = [ticket]
@@ -376,16 +367,26 @@ class UnitResidency:
         """The unit's values have changed: if it is gathered, start filling its buffers again."""
         if unit in self._held:
             self._abandon(unit)
-            gathered.invalidate(unit)
             self._fill(unit, Priority.PREFETCH)
 
+    def stale(self, units: Iterable[Unit]) -> None:
+        """What was written of these units is taken back: what is gathered of them is gathered anew. Blocks while it fills."""
+        for unit in units:
+            unit.generation += 1
+            self._updates.pop(unit, None)
+            if unit in self._held:
+                self._abandon(unit)
+
     def _settle(self, unit: Unit) -> None:
-        """Finish a fill that nobody has waited for."""
+        """Finish a fill that nobody has waited for, or make it if its values were taken back."""
+        if unit in self._held and not unit.gathered and unit not in self._fills:
+            self._fill(unit, Priority.DEMAND, newest=unit in self._newest)
         if unit in self._fills:
             self._finish_fill(unit)
 
     def _abandon(self, unit: Unit) -> None:
-        """End a fill whose values nobody wants any more."""
+        """What is gathered of the unit, or on its way, nobody wants any more. The memory stays allocated."""
+        gathered.invalidate(unit)
         interrupt = self._quiesce(self._fills.pop(unit, []))
         if interrupt is not None:
             raise interrupt

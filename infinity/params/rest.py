@@ -8,8 +8,7 @@ placement plan's decision (infinity.memory.placement); here it is only carried o
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,10 @@ import numpy.typing as npt
 import torch
 
 from infinity.aio import Executor, Priority, Slab, Ticket
-from infinity.aio.plan import CHUNK, JOB, PIECE_NUMEL, Format, GradSection, JobKind, Master, piece_count
+from infinity.aio.plan import JOB, Format, JobKind, Master
 from infinity.memory.heap import give_back
-from infinity.memory.layout import Section, run_bytes, sections_of
 from infinity.memory.swap_space import Place, SwapSpace
+from infinity.params.flat_rest import FlatRest, sections_carried, sections_in_common, unplaced
 from infinity.params.unit import Flat
 from infinity.sizes import round_up
 
@@ -28,67 +27,41 @@ _SECOND_DTYPES = {Master.SPLIT: torch.int16, Master.SPLIT8: torch.int8, Master.F
 """What lies beside the parameter in its master's second section: 0 in `lo`, the same value in fp32."""
 
 
-def _common(before: Format, now: Format) -> int:
-    """How many sections keep their contents when a flat changes its format: the parameter, or all states."""
-    none = GradSection.NONE
-    if before.master is Master.RAW or before.with_grad(none) != now.with_grad(none):
-        return 1
-    return min(before.written_count, now.written_count)
-
-
-def _carried(before: Format, now: Format) -> dict[int, int]:
-    """The sections that keep their contents, and which ones of the old format have them: those in common, and spilled
-    gradients, which are no part of the states and wait for a step whatever becomes of these."""
-    carried = {section: section for section in range(_common(before, now))}
-    if now.grad and now.grad is before.grad:
-        carried[now.written_count] = before.written_count
-    return carried
-
-
 def _bits(values: torch.Tensor) -> torch.Tensor:
     """The same memory as integers: NaNs are equal if their bits are."""
     return values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 
-@dataclasses.dataclass(eq=False)
-class FlatRest:
-    """One rank's shard of a flat at rest: chunk records, their ids in the executor, their places on NVMe.
-
-    `sections` and `records["section_*"]` agree; a section of a chunk is resident (an address) or in the chunk's run.
-    """
-
-    flat: Flat
-    format: Format
-    sections: tuple[Section, ...]
-    records: npt.NDArray[Any]  # CHUNK [chunks]
-    ids: npt.NDArray[np.int32]  # [chunks]
-    places: list[Place | None]
-    sums: npt.NDArray[np.uint32]  # [chunks, sections, pieces]
-
-    @property
-    def starts(self) -> npt.NDArray[np.int64]:
-        """Element of the shard at which each chunk starts."""
-        starts: npt.NDArray[np.int64] = np.array(
-            [span.start for span in self.flat.layout.chunks], dtype=np.int64
-        )
-        return starts
-
-
 class Rest:
     """All flats of a model at rest. Not safe from several threads at once.
 
-    sums_on: keep checksums, which the executor then verifies.
+    sums_on: keep checksums, which the executor then verifies. generations: of what optimizers hold, 1 or 2; layers: those of the
+    swap space where first and second places lie. In layers of their own everything has two.
     """
 
-    def __init__(self, executor: Executor, space: SwapSpace | None, *, sums_on: bool) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        space: SwapSpace | None,
+        *,
+        sums_on: bool,
+        generations: int = 1,
+        layers: tuple[int, int] = (0, 0),
+    ) -> None:
         self._executor = executor
         self._space = space
         self._sums_on = sums_on
+        self._generations = generations
+        self.layers = layers
         self._slabs: dict[Slab, int] = {}  # and how many of its bytes are in use
         self._flats: dict[Flat, FlatRest] = {}
         self._key = 0
         self.nvme_bytes = 0
         self.resident_bytes = 0
+        self.before_write: Callable[[Sequence[Flat]], None] = lambda _flats: None  # blocks while states of these are to be read
+        self.writes = 0  # how often something was about to be written
+        self._dropped: list[Place] = []  # places that a durable run's last commit names, and that are nobody's
+        self._named = False
         self.params_read_bytes = 0  # of parameters on NVMe, since the beginning, whose reading alone has begun
         self.grads_read_bytes = self.grads_written_bytes = 0  # of spilled gradients; `SpilledGradients` counts them
 
@@ -118,10 +91,13 @@ class Rest:
             for index, flat in enumerate(flats)
             if self._flats[flat].format is not formats[index] or self._masks_of(flat) != list(masks[index])
         ]
+        self.will_write([flats[index] for index in changed])
+        for index in changed:
+            self._look(self._flats[flats[index]])
         old = {flats[index]: self._flats[flats[index]] for index in changed}
         # What is resident and stays so keeps its memory: nothing is held twice.
         keep = {
-            flats[index]: old[flats[index]].records["section_ptr"][:, : _common(old[flats[index]].format, formats[index])]
+            flats[index]: (old[flats[index]].records, sections_in_common(old[flats[index]].format, formats[index]))
             for index in changed
         }
         made = self._define(
@@ -142,6 +118,11 @@ class Rest:
             self._flats[now.flat] = now
             self._drop(old[now.flat], stays=now)
 
+    def will_write(self, flats: Sequence[Flat]) -> None:
+        """States of these flats are about to be written. Blocks while somebody has yet to read them."""
+        self.writes += 1
+        self.before_write(flats)
+
     def fetch(self, flat: Flat, section: int, address: int, *, priority: Priority) -> Ticket:
         """Start copying one section of the shard to `address`, which holds shard_numel elements. Does not block."""
         rest = self._flats[flat]
@@ -152,6 +133,8 @@ class Rest:
 
     def store(self, flat: Flat, section: int, address: int) -> Ticket:
         """Start writing one section of the shard from `address` (0: zeros). Does not block."""
+        if section < self._flats[flat].format.written_count:
+            self.will_write((flat,))
         return self._move(self._flats[flat], JobKind.STORE, section, address, Priority.DEMAND)
 
     def overwrite(self, flat: Flat, start: int, values: torch.Tensor) -> None:
@@ -160,6 +143,7 @@ class Rest:
         values: 1-D CPU tensor of the parameter's dtype. An element whose bits stay keeps its master, which may be finer. Other
         elements of the chunks it touches stay as they are; in an optimizer's chunk the moments do, too.
         """
+        self.will_write((flat,))
         rest = self._flats[flat]
         end = start + values.numel()
         touched = [
@@ -194,6 +178,7 @@ class Rest:
 
     def forget(self, flat: Flat, start: int, numel: int) -> None:
         """Zero what an optimizer left of elements [start, start + numel): all but the parameter and spilled gradients. Blocks."""
+        self.will_write((flat,))
         rest = self._flats[flat]
         left = rest.sections[1 : rest.format.written_count]
         for index, span in enumerate(flat.layout.chunks):
@@ -231,12 +216,33 @@ class Rest:
         priority: Priority = Priority.DEMAND,
     ) -> Ticket:
         """Start a FETCH or STORE of some sections of one chunk; `addresses` says where each lies in memory. Does not block."""
+        if kind is JobKind.STORE:
+            self.will_write((flat,))
         job = np.zeros(1, dtype=JOB)
         job["chunk"], job["kind"], job["base"] = self._flats[flat].ids[chunk], kind, -1
         for section, address in addresses.items():
             job["mask"] |= np.uint32(1 << section)
             job["ptr"][0, section] = address
         return self._executor.submit(job, priority=priority)
+
+    def versioned_ids(self, flats: Iterable[Flat]) -> npt.NDArray[np.int32]:
+        """The executor's ids of the chunks of these flats that have a second place."""
+        ids = [rest.ids for rest in map(self._flats.__getitem__, flats) if rest.versioned]
+        return np.concatenate(ids) if ids else np.zeros(0, np.int32)
+
+    def _look(self, rest: FlatRest) -> None:
+        """Make the records of versioned chunks tell which place is the live one now. Nothing may be pending."""
+        if rest.versioned:
+            rest.records[:] = self._executor.look(rest.ids)
+
+    def named(self) -> None:
+        """All places in use were named by a commit that outlives the process: from now on places that are given up stay as they
+        are until the next one. Those of before are free."""
+        self._named = True
+        for place in self._dropped:
+            assert self._space is not None
+            self._space.free(place)
+        self._dropped.clear()
 
     def close(self) -> None:
         """Forget the chunks and free the resident memory. The executor must be idle or closed."""
@@ -269,24 +275,16 @@ class Rest:
         flats: Sequence[Flat],
         formats: Sequence[Format],
         masks: Sequence[Sequence[int]],
-        keep: dict[Flat, npt.NDArray[np.uint64]],
+        keep: Mapping[Flat, tuple[npt.NDArray[Any], int]],
     ) -> list[FlatRest]:
         """Make chunk records for `flats`, reserve their space, and make them known to the executor."""
-        made = [self._records(flat, fmt, row) for flat, fmt, row in zip(flats, formats, masks, strict=True)]
-        runs = [int(size) for rest in made for size in rest.records["run_bytes"] if size]
+        made = [self._unplaced(flat, fmt, row) for flat, fmt, row in zip(flats, formats, masks, strict=True)]
         with contextlib.ExitStack() as undo:
-            places = self._space.reserve(runs) if self._space is not None else []
-            undo.callback(self._give_back, places)
+            places = [place for rest in made for place in self._reserve(rest, undo)]
             slab = self._place_resident(made, keep)
             if slab is not None:
                 undo.callback(slab.close)
-            coming = iter(places)
             for rest in made:
-                for index, record in enumerate(rest.records):
-                    if record["run_bytes"]:
-                        place = next(coming)
-                        rest.places[index] = place
-                        record["drive"], record["file_offset"] = place.drive, place.offset
                 rest.ids = self._executor.define(rest.records)
                 undo.callback(self._executor.drop, rest.ids)
             undo.pop_all()
@@ -296,65 +294,56 @@ class Rest:
             self.resident_bytes += slab.size_bytes
         return made
 
-    def _give_back(self, places: Sequence[Place]) -> None:
-        if self._space is not None:
-            self._space.release(places)
+    def _reserve(self, rest: FlatRest, undo: contextlib.ExitStack) -> list[Place]:
+        """Reserve the runs of a flat's chunks, on NVMe, and put them into the records."""
+        runs = np.flatnonzero(rest.records["run_bytes"])
+        if self._space is None or not runs.size:
+            return []
+        groups = self._space.reserve_together([rest.wants(rest.records[index], self.layers) for index in runs])
+        for index, group in zip(runs, groups, strict=True):
+            rest.put(rest.records[index], group)
+        undo.callback(self._space.release, rest.places)
+        return rest.places
 
-    def _records(self, flat: Flat, state_format: Format, masks: Sequence[int]) -> FlatRest:
-        sections = sections_of(state_format, flat.layout.itemsize)
-        spans = flat.layout.chunks
-        records = np.zeros(len(spans), dtype=CHUNK)
-        pieces = piece_count(max(span.numel for span in spans))
-        sums: npt.NDArray[np.uint32] = np.zeros((len(spans), len(sections) * pieces), dtype=np.uint32)
-        for index, (span, mask, record) in enumerate(zip(spans, masks, records, strict=True)):
-            self._key += 1
-            record["key"] = self._key
-            record["numel"] = span.numel
-            record["drive"] = record["file_offset"] = -1
-            record["format"] = state_format
-            record["section_count"] = len(sections)
-            record["piece_numel"] = PIECE_NUMEL
-            record["section_at"] = -1
-            run = 0
-            for s, section in enumerate(sections):
-                record["itemsize"][s], record["group_numel"][s] = section.itemsize, section.group_numel
-                if mask >> s & 1:
-                    record["section_at"][s] = run
-                    run += run_bytes(section, span.numel)
-            record["run_bytes"] = run
-            if self._sums_on:
-                record["sums_ptr"] = sums[index].ctypes.data
-        return FlatRest(
-            flat, state_format, sections, records, np.zeros(0, np.int32), [None] * len(spans), sums
-        )
+    def _unplaced(self, flat: Flat, state_format: Format, masks: Sequence[int]) -> FlatRest:
+        # What outlives the run is never overwritten, also where no optimizer holds it.
+        versioned = self._generations > 1 and (state_format is not Format.RAW or self.layers != (0, 0))
+        key, self._key = self._key + 1, self._key + len(masks)
+        return unplaced(flat, state_format, masks, key=key, versioned=versioned, sums_on=self._sums_on)
 
-    def _place_resident(self, made: list[FlatRest], keep: dict[Flat, npt.NDArray[np.uint64]]) -> Slab | None:
-        """Give every resident section an address: the kept one, or one in a new slab for all of `made`, which is returned."""
+    def _place_resident(
+        self, made: list[FlatRest], keep: Mapping[Flat, tuple[npt.NDArray[Any], int]]
+    ) -> Slab | None:
+        """Give every resident section an address: the kept one, or one in a new slab for all of `made`, which is returned.
+
+        keep: of a flat, the records whose memory its first so many sections go on with.
+        """
         wanted: list[tuple[npt.NDArray[Any], int, int]] = []
         for rest in made:
-            kept = keep.get(rest.flat)
-            for index, record in enumerate(rest.records):
-                for s, section in enumerate(rest.sections):
-                    if record["section_at"][s] >= 0:
-                        continue
-                    if kept is not None and s < kept.shape[1] and kept[index, s]:
-                        record["section_ptr"][s] = kept[index, s]
-                    else:
-                        wanted.append((record, s, section.size_bytes(int(record["numel"]))))
+            kept, common = keep.get(rest.flat, (None, 0))
+            for field in ("section_ptr", "other_ptr")[: 1 + rest.versioned]:
+                for index, record in enumerate(rest.records):
+                    for s, section in enumerate(rest.sections):
+                        if record["section_at"][s] >= 0:
+                            continue
+                        if kept is not None and s < common and kept[index][field][s]:
+                            record[field][s] = kept[index][field][s]
+                        else:
+                            wanted.append((record[field], s, section.size_bytes(int(record["numel"]))))
         size_bytes = sum(round_up(size, 64) for _, _, size in wanted)
         if not size_bytes:
             return None
         slab = Slab(size_bytes)
         address = slab.address
-        for record, s, size in wanted:
-            record["section_ptr"][s] = address
+        for pointers, s, size in wanted:
+            pointers[s] = address
             address += round_up(size, 64)
         return slab
 
     def _carry_over(self, before: FlatRest, now: FlatRest) -> None:
         """Move what stays from the old chunks of a flat to the new ones, and zero the other sections."""
         flat = now.flat
-        carried = _carried(before.format, now.format)
+        carried = sections_carried(before.format, now.format)
         for section in range(len(now.sections)):
             source = carried.get(section)
             if source is None:
@@ -375,15 +364,18 @@ class Rest:
         """Free the chunks of a flat; `stays`, other chunks of the same flat, keeps the memory that it has in common with it."""
         self._executor.drop(rest.ids)
         for place in rest.places:
-            if place is not None:
-                assert self._space is not None
+            assert self._space is not None
+            self.nvme_bytes -= place.size_bytes
+            if self._named:
+                self._dropped.append(place)
+            else:
                 self._space.free(place)
-                self.nvme_bytes -= place.size_bytes
-        kept = set(stays.records["section_ptr"].flat)
+        kept = {int(address) for field in ("section_ptr", "other_ptr") for address in stays.records[field].flat}
         for record in rest.records:
-            for section, address in zip(rest.sections, record["section_ptr"], strict=False):
-                if address and address not in kept:
-                    self._free(int(address), round_up(section.size_bytes(int(record["numel"])), 64))
+            for section, *addresses in zip(rest.sections, record["section_ptr"], record["other_ptr"], strict=False):
+                for address in addresses:
+                    if address and int(address) not in kept:
+                        self._free(int(address), round_up(section.size_bytes(int(record["numel"])), 64))
 
     def _free(self, address: int, size_bytes: int) -> None:
         """Give resident memory back: its pages, and the slab with the last of its bytes."""

@@ -15,7 +15,8 @@ import torch
 
 from infinity.aio import Priority, Ticket
 from infinity.aio.plan import JobKind
-from infinity.params.rest import FlatRest, Rest
+from infinity.params.flat_rest import FlatRest
+from infinity.params.rest import Rest
 from infinity.params.unit import Param
 from infinity.sizes import round_up
 
@@ -36,11 +37,8 @@ class Span:
 
 def spans_of(param: Param, rank: int) -> Iterator[Span]:
     """The parts of a parameter in the chunks of this rank's shard, in order."""
-    start, element, numel = param.flat.layout.shard_range(param.slot_index, rank)
-    for index, chunk in enumerate(param.flat.layout.chunks):
-        low, high = max(start, chunk.start), min(start + numel, chunk.start + chunk.numel)
-        if low < high:
-            yield Span(param, index, low - chunk.start, element + low - start, high - low)
+    for chunk, start, element, numel in param.flat.layout.spans(param.slot_index, rank):
+        yield Span(param, chunk, start, element, numel)
 
 
 class Stage:
@@ -61,6 +59,11 @@ class Stage:
 
     def fetch(self, rest: FlatRest, chunk: int, sections: Sequence[int]) -> Ticket:
         """Start reading these sections of one chunk. Does not block."""
+        self.hold(rest, chunk)
+        return self._move(JobKind.FETCH, sections)
+
+    def hold(self, rest: FlatRest, chunk: int) -> None:
+        """Make room for all sections of one chunk, whose bytes are undefined until they are written here."""
         self._held, self._chunk = rest, chunk
         numel = rest.flat.layout.chunks[chunk].numel
         self._at, size = [], 0
@@ -69,7 +72,6 @@ class Stage:
             size += round_up(section.size_bytes(numel), 64)
         if self._memory.numel() < size:
             self._memory = torch.empty(size, dtype=torch.uint8)
-        return self._move(JobKind.FETCH, sections)
 
     def store(self, sections: Sequence[int]) -> Ticket:
         """Start writing these sections back. Does not block."""

@@ -40,9 +40,7 @@ def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool
         tried.append(("one more GPU", dataclasses.replace(machine, gpus=machine.gpus + 1), job))
     states = {"exact": ("bf16", "compact"), "bf16": ("compact",)}.get(job.state, ())
     tried += [(f"state {state} (rounds)", machine, dataclasses.replace(job, state=state)) for state in states]
-    for update, note in (("backward", "no clipping by norm"), ("delayed", "one step late")):
-        if update != job.update and job.update == "deferred":
-            tried.append((f"update {update} ({note})", machine, dataclasses.replace(job, update=update)))
+    tried += [(name, machine, other) for name, other in _other_steps(job)]
     if job.grads == "cpu" and machine.drives and not now.ram.fits:
         tried.append(("gradients spill (--grads nvme)", machine, dataclasses.replace(job, grads="nvme")))
     if machine.gpus and job.activations == "device" and job.checkpointing:
@@ -61,6 +59,29 @@ def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool
             name = f"{name.partition(' (twice the micro')[0]}, {count}"
         found.append(Change(name, predict(shape, changed, chosen)))
     return sorted(found, key=lambda change: (not change.prediction.fits, -change.prediction.tokens_per_s))
+
+
+def _other_steps(job: Job) -> list[tuple[str, Job]]:
+    """Other times of the update, and other numbers of generations."""
+    found = []
+    if job.update == "deferred" and job.generations == 1:
+        found = [
+            ("update backward (no clipping by norm)", dataclasses.replace(job, update="backward")),
+            ("update backward, two generations", dataclasses.replace(job, update="backward", generations=2)),
+            ("update delayed (one step late)", dataclasses.replace(job, update="delayed")),
+        ]
+    elif job.update == "deferred":
+        found = [("update backward", dataclasses.replace(job, update="backward"))]
+    if job.durable:
+        found.append(("not durable", dataclasses.replace(job, durable=False, resident=None)))
+    elif job.generations == 2:
+        update = "update deferred, " if job.speculates else ""
+        found.append((f"{update}one generation", dataclasses.replace(job, update="deferred", generations=1)))
+    if not job.durable and job.update != "delayed" and job.params == job.optim == "nvme" and (
+        job.update == "deferred" or job.generations == 2
+    ):
+        found.append(("durable (goes on after a crash)", dataclasses.replace(job, durable=True)))
+    return found
 
 
 def fewest_micro_batches(shape: ModelShape, machine: Machine, job: Job) -> Job:

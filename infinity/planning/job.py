@@ -13,7 +13,7 @@ class Job:
     """How the model is trained. tokens: per step, over all devices and micro-batches; micro_batches: of each device.
 
     resident, grad_dtype: as in `inf.Policy`, sizes in bytes of each process. compute_s: measured (forward, backward) seconds of
-    one micro-batch, where they are better known than from FLOP/s.
+    one micro-batch, where they are better known than from FLOP/s. durable: with two generations, and nothing resident.
     """
 
     tokens: int
@@ -29,6 +29,23 @@ class Job:
     grad_dtype: torch.dtype | None = None
     checkpointing: bool = True
     compute_s: tuple[float, float] | None = None
+    generations: int = 1
+    durable: bool = False
+
+    def __post_init__(self) -> None:
+        if self.durable:
+            object.__setattr__(self, "generations", 2)
+            object.__setattr__(self, "resident", {"params": 0.0, "optim": 0.0})
+
+    @property
+    def speculates(self) -> bool:
+        """Whether units update during backward ahead of a step that may decide otherwise."""
+        return self.update == "backward" and self.generations > 1
+
+    @property
+    def stores_gradients(self) -> bool:
+        """Whether gradients wait for the step."""
+        return self.update != "backward" or self.speculates or self.micro_batches > 1
 
     def micro_batch_tokens(self, ranks: int) -> int:
         """Tokens of one micro-batch on one device."""

@@ -32,6 +32,9 @@ def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[l
     needs = _needs(shape, machine, job, _grain(shape, machine.ranks, job.state))
     largest = max((numel for flat in shape.flats if flat.trainable for numel in flat.numels), default=0)
 
+    bandwidths = machine.read_bytes_per_s, machine.write_bytes_per_s
+    load = Load("deferred" if job.speculates else job.update, job.micro_batches, bandwidths)
+
     def plan(which: Sequence[FlatNeed], ram_bytes: int | None, spill: Sequence[bool] | None = None) -> Plan:
         return plan_placement(
             which,
@@ -39,7 +42,7 @@ def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[l
             drive_count=machine.drives,
             scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL),
             resident=job.resident,
-            load=Load(job.update, job.micro_batches, (machine.read_bytes_per_s, machine.write_bytes_per_s)),
+            load=load,
             spill=spill,
             advice="",
         )
@@ -90,7 +93,6 @@ def _needs(shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: 
     needs: list[FlatNeed] = []
     seen: set[tuple[object, ...]] = set()
     layouts: dict[tuple[tuple[int, ...], int, int], FlatLayout] = {}
-    stores = job.update != "backward" or job.micro_batches > 1
     for flat in shape.flats:
         held = state_format(job.state, flat.dtype) if flat.trainable else None
         size = chunk_numel(held or Format.RAW) * grain
@@ -105,13 +107,14 @@ def _needs(shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: 
                 continue
             seen.add(kind)
             layout = dataclasses.replace(layout, shard_numel=min(layout.shard_numel, size))
-        needs.append(_need(flat, layout, held, job, stores=stores))
+        needs.append(_need(flat, layout, held, job))
     return needs
 
 
-def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job, *, stores: bool) -> FlatNeed:
+def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) -> FlatNeed:
     if held is None:
-        return FlatNeed(layout, Format.RAW, job.params, job.optim)
+        return FlatNeed(layout, Format.RAW, job.params, job.optim, versions=2 if job.durable else 1)
+    stores = job.stores_gradients
     itemsize = job.grad_itemsize(flat.dtype)
     size = layout.shard_numel * itemsize
     delayed = job.update == "delayed"
@@ -127,6 +130,7 @@ def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job, *,
         shadow_bytes=layout.shard_numel * flat.dtype.itemsize if delayed else 0,
         spill_format=held.with_grad(section) if spills else None,
         window_bytes=size if spills else 0,
+        versions=job.generations,
     )
 
 

@@ -123,7 +123,7 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     others = (terms["PCIe"], terms["CPU memory"])
     found = limits(moved, compute, machine.bandwidths, job.update, update_s=update_s, others_s=others)
     ram, gpu = _ram(plan, machine, waiting), gpu_need(shape, machine, job)
-    nvme = _nvme(on_nvme, machine, boundary if job.activations == "nvme" else 0)
+    nvme = _nvme(on_nvme, machine, job, boundary if job.activations == "nvme" else 0)
     return Prediction(
         job=job,
         machine=machine,
@@ -155,6 +155,13 @@ def _check(job: Job, machine: Machine) -> None:
             f"{', '.join(below)} may rest on NVMe and the machine has no drive; give it one, or tiers above 'nvme'"
         )
     passes(job.update, job.micro_batches)  # checks the mode
+    if job.generations not in (1, 2):
+        raise ValueError(f"generations={job.generations} must be 1 or 2")
+    if job.generations == 2 and job.update == "delayed":
+        raise ValueError("update='delayed' keeps one generation; use update='deferred' or 'backward', or generations=1")
+    if job.durable and (job.params, job.optim) != ("nvme", "nvme"):
+        given = f"params={job.params!r}, optim={job.optim!r}"
+        raise ValueError(f"durable keeps all states on the drives: {given} must both be 'nvme'")
 
 
 # -- time --------------------------------------------------------------------------------------------------------------------
@@ -243,15 +250,7 @@ def _dram_s(
 
 def _ram(plan: Plan, machine: Machine, waiting: float) -> Need:
     ranks = machine.ranks
-    parts = {
-        "pools": plan.pool_bytes,
-        "gradients": plan.grad_bytes,
-        "windows of spilled gradients": plan.staging_bytes,
-        "parameters of the step before": plan.shadow_bytes,
-        "resident states": plan.resident_bytes,
-        "checksums and scratch": plan.sums_bytes + plan.scratch_bytes,
-    }
-    found = {name: float(ranks * size) for name, size in parts.items() if size}
+    found = {name: float(ranks * size) for name, size in plan.ram_parts.items()}
     if waiting:
         found["activations"] = waiting
     return Need(sum(found.values()), machine.ram_bytes, found)
@@ -267,15 +266,18 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     activations = shape.activation_bytes(
         tokens, checkpointing=job.checkpointing, boundaries_on_device=job.activations == "device"
     )
-    fresh = float((UNITS_AHEAD if job.update == "backward" else 1) * shape.largest_unit_bytes)
+    fresh = float((UNITS_AHEAD if job.update == "backward" and not job.speculates else 1) * shape.largest_unit_bytes)
     parts = {"gathered units": gathered, "fresh gradients": fresh, "activations (estimated)": activations}
     return Need(sum(parts.values()), machine.gpu_mem_bytes, parts)
 
 
-def _nvme(on_nvme: AtRest, machine: Machine, waiting: float) -> Need:
+def _nvme(on_nvme: AtRest, machine: Machine, job: Job, waiting: float) -> Need:
+    """Room on the drives. Two generations take it twice; a step moves the bytes of one."""
+    other = on_nvme.params + on_nvme.optim + (on_nvme.frozen if job.durable else 0.0)
     parts = {
         "parameters": on_nvme.params + on_nvme.frozen,
         "optimizer states": on_nvme.optim,
+        "the other generation": other if job.generations > 1 else 0.0,
         "spilled gradients": on_nvme.grads,
         "activations": waiting,
     }
@@ -293,13 +295,18 @@ def _why_not(gpu: Need, ram: Need, nvme: Need, machine: Machine, job: Job) -> tu
         found.append(f"{what}: {_lacks(gpu, ' on each')}; {_join(less)}")
     if not ram.fits:
         less = [] if job.grads == "nvme" else ["spilled gradients (--grads nvme)"]
-        less += [] if job.update == "backward" and job.micro_batches == 1 else ["update backward with one micro-batch"]
+        if job.generations > 1:
+            less += [] if job.durable else ["one generation"]
+        elif job.stores_gradients:
+            less.append("update backward with one micro-batch")
         less += [] if job.params == job.optim == "nvme" else ["lower tiers"]
-        less += [] if job.resident is None else ["leaving --resident out"]
+        less += [] if job.resident is None or job.durable else ["leaving --resident out"]
         there = format_size(ram.there_is or 0.0)
         found.append(f"RAM: {round_size(ram.bytes)} is the least that works, {there} is there; {_join(less)}")
     if not nvme.fits:
-        found.append(f"NVMe: {_lacks(nvme)}; {_join([] if job.state == 'compact' else ['compact states'])}")
+        less = [] if job.state == "compact" else ["compact states"]
+        less += ["one generation"] if job.generations > 1 else []
+        found.append(f"NVMe: {_lacks(nvme)}; {_join(less)}")
     return tuple(text.removesuffix("; ") for text in found)
 
 

@@ -68,9 +68,9 @@ class OpenSource(abc.ABC):
         Buffers that are not persistent are in no checkpoint: Hugging Face models recompute theirs.
         Raises: ValueError naming buffers that nobody can compute.
         """
-        lost: list[_Buffer] = []
+        lost: list[Buffer] = []
         with torch.inference_mode(False), torch.no_grad():
-            for buffer in _find_buffers(self._model):
+            for buffer in find_buffers(self._model):
                 if buffer.persistent:
                     out = (
                         torch.empty_like(buffer.value, device=device)
@@ -123,7 +123,7 @@ class _ModuleSource(OpenSource):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         meta = [entry.names[0] for entry in find_parameters(model) if entry.parameter.is_meta]
-        meta += [b.names[0] for b in _find_buffers(model) if b.value.is_meta and b.persistent]
+        meta += [b.names[0] for b in find_buffers(model) if b.value.is_meta and b.persistent]
         if meta:
             raise ValueError(
                 f"{_listed(meta)} on the meta device without values; say where they come from: "
@@ -203,7 +203,7 @@ class _NamedSource(OpenSource):
         wanted: list[tuple[tuple[str, ...], torch.Tensor, bool]] = [
             (tuple(entry.names), entry.parameter, True) for entry in find_parameters(self._model)
         ]
-        wanted += [(b.names, b.value, b.persistent and b.value.is_meta) for b in _find_buffers(self._model)]
+        wanted += [(b.names, b.value, b.persistent and b.value.is_meta) for b in find_buffers(self._model)]
         for names, tensor, required in wanted:
             expected.update(names)
             name = self._name_of(names)
@@ -267,11 +267,23 @@ class SafetensorsFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape that the file's header states."""
-        return tuple(self._file(name).get_slice(name).get_shape())
+        return tuple(self._header(name).get_shape())
+
+    def is_floating_point(self, name: str) -> bool:
+        """Whether the file's header states a floating dtype."""
+        return str(self._header(name).get_dtype()).startswith(("F", "BF"))
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, mapped from its file."""
         return cast("torch.Tensor", self._file(name).get_tensor(name))
+
+    def _header(self, name: str) -> Any:
+        from safetensors import SafetensorError
+
+        try:
+            return self._file(name).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{self._file_of[name]} does not have {name}, though the index says so") from error
 
     def _file(self, name: str) -> Any:
         path = self._file_of[name]
@@ -295,14 +307,14 @@ def _index(path: Path) -> dict[str, Path]:
     if path.is_file():
         return dict.fromkeys(_open(path).keys(), path)
     if not path.is_dir():
-        raise FileNotFoundError(f"load={str(path)!r}: there is no such directory or file")
+        raise FileNotFoundError(f"{path}: there is no such directory or file")
     indices = sorted(path.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         raise ValueError(
-            f"load={str(path)!r} has several indices: {', '.join(found.name for found in indices)}"
+            f"{path} has several indices: {', '.join(found.name for found in indices)}"
         )
     if indices:
-        weight_map = json.loads(indices[0].read_text())["weight_map"]
+        weight_map = _weight_map(indices[0])
         gone = sorted({name for name in weight_map.values() if not (path / name).is_file()})
         if gone:
             raise FileNotFoundError(f"{indices[0]} names files that are not there: {_listed(gone)}")
@@ -310,7 +322,7 @@ def _index(path: Path) -> dict[str, Path]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(
-            f"load={str(path)!r} has no *.safetensors; convert the checkpoint, or pass a mapping"
+            f"{path} has no *.safetensors; convert the checkpoint, or pass a mapping"
         )
     found: dict[str, Path] = {}
     for file in files:
@@ -323,10 +335,25 @@ def _index(path: Path) -> dict[str, Path]:
     return found
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Name of each tensor -> name of its file, which lies beside the index: a path out of there is refused."""
+    try:
+        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} is no index of safetensors: it has no readable weight_map ({error!r})") from error
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or file == "..":
+            raise ValueError(
+                f"{index} says that {name} is in {file!r}; files lie beside their index, so a path is refused: move the file "
+                "there and write its name alone"
+            )
+    return weight_map
+
+
 # -- buffers -----------------------------------------------------------------------------------------------------------
 
 
-class _Buffer:
+class Buffer:
     """One buffer of one module, with all its names."""
 
     def __init__(self, module: nn.Module, attr: str, value: torch.Tensor, names: tuple[str, ...]) -> None:
@@ -337,7 +364,8 @@ class _Buffer:
         self.persistent = attr not in module._non_persistent_buffers_set
 
 
-def _find_buffers(model: nn.Module) -> Iterator[_Buffer]:
+def find_buffers(model: nn.Module) -> Iterator[Buffer]:
+    """All buffers of a model, persistent or not. A tensor that several modules register is yielded for each."""
     names: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -346,10 +374,10 @@ def _find_buffers(model: nn.Module) -> Iterator[_Buffer]:
     for key, module in modules.items():
         for attr, value in list(module._buffers.items()):
             if value is not None:
-                yield _Buffer(module, attr, value, tuple(f"{prefix}{attr}" for prefix in names[key]))
+                yield Buffer(module, attr, value, tuple(f"{prefix}{attr}" for prefix in names[key]))
 
 
-def _recompute(model: nn.Module, lost: list[_Buffer], device: torch.device) -> None:
+def _recompute(model: nn.Module, lost: list[Buffer], device: torch.device) -> None:
     """Recompute buffers that are in no checkpoint, as Hugging Face models can: `_init_weights(module)` of the model
     around writes them (rotary frequencies, position ids), and writes parameters that are still on meta to no effect."""
     stranded: list[str] = []

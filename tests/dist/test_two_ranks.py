@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 import time
@@ -17,18 +18,18 @@ import torch.multiprocessing as mp
 
 import infinity as inf
 from infinity.aio import Seam
-from infinity.errors import NonFiniteGradient
-from tests import harness, models
+from infinity.errors import NonFiniteGradient, StateInvalid
+from tests import forks, harness, models
 from tests.harness import Result, Training
 
 WORLD = 2
 
 
-def _rank(rank: int, directory: str, job: Callable[[int, Path], Any]) -> None:
+def _rank(rank: int, directory: str, job: Callable[[int, Path], Any], world: int) -> None:
     """One rank: joins the group, runs the job, leaves its result (or its error) in a file."""
     torch.set_num_threads(1)
     place = Path(directory)
-    dist.init_process_group("gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=world)
     try:
         result = job(rank, place)
     except BaseException:
@@ -40,8 +41,13 @@ def _rank(rank: int, directory: str, job: Callable[[int, Path], Any]) -> None:
 
 def on_two_ranks(job: Callable[[int, Path], Any], directory: Path) -> list[Any]:
     """The results of `job(rank, directory)` on each rank. The job must be picklable."""
+    return on_ranks(job, directory, WORLD)
+
+
+def on_ranks(job: Callable[[int, Path], Any], directory: Path, world: int) -> list[Any]:
+    """As `on_two_ranks`, in a world of any size."""
     directory.mkdir()
-    context = mp.spawn(_rank, args=(str(directory), job), nprocs=WORLD, join=False)
+    context = mp.start_processes(_rank, (str(directory), job, world), world, join=False, start_method=forks.METHOD)
     try:
         deadline = time.monotonic() + 120
         while not context.join(timeout=1):
@@ -54,7 +60,7 @@ def on_two_ranks(job: Callable[[int, Path], Any], directory: Path) -> list[Any]:
         for process in context.processes:
             if process.is_alive():
                 process.kill()
-    return [pickle.loads((directory / f"result{rank}").read_bytes()) for rank in range(WORLD)]
+    return [pickle.loads((directory / f"result{rank}").read_bytes()) for rank in range(world)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Train:
             seam = Seam(delay_us_max=800, seed=index + rank) if values.get("ram") == "min" else None
             shard = Shard(**vars(training), rank=rank)
             result = harness.offloaded(shard, inf.Policy(**values), seam=seam)
-            held = ("ram_min_bytes", "grad_bytes", "spilled_bytes")
+            held = ("ram_min_bytes", "grad_bytes", "spilled_bytes", "updates_ahead")
             results.append(dataclasses.replace(result, stats={name: getattr(result.stats, name) for name in held}))
         return results
 
@@ -157,6 +163,49 @@ def test_update_modes_on_two_ranks_are_the_deferred_updates_bits(tmp_path: Path)
         harness.assert_equal(same[0], by_policy[0][0])
     harness.assert_equal(by_policy[4][0], by_policy[5][0])
     assert by_policy[4][0].losses != by_policy[0][0].losses
+
+
+def test_updates_ahead_of_their_step_on_two_ranks_keep_its_bits_however_it_clips(tmp_path: Path) -> None:
+    ahead = {**PLACEMENTS["nvme"], "update": "backward", "generations": 2}
+    trainings = [dataclasses.replace(LLAMA, accumulation=1, max_norm=norm) for norm in (1e6, 0.05, 1.4)]
+    runs = tuple((training, chosen) for training in trainings for chosen in (PLACEMENTS["cpu"], ahead))
+    found = on_two_ranks(Train(runs), tmp_path / "run")
+    for rank in range(WORLD):
+        for plain, speculating in zip(found[rank][::2], found[rank][1::2], strict=True):
+            harness.assert_equal(speculating, plain)
+        assert found[rank][1].stats["updates_ahead"] > 0
+
+
+def ahead_of_nothing(rank: int, place: Path) -> Any:
+    """Updates ahead of a step that a gradient of rank 1 forbids, beside a plain loop; then a fault on rank 0, which rank 1 does
+    not know of: no step is undone on one rank only."""
+    seen = []
+    for chosen in (PLACEMENTS["cpu"], {**PLACEMENTS["nvme"], "update": "backward", "generations": 2, "nvme": place}):
+        model = inf.offload(models.make(models.llama), inf.Policy(on_nonfinite="skip", **chosen))
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step, batch in enumerate(models.token_batches(6, seed=rank)):
+            loss = models.loss_of(model, batch)
+            (loss * (float("nan") if rank and step == 3 else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        seen.append(losses)
+    handle = inf.handle(model)
+    handle.flush()
+    handle.pipeline.fail(StateInvalid("a drive failed"))
+    with pytest.raises(StateInvalid, match="a drive failed"):
+        handle.flush()
+    with contextlib.suppress(StateInvalid):
+        handle.close()
+    return seen, handle.pipeline.updates_withdrawn, handle.pipeline.steps_undone
+
+
+def test_a_gradient_of_one_rank_forbids_what_ran_ahead_on_all(tmp_path: Path) -> None:
+    for (plain, speculating), withdrawn, undone in on_two_ranks(ahead_of_nothing, tmp_path / "run"):
+        assert speculating == plain
+        assert withdrawn > 0
+        assert undone == 0
 
 
 FAMILIES = (models.llama, models.gpt2, models.t5, models.lora, models.External, models.ListMoe)

@@ -24,24 +24,10 @@ from infinity.aio.endurance import (
     Notice,
     recent_bytes_per_s,
 )
-from infinity.aio.executor import DriveStats, ExecutorStats, Window
+from infinity.aio.stats import Window
+from tests.drives import drive_stats, executor_stats
 
 GB = 10**9
-
-
-def drive(windows: Sequence[Window] = (), *, written: int = 0, path: str = "/mnt/nvme0") -> DriveStats:
-    return DriveStats(
-        path=path, bytes_read=0, bytes_written=written, reads=0, writes=0, retries=0, short_transfers=0, errors=0,
-        in_flight_max=0, windows=tuple(windows),
-    )  # fmt: skip
-
-
-def stats(*drives: DriveStats) -> ExecutorStats:
-    return ExecutorStats(
-        backend="threads", drives=drives, jobs_submitted=0, jobs_done=0, jobs_failed=0, updates=0, gates_opened=0,
-        gates_escaped=0, rereads=0, checksum_failures=0, wait_s=0, compute_s=0, pool_bytes=0, huge_bytes=0,
-        registered=False, spans_dropped=0,
-    )  # fmt: skip
 
 
 def second(start_s: float, rate: float, *, reads: float = 0.0, busy_s: float = 1.0) -> Window:
@@ -55,7 +41,7 @@ def feed(endurance: Endurance, windows: Sequence[Window], *, at_once: int = 5) -
     found: list[Notice] = []
     for index in range(0, len(windows), at_once):
         shown = windows[: index + at_once][-64:]
-        found += endurance.observe(stats(drive(shown)), now_s=shown[-1].start_s + 2.0)
+        found += endurance.observe(executor_stats(drive_stats(shown)), now_s=shown[-1].start_s + 2.0)
     return found
 
 
@@ -113,9 +99,9 @@ def test_a_stalled_second_counts_with_the_next_that_moves_something() -> None:
 def test_seconds_in_progress_are_left_for_later() -> None:
     endurance = Endurance()
     windows = [second(t, 4 * GB) for t in range(20)] + [second(20 + t, 0.1 * GB) for t in range(SLOW_SAMPLES)]
-    assert not endurance.observe(stats(drive(windows)), now_s=24.5)
-    assert endurance.observe(stats(drive(windows)), now_s=26.0)
-    assert not endurance.observe(stats(drive(windows)), now_s=27.0), "a second is judged once"
+    assert not endurance.observe(executor_stats(drive_stats(windows)), now_s=24.5)
+    assert endurance.observe(executor_stats(drive_stats(windows)), now_s=26.0)
+    assert not endurance.observe(executor_stats(drive_stats(windows)), now_s=27.0), "a second is judged once"
 
 
 # What an honest drive looks like: phases of any mix and idleness, with 8 % of noise. A drive that is mostly idle may look slower.
@@ -204,11 +190,11 @@ def test_a_lasting_drop_to_half_always_warns_once_within_the_samples_promised(
 
 def test_the_forecast_leaves_set_up_out() -> None:
     endurance = Endurance()
-    endurance.observe(stats(drive(written=50 * GB)), now_s=100.0)
-    endurance.observe(stats(drive(written=100 * GB)), now_s=200.0)
+    endurance.observe(executor_stats(drive_stats(written=50 * GB)), now_s=100.0)
+    endurance.observe(executor_stats(drive_stats(written=100 * GB)), now_s=200.0)
     assert endurance.forecast(0) == Forecast(100 * GB)
     for step in range(1, 11):
-        endurance.observe(stats(drive(written=(100 + 6 * step) * GB)), steps=step, now_s=200.0 + 10 * step)
+        endurance.observe(executor_stats(drive_stats(written=(100 + 6 * step) * GB)), steps=step, now_s=200.0 + 10 * step)
     found = endurance.forecast(0)
     assert found.bytes_per_step == pytest.approx(6 * GB)
     assert found.tb_per_day == pytest.approx(0.6e9 * 86400 / 1e12)
@@ -220,20 +206,20 @@ def test_the_forecast_leaves_set_up_out() -> None:
 
 def test_the_rate_is_the_present_one_and_long_steps_count_whole() -> None:
     endurance = Endurance()
-    endurance.observe(stats(drive()), now_s=0.0)
+    endurance.observe(executor_stats(drive_stats()), now_s=0.0)
     # Ten thousand seconds at 1 GB/s, then one step of an hour at 0.1.
     for step in range(1, 10_001):
-        endurance.observe(stats(drive(written=step * GB)), steps=step, now_s=float(step))
+        endurance.observe(executor_stats(drive_stats(written=step * GB)), steps=step, now_s=float(step))
     assert endurance.forecast(0).bytes_per_day == pytest.approx(GB * 86400)
-    endurance.observe(stats(drive(written=10_360 * GB)), steps=10_001, now_s=13_600.0)
+    endurance.observe(executor_stats(drive_stats(written=10_360 * GB)), steps=10_001, now_s=13_600.0)
     assert endurance.forecast(0).bytes_per_day == pytest.approx(0.1 * GB * 86400, rel=0.01)
     assert len(endurance._drives[0].history) < 200
 
 
 def test_a_drive_that_is_not_written_lasts_for_ever() -> None:
     endurance = Endurance()
-    endurance.observe(stats(drive(written=5)), now_s=0.0)
-    endurance.observe(stats(drive(written=5)), steps=3, now_s=10.0)
+    endurance.observe(executor_stats(drive_stats(written=5)), now_s=0.0)
+    endurance.observe(executor_stats(drive_stats(written=5)), steps=3, now_s=10.0)
     assert endurance.forecast(0).days(100) == math.inf
     assert Endurance().forecast(0).days(100) is None
 

@@ -213,7 +213,7 @@ def test_spilled_gradients_and_activations_are_no_states(tmp_path: Path, update:
         inf.offload(model(), inf.Policy(**policy | {"ram": 1} | ({"update": "deferred"} if update == "backward" else {})))
     trained = inf.offload(model(), inf.Policy(**policy, ram=int(str(caught.value).split("works is ")[1].split(" bytes")[0])))
     optimizer, handle = inf.AdamW(trained.parameters()), inf.handle(trained)
-    for step in range(4):
+    for step in range(3):
         for index, batch in enumerate(models.token_batches(micro_batches, rows=rows, length=length)):
             with handle.no_sync() if index < micro_batches - 1 else contextlib.nullcontext():
                 models.loss_of(trained, batch).backward()
@@ -234,7 +234,7 @@ def test_spilled_gradients_and_activations_are_no_states(tmp_path: Path, update:
         assert times * spilled <= size <= 1.01 * times * spilled  # whole blocks
     boundary = rows * length * hidden * 2
     assert moved.activations == Moved(*2 * [micro_batches * (layers - HELD_CALLS) * boundary])
-    # What is left of three steps: 12 bytes per parameter, of which update="backward" reads 10; and padding.
+    # What is left of two steps: 12 bytes per parameter, of which update="backward" reads 10; and padding.
     (read, written), (read_before, written_before) = (
         (
             each.bytes_read - each.params_read_bytes - each.grads_read_bytes - each.activations.fetched_bytes,
@@ -243,8 +243,8 @@ def test_spilled_gradients_and_activations_are_no_states(tmp_path: Path, update:
         for each in (stats, before)
     )
     fed = 10 if update == "backward" else 12
-    assert 1 <= (read - read_before) / (3 * fed * stats.params) < 1.1
-    assert 1 <= (written - written_before) / (3 * 12 * stats.params) < 1.1
+    assert 1 <= (read - read_before) / (2 * fed * stats.params) < 1.1
+    assert 1 <= (written - written_before) / (2 * 12 * stats.params) < 1.1
     assert stats.grads_read_bytes == stats.grads_written_bytes
     told = str(stats)
     assert ("of spilled gradients" in told) == bool(spilled)

@@ -6,28 +6,14 @@ import json
 
 import pytest
 
-from infinity.aio.executor import DriveStats, ExecutorStats, Window
+from infinity.aio.stats import Window
 from infinity.limits import AtRest, Drives, traffic
 from infinity.step_terms import Bandwidths, StepTerms, bandwidths_of, fit_drives
 from infinity.telemetry import Marks, PhaseClock, Timeline
+from tests.drives import drive_stats, executor_stats
 
 MIB = 1 << 20
 BUSY, IDLE = Window(0.0, 300 * MIB, 100 * MIB, 1.0), Window(1.0, 30 * MIB, 10 * MIB, 0.1)
-
-
-def drive(*windows: Window, path: str = "/mnt/nvme0") -> DriveStats:
-    return DriveStats(
-        path=path, bytes_read=0, bytes_written=0, reads=0, writes=0, retries=0, short_transfers=0, errors=0, in_flight_max=0,
-        windows=windows,
-    )  # fmt: skip
-
-
-def executor(*drives: DriveStats) -> ExecutorStats:
-    return ExecutorStats(
-        backend="threads", drives=drives, jobs_submitted=0, jobs_done=0, jobs_failed=0, updates=0, gates_opened=0,
-        gates_escaped=0, rereads=0, checksum_failures=0, wait_s=0, compute_s=0, pool_bytes=0, huge_bytes=0,
-        registered=False, spans_dropped=0,
-    )  # fmt: skip
 
 
 def collected(on_nvme: AtRest, micro_batches: int, *windows: Window, activations: int = 0, steps: int = 4) -> StepTerms:
@@ -53,7 +39,7 @@ def collected(on_nvme: AtRest, micro_batches: int, *windows: Window, activations
             )
         clock.enter("idle")
     found = StepTerms.collect(
-        clock, executor(drive(*windows)), update="deferred", bandwidths={}, frozen_bytes=on_nvme.frozen
+        clock, executor_stats(drive_stats(windows)), update="deferred", bandwidths={}, frozen_bytes=on_nvme.frozen
     )
     assert found is not None
     assert found.steps == steps - 1
@@ -108,19 +94,19 @@ def test_where_nothing_moves_no_drive_needs_to_be_known() -> None:
 
 
 def test_a_drive_without_a_busy_second_leaves_all_of_them_unknown() -> None:
-    one, other = drive(BUSY), drive(IDLE, path="/mnt/nvme1")
+    one, other = drive_stats([BUSY]), drive_stats([IDLE], path="/mnt/nvme1")
     alone = bandwidths_of((one,), {})
     assert alone is not None
     assert alone.drives == Drives(400.0 * MIB, 400.0 * MIB)
     assert bandwidths_of((one, other), {}) is None
-    assert bandwidths_of((one, drive(path="/mnt/nvme1")), {}) is None
-    both = bandwidths_of((one, drive(IDLE, BUSY, path="/mnt/nvme1")), {})
+    assert bandwidths_of((one, drive_stats(path="/mnt/nvme1")), {}) is None
+    both = bandwidths_of((one, drive_stats([IDLE, BUSY], path="/mnt/nvme1")), {})
     assert both is not None
     assert both.drives == Drives(800.0 * MIB, 800.0 * MIB)
 
 
 def test_bandwidths_that_are_known_stand_for_every_drive_or_for_none() -> None:
-    drives = (drive(), drive(IDLE, path="/mnt/nvme1"))
+    drives = (drive_stats(), drive_stats([IDLE], path="/mnt/nvme1"))
     known = {"/mnt/nvme0": (3.0, 2.0), "/mnt/nvme1": (5.0, 4.0)}
     assert bandwidths_of(drives, known) == Bandwidths(Drives(8.0, 6.0), "as Policy(io=) has them")
     assert bandwidths_of(drives, {"/mnt/nvme0": (3.0, 2.0)}) is None

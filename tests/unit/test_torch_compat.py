@@ -304,3 +304,9 @@ def test_the_inputs_of_checkpoints_can_be_told_and_taken(reentrant: bool) -> Non
     assert [id(tensor) for tensor in watcher.inputs[0]] == [id(x), id(weight)]
     out.sum().backward()  # recomputes with what was taken: 3 x
     assert torch.equal(weight.grad, torch.tensor(12.0))  # type: ignore[arg-type]
+
+
+def test_where_a_tensor_lies_in_a_distributed_checkpoint_is_noted_as_torch_notes_it() -> None:
+    info = compat.dcp_storage_info("__0_0.distcp", 3, 5)
+    assert (info.relative_path, info.offset, info.length, info.transform_descriptors) == ("__0_0.distcp", 3, 5, None)
+    assert pickle.loads(pickle.dumps(info)) == info

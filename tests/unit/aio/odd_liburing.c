@@ -72,7 +72,9 @@ int io_uring_queue_init_params(unsigned entries, void *ring, void *settings) {
 
 void io_uring_queue_exit(void *ring) {
     void (*call)(void *) = real("io_uring_queue_exit");
-    say("exit", index_of(ring));
+    int index = index_of(ring);
+    say("exit", index);
+    if (index >= 0) rings[index] = NULL; /* the next ring may be made at the same address, and is another one */
     call(ring);
 }
 

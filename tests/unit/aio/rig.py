@@ -86,6 +86,7 @@ class Rig:
         piece: int = PIECE,
         direct: bool = True,
         spilled: bool = False,
+        versioned: bool = False,
         files: Sequence[aio.SwapFile] | None = None,
         **options: Any,
     ) -> None:
@@ -96,6 +97,7 @@ class Rig:
         self.files = list(
             files or [aio.SwapFile.create(directory, direct=direct) for _ in range(drive_count)]
         )
+        self.versioned = versioned
         for file in self.files:
             file.grow(chunk_count * self.run_bytes)
         small = aio.PoolSpec(pools[0], 2 * NUMEL)
@@ -115,6 +117,12 @@ class Rig:
             [np.zeros(NUMEL, dtype) if s in resident else None for s, dtype in enumerate(self.dtypes)]
             for _ in range(chunk_count)
         ]
+        self.others = [aio.SwapFile.create(directory, direct=direct) for _ in self.files] if versioned else []
+        for drive, file in enumerate(self.others):
+            file.grow(chunk_count * self.run_bytes)
+            assert self.executor.add_file(drive, file) == 1
+        self.other_sums = np.zeros_like(self.sums)
+        self.other_memory: list[Array] = []
         self.chunks = np.concatenate([self.chunk_record(i, checksums=checksums) for i in range(chunk_count)])
         self.ids = self.executor.define(self.chunks)
         self._keep: list[Any] = []
@@ -136,7 +144,26 @@ class Rig:
         record["format"], record["section_count"] = self.format, len(self.dtypes)
         record["itemsize"][0, : len(self.dtypes)] = [np.dtype(dtype).itemsize for dtype in self.dtypes]
         record["sums_ptr"] = self.sums[index].ctypes.data if checksums else 0
+        if self.versioned:
+            self._second_place(record[0], index)
         return record
+
+    def _second_place(self, record: Any, index: int) -> None:
+        """A second run in another file, and memory for what is resident. Gradients stay in the first run."""
+        states = plan.Format.of(record["format"]).written_count
+        if record["run_bytes"]:
+            record["other_file"], record["other_offset"] = 1, index * self.run_bytes
+            record["other_bytes"] = record["run_bytes"]
+        for section in range(states):
+            memory = self.memory[index][section]
+            if memory is not None:
+                self.other_memory.append(np.zeros_like(memory))
+                record["other_ptr"][section] = self.other_memory[-1].ctypes.data
+        if states < len(self.dtypes):
+            grad = int(record["section_at"][states])
+            record["grad_offset"] = record["file_offset"] + grad if grad >= 0 else -1
+        if record["sums_ptr"]:
+            record["other_sums_ptr"] = self.other_sums[index].ctypes.data
 
     def store(self, values: dict[int, list[Array]], *, mask: int = 15, priority: int = 0) -> aio.Ticket:
         """STORE whole chunks (or the masked sections of them)."""
@@ -212,7 +239,7 @@ class Rig:
     def close(self) -> None:
         """Close executor and files."""
         self.executor.close(drain=False)
-        for file in self.files:
+        for file in (*self.files, *self.others):
             file.close()
 
 

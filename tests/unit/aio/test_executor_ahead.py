@@ -100,7 +100,7 @@ def test_the_oldest_gate_is_read_first(make_rig, rng):
     rig.executor.drain(20)
 
 
-def test_jobs_that_find_no_slot_get_those_of_the_youngest_reads(make_rig, rng):
+def test_jobs_wait_for_their_quarter_and_nothing_is_read_twice(make_rig, rng):
     rig, values, grads = prepared(make_rig, rng)
     gates = [rig.executor.gate() for _ in range(3)]
     tickets = [rig.update({i: grads[i]}, gate=gate) for i, gate in enumerate(gates)]
@@ -109,13 +109,40 @@ def test_jobs_that_find_no_slot_get_those_of_the_youngest_reads(make_rig, rng):
     ticket.wait(20)
     assert all(same(targets[n], values[4 + n]) for n in range(3))
     assert not any(gate.escaped for gate in gates)
-    assert rig.executor.stats().reads_ahead_dropped == 2  # one slot was free
-    eventually(lambda: live(rig) == 3)  # and they are read again
-    assert rig.executor.stats().reads_ahead == 5
+    stats = rig.executor.stats()
+    assert (stats.reads_ahead, stats.reads_ahead_dropped, stats.bytes_read, live(rig)) == (3, 0, 6 * 12 * NUMEL, 3)
     for gate, ticket in zip(gates, tickets, strict=True):
         assert gate.open([])
         ticket.wait(20)
     assert all(same(rig.read(i), updated(values[i], grads[i])) for i in range(3))
+
+
+def test_making_room_on_a_busy_drive_reads_nothing_twice(make_rig, rng):
+    rig, values, _ = prepared(make_rig, rng, pools=(0, 8), seam=SLOW, chunk_count=12)
+    rig.executor.preread(rig.ids[:6])
+    ticket, targets = rig.fetch([8, 9, 10, 11])
+    ticket.wait(20)
+    assert all(same(targets[n], values[8 + n]) for n in range(4))
+    rig.executor.drain(20)
+    stats = rig.executor.stats()
+    assert (stats.reads_ahead - stats.reads_ahead_dropped, stats.bytes_read) == (6, 10 * 12 * NUMEL)
+
+
+def test_jobs_of_a_drive_whose_share_is_read_ahead_get_the_youngest(make_rig, rng):
+    rig, values, grads = prepared(make_rig, rng, drive_count=2, pools=(0, 8), chunk_count=16)
+    gate = rig.executor.gate()
+    mine = [i for i in values if i % 2 == 0]
+    ticket = rig.update({i: grads[i] for i in mine[:6]}, gate=gate)
+    settled(rig, 6)  # of eight, two are the other drive's
+    fetched, targets = rig.fetch(mine[6:])
+    fetched.wait(20)
+    assert all(same(target, values[i]) for target, i in zip(targets, mine[6:], strict=True))
+    assert not gate.escaped
+    assert 1 <= rig.executor.stats().reads_ahead_dropped <= 2  # as many as are left to jobs
+    eventually(lambda: live(rig) == 6)  # and they are read again
+    gate.open([])
+    ticket.wait(20)
+    assert all(same(rig.read(i), updated(values[i], grads[i])) for i in mine[:6])
 
 
 def test_a_read_ahead_that_a_drive_works_on_makes_room_when_it_is_through(make_rig, rng):
@@ -228,16 +255,18 @@ def test_a_section_that_will_be_given_is_not_read_ahead(make_rig, rng, asked, co
     assert same(rig.read(0), updated(values[0], grads[0]))
 
 
-def test_what_makes_room_is_read_again(make_rig, rng):
-    rig, values, grads = prepared(make_rig, rng)
-    rig.executor.preread(rig.ids[:3])
-    settled(rig, 3)
-    rig.fetch([4, 5, 6])[0].wait(20)
-    eventually(lambda: live(rig) == 3)
+def test_what_was_asked_for_and_made_room_is_read_again(make_rig, rng):
+    rig, values, grads = prepared(make_rig, rng, drive_count=2, pools=(0, 8), chunk_count=16)
+    mine = [i for i in values if i % 2 == 0]
+    assert rig.executor.preread(rig.ids[mine[:6]]) == 6
+    settled(rig, 6)
+    rig.fetch(mine[6:])[0].wait(20)
+    eventually(lambda: live(rig) == 6)
     stats = rig.executor.stats()
-    assert (stats.reads_ahead, stats.reads_ahead_dropped) == (5, 2)
-    rig.update({i: grads[i] for i in range(3)}).wait(20)
-    assert all(same(rig.read(i), updated(values[i], grads[i])) for i in range(3))
+    assert stats.reads_ahead == 6 + stats.reads_ahead_dropped
+    assert 1 <= stats.reads_ahead_dropped <= 2
+    rig.update({i: grads[i] for i in mine[:6]}).wait(20)
+    assert all(same(rig.read(i), updated(values[i], grads[i])) for i in mine[:6])
 
 
 def test_a_fetch_beside_what_was_read_ahead(make_rig, rng):

@@ -57,8 +57,9 @@ class ExecutorMachine(RuleBasedStateMachine):
         pools=st.sampled_from([(1, 2), (0, 1), (3, 3), (0, 8)]),
         delay_us_max=st.sampled_from([0, 200]),
         spilled=st.booleans(),
+        versioned=st.booleans(),
     )
-    def open(self, data, drives, resident, verify, pools, delay_us_max, spilled) -> None:
+    def open(self, data, drives, resident, verify, pools, delay_us_max, spilled, versioned) -> None:
         fault = data.draw(self.faults)
         if fault is not None and fault.kind == "bitflip" and verify != "full":
             fault = None  # a flip that is not looked for is not seen
@@ -74,10 +75,12 @@ class ExecutorMachine(RuleBasedStateMachine):
             piece=128,
             pools=pools,
             spilled=spilled,
+            versioned=versioned,
             hold_s=0.005,
             seam=aio.Seam(delay_us_max=delay_us_max, seed=1, fault=fault),
         )
-        self.spilled = spilled
+        self.spilled, self.versioned = spilled, versioned
+        self.committed: list = [None] * CHUNKS  # the states as they were
         self.model = [[np.zeros(NUMEL, dtype) for dtype in self.rig.dtypes] for _ in range(CHUNKS)]
         self.pending: list = [(self.rig.store(dict(enumerate(self.model)), mask=self.everything), [], [])]
         self.gates: list = []
@@ -182,6 +185,36 @@ class ExecutorMachine(RuleBasedStateMachine):
         self.rig.executor.drain(20)
         assert all(entry[0].done for entry in [*self.pending, *((ticket,) for _, ticket, *_ in self.gates)])
 
+    def all_ended(self) -> None:
+        """Nothing is pending, and what was to be checked is."""
+        self.rig.executor.drain(20)
+        for gate, ticket, _, _ in self.gates:
+            self.ended(ticket)
+            assert gate.escaped
+        for entry in self.pending:
+            self.check(*entry)
+        self.gates.clear()
+        self.pending.clear()
+
+    @rule(indexes=st.lists(INDEX, unique=True))
+    def commit(self, indexes: list[int]) -> None:
+        if not self.versioned or self.fails:
+            return
+        self.all_ended()
+        self.rig.executor.commit(self.rig.ids[indexes])
+        for index in indexes:
+            self.committed[index] = [section.copy() for section in self.model[index][:4]]
+
+    @rule(indexes=st.lists(INDEX, unique=True))
+    def rollback(self, indexes: list[int]) -> None:
+        if not self.versioned or self.fails:
+            return
+        self.all_ended()
+        self.rig.executor.rollback(self.rig.ids[indexes])
+        for index in indexes:
+            if self.committed[index] is not None:
+                self.model[index] = [section.copy() for section in self.committed[index]] + self.model[index][4:]
+
     @rule()
     def recover(self) -> None:
         self.pending.append((self.rig.executor.recover(), [], []))
@@ -204,8 +237,10 @@ class ExecutorMachine(RuleBasedStateMachine):
     @rule(index=INDEX)
     def define_again(self, index: int) -> None:
         self.rig.executor.drain(20)
+        chunk = self.rig.executor.look(self.rig.ids[index : index + 1])
         self.rig.executor.drop(self.rig.ids[index : index + 1])
-        self.rig.ids[index] = self.rig.executor.define(self.rig.chunks[index : index + 1])[0]
+        self.rig.ids[index] = self.rig.executor.define(chunk)[0]
+        self.committed[index] = None
         if self.fails:  # what was kept, and what was known to be lost, went with it
             self.rig.executor.recover()
             self.store(index, self.everything)

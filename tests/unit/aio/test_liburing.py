@@ -237,17 +237,18 @@ print("closed")
     assert out.split() == ["closed"]
 
 
-def test_closing_after_the_ring_broke_does_not_hang_with_work_pending(odd):
-    out, _, _ = odd(
+@pytest.mark.parametrize("drain", [True, False])
+def test_closing_after_the_ring_broke_does_not_hang_with_work_pending(odd, drain):
+    out, _, log = odd(
         """
-for drain in (True, False):
-    rig = Rig(directory, "io_uring", seam=aio.Seam(delay_us_max=20000))
-    tickets = [rig.store({{i: values[i]}}) for i in range(6)]
-    rig.executor.close(drain=drain)
-    assert all(ticket.done for ticket in tickets)
-    rig.close()
+rig = Rig(directory, "io_uring", seam=aio.Seam(delay_us_max=20000))
+tickets = [rig.store({{i: values[i]}}) for i in range(6)]
+rig.executor.close(drain={drain})
+assert all(ticket.done for ticket in tickets)
+rig.close()
 print("closed")
-""",
+""".replace("{drain}", str(drain)),
         **{"break": errno.EBADF, "break_at": 3},
     )
+    assert any(line.startswith("broken") for line in log)
     assert out.split() == ["closed"]

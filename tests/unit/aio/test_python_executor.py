@@ -257,10 +257,10 @@ class LargeSectors(DriveChannel):
 
     short = 2
 
-    def _call(self, op, views, offset):
+    def _call(self, op, views, offset, fd):
         if offset % 4096:
             return -errno.EINVAL
-        moved = super()._call(op, views, offset)
+        moved = super()._call(op, views, offset, fd)
         if self.short and moved > 4096:
             self.short -= 1
             return moved - 1024

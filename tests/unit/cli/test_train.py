@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ transformers = pytest.importorskip("transformers")
 from rich.console import Console  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+from infinity.bench.swap import measure_swap  # noqa: E402
+from infinity.cli import train as command  # noqa: E402
 from infinity.cli.main import build_parser  # noqa: E402
 from infinity.cli.train import learning_rate, run_train  # noqa: E402
 
@@ -46,6 +49,20 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _drives_are_measured_once() -> Iterator[None]:
+    """Each run would take seconds for it; what it tells is the same, and the first run of the module does it as ever."""
+    found: list[Any] = []
+
+    def measured(task: Any) -> Any:
+        found.extend([] if found else [measure_swap(task)])
+        return found[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "measure_swap", measured)
+        yield
 
 
 @pytest.fixture
@@ -128,7 +145,7 @@ def test_the_tier_does_not_change_a_bit_of_the_result(model_directory: Path, tex
         ["--state", "bf16", "--update", "delayed", "--delayed-warmup", "2"],
         ["--state", "compact", "--update", "backward", "--clip", "0", "--accumulate", "2"],
         ["--state", "bf16", "--resident", "params=0.5", "--resident", "optim=64KiB", "--accumulate", "2"],
-        ["--activations", "nvme", "--checkpointing", "--seq", "256", "--batch", "4"],
+        ["--activations", "nvme", "--checkpointing", "--seq", "128", "--batch", "4"],
     ],
 )
 def test_every_part_of_the_policy_can_be_chosen_and_no_place_changes_a_loss(
@@ -140,7 +157,8 @@ def test_every_part_of_the_policy_can_be_chosen_and_no_place_changes_a_loss(
     losses = []
     for name, place in (("nvme", [*on_nvme(tmp_path / "swap"), *chosen]), ("cpu", kept)):
         out = tmp_path / name
-        status, shown = train(model_directory, "--text", text, "--out", out, *SMALL, "--no-trace", "--no-save", *place)
+        extra = ["--steps", "4", "--no-trace", "--no-save"]
+        status, shown = train(model_directory, "--text", text, "--out", out, *SMALL, *extra, *place)
         assert status == 0, shown
         losses.append([row["loss"] for row in records(out, "step")])
     assert losses[0] == losses[1]
@@ -165,7 +183,8 @@ def test_gradients_spill_past_the_memory_that_is_given(model_directory: Path, te
     config.num_hidden_layers = 16
     config.intermediate_size = 512
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(deep)
-    arguments: list[str | Path] = [deep, "--text", text, *SMALL, "--no-trace", "--no-save", "--accumulate", "2"]
+    extra = ["--steps", "3", "--no-trace", "--no-save", "--accumulate", "2"]
+    arguments: list[str | Path] = [deep, "--text", text, *SMALL, *extra]
     status, shown = train(*arguments, "--out", tmp_path / "all", *place)
     assert status == 0, shown
     (whole,) = records(tmp_path / "all", "summary")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from infinity.memory.heap import SPARE_BYTES_MAX, SPARE_UNITS, Heap
-from tests import harness
 
 MIB = 1 << 20
 
@@ -96,6 +95,8 @@ def as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(kind: str, mode: str) -> list[int]:
+    from tests import harness  # here: the process itself has no use for torch, and its heap is its own
+
     return list(map(int, harness.in_a_process("tests.unit.memory.test_heap", kind, mode).split()))
 
 

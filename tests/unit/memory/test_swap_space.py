@@ -119,7 +119,7 @@ def test_a_drive_that_is_full_is_named_and_no_other_has_grown(tmp_path, monkeypa
         assert caught.value.errno == errno.ENOSPC
     assert [file.size_bytes for file in space.files] == lengths
     assert [os.fstat(file.fd).st_size for file in space.files] == lengths
-    assert [space._extents.file_bytes(drive) for drive in range(3)] == lengths
+    assert [space._extents[0].file_bytes(drive) for drive in range(3)] == lengths
     assert space._turns.credits == ahead
     more = space.reserve([MIB] * 3)
     assert not {(place.drive, place.offset) for place in kept} & {(place.drive, place.offset) for place in more}

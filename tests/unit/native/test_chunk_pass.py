@@ -86,6 +86,7 @@ class Chunk:
         return int(
             lib.inf_chunk_update_undo(
                 self.pointer,
+                self.pointer,
                 ffi.new("uint8_t *[6]", addresses),
                 ffi.cast("inf_seg *", segs.ctypes.data),
                 len(segs),

@@ -100,7 +100,7 @@ def held_by(rest: Rest) -> dict[str, object]:
     space = rest._space
     assert space is not None
     return {
-        "places": space._extents.used_bytes(0),
+        "places": space._extents[0].used_bytes(0),
         "file": space.size_bytes,
         "counted on NVMe": rest.nvme_bytes,
         "counted in RAM": rest.resident_bytes,

@@ -1,32 +1,29 @@
-"""LoRA: frozen weights are needed in backward although no hook of theirs fires. In a subprocess: the failure is a
+"""LoRA: frozen weights are needed in backward although no hook of theirs fires. In a process of its own: the failure is a
 segmentation fault."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import faulthandler
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
-
-SCRIPT = """
 import torch
-torch.set_num_threads(1)
 from peft import LoraConfig, get_peft_model
+
+from infinity.params.at_rest import AtRestParameter
+from tests import forks
 from tests.unit.runtime import models
 from tests.unit.runtime.rig import Rig
-from infinity.params.at_rest import AtRestParameter
 
 config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
 
 
-def with_adapters(model):
+def with_adapters(model: Any) -> Any:
     torch.manual_seed(1)
     return get_peft_model(model, config)
 
 
-def check(when, eager, reentrant):
-    def groups(model):
+def check(when: str, eager: bool, reentrant: str) -> None:
+    def groups(model: Any) -> Any:
         return models.llama_groups(model.base_model.model if when == "before" else model)
 
     model = models.llama()
@@ -37,7 +34,8 @@ def check(when, eager, reentrant):
         rig.plain, rig.model = with_adapters(rig.plain), with_adapters(rig.model)
         rig.params = {}
         adapters = [p for p in rig.model.parameters() if p.requires_grad]
-        assert adapters and not any(isinstance(p, AtRestParameter) for p in adapters)
+        assert adapters
+        assert not any(isinstance(p, AtRestParameter) for p in adapters)
     assert any(isinstance(p, AtRestParameter) for p in rig.model.parameters())
     for each in (rig.plain, rig.model):
         if reentrant != "none":
@@ -59,7 +57,7 @@ def check(when, eager, reentrant):
             rig.step(0.5)
         else:
             trained = 0
-            for (name, p), (_, q) in zip(rig.plain.named_parameters(), rig.model.named_parameters()):
+            for (name, p), (_, q) in zip(rig.plain.named_parameters(), rig.model.named_parameters(), strict=True):
                 assert (p.grad is None) == (q.grad is None), name
                 if p.grad is not None:
                     assert torch.equal(p.grad, q.grad), name
@@ -79,17 +77,14 @@ def check(when, eager, reentrant):
         assert torch.equal(state[name], value), name
 
 
-for when in ("before", "after"):
-    for eager, reentrant in ((True, "none"), (False, "none"), (True, "False"), (True, "True")):
-        check(when, eager, reentrant)
-        print("bit-equal", when, eager, reentrant, flush=True)
-"""
-
-
 def test_lora_made_before_or_after_offload_trains_bit_equal() -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", SCRIPT],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("bit-equal") == 8
+    assert forks.in_a_fork("tests.unit.runtime.test_lora").count("bit-equal") == 8
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    for when in ("before", "after"):
+        for eager, reentrant in ((True, "none"), (False, "none"), (True, "False"), (True, "True")):
+            check(when, eager, reentrant)
+            print("bit-equal", when, eager, reentrant, flush=True)

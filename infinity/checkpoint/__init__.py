@@ -1,0 +1,1 @@
+"""What outlives a run: exports, checkpoints, durable runs, and the formats of others."""

@@ -1,0 +1,98 @@
+"""Pickles without their powers: what a pickle names becomes a record that only keeps what it was given.
+
+A pickle is a program that calls what it names. Here a name is looked up in a list, and stands for a record class of this
+module, made anew for every read so that a hostile file spoils nothing beyond itself. Nothing that a file names is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+
+class Record:
+    """What an object in a pickle became: the arguments and the state that it was to be made of."""
+
+    kind = ""  # the name in the pickle
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __new__(cls, *args: Any, **_: Any) -> Any:
+        """Keep the arguments."""
+        record = object.__new__(cls)
+        record.args = args
+        return record
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def record_class(name: str) -> Any:
+    """A new record class that stands for `name`."""
+    return type("Record", (Record,), {"kind": name})
+
+
+class InertUnpickler(pickle.Unpickler):
+    """Reads a pickle in which these names become records, or the given harmless values; any other name is refused.
+
+    Raises: pickle.UnpicklingError naming what was refused.
+    """
+
+    def __init__(self, data: bytes, *, records: Collection[str], values: Mapping[str, Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._known = {**{name: record_class(name) for name in records}, **values}
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        """The stand-in for a name."""
+        full = f"{module}.{name}"
+        if full not in self._known:
+            raise pickle.UnpicklingError(f"it names {full}, which such a file has no need of, and which was not imported")
+        return self._known[full]
+
+    def persistent_load(self, pid: Any, /) -> NoReturn:  # noqa: ARG002 - whatever it is
+        """Refused: such a file has no need of it."""
+        raise pickle.UnpicklingError("it refers to objects outside of itself")
+
+
+def load_tensors(source: Path | io.BufferedReader, *, records: str = "") -> Any:
+    """What `torch.save` wrote, by torch.load(weights_only=True) on the CPU. A path is mapped, so that only what is used is read.
+
+    Names that begin with `records` ("package.") become records; any other that torch does not know as harmless is refused.
+    Blocks. Raises: OSError; ValueError for what is damaged or refused, saying what it names.
+    """
+    try:
+        with _as_records(source, records) if records else contextlib.nullcontext():
+            is_path = isinstance(source, Path)
+            return torch.load(str(source) if is_path else source, map_location="cpu", weights_only=True, mmap=is_path)
+    except OSError:
+        raise
+    except Exception as error:  # zip, pickle, struct: whatever damaged bytes make torch raise
+        raise ValueError(_reason(str(error))) from error
+
+
+@contextlib.contextmanager
+def _as_records(source: Path | io.BufferedReader, prefix: str) -> Iterator[None]:
+    """Inside, torch.load makes records of what a file names under a prefix."""
+    assert isinstance(source, Path), source
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+    stand_ins: list[Any] = [(record_class(name), name) for name in names if name.startswith(prefix)]
+    with torch.serialization.safe_globals(stand_ins):
+        yield
+
+
+def _reason(message: str) -> str:
+    """What torch says, without its advice to load the file unsafely."""
+    named = re.search(r"GLOBAL ([\w.]+)", message)
+    if named:
+        return f"it names {named[1]}, which is not known to be harmless, and which was not called"
+    return message.rpartition("WeightsUnpickler error: ")[2].strip().split("\n")[0]

@@ -1,0 +1,167 @@
+"""The files of a durable run: where they lie, who holds them, what is left of the run before.
+
+    <nvme[0]>/infinity-run/   manifest-<generation>.rank<r>, buffers-…, extra-…    (infinity.checkpoint.directory)
+                              states-<id>-<n>.rank<r>      this rank's chunks: two files, more after saves that link them
+                              drive1 -> <nvme[1]>/infinity-run/                    the same there, for each further drive
+                                                                                   (another number where that is taken)
+                              lock.rank<r>
+
+A run's states lie in two files on each drive, named anew for each process, so one that has just begun overwrites nothing. What
+no manifest names is removed when a step was committed. An id begins with a sum of the run's first directory: on other drives
+the files of other runs may lie beside these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from infinity.aio.swap_file import SwapFile
+from infinity.aio.swap_owner import lock
+from infinity.checkpoint.directory import generations, newest_generation, remove, sync_directory, typed_errors
+from infinity.checkpoint.manifest import Manifest
+from infinity.errors import AioError
+
+RUN_DIRECTORY = "infinity-run"
+
+_STATES = re.compile(r"states-([0-9a-f]{8})[0-9a-f]{8}-\d+\.rank\d+")
+_DRIVE = re.compile(r"drive\d+")
+
+
+def run_directory(directory: str | os.PathLike[str]) -> Path:
+    """Where the manifests of a durable run in this directory are: there, or in the directory itself (a checkpoint)."""
+    inside = Path(directory) / RUN_DIRECTORY
+    return inside if inside.is_dir() else Path(directory)
+
+
+class RunFiles:
+    """One rank's files of a durable run in these directories. give_up: what is there need not be readable.
+
+    Raises: AioError (EWOULDBLOCK) while another process holds the run, ChecksumError for a damaged manifest, ValueError for
+    directories that are not this user's, or of which another one than the first has a run's manifests."""
+
+    def __init__(self, directories: Sequence[Path], rank: int, *, give_up: bool = False) -> None:
+        self.rank = rank
+        self.directories = [directory / RUN_DIRECTORY for directory in directories]
+        self.layers: dict[int, list[SwapFile]] = {}
+        """The states files, by layer of the swap space and drive. Set with the layers."""
+        self._made: list[list[SwapFile]] = []
+        self._sum = f"{zlib.crc32(os.fsencode(self.home.resolve())):08x}"
+        self._id = self._sum + secrets.token_hex(4)
+        self._links: list[str] = []
+        self._committed = False
+        with contextlib.ExitStack() as undo:
+            self._lock = undo.enter_context(SwapFile.durable(self.home, f"lock.rank{rank}"))
+            undo.callback(self._remove_states)
+            for directory, run in zip(directories, self.directories, strict=True):
+                sync_directory(directory)
+                if run != self.home:
+                    _check_no_home(run)
+                    self._links.append(_link(self.home, run.absolute()))
+            self.before = self._newest(give_up)
+            self._undo = undo.pop_all()
+
+    @property
+    def home(self) -> Path:
+        """The directory of the manifests."""
+        return self.directories[0]
+
+    def add(self) -> list[SwapFile]:
+        """New states files, one on each drive. Raises: AioError, SwapFullError."""
+        self._made.append([])
+        for directory in self.directories:
+            name = f"states-{self._id}-{len(self._made)}.rank{self.rank}"
+            self._made[-1].append(SwapFile.durable(directory, name))
+        return self._made[-1]
+
+    def name(self, layer: int, drive: int) -> str:
+        """A states file as manifests name it, from `home`."""
+        file = Path(self.layers[layer][drive].path).name
+        return f"{self._links[drive - 1]}/{file}" if drive else file
+
+    def _newest(self, give_up: bool) -> list[Manifest] | None:
+        try:
+            return newest_generation(self.home)
+        except (AioError, ValueError) as error:
+            if not (give_up or (isinstance(error, AioError) and error.errno == errno.ENOENT)):
+                raise
+            return None
+
+    def committed(self) -> None:
+        """A manifest names these files: they stay when the process ends."""
+        self._committed = True
+
+    def remove_strangers(self, named: Iterable[str]) -> None:
+        """Remove states files that are not `named` (as in manifests) and that no process holds: of the run before, and of
+        processes that died. And links to drives that nothing named is on."""
+        names = set(named)
+        keep = {(self.home / name).resolve() for name in names}
+        gone = {(self.home / entry.name).resolve() for manifest in self.before or () for entry in manifest.files}
+        for directory in self.directories:
+            for path in directory.iterdir():
+                found = _STATES.fullmatch(path.name)
+                if found is not None and (directory == self.home or found.group(1) == self._sum):
+                    gone.add(path.resolve())
+        # A manifest names the files that it points into; beside them lie others of the same process.
+        gone |= {each for path in gone for each in path.parent.glob(path.name.rpartition("-")[0] + "-*.rank*")}
+        keep |= {Path(file.path).resolve() for files in self._made for file in files}
+        mine = f".rank{self.rank}"  # whose lock is held here; other ranks hold their files
+        gone = {path for path in gone if _STATES.fullmatch(path.name) and (path.suffix == mine or not _is_held(path))} - keep
+        remove([each for path in gone for each in (path, path.with_name(f".{path.name}.owner"))])
+        links = {name.partition("/")[0] for name in names} | set(self._links)
+        drives = [path for path in self.home.iterdir() if _DRIVE.fullmatch(path.name) and path.is_symlink()]
+        remove([path for path in drives if path.name not in links])
+
+    def _remove_states(self) -> None:
+        """Close the states files; nobody can use them if no manifest names them."""
+        for files in self._made:
+            for file in files:
+                file.close()
+                if not self._committed:
+                    remove([Path(file.path)])
+
+    def close(self) -> None:
+        """Let go of the run. The executor must be closed. Idempotent."""
+        self._undo.close()
+
+
+def _is_held(path: Path) -> bool:
+    """Whether a process has the file open as swap space."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        return not lock(fd)
+    finally:
+        os.close(fd)
+
+
+def _check_no_home(directory: Path) -> None:
+    """Raise ValueError where a run's manifests lie in what is not the first directory now: its states would be overwritten."""
+    if directory.is_dir() and generations(directory):
+        raise ValueError(
+            f"{str(directory.parent)!r} holds the manifests of a durable run, and is not the first directory in Policy.nvme: "
+            f"name it first to go on with that run, or remove {str(directory)!r}"
+        )
+
+
+def _link(home: Path, target: Path) -> str:
+    """A symbolic link to `target` in `home`; the name of one that is there already, or of a new one."""
+    number = 1
+    while True:
+        path = home / f"drive{number}"
+        with typed_errors(path, "open", 0):
+            try:
+                path.symlink_to(target)
+            except FileExistsError:
+                if not path.is_symlink() or path.readlink() != target:
+                    number += 1  # of a drive that states of the run before are on
+                    continue
+        return path.name

@@ -1,0 +1,192 @@
+/* Two places of a chunk, one of them committed: what is written goes to the other, and both can be gone back to.
+ *
+ *   commit      the live place is the committed one; the next UPDATE or STORE writes the other, whole, and flips
+ *   later       UPDATEs and STOREs work in place, on what is not committed
+ *   rollback    the committed place is the live one again
+ *
+ * Spilled gradients are no version: a STORE of them alone moves nothing. Resident sections change in place, and then there is no
+ * way back, unless they have memory for another version.
+ */
+#include "executor.h"
+
+#include <errno.h>
+#include <string.h>
+
+bool inf_run_moves(const inf_run *run) {
+    const inf_chunk_record *chunk = run->chunk;
+    if (chunk->place != INF_PLACE_COMMITTED || !inf_chunk_versioned(&chunk->plan)) return false;
+    if (run->job.kind == INF_JOB_UPDATE) return true;
+    uint32_t states = inf_sections_all(&chunk->plan) & ~inf_grad_mask(&chunk->plan);
+    return run->job.kind == INF_JOB_STORE && (run->job.mask & states) != 0;
+}
+
+inf_chunk inf_chunk_other(const inf_chunk *chunk) {
+    inf_chunk other = *chunk;
+    uint64_t newest = chunk->generation > chunk->other_generation ? chunk->generation : chunk->other_generation;
+    other.generation = newest + 1; /* never one that was written before, so that what is stale does not pass */
+    other.file_offset = chunk->other_offset;
+    other.file = chunk->other_file;
+    other.sums_ptr = chunk->other_sums_ptr;
+    for (int32_t s = 0; s < INF_SECTION_MAX; s++) {
+        if (chunk->other_ptr[s] != 0) other.section_ptr[s] = chunk->other_ptr[s];
+    }
+    return other;
+}
+
+/* The two places change their roles. */
+static void swap(inf_chunk *chunk, uint64_t generation) {
+    inf_chunk was = *chunk;
+    chunk->generation = generation;
+    chunk->other_generation = was.generation;
+    chunk->file_offset = was.other_offset;
+    chunk->other_offset = was.file_offset;
+    chunk->file = was.other_file;
+    chunk->other_file = was.file;
+    chunk->sums_ptr = was.other_sums_ptr;
+    chunk->other_sums_ptr = was.sums_ptr;
+    for (int32_t s = 0; s < INF_SECTION_MAX; s++) {
+        if (was.other_ptr[s] == 0) continue;
+        chunk->section_ptr[s] = was.other_ptr[s];
+        chunk->other_ptr[s] = was.section_ptr[s];
+    }
+    if (inf_grad_mask(chunk) == 0 || was.sums_ptr == 0) return;
+    /* Gradients have no versions, and so neither have their checksums. */
+    size_t at = (size_t)((chunk->section_count - 1) * inf_piece_count(chunk));
+    const uint32_t *before = (const uint32_t *)(uintptr_t)was.sums_ptr;
+    memcpy((uint32_t *)(uintptr_t)chunk->sums_ptr + at, before + at, (size_t)inf_piece_count(chunk) * sizeof *before);
+}
+
+void inf_chunk_flip(inf_chunk_record *chunk) {
+    swap(&chunk->plan, inf_chunk_other(&chunk->plan).generation);
+    chunk->place = INF_PLACE_MOVED;
+}
+
+/* Whether a resident section would be changed for good. */
+static bool for_good(const inf_chunk *chunk) {
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        bool state = !(inf_grad_mask(chunk) >> s & 1u);
+        if (state && inf_section_resident(chunk, s) && chunk->other_ptr[s] == 0) return true;
+    }
+    return false;
+}
+
+static bool only_read(const inf_chunk_record *chunk) {
+    const inf_run *run = chunk->fifo_head;
+    while (run != NULL && run->job.kind == INF_JOB_FETCH) run = run->fifo_next;
+    return run == NULL;
+}
+
+static int32_t wrong(const struct inf_executor *ex, const int32_t *ids, int32_t count, bool back, bool reads) {
+    for (int32_t i = 0; i < count; i++) {
+        const inf_chunk_record *chunk = inf_chunk_of(ex, ids[i]);
+        if (chunk == NULL) return -EINVAL;
+        if (reads ? !only_read(chunk) : chunk->fifo_head != NULL) return -EBUSY;
+        if (back && chunk->place == INF_PLACE_MOVED && for_good(&chunk->plan)) return -EPERM;
+    }
+    return 0;
+}
+
+int32_t inf_executor_commit(inf_executor *ex, const int32_t *ids, int32_t count) {
+    pthread_mutex_lock(&ex->lock);
+    int32_t error = wrong(ex, ids, count, false, true);
+    for (int32_t i = 0; i < count && error == 0; i++) {
+        inf_chunk_record *chunk = ex->chunks[ids[i]];
+        chunk->place = INF_PLACE_COMMITTED;
+        chunk->committed_invalid = chunk->invalid;
+        chunk->committed_fault = chunk->fault;
+    }
+    pthread_mutex_unlock(&ex->lock);
+    return error;
+}
+
+static void go_back(struct inf_executor *ex, inf_chunk_record *chunk) {
+    uint32_t grad = inf_grad_mask(&chunk->plan); /* has no versions */
+    if (chunk->place == INF_PLACE_FREE) return;
+    if (chunk->place == INF_PLACE_MOVED) {
+        inf_ahead_drop(ex, chunk);
+        inf_chunk_drop_kept(ex, chunk);
+        swap(&chunk->plan, chunk->plan.other_generation);
+    }
+    chunk->place = INF_PLACE_COMMITTED;
+    chunk->invalid = (chunk->invalid & grad) | (chunk->committed_invalid & ~grad);
+    chunk->fault = chunk->committed_fault;
+}
+
+int32_t inf_executor_rollback(inf_executor *ex, const int32_t *ids, int32_t count) {
+    pthread_mutex_lock(&ex->lock);
+    int32_t error = wrong(ex, ids, count, true, false);
+    for (int32_t i = 0; i < count && error == 0; i++) go_back(ex, ex->chunks[ids[i]]);
+    inf_pump(ex); /* slots that were kept go round again */
+    pthread_mutex_unlock(&ex->lock);
+    return error;
+}
+
+int32_t inf_executor_look(inf_executor *ex, const int32_t *ids, int32_t count, void *chunks) {
+    inf_chunk *plans = chunks;
+    int32_t error = 0;
+    pthread_mutex_lock(&ex->lock);
+    for (int32_t i = 0; i < count && error == 0; i++) {
+        const inf_chunk_record *chunk = inf_chunk_of(ex, ids[i]);
+        if (chunk == NULL) error = -EINVAL;
+        else plans[i] = chunk->plan;
+    }
+    pthread_mutex_unlock(&ex->lock);
+    return error;
+}
+
+int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t count, const int32_t *files, const int64_t *offsets) {
+    pthread_mutex_lock(&ex->lock);
+    int32_t error = wrong(ex, ids, count, false, true);
+    for (int32_t i = 0; i < count && error == 0; i++) {
+        const inf_chunk_record *chunk = ex->chunks[ids[i]];
+        bool known = chunk->plan.other_bytes > 0 && inf_file_known(ex, chunk->plan.drive, files[i]) && offsets[i] >= 0;
+        if (!known) error = -EINVAL;
+        else if (chunk->place == INF_PLACE_MOVED) error = -EPERM;
+    }
+    for (int32_t i = 0; i < count && error == 0; i++) {
+        ex->chunks[ids[i]]->plan.other_file = files[i];
+        ex->chunks[ids[i]]->plan.other_offset = offsets[i];
+    }
+    pthread_mutex_unlock(&ex->lock);
+    return error;
+}
+
+/* ---- files ---- */
+
+bool inf_file_known(const struct inf_executor *ex, int32_t drive, int32_t file) {
+    return file >= 0 && file < INF_FILE_MAX && ex->drives[drive].fds[file] >= 0;
+}
+
+bool inf_files_known(const struct inf_executor *ex, const inf_chunk *chunk) {
+    if (chunk->drive < 0) return true;
+    if (!inf_file_known(ex, chunk->drive, chunk->file)) return false;
+    if (!inf_chunk_versioned(chunk)) return true;
+    return inf_file_known(ex, chunk->drive, chunk->other_file) && inf_file_known(ex, chunk->drive, chunk->grad_file);
+}
+
+int32_t inf_executor_file_add(inf_executor *ex, int32_t drive, int32_t fd) {
+    int32_t index = drive >= 0 && drive < ex->config.drive_count && fd >= 0 ? 1 : -EINVAL;
+    pthread_mutex_lock(&ex->lock);
+    while (index > 0 && index < INF_FILE_MAX && ex->drives[drive].fds[index] >= 0) index++;
+    if (index == INF_FILE_MAX) index = -ENOSPC;
+    if (index > 0) ex->drives[drive].fds[index] = fd;
+    pthread_mutex_unlock(&ex->lock);
+    return index;
+}
+
+static bool lies_in(const inf_chunk *chunk, int32_t drive, int32_t file) {
+    if (chunk->drive != drive) return false;
+    return chunk->file == file || (inf_chunk_versioned(chunk) && (chunk->other_file == file || chunk->grad_file == file));
+}
+
+int32_t inf_executor_file_remove(inf_executor *ex, int32_t drive, int32_t index) {
+    pthread_mutex_lock(&ex->lock);
+    bool known = drive >= 0 && drive < ex->config.drive_count && index > 0 && inf_file_known(ex, drive, index);
+    int32_t error = known ? 0 : -EINVAL;
+    for (int32_t c = 0; c < ex->chunk_count && error == 0; c++) {
+        if (ex->chunks[c] != NULL && lies_in(&ex->chunks[c]->plan, drive, index)) error = -EBUSY;
+    }
+    if (error == 0) ex->drives[drive].fds[index] = -1;
+    pthread_mutex_unlock(&ex->lock);
+    return error;
+}

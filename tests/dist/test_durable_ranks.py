@@ -1,0 +1,77 @@
+"""Durable runs of two ranks: restored on one, commits that fail on one rank alone, an exit without the other rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import infinity as inf
+from infinity import engine
+from infinity.errors import PeerFailed, SwapFullError
+from tests.crashes import digest, step
+from tests.dist.test_two_ranks import on_two_ranks
+from tests.test_durable_faults import Failing, close, die, made, run_files
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """What two ranks do with one run: its digests, and how long an exit took that nobody else came to."""
+
+    top: Path
+
+    def __call__(self, rank: int, place: Path) -> tuple[list[str], float]:
+        top = self.top / "run"
+        model, optimizer = self.begin(top)
+        step(model, optimizer, 0, rank)
+        found = [digest(model)]
+        with Failing("write", 0 if rank else 1000, 28), pytest.raises(SwapFullError if rank else PeerFailed):
+            inf.handle(model).flush()
+        inf.handle(model).flush()
+        # A write between steps that one rank's shard alone has.
+        bias = model.blocks[0][0].bias
+        with inf.handle(model).gather([bias]):
+            bias.data[:1] = 0.5
+        inf.handle(model).flush()
+        found.append(digest(model))
+        step(model, optimizer, 1, rank)
+        begun = time.monotonic()
+        if rank == 0:
+            engine._close_all()  # as at exit; the other rank does not come
+        took = time.monotonic() - begun
+        dist.barrier()
+        if rank:
+            die(model)
+        dist.barrier()
+        model, optimizer = self.begin(top)
+        restored = inf.restore(model, optimizer, top)
+        assert (restored.step, restored.extra) == (1, {"next": 1})
+        assert digest(model) == found[1]
+        close(model)
+        return found, took
+
+    def begin(self, top: Path) -> tuple[Any, Any]:
+        return made(top)
+
+
+def test_two_ranks_and_then_one(tmp_path: Path) -> None:
+    results = on_two_ranks(Ranks(tmp_path), tmp_path / "ranks")
+    assert results[0][1] < 5
+    top = tmp_path / "run"
+    kinds = sorted(name.partition("-")[0] for name in run_files(top))
+    each = ["buffers", "extra", "manifest", "states", "states"]
+    assert kinds == sorted([*each, *each, "lock.rank0", "lock.rank1"])
+    model, optimizer = made(top)
+    restored = inf.restore(model, optimizer, top)
+    assert restored.step == 1
+    assert any("2 ranks saved" in note for note in restored.notes)
+    assert digest(model) == results[0][0][1]  # buffers are those of rank 0
+    step(model, optimizer, 1, 0)
+    close(model)
+    assert len([name for name in run_files(top) if name.startswith(("states", "manifest"))]) == 3
+    assert os.listdir(top) == ["infinity-run"]

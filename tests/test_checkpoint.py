@@ -1,0 +1,507 @@
+"""inf.save and inf.restore: training goes on bit for bit, whatever the tier, the format and the optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+import torch
+from torch import nn
+
+import infinity as inf
+from infinity.aio import Seam
+from infinity.aio.executor import Fault
+from infinity.checkpoint.directory import read_generation
+from infinity.checkpoint.verifying import Damage, Verifying
+from infinity.engine import offload
+from infinity.errors import AioError, ChecksumError, StateInvalid, SwapFullError
+from tests import models
+from tests.harness import Training, one_thread
+
+STEPS, AT = 5, 2
+PLAIN = Training(models.llama, steps=STEPS, accumulation=1)
+
+TIERS: dict[str, dict[str, Any]] = {
+    "cpu": {},
+    "nvme": {"params": "nvme", "optim": "nvme", "ram": "min", "resident": {"params": 0.0, "optim": 0.0}},
+    "mixed": {"params": "nvme", "optim": "nvme", "resident": {"params": 0.5, "optim": 0.3}},
+}
+
+
+def policy(tmp_path: Path, **values: Any) -> inf.Policy:
+    if "nvme" in values.values():
+        place = tmp_path / "swap"
+        place.mkdir(exist_ok=True)
+        values["nvme"] = place
+    return inf.Policy(**values)
+
+
+@final
+class Run:
+    """A training that can be saved and restored at any step: model, optimizer, scheduler."""
+
+    def __init__(self, training: Training, chosen: inf.Policy) -> None:
+        self.training = training
+        self.model = training.model()
+        offload(self.model, chosen)
+        self.handle = inf.handle(self.model)
+        self.optimizer: Any = training.make_optimizer(self.model)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 3) * 0.9**step)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.handle.close()
+
+    def train(self, first: int, last: int) -> list[float]:
+        """The losses of steps [first, last)."""
+        losses = []
+        with one_thread():
+            for batch in self.training.batches[first:last]:
+                loss = models.loss_of(self.model, batch)
+                loss.backward()
+                losses.append(loss.item())
+                if self.training.max_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.training.max_norm)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        return losses
+
+    def save(self, directory: Path) -> inf.Save:
+        return inf.save(self.model, self.optimizer, directory, extra={"sched": self.scheduler.state_dict()})
+
+    def restore(self, directory: Path) -> inf.Restored:
+        restored = inf.restore(self.model, self.optimizer, directory)
+        self.scheduler.load_state_dict(restored.extra["sched"])
+        return restored
+
+    def everything(self) -> dict[str, Any]:
+        """All states, by name."""
+        found: dict[str, Any] = dict(self.model.state_dict().items())
+        for param in self.optimizer.param_groups[0]["params"]:
+            link = param.infinity_link.param
+            for key, value in self.handle.optimizer_state(param).items():
+                found[f"{link.name}/{key}"] = value
+        return found
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        same = torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
+        assert same, name
+
+
+def round_trip(training: Training, chosen: inf.Policy, directory: Path, later: inf.Policy | None = None) -> inf.Restored:
+    """Train, save, train on beside it; restore into a fresh model; the rest is the same to the last bit."""
+    with Run(training, chosen) as run:
+        run.train(0, AT)
+        save = run.save(directory)
+        losses = run.train(AT, STEPS)  # beside the save
+        save.wait()
+        states = run.everything()
+    with Run(training, later or chosen) as fresh:
+        restored = fresh.restore(directory)
+        assert restored.step == AT
+        assert fresh.train(restored.step, STEPS) == losses
+        assert_same(fresh.everything(), states)
+    return restored
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("state", ["exact", "bf16", "compact"])
+def test_training_goes_on_bit_for_bit(tier: str, state: str, tmp_path: Path) -> None:
+    restored = round_trip(PLAIN, policy(tmp_path, state=state, **TIERS[tier]), tmp_path / "ckpt")
+    assert restored.rounded == ""
+    assert restored.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("cpu", "nvme"), ("nvme", "cpu"), ("mixed", "nvme")],
+)
+def test_another_tier_and_other_units_change_nothing(before: str, after: str, tmp_path: Path) -> None:
+    later = policy(tmp_path, state="compact", unit_bytes_max=8192, **TIERS[after])
+    round_trip(PLAIN, policy(tmp_path, state="compact", **TIERS[before]), tmp_path / "ckpt", later)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        Training(models.gpt2, steps=STEPS, accumulation=1),  # tied
+        Training(models.lora, steps=STEPS, accumulation=1),  # frozen
+        Training(models.ListMoe, steps=STEPS, accumulation=1),  # experts without a gradient
+        Training(models.llama, steps=STEPS, accumulation=1, optimizer="Lion"),
+        Training(models.llama, steps=STEPS, accumulation=1, optimizer="SGD", options=(("momentum", 0.9),)),
+        Training(models.llama, steps=STEPS, accumulation=1, optimizer="Adagrad"),
+        Training(models.llama, steps=STEPS, accumulation=1, optimizer="NAdam"),
+        Training(models.llama, steps=STEPS, accumulation=1, dtype=torch.float32),
+        Training(models.llama, steps=STEPS, accumulation=1, dtype=torch.float16),
+        Training(models.llama, steps=STEPS, accumulation=1, groups=True),
+    ],
+    ids=["tied", "lora", "moe", "lion", "sgd", "adagrad", "nadam", "fp32", "fp16", "groups"],
+)
+def test_models_and_optimizers(training: Training, tmp_path: Path) -> None:
+    round_trip(training, policy(tmp_path, **TIERS["nvme"]), tmp_path / "ckpt", policy(tmp_path, **TIERS["cpu"]))
+
+
+def test_updates_in_backward(tmp_path: Path) -> None:
+    training = Training(models.llama, steps=STEPS, accumulation=1, max_norm=None)
+    chosen = policy(tmp_path, update="backward", **TIERS["nvme"])
+    with Run(training, chosen) as run:
+        run.train(0, 1)
+        models.loss_of(run.model, training.batches[0]).backward()
+        with pytest.raises(RuntimeError, match=r"save and restore after opt\.step"):
+            run.save(tmp_path / "never")
+        run.optimizer.step()
+    round_trip(training, chosen, tmp_path / "ckpt")
+
+
+def test_delayed_updates_begin_their_delay_anew_alike_here_and_elsewhere(tmp_path: Path) -> None:
+    chosen = policy(tmp_path, update="delayed", delayed_warmup=1, **TIERS["nvme"])
+    with Run(PLAIN, chosen) as run:
+        run.train(0, 3)
+        run.save(tmp_path / "ckpt").wait()
+        run.train(3, 5)
+        run.restore(tmp_path / "ckpt")  # into a run that computes with a second copy
+        losses, states = run.train(3, 5), run.everything()
+    with Run(PLAIN, chosen) as fresh:
+        assert fresh.restore(tmp_path / "ckpt").step == 3
+        assert fresh.train(3, 5) == losses
+        assert_same(fresh.everything(), states)
+
+
+MASTERS = "masters to 24 bits (1 parameter in 512, about, becomes the next bf16)"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("exact", "compact", f"rounded to nearest: {MASTERS} and moments to 8 bits in groups of 64"),
+        ("exact", "bf16", "rounded to nearest: moments to bf16"),
+        ("compact", "exact", ""),
+        ("compact", "bf16", "rounded to nearest: moments to bf16"),
+    ],
+)
+def test_another_state_format_rounds_and_says_what(before: str, after: str, said: str, tmp_path: Path) -> None:
+    with Run(PLAIN, policy(tmp_path, state=before)) as run:
+        run.train(0, 3)
+        run.save(tmp_path / "ckpt").wait()
+        states = run.everything()
+    with Run(PLAIN, policy(tmp_path, state=after, seed=3)) as fresh:
+        restored = fresh.restore(tmp_path / "ckpt")
+        assert restored.rounded == said
+        assert restored.notes == (
+            f"state={before!r} in the run that saved, {after!r} in this one",
+            "seed=0 in the run that saved, 3 in this one",
+        )
+        ours = fresh.everything()
+        for name, value in states.items():
+            if not isinstance(value, torch.Tensor) or not said or (after == "bf16" and "exp_avg" not in name):
+                assert (torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value), name
+            else:
+                assert (ours[name] - value).abs().max() <= value.abs().max() / 64, name
+        fresh.train(3, 4)
+
+
+def test_parameters_alone(tmp_path: Path) -> None:
+    with Run(PLAIN, policy(tmp_path)) as run:
+        run.train(0, 2)
+        run.save(tmp_path / "ckpt").wait()
+        params = dict(run.model.state_dict())
+    model = PLAIN.model()
+    offload(model, policy(tmp_path))
+    assert inf.restore(model, None, tmp_path / "ckpt").step == 2
+    assert_same(dict(model.state_dict()), params)
+    optimizer = inf.AdamW(model.parameters())
+    inf.restore(model, None, tmp_path / "ckpt")  # masters too, where there are some
+    for param in model.parameters():
+        master = inf.handle(model).optimizer_state(param)["master"]
+        assert optimizer
+        assert torch.equal(master, params[param.infinity_link.param.name].float())  # type: ignore[attr-defined]
+
+
+def test_buffers_and_extra_come_back_and_the_handle_s_extra_stands_in(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    model = offload(make(), inf.Policy())
+    opt = inf.AdamW(model.parameters())
+    model(torch.randn(4, 8) * 7 + 3).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    state = torch.get_rng_state()
+    inf.handle(model).extra = {"rng": state, "epoch": (3, 0.1)}
+    inf.save(model, opt, tmp_path / "ckpt").wait()
+    fresh = offload(make(), inf.Policy())
+    restored = inf.restore(fresh, inf.AdamW(fresh.parameters()), tmp_path / "ckpt")
+    assert restored.extra["epoch"] == (3, 0.1)
+    assert torch.equal(restored.extra["rng"], state)
+    assert torch.equal(fresh[1].running_mean, model[1].running_mean)  # type: ignore[index]
+    assert fresh[1].num_batches_tracked == 1  # type: ignore[index]
+    with pytest.raises(ValueError, match="extra= cannot be kept"):
+        inf.save(model, opt, tmp_path / "other", extra=object())
+
+
+def test_writes_beside_a_save_come_after_it(tmp_path: Path) -> None:
+    """A slow drive, so that the save is far from done when the writes come."""
+    values = {**TIERS["nvme"], "nvme": tmp_path}
+    slow = Seam(read_bytes_per_s=4e6)
+    model = PLAIN.model()
+    offload(model, inf.Policy(**values), _seam=slow)
+    handle = inf.handle(model)
+    optimizer = inf.AdamW(model.parameters())
+    before = dict(model.state_dict())
+    save = inf.save(model, optimizer, tmp_path / "ckpt")
+    assert not save.done
+    assert "under way" in repr(save)
+    first, *_, last = list(model.parameters())
+    with handle.gather(last), torch.no_grad():
+        last.fill_(2)
+    handle.optimizer_state(first)["exp_avg"] = torch.ones(first.shape)
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in before.items()})
+    save.wait()
+    assert save.done
+    inf.restore(model, optimizer, tmp_path / "ckpt")
+    assert_same(dict(model.state_dict()), before)
+    assert not handle.optimizer_state(first)["exp_avg"].any()
+
+
+def test_saves_replace_each_other_and_a_closing_handle_waits(tmp_path: Path) -> None:
+    place = tmp_path / "ckpt"
+    with Run(PLAIN, policy(tmp_path)) as run:
+        for step in range(3):
+            run.train(step, step + 1)
+            run.save(place)
+        (place / "notes.txt").write_text("mine")
+    assert sorted(path.name for path in place.iterdir()) == [
+        "data-00000003.rank0", "extra-00000003.rank0", "manifest-00000003.rank0", "notes.txt",
+    ]  # fmt: skip
+    with Run(PLAIN, policy(tmp_path)) as run:
+        assert run.restore(place).step == 3
+        run.train(3, 4)
+        run.save(place).wait()
+    assert read_generation(place, 4)[0].step == 4
+
+
+def test_the_python_executor_saves_and_restores_and_its_checksums_are_read_natively(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as hidden:
+        hidden.setenv("INFINITY_NO_NATIVE", "1")
+        round_trip(PLAIN, policy(tmp_path, **TIERS["nvme"]), tmp_path / "ckpt")
+    assert read_generation(tmp_path / "ckpt", 1)[0].algorithm == "xxh3"
+    with Run(PLAIN, policy(tmp_path)) as run:
+        assert run.restore(tmp_path / "ckpt").step == AT
+        run.save(tmp_path / "native").wait()
+        monkeypatch.setenv("INFINITY_NO_NATIVE", "1")
+    with Run(PLAIN, policy(tmp_path)) as run, pytest.raises(ValueError, match="install infinity where there is a C compiler"):
+        run.restore(tmp_path / "native")
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    place = tmp_path / "ckpt"
+    with Run(PLAIN, policy(tmp_path)) as run:
+        run.train(0, 1)
+        run.save(place).wait()
+        with pytest.raises(ValueError, match="held by an optimizer that was not given"):
+            inf.save(run.model, None, place)
+        with pytest.raises(ValueError, match="SGD is no optimizer of infinity"):
+            inf.save(run.model, torch.optim.SGD([torch.zeros(1)]), place)
+        run.optimizer.param_groups[0]["note"] = object()
+        with pytest.raises(ValueError, match="'note' of parameter group 0"):
+            run.save(place)
+        with pytest.raises(RuntimeError, match="in use"), run.handle.gather(run.model.parameters()):
+            del run.optimizer.param_groups[0]["note"]
+            run.save(place)
+        file = tmp_path / "file"
+        file.write_text("")
+        with pytest.raises(ValueError, match="is a file, and a checkpoint is a directory"):
+            run.save(file)
+    for training, message in (
+        (Training(lambda: models.llama(layers=4)), r"missing in it"),
+        (Training(lambda: models.llama(layers=2)), r"not in the model"),
+        (Training(lambda: models.llama(hidden=64)), r"is of shape \(96, 32\) in .*; the model wants \(96, 64\)"),
+        (dataclasses.replace(PLAIN, dtype=torch.float32), r"cast the model \(model.to\(torch.bfloat16\)\)"),
+        (dataclasses.replace(PLAIN, optimizer="Lion"), r"has the states of AdamW, and the optimizer is Lion"),
+    ):
+        with Run(training, policy(tmp_path)) as run:
+            before = run.everything()
+            with pytest.raises(ValueError, match=message):
+                run.restore(place)
+            assert_same(run.everything(), before)
+    with Run(PLAIN, policy(tmp_path)) as run, pytest.raises(AioError, match="there is no checkpoint") as caught:
+        run.restore(tmp_path / "nowhere")
+    assert caught.value.errno == errno.ENOENT
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with every kind of file."""
+    place = tmp_path_factory.mktemp("saved") / "ckpt"
+    model, opt = _batch_norm()
+    inf.save(model, opt, place, extra={"epoch": 1}).wait()
+    inf.handle(model).close()
+    return place
+
+
+def _batch_norm() -> tuple[nn.Module, inf.AdamW]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)).bfloat16()
+    offload(model, inf.Policy(state="compact"))
+    return model, inf.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["data", "manifest", "buffers", "extra"])
+def test_a_damaged_byte_is_found_and_named(saved: Path, kind: str, tmp_path: Path) -> None:
+    place = tmp_path / "ckpt"
+    shutil.copytree(saved, place)
+    (file,) = place.glob(f"{kind}-*")
+    whole = file.read_bytes()
+    random.seed(kind)
+    places = {0, len(whole) - 1, *random.sample(range(len(whole)), 12)}
+    for at in places:
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        (found,) = damage_in(place)
+        assert found.path == str(file)
+        if kind == "data":
+            assert found.offset <= at < found.offset + found.length
+    model, opt = _batch_norm()
+    with pytest.raises(AioError, match=re.escape(str(file))):
+        inf.restore(model, opt, place)
+    if kind == "data":  # met when others were written
+        with pytest.raises(StateInvalid, match=r"restoring .* broke off"):
+            opt.step()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert {each.path for each in damage_in(place)} == {str(file)}
+    file.unlink()
+    if kind == "manifest":
+        with pytest.raises(AioError, match=re.escape(str(place))):
+            damage_in(place)
+    else:
+        assert [(each.path, each.reason) for each in damage_in(place)] == [(str(file), "is missing")]
+    file.write_bytes(whole)
+    assert not damage_in(place)
+
+
+def damage_in(place: Path) -> list[Damage]:
+    return Verifying(place).run()
+
+
+class LimitedFiles:
+    """No file grows past `size_bytes`."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+
+    def __enter__(self) -> None:
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size_bytes, self.before[1]))
+
+    def __exit__(self, *exc: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    place = tmp_path / "ckpt"
+    with Run(PLAIN, policy(tmp_path)) as run:
+        run.train(0, 1)
+        run.save(place).wait()
+        names = sorted(path.name for path in place.iterdir())
+        run.train(1, 2)
+        with LimitedFiles(65536):
+            save = run.save(place)
+            with pytest.raises(SwapFullError, match="which is as it was") as caught:
+                save.wait()
+        assert caught.value.errno == errno.EFBIG
+        assert str(place) in caught.value.path
+        assert sorted(path.name for path in place.iterdir()) == names
+        assert "failed" in repr(save)
+        with LimitedFiles(65536):
+            save = run.save(place)
+            while not save.done:
+                time.sleep(0.01)
+        with pytest.raises(SwapFullError):  # nobody waited: the next call says it, once
+            run.train(2, 3)
+        run.optimizer.zero_grad()
+        run.train(2, 3)
+        assert run.restore(place).step == 1
+
+
+def test_damage_of_what_rests_fails_the_save_and_not_the_checkpoint_before(tmp_path: Path) -> None:
+    model = PLAIN.model()
+    values = {**TIERS["nvme"], "nvme": tmp_path}
+    offload(model, inf.Policy(**values, io_backend="threads"), _seam=Seam(fault=Fault("read", 40, "bitflip", persistent=True)))
+    opt = inf.AdamW(model.parameters())
+    saves = []
+    with pytest.raises(ChecksumError):
+        for _ in range(40):
+            saves.append(inf.save(model, opt, tmp_path / "ckpt"))
+            saves[-1].wait()
+    assert len(saves) > 1
+    assert not damage_in(tmp_path / "ckpt")
+    assert read_generation(tmp_path / "ckpt", saves[-2].generation)
+
+
+KILLED = """
+import os, signal, sys, time
+import torch, infinity as inf
+from infinity.aio import Seam
+from infinity.checkpoint import saving
+from infinity.engine import offload
+from pathlib import Path
+place, swap, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+model = torch.nn.Linear(64, 64)
+offload(model, inf.Policy())
+opt = inf.AdamW(model.parameters())
+inf.save(model, opt, place, extra={"save": 1}).wait()
+die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+if when == "before the commit":
+    saving._Work._commit = die
+else:
+    saving._Work._remove_older = die
+inf.save(model, opt, place, extra={"save": 2}).wait()
+"""
+
+
+def test_a_kill_in_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    survivors = {"before the commit": 1, "after the commit": 2}
+    running = {}
+    for when in survivors:  # beside each other: they start slowly
+        command = [sys.executable, "-c", KILLED, str(tmp_path / when), str(tmp_path), when]
+        root = Path(__file__).parents[1]
+        running[when] = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True)
+    for when, process in running.items():
+        _, told = process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL, told
+        check_survivor(tmp_path / when, survivors[when])
+
+
+def check_survivor(place: Path, survives: int) -> None:
+    assert any("00000002" in path.name for path in place.iterdir())
+    assert not damage_in(place)
+    model = offload(nn.Linear(64, 64), inf.Policy())
+    optimizer = inf.AdamW(model.parameters())
+    assert inf.restore(model, optimizer, place).extra == {"save": survives}
+    inf.save(model, optimizer, place).wait()  # and what the killed one left is cleared away
+    assert {path.name.split("-")[1] for path in place.iterdir()} == {"00000003.rank0"}

@@ -1,0 +1,89 @@
+"""Durable runs: after a crash anywhere `inf.restore` goes on from the last committed step, on the trajectory of a run that met none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity as inf
+from infinity.engine import offload
+from tests import models
+
+STEPS = 6
+
+
+def policy(tmp_path: Path, **values: Any) -> inf.Policy:
+    return inf.Policy(**{"params": "nvme", "optim": "nvme", "ram": "min", "nvme": tmp_path, "durable": True, **values})
+
+
+def made(tmp_path: Path, factory: Any = models.llama, **values: Any) -> tuple[Any, Any]:
+    model = offload(models.make(factory), policy(tmp_path, **values))
+    return model, inf.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def train(model: Any, optimizer: Any, start: int, end: int, *, clip: float | None = None) -> list[float]:
+    """The steps from `start` to `end`, each with the batch and the rate of its index."""
+    losses = []
+    batches = models.token_batches(end)
+    for step in range(start, end):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * 0.9**step
+        loss = models.loss_of(model, batches[step])
+        loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        inf.handle(model).extra = {"next": step + 1, "seen": torch.tensor([step])}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def values_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def undisturbed(factory: Any = models.llama, *, clip: float | None = None, **values: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = offload(models.make(factory), inf.Policy(params="cpu", optim="cpu", **values))
+    optimizer = inf.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = train(model, optimizer, 0, STEPS, clip=clip)
+    found = values_of(model)
+    inf.handle(model).close()
+    return losses, found
+
+
+def assert_same(model: Any, wanted: dict[str, torch.Tensor]) -> None:
+    ours = values_of(model)
+    assert [name for name in wanted if not torch.equal(ours[name], wanted[name])] == []
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("state", ["exact", "compact"])
+def test_a_run_goes_on_bit_for_bit(tmp_path, update, state):
+    losses, wanted = undisturbed(state=state)
+    model, optimizer = made(tmp_path, update=update, state=state)
+    got = train(model, optimizer, 0, 3)
+    inf.handle(model).close()
+    model, optimizer = made(tmp_path, update=update, state=state)
+    with pytest.raises(ValueError, match="holds a durable run, committed up to step 3"):
+        train(model, optimizer, 0, 1)
+    optimizer.zero_grad()
+    found = inf.restore(model, optimizer, tmp_path)
+    assert (found.step, found.extra["next"], found.extra["seen"].item()) == (3, 3, 2)
+    got += train(model, optimizer, found.step, STEPS)
+    assert got == losses
+    assert_same(model, wanted)
+    inf.handle(model).close()
+
+
+def test_nothing_committed_leaves_the_model_as_built(tmp_path):
+    losses, wanted = undisturbed()
+    model, optimizer = made(tmp_path)
+    found = inf.restore(model, optimizer, tmp_path)
+    assert (found.step, found.extra) == (0, None)
+    assert train(model, optimizer, 0, STEPS) == losses
+    assert_same(model, wanted)
+    inf.handle(model).close()

@@ -1,0 +1,234 @@
+"""Durable runs of every kind: frozen parameters, other tiers, groups added late, gathered writes, checkpoints in and out."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity as inf
+from infinity.engine import offload
+from infinity.errors import AioError
+from tests import models
+from tests.crashes import Net, digest, step
+from tests.test_durable_faults import close, die, made, run_files, wanted
+
+__all__ = ["wanted"]
+
+
+def test_a_run_restores_into_other_policies(tmp_path: Path, wanted: list[str]) -> None:
+    model, optimizer = made(tmp_path)
+    for index in range(2):
+        step(model, optimizer, index, 0)
+    close(model)
+    for values in ({}, {"state": "compact"}, {"params": "nvme", "optim": "nvme", "nvme": tmp_path}):
+        torch.manual_seed(1)
+        model = offload(Net().bfloat16(), inf.Policy(**values))
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        found = inf.restore(model, optimizer, tmp_path)
+        assert (found.step, found.extra) == (2, {"next": 2})
+        if "state" not in values:
+            step(model, optimizer, 2, 0)
+            assert digest(model) == wanted[3]
+        close(model)
+
+
+def test_every_third_step_is_committed(tmp_path: Path, wanted: list[str]) -> None:
+    for steps, kept in ((2, 0), (3, 0), (4, 3), (5, 3)):
+        place = tmp_path / str(steps)
+        model, optimizer = made(place, durable_every=3)
+        for index in range(steps):
+            step(model, optimizer, index, 0)
+        die(model)
+        model, optimizer = made(place, durable_every=3)
+        found = inf.restore(model, optimizer, place)
+        assert found.step == kept
+        assert digest(model) == wanted[kept]
+        step(model, optimizer, kept, 0)
+        assert digest(model) == wanted[kept + 1]
+        close(model)
+
+
+def test_a_run_that_is_given_up_stays_until_the_first_step(tmp_path: Path, wanted: list[str]) -> None:
+    model, optimizer = made(tmp_path)
+    step(model, optimizer, 0, 0)
+    close(model)
+    before = run_files(tmp_path)
+    model, optimizer = made(tmp_path, durable="new")
+    inf.handle(model).flush()
+    close(model)  # without a step: nothing was given up
+    assert run_files(tmp_path) == before
+    model, optimizer = made(tmp_path, durable="new")
+    assert inf.restore(model, optimizer, tmp_path).step == 1  # a change of mind
+    close(model)
+    model, optimizer = made(tmp_path, durable="new")
+    step(model, optimizer, 0, 0)
+    step(model, optimizer, 1, 0)
+    die(model)
+    model, optimizer = made(tmp_path)
+    assert inf.restore(model, optimizer, tmp_path).step == 1
+    assert digest(model) == wanted[1]
+    with pytest.raises(ValueError, match="goes on in this process"):
+        inf.restore(model, optimizer, tmp_path)
+    close(model)
+    assert len(run_files(tmp_path)) == len(before)
+
+
+def test_no_step_at_all(tmp_path: Path, wanted: list[str]) -> None:
+    model, optimizer = made(tmp_path)
+    close(model)
+    model, optimizer = made(tmp_path)
+    found = inf.restore(model, optimizer, tmp_path)
+    assert (found.step, found.extra) == (0, None)
+    step(model, optimizer, 0, 0)
+    with pytest.raises(ValueError, match="goes on in this process"):
+        inf.restore(model, optimizer, tmp_path)
+    assert digest(model) == wanted[1]
+    close(model)
+    model, optimizer = made(tmp_path / "other")
+    step(model, optimizer, 0, 0)
+    with pytest.raises(ValueError, match="goes on in this process"):
+        inf.restore(model, optimizer, tmp_path / "other")
+    close(model)
+
+
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
+    model, optimizer = made(tmp_path)
+    step(model, optimizer, 0, 0)
+    code = f"from tests.test_durable_faults import made; from pathlib import Path; made(Path({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "AioError" in done.stderr, done.stderr
+    assert "is held by" in done.stderr
+    with pytest.raises(AioError) as caught:
+        made(tmp_path)
+    assert caught.value.errno == errno.EWOULDBLOCK
+    step(model, optimizer, 1, 0)
+    close(model)
+
+
+def test_frozen_parameters_and_late_groups(tmp_path: Path) -> None:
+    """Killed after each step, with a group that is added after the second."""
+    batches = models.token_batches(4)
+
+    def begin(**values: Any) -> tuple[Any, Any]:
+        model = offload(models.make(lambda: models.lora(2)), inf.Policy(**values))
+        return model, inf.AdamW(group(model, 0), lr=1e-2)
+
+    def group(model: Any, which: int) -> list[Any]:
+        trained = [param for param in model.parameters() if param.requires_grad]
+        return trained[which::2]
+
+    def one(model: Any, optimizer: Any, index: int) -> None:
+        models.loss_of(model, batches[index]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+
+    plain, plain_optimizer = begin()
+    durable: Any = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": tmp_path, "durable": True}
+    for index in range(4):
+        if index == 2:
+            plain_optimizer.add_param_group({"params": group(plain, 1), "lr": 1e-3})
+        one(plain, plain_optimizer, index)
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    close(plain)
+    model, optimizer = begin(**durable)
+    for index in range(2):
+        one(model, optimizer, index)
+    optimizer.add_param_group({"params": group(model, 1), "lr": 1e-3})
+    die(model)
+    model, optimizer = begin(**durable)
+    optimizer.add_param_group({"params": group(model, 1), "lr": 1e-3})
+    assert inf.restore(model, optimizer, tmp_path).step == 2
+    for index in range(2, 4):
+        one(model, optimizer, index)
+    close(model)
+    model = models.make(lambda: models.lora(2))
+    offload(model, inf.Policy())
+    assert inf.restore(model, None, tmp_path).step == 4
+    found = model.state_dict()
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    close(model)
+
+
+def test_writes_between_steps_survive(tmp_path: Path) -> None:
+    """Gathered writes after a step are committed with it; those after a commit stand beside it until the next."""
+    model, optimizer = made(tmp_path)
+    step(model, optimizer, 0, 0)
+    chosen = model.blocks[1][0].weight
+    with inf.handle(model).gather([chosen]), torch.no_grad():
+        chosen.fill_(0.5)
+    before = digest(model)
+    step(model, optimizer, 1, 0)
+    after = digest(model)
+    die(model)
+    model, optimizer = made(tmp_path)
+    assert inf.restore(model, optimizer, tmp_path).step == 1
+    assert digest(model) == before
+    chosen = model.blocks[1][0].weight
+    with inf.handle(model).gather([chosen]), torch.no_grad():
+        chosen.fill_(0.25)  # what was restored is committed, and this is not
+    die(model)
+    model, optimizer = made(tmp_path)
+    assert inf.restore(model, optimizer, tmp_path).step == 1
+    assert digest(model) == before
+    step(model, optimizer, 1, 0)
+    assert digest(model) == after
+    close(model)
+
+
+def test_checkpoints_of_a_run_and_into_one(tmp_path: Path, wanted: list[str]) -> None:
+    saved = tmp_path / "saved"
+    model, optimizer = made(tmp_path / "run")
+    step(model, optimizer, 0, 0)
+    save = inf.save(model, optimizer, saved)
+    step(model, optimizer, 1, 0)
+    save.wait()
+    step(model, optimizer, 2, 0)
+    assert inf.restore(model, optimizer, saved).step == 1  # into the run that goes on
+    assert digest(model) == wanted[1]
+    die(model)
+    model, optimizer = made(tmp_path / "run")
+    found = inf.restore(model, optimizer, tmp_path / "run")
+    assert (found.step, found.extra) == (1, {"next": 1})
+    close(model)
+    model, optimizer = made(tmp_path / "new")
+    assert inf.restore(model, optimizer, saved).step == 1
+    step(model, optimizer, 1, 0)
+    die(model)
+    model, optimizer = made(tmp_path / "new")
+    with pytest.raises(ValueError, match="holds a durable run"):
+        inf.restore(model, optimizer, saved)
+    assert inf.restore(model, optimizer, tmp_path / "new").step == 1
+    assert digest(model) == wanted[1]
+    close(model)
+
+
+def test_extra_that_cannot_be_kept_holds_commits_back(tmp_path: Path, wanted: list[str]) -> None:
+    model, optimizer = made(tmp_path)
+    step(model, optimizer, 0, 0)
+    with pytest.raises(ValueError, match="extra= cannot be kept"):
+        handle = inf.handle(model)
+        models_extra = {"next": lambda: 2}
+        torch.manual_seed(0)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * 0.99
+        model(torch.randn(4, 24, generator=torch.Generator().manual_seed(1)).bfloat16()).backward()
+        handle.extra = models_extra
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match="extra= cannot be kept"):
+        handle.flush()
+    handle.extra = {"next": 2}
+    handle.flush()
+    die(model)
+    model, optimizer = made(tmp_path)
+    found = inf.restore(model, optimizer, tmp_path)
+    assert (found.step, found.extra) == (2, {"next": 2})
+    assert digest(model) == wanted[2]
+    close(model)

@@ -1,0 +1,273 @@
+"""Durable runs and the calls that fail: the step before stays, the error is typed, training goes on once the cause is mended."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+import torch
+
+import infinity as inf
+from infinity.aio import Seam
+from infinity.aio.executor import Fault
+from infinity.engine import offload
+from infinity.errors import (
+    AioError,
+    ChecksumError,
+    DeviceFailedError,
+    StateInvalid,
+    StepUndone,
+    SwapFullError,
+)
+from tests.crashes import Net, digest, step
+
+STEPS = 5
+
+
+def made(place: Path, *more: Path, seam: Seam | None = None, model: Any = None, **values: Any) -> tuple[Any, Any]:
+    place.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    model = model or Net().bfloat16()
+    tiers: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": [place, *more], "durable": True}
+    offload(model, inf.Policy(**{"unit_bytes_max": 4096, **tiers, **values}), _seam=seam)
+    return model, inf.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def close(model: Any) -> None:
+    inf.handle(model).close()
+
+
+def die(model: Any) -> None:
+    """What a killed process leaves: files that are let go of, and nothing more."""
+    inf.handle(model).end(commit=False)
+
+
+def run_files(place: Path) -> list[str]:
+    return sorted(path.name for path in (place / "infinity-run").iterdir())
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[str]:
+    torch.manual_seed(0)
+    model: Any = offload(Net().bfloat16(), inf.Policy(unit_bytes_max=4096))
+    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    found = [digest(model)]
+    for index in range(STEPS):
+        step(model, optimizer, index, 0)
+        found.append(digest(model))
+    close(model)
+    return found
+
+
+@final
+class Failing:
+    """The nth call of a function of `os` fails; writes are torn: half of the bytes are written first."""
+
+    def __init__(self, name: str, nth: int, code: int) -> None:
+        self.name, self.nth, self.code = name, nth, code
+        self.real, self.calls, self.met = getattr(os, name), 0, False
+
+    def __enter__(self) -> Failing:
+        setattr(os, self.name, self.call)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        setattr(os, self.name, self.real)
+
+    def call(self, *args: Any, **values: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.nth + 1:
+            self.met = True
+            if self.name == "write":
+                self.real(args[0], bytes(args[1])[: len(args[1]) // 2])
+            raise OSError(self.code, os.strerror(self.code))
+        return self.real(*args, **values)
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize(("name", "code"), [("write", errno.ENOSPC), ("replace", 5), ("fsync", 5), ("unlink", 5)])
+def test_every_call_of_a_commit_fails_once(tmp_path: Path, wanted: list[str], update: str, name: str, code: int) -> None:
+    """Whatever fails, a restore has the step before or the one that was being committed, and this process goes on."""
+    for nth in range(20):
+        place = tmp_path / str(nth)
+        model, optimizer = made(place, update=update)
+        step(model, optimizer, 0, 0)
+        step(model, optimizer, 1, 0)
+        error: Exception | None = None
+        with Failing(name, nth, code) as failing:
+            try:
+                inf.handle(model).flush()
+            except Exception as met:
+                error = met
+        assert error is None or isinstance(error, (SwapFullError, DeviceFailedError)), (nth, error)
+        again = name != "fsync"  # a drive that lost what it was given stays failed
+        if again:
+            step(model, optimizer, 2, 0)
+            inf.handle(model).flush()
+            assert digest(model) == wanted[3]
+        die(model)
+        model, optimizer = made(place, update=update)
+        found = inf.restore(model, optimizer, place)
+        assert found.step == 3 if again else found.step in (1, 2)
+        assert digest(model) == wanted[found.step]
+        step(model, optimizer, found.step, 0)
+        assert digest(model) == wanted[found.step + 1]
+        close(model)
+        if not failing.met:
+            assert nth
+            return
+    raise AssertionError("a commit makes too many calls")
+
+
+@pytest.mark.parametrize("kind", ["errno", "short", "bitflip"])
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_writes_of_states_fail(tmp_path: Path, wanted: list[str], update: str, kind: str) -> None:
+    for nth in (24, 51, 78):
+        place = tmp_path / str(nth)
+        model, optimizer = made(place, update=update, seam=Seam(fault=Fault("write", nth, kind=kind)))
+        index = 0
+        for _ in range(6):  # what was damaged at rest is undone every time
+            if index == 3:
+                break
+            try:
+                step(model, optimizer, index, 0)
+                inf.handle(model).flush()
+                index += 1
+            except StepUndone:
+                index = inf.handle(model).pipeline.steps
+                optimizer.zero_grad()
+            except ChecksumError:
+                break
+        die(model)
+        model, optimizer = made(place, update=update)
+        try:
+            found = inf.restore(model, optimizer, place)
+        except ChecksumError as error:
+            named = str(error)
+            with pytest.raises(StateInvalid):
+                close(model)
+            assert "states-" in named
+            assert kind == "bitflip"
+            continue
+        assert kind == "bitflip" or found.step == 3
+        if kind != "errno":  # buffers of an undone step are as its forward left them
+            assert digest(model) == wanted[found.step]
+        close(model)
+
+
+def test_damage_is_found_and_named(tmp_path: Path, wanted: list[str]) -> None:
+    model, optimizer = made(tmp_path)
+    for index in range(2):
+        step(model, optimizer, index, 0)
+    close(model)
+    home = tmp_path / "infinity-run"
+    from infinity.checkpoint.directory import newest_generation
+
+    manifest = newest_generation(home)[0]
+    row = manifest.rows[0]
+    file = home / manifest.files[row["file"]].name
+    with file.open("r+b") as data:
+        at = int(row["file_offset"] + row["section_at"][0])
+        data.seek(at)
+        byte = data.read(1)[0]
+        data.seek(at)
+        data.write(bytes([byte ^ 4]))
+    model, optimizer = made(tmp_path)
+    with pytest.raises(ChecksumError, match=file.name):
+        inf.restore(model, optimizer, tmp_path)
+    with pytest.raises(StateInvalid, match="broke off"):
+        close(model)
+    with file.open("r+b") as data:
+        data.seek(at)
+        data.write(bytes([byte]))
+    model, optimizer = made(tmp_path)
+    assert inf.restore(model, optimizer, tmp_path).step == 2  # the failed attempt replaced nothing
+    assert digest(model) == wanted[2]
+    close(model)
+    path = next(home.glob("manifest-*"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ChecksumError, match=path.name):
+        made(tmp_path)
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(AioError, match=path.name):
+        made(tmp_path)
+    model, optimizer = made(tmp_path, durable="new")  # gives it up, whatever it is
+    step(model, optimizer, 0, 0)
+    close(model)
+    assert len(run_files(tmp_path)) == 6, run_files(tmp_path)
+
+
+def test_nothing_leaks(tmp_path: Path, wanted: list[str]) -> None:
+    places = [tmp_path / "one", tmp_path / "two"]
+    for place in places:
+        place.mkdir()
+    for start in range(4):
+        model, optimizer = made(*places)
+        assert inf.restore(model, optimizer, places[0]).step == start
+        assert digest(model) == wanted[start]
+        step(model, optimizer, start, 0)
+        if start % 2:
+            inf.handle(model).flush()
+            die(model)
+        else:
+            close(model)
+        kinds = [name.split("-")[0] for name in run_files(places[0])]
+        assert kinds == ["buffers", "drive1", "extra", "lock.rank0", "manifest", "states", "states"], run_files(places[0])
+        assert [name.split("-")[0] for name in run_files(places[1])] == ["states", "states"]
+        assert (places[0] / "infinity-run" / "drive1").readlink() == places[1] / "infinity-run"
+
+
+def test_other_drives_are_told_apart(tmp_path: Path, wanted: list[str]) -> None:
+    one, two, three = places = [tmp_path / name for name in ("one", "two", "three")]
+    for place in places:
+        place.mkdir()
+    model, optimizer = made(one, two)
+    step(model, optimizer, 0, 0)
+    close(model)
+    with pytest.raises(ValueError, match="not the first directory"):
+        made(two, one)
+    model, optimizer = made(three, two)  # another run, with its second drive in common
+    step(model, optimizer, 0, 0)
+    close(model)
+    model, optimizer = made(one)  # the first run, without its second drive
+    assert inf.restore(model, optimizer, one).step == 1
+    step(model, optimizer, 1, 0)
+    close(model)
+    assert [name for name in run_files(one) if name.startswith("drive")] == []
+    assert len([name for name in run_files(two) if name.startswith("states-")]) == 2  # those of the other run
+    model, optimizer = made(three, two)
+    assert inf.restore(model, optimizer, three).step == 1
+    assert digest(model) == wanted[1]
+    close(model)
+    (tmp_path / "four").mkdir()
+    model, optimizer = made(three, tmp_path / "four")
+    assert inf.restore(model, optimizer, three).step == 1
+    assert digest(model) == wanted[1]
+    close(model)
+    assert [name for name in run_files(two) if name.startswith("states-")] == []
+
+
+def test_a_full_disk_at_a_commit(tmp_path: Path, wanted: list[str]) -> None:
+    import resource
+
+    model, optimizer = made(tmp_path)
+    step(model, optimizer, 0, 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (256, hard))
+    try:
+        with pytest.raises(SwapFullError):
+            inf.handle(model).flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    step(model, optimizer, 1, 0)
+    assert digest(model) == wanted[2]
+    close(model)
+    model, optimizer = made(tmp_path)
+    assert inf.restore(model, optimizer, tmp_path).step == 2
+    assert digest(model) == wanted[2]
+    close(model)

@@ -1,0 +1,317 @@
+"""Two generations: a step is a transaction, and update="backward" serves every loop; the reference loop's bits all the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity as inf
+from infinity.aio import Seam
+from infinity.aio.executor import Fault
+from infinity.engine import offload
+from infinity.errors import NonFiniteGradient, StepUndone
+from infinity.optim.speculative import History
+from tests import harness, models
+from tests.harness import Training
+
+PLACEMENTS = {
+    "nvme min": {"params": "nvme", "optim": "nvme", "ram": "min"},
+    "partly resident": {"params": "nvme", "optim": "nvme", "ram": "min", "resident": {"params": 0.5, "optim": 0.5}},
+    "cpu": {"params": "cpu", "optim": "cpu"},
+    "device": {"params": "device", "optim": "nvme", "ram": "min"},
+    "threads": {"params": "nvme", "optim": "nvme", "ram": "min", "io_backend": "threads"},
+}
+LLAMA = Training(models.llama, steps=9, accumulation=1, max_norm=None)
+CLIPS = {"never": 1e6, "always": 0.05, "sometimes": 2.4}
+
+
+def policy(tmp_path: Path, **values: Any) -> inf.Policy:
+    if "nvme" in values.values():
+        values.setdefault("nvme", tmp_path)
+    return inf.Policy(**{"generations": 2, **values})
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_the_bits_are_those_of_the_plain_loop(tmp_path, placement, update):
+    ours = harness.offloaded(LLAMA, policy(tmp_path, update=update, **PLACEMENTS[placement]))
+    harness.assert_equal(ours, harness.reference(LLAMA))
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_speculation_changes_no_bit_however_often_clipping_forbids_it(tmp_path, clip, accumulation):
+    max_norm = CLIPS[clip] * (0.75 if clip == "sometimes" and accumulation == 2 else 1.0)
+    training = dataclasses.replace(LLAMA, max_norm=max_norm, accumulation=accumulation, steps=14 if clip == "sometimes" else 6)
+    ours = harness.offloaded(training, policy(tmp_path, update="backward", **PLACEMENTS["nvme min"]))
+    theirs = harness.reference(training)
+    harness.assert_equal(ours, theirs)
+    fired = [norm > max_norm for norm in theirs.norms]
+    assert {"never": not any(fired), "always": all(fired), "sometimes": len(set(fired)) == 2}[clip], theirs.norms
+    kept, withdrawn, units = ours.stats.updates_ahead, ours.stats.updates_withdrawn, ours.stats.units
+    if clip == "never":  # the first step tells how many micro-batches there are
+        assert (kept, withdrawn) == (units * (training.steps - 1), 0)
+    elif clip == "always":  # the first two steps tell that it is in vain
+        assert (kept, withdrawn) == (0, units)
+    else:
+        assert kept >= units
+        assert withdrawn >= units
+
+
+def test_what_was_in_vain_twice_waits_and_comes_back_by_the_steps_alone() -> None:
+    history = History()
+    seen = []
+    for right in [True, False, True, True, False, False, True, True, True, True, False, True]:
+        history.add(right)
+        seen.append(history.speculates)
+    assert seen == [True, True, True, True, False, False, False, False, False, True, True, True]
+
+
+TRAININGS = {
+    "micro-batches that are marked": dataclasses.replace(LLAMA, steps=4, accumulation=3),
+    "frozen parameters": dataclasses.replace(LLAMA, factory=models.lora, steps=4, max_norm=1e6),
+    "experts without gradients": dataclasses.replace(LLAMA, factory=models.mixtral, steps=4, max_norm=1e6),
+    "tied weights": dataclasses.replace(LLAMA, factory=models.gpt2, steps=4, max_norm=1e6),
+    "checkpointed": dataclasses.replace(LLAMA, steps=4, checkpointing=True, max_norm=1e6),
+    "fp32 gradients": dataclasses.replace(LLAMA, steps=4, grad_dtype=torch.float32, accumulation=2, max_norm=1.0),
+    "two groups": dataclasses.replace(LLAMA, steps=4, groups=True, max_norm=1e6),
+    "momentum": dataclasses.replace(LLAMA, steps=4, optimizer="SGD", options=(("momentum", 0.9),)),
+    "a class of torch": dataclasses.replace(LLAMA, steps=3, optimizer="Adagrad"),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_every_kind_of_training(tmp_path, name):
+    training = TRAININGS[name]
+    update = "deferred" if name == "a class of torch" else "backward"
+    values = {**PLACEMENTS["nvme min"], "update": update, "grad_dtype": training.grad_dtype}
+    ours = harness.offloaded(training, policy(tmp_path, **values))
+    harness.assert_equal(ours, harness.reference(training))
+    if update == "backward" and training.max_norm != 1.0:
+        assert ours.stats.updates_ahead > 0
+
+
+@pytest.mark.parametrize("state", ["bf16", "compact"])
+def test_random_rounding_is_the_same_ahead_of_the_step_and_after_it(tmp_path, state):
+    training = dataclasses.replace(LLAMA, steps=8, max_norm=CLIPS["sometimes"])
+    found = [
+        harness.offloaded(training, inf.Policy(state=state, update=update, generations=generations, nvme=tmp_path, **tiers))
+        for update, generations, tiers in [
+            ("deferred", 1, {"params": "cpu", "optim": "cpu"}),
+            ("backward", 2, PLACEMENTS["nvme min"]),
+            ("deferred", 2, PLACEMENTS["partly resident"]),
+        ]
+    ]
+    harness.assert_equal(found[1], found[0])
+    harness.assert_equal(found[2], found[0])
+
+
+def test_a_scaler_that_skips_steps(tmp_path):
+    training = Training(
+        models.llama, steps=8, accumulation=1, dtype=torch.float16, max_norm=None, scaler=(2.0**10, 3), poisoned=(2, 5)
+    )
+    ours = harness.offloaded(training, policy(tmp_path, update="backward", **PLACEMENTS["nvme min"]))
+    harness.assert_equal(ours, harness.reference(training))
+
+
+def small() -> Any:
+    return models.make(models.llama)
+
+
+def stepped(model: Any, optimizer: Any, batch: Any, *, clip: float | None = None) -> float:
+    loss = models.loss_of(model, batch)
+    loss.backward()
+    if clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.fixture
+def batches() -> list[Any]:
+    return models.token_batches(12)
+
+
+def values_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def plain(tmp_path: Path) -> tuple[Any, Any]:
+    """The same model without generations, to compare with."""
+    model = offload(small(), inf.Policy(params="cpu", optim="cpu"))
+    return model, inf.AdamW(model.parameters(), lr=1e-2)
+
+
+def speculating(tmp_path: Path, **values: Any) -> tuple[Any, Any]:
+    seam = values.pop("seam", None)
+    model = offload(small(), policy(tmp_path, update="backward", **PLACEMENTS["nvme min"], **values), _seam=seam)
+    return model, inf.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["skip", "raise"])
+def test_gradients_that_are_not_finite_leave_no_trace(tmp_path, batches, mode):
+    pairs = [plain(tmp_path), speculating(tmp_path, on_nonfinite=mode)]
+    losses = []
+    for model, optimizer in pairs:
+        got = [stepped(model, optimizer, batch) for batch in batches[:3]]
+        if optimizer is pairs[1][1]:
+            (models.loss_of(model, batches[3]) * float("nan")).backward()
+            before = inf.handle(model).stats()
+            assert len(inf.handle(model)._mode._updates._ahead) == before.units  # all are written already
+            if mode == "raise":
+                with pytest.raises(NonFiniteGradient, match="no state was touched"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            assert inf.handle(model).stats().updates_withdrawn == before.units
+            optimizer.zero_grad()
+        got += [stepped(model, optimizer, batch) for batch in batches[4:7]]
+        losses.append(got)
+    assert losses[0] == losses[1]
+    ours, theirs = (values_of(model) for model, _ in pairs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for model, _ in pairs:
+        inf.handle(model).close()
+
+
+def evaluate(model: Any, batch: Any) -> Any:
+    with torch.no_grad():
+        return models.loss_of(model, batch).item()
+
+
+def write(model: Any, batch: Any) -> Any:
+    weight = next(iter(model.parameters()))
+    with torch.no_grad(), inf.handle(model).gather(weight):
+        weight.mul_(0.5)
+    return None
+
+
+def moment(model: Any, batch: Any) -> Any:
+    weight = next(iter(model.parameters()))
+    state = inf.handle(model).optimizer_state(weight)
+    state["exp_avg"] = state["exp_avg"] * 2
+    return float(state["exp_avg_sq"].sum())
+
+
+def again(model: Any, batch: Any) -> Any:
+    loss = models.loss_of(model, batch)
+    loss.backward()
+    return loss.item()
+
+
+def rate(model: Any, batch: Any) -> Any:
+    return "lr"
+
+
+def values(model: Any, batch: Any) -> Any:
+    return float(sum(value.float().abs().sum() for value in model.state_dict().values()))
+
+
+@pytest.mark.parametrize("look", [evaluate, write, moment, again, rate, values], ids=lambda look: look.__name__)
+def test_nobody_sees_what_ran_ahead_of_its_step(tmp_path, batches, look):
+    found = []
+    for model, optimizer in (plain(tmp_path), speculating(tmp_path)):
+        got: list[Any] = [stepped(model, optimizer, batch) for batch in batches[:2]]
+        for batch in batches[2:6]:
+            models.loss_of(model, batch).backward()
+            got.append(look(model, batches[7]))
+            if got[-1] == "lr":
+                optimizer.param_groups[0]["lr"] *= 0.5
+            optimizer.step()
+            optimizer.zero_grad()
+        got += [stepped(model, optimizer, batch) for batch in batches[6:]]
+        found.append((got, values_of(model)))
+        stats = inf.handle(model).stats()
+        inf.handle(model).close()
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+    assert stats.updates_withdrawn >= stats.units
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("nth", [0, 7, 15])
+def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batches, update, nth):
+    reference, its_optimizer = plain(tmp_path)
+    wanted = [stepped(reference, its_optimizer, batch) for batch in batches[:5]]
+    probe = offload(small(), policy(tmp_path, update=update, **PLACEMENTS["nvme min"]))
+    optimizer = inf.AdamW(probe.parameters(), lr=1e-2)
+    for batch in batches[:2]:
+        stepped(probe, optimizer, batch)
+    inf.handle(probe).flush()
+    before = sum(drive.writes for drive in inf.handle(probe)._executor.stats().drives)
+    inf.handle(probe).close()
+
+    seam = Seam(fault=Fault("write", before + nth))
+    model = offload(small(), policy(tmp_path, update=update, **PLACEMENTS["nvme min"]), _seam=seam)
+    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    got, undone = [], 0
+    while len(got) < 5:
+        taken = len(got)
+        try:
+            got.append(stepped(model, optimizer, batches[taken]))
+            inf.handle(model).flush()
+        except StepUndone:
+            del got[taken:]
+            optimizer.zero_grad()
+            undone += 1
+        assert {entry["step"] for entry in optimizer.state_dict()["state"].values()} in ({len(got)}, {0} if not got else set())
+    assert undone == 1
+    assert got == wanted
+    ours, theirs = values_of(model), values_of(reference)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert inf.handle(model).stats().steps_undone == 1
+    inf.handle(model).close()
+    inf.handle(reference).close()
+
+
+@pytest.mark.parametrize("order", ["together", "twice"])
+def test_a_graph_that_runs_again_meets_the_values_that_it_saved(tmp_path, batches, order):
+    found = []
+    for model, optimizer in (plain(tmp_path), speculating(tmp_path)):
+        got = [stepped(model, optimizer, batch) for batch in batches[:3]]
+        first = models.loss_of(model, batches[3])
+        second = models.loss_of(model, batches[4]) if order == "together" else first
+        first.backward(retain_graph=order == "twice")
+        second.backward()  # the first one was taken for the last
+        optimizer.step()
+        optimizer.zero_grad()
+        got += [stepped(model, optimizer, batch) for batch in batches[5:]]
+        found.append((got, values_of(model)))
+        stats = inf.handle(model).stats()
+        inf.handle(model).close()
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+    assert stats.updates_withdrawn >= stats.units
+
+
+def test_an_interrupt_that_meets_a_submission_leaves_no_update_that_nobody_knows_of(tmp_path, batches, monkeypatch):
+    found = []
+    for model, optimizer in (plain(tmp_path), speculating(tmp_path)):
+        got = [stepped(model, optimizer, batch) for batch in batches[:3]]
+        pipeline = inf.handle(model).pipeline
+        if inf.handle(model).policy.speculates:
+            start = pipeline.start
+
+            def interrupted(*args: Any, start: Any = start, **values: Any) -> Any:
+                start(*args, **values)
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(pipeline, "start", interrupted)
+                models.loss_of(model, batches[3]).backward()
+            optimizer.zero_grad()
+        got += [stepped(model, optimizer, batch) for batch in batches[4:8]]
+        found.append((got, values_of(model)))
+        inf.handle(model).close()
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+
+
+def test_delayed_updates_keep_one_generation(tmp_path):
+    with pytest.raises(ValueError, match="keeps one generation"):
+        inf.Policy(update="delayed", generations=2)

@@ -1,0 +1,234 @@
+"""Manifests come back as they were, or not at all; resharding finds every element once."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.aio import PoolSpec, Priority, open_executor
+from infinity.aio.plan import CHUNK, JOB, PIECE_NUMEL, Format, JobKind
+from infinity.aio.swap_file import SwapFile
+from infinity.checkpoint.data_file import DataReader, DataWriter
+from infinity.checkpoint.directory import generations, newest_generation, next_generation
+from infinity.checkpoint.manifest import (
+    ROW,
+    FileEntry,
+    FlatEntry,
+    Layout,
+    Manifest,
+    OptimizerEntry,
+    ParamEntry,
+    manifest_name,
+)
+from infinity.checkpoint.resharding import pieces
+from infinity.checkpoint.values import from_json, to_json
+from infinity.errors import AioError, ChecksumError
+from infinity.memory.layout import plan_flat
+
+EXACT = FlatEntry("block", "bfloat16", True, Format.SPLIT.code, 4096, (ParamEntry(("a", "b"), (3, 5), 0),))
+
+
+def manifest(rank: int = 0, world: int = 1, generation: int = 1, save: int = 7) -> Manifest:
+    rows = np.zeros(3, dtype=ROW)
+    rows["numel"] = [2048, 2048, 100]
+    return Manifest(
+        layout=Layout((EXACT,), {"seed": 3, "grad_dtype": None}),
+        generation=generation,
+        save=save,
+        rank=rank,
+        world=world,
+        step=12,
+        algorithm="crc32c",
+        files=(FileEntry("data", 4096),),
+        buffers=None,
+        extra=FileEntry("extra", 3, "abc"),
+        optimizers=(OptimizerEntry("AdamW", [{"values": {"lr": 0.1}, "params": ["a"]}], {"a": {"moments": [], "state": 1}}),),
+        rows=rows,
+        sums=np.arange(9, dtype=np.uint32),
+    )
+
+
+def test_a_manifest_comes_back() -> None:
+    given_ = manifest()
+    back = Manifest.decode(given_.encode(), "there")
+    assert back.rows.tobytes() == given_.rows.tobytes()
+    assert back.sums.tolist() == list(range(9))
+    assert [vars(back)[name] for name in vars(back) if name not in ("rows", "sums", "layout")] == [
+        vars(given_)[name] for name in vars(given_) if name not in ("rows", "sums", "layout")
+    ]
+    assert (back.layout.flats, back.layout.numerics) == (given_.layout.flats, given_.layout.numerics)
+
+
+def test_no_damage_passes() -> None:
+    whole = manifest().encode()
+    for at in range(0, len(whole), 7):
+        with pytest.raises((AioError, ValueError), match="there"):
+            Manifest.decode(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], "there")
+    for length in (0, 10, len(whole) - 1):
+        with pytest.raises(AioError) as caught:
+            Manifest.decode(whole[:length], "there")
+        assert caught.value.path == "there"
+
+
+def test_a_name_that_leads_out_of_the_directory_is_refused() -> None:
+    for name in ("../secret", "/etc/passwd", ""):
+        bad = Manifest(**{**vars(manifest()), "files": (FileEntry(name, 1),)})
+        with pytest.raises(ValueError, match="not in the checkpoint's directory"):
+            Manifest.decode(bad.encode(), "there")
+
+
+def test_a_generation_is_whole_when_all_ranks_have_it(tmp_path: Path) -> None:
+    def put(one: Manifest) -> None:
+        (tmp_path / one.name).write_bytes(one.encode())
+
+    with pytest.raises(AioError) as caught:
+        newest_generation(tmp_path)
+    assert caught.value.errno == errno.ENOENT
+    assert next_generation(tmp_path) == 1
+    put(manifest(0, 2, 4))
+    with pytest.raises(AioError, match="rank1") as caught:
+        newest_generation(tmp_path)
+    put(manifest(1, 2, 4))
+    put(manifest(1, 2, 5))
+    (tmp_path / "manifest-00000009.rank0.partial").write_bytes(b"")
+    (tmp_path / "manifest-last").write_bytes(b"")
+    assert generations(tmp_path) == [9, 5, 4]
+    assert [one.generation for one in newest_generation(tmp_path)] == [4, 4]
+    assert next_generation(tmp_path) == 10
+    put(manifest(0, 2, 5))
+    assert newest_generation(tmp_path)[0].generation == 5
+    put(manifest(1, 2, 5, save=8))
+    with pytest.raises(AioError, match="of another save"):
+        newest_generation(tmp_path)
+    (tmp_path / manifest_name(5, 1)).write_bytes(b"inf-ckpt" * 9)
+    with pytest.raises((AioError, ValueError)):  # damaged: not passed over for an older one
+        newest_generation(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None)
+@given(JSON)
+def test_small_values_come_back(value: Any) -> None:
+    back = from_json(to_json(value))
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_small_tensors_come_back_and_other_things_are_named() -> None:
+    for tensor in (torch.tensor(3.5), torch.arange(4).view(2, 2), torch.zeros(0), torch.ones(3, dtype=torch.bfloat16)):
+        back = from_json(to_json(tensor))
+        assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(back, tensor)
+    assert to_json(np.float64(0.5)) == 0.5
+    with pytest.raises(ValueError, match="of type object cannot be kept"):
+        to_json([object()])
+    with pytest.raises(ValueError, match="8000 bytes is no small value"):
+        to_json(torch.zeros(2000))
+    with pytest.raises(ValueError, match="is not known"):
+        from_json({"what": 1})
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(1, 9000), min_size=1, max_size=6),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from([2048, 4096, 8192]),
+    st.sampled_from([2048, 6144]),
+)
+def test_every_element_is_found_once_whatever_the_worlds(
+    numels: list[int], before: int, after: int, chunk_before: int, chunk_after: int
+) -> None:
+    """Write global element numbers as one world's chunks, read them as another's."""
+    old = plan_flat(tuple(numels), 2, before, chunk_before)
+    new = plan_flat(tuple(numels), 2, after, chunk_after)
+    flat = np.zeros(old.numel, dtype=np.int64)
+    for index, (offset, numel) in enumerate(zip(old.offsets, old.numels, strict=True)):
+        flat[offset : offset + numel] = 100_000 * (index + 1) + np.arange(numel)
+    chunks = old.chunks
+    table = (np.array([c.start for c in chunks]), np.array([c.numel for c in chunks]))
+    for index, numel in enumerate(numels):
+        found = np.zeros(numel, dtype=np.int64)
+        for rank in range(after):
+            _, element, count = new.shard_range(index, rank)
+            for piece in pieces(old.offsets[index] + element, count, old.shard_numel, lambda _rank: table):
+                at = piece.rank * old.shard_numel + chunks[piece.chunk].start + piece.start
+                assert piece.start + piece.numel <= chunks[piece.chunk].numel
+                assert piece.start % 64 == 0  # whole quantisation groups
+                found[element + piece.at : element + piece.at + piece.numel] += flat[at : at + piece.numel]
+        assert np.array_equal(found, 100_000 * (index + 1) + np.arange(numel))
+
+
+def test_rows_of_a_data_file_come_back_padding_included_and_damage_anywhere_is_found(tmp_path: Path) -> None:
+    compact = Format(2, 2, 2)
+    flat = FlatEntry("block", "bfloat16", True, compact.code, 4096, ())
+    rows = np.zeros(2, dtype=ROW)
+    rows["numel"], rows["start"], rows["key"] = [2048, 100], [0, 2048], [8, 16]
+    writer = DataWriter(tmp_path / "data", rows, [flat], backend="auto")
+    held = [np.full(20480, 7 + row, dtype=np.uint8) for row in range(2)]
+    for row, memory in enumerate(held):
+        writer.store(row, {s: memory.ctypes.data + 4096 * s for s in range(5)}).wait()
+    writer.finish()
+    writer.close()
+    path, settings_ = tmp_path / "data", {"algorithm": writer.algorithm}
+    assert path.stat().st_size == writer.entry.size_bytes == int(rows["run_bytes"].sum()) == 2 * 5 * 4096
+    whole = path.read_bytes()
+    for at in (0, 5000, 4096 * 5 - 1, 4096 * 6 + 300, len(whole) - 1):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 128]) + whole[at + 1 :])
+        reader = DataReader(tmp_path, writer.entry, rows, [flat], writer.sums, **settings_)
+        back = np.zeros(4096, dtype=np.uint8)
+        with pytest.raises(ChecksumError) as caught:
+            for row in range(2):
+                for s in range(5):
+                    reader.fetch(row, {s: back.ctypes.data}).wait()
+                    assert (back == 7 + row).all()
+        assert caught.value.offset <= at < caught.value.offset + caught.value.length
+        assert caught.value.path == str(path)
+        reader.close()
+
+
+def test_chunks_that_an_executor_wrote_are_read_in_place(tmp_path: Path) -> None:
+    """Some sections in one run, the others elsewhere: the same manifest describes the swap files of a run."""
+    numel, file = 2048, SwapFile.new(tmp_path / "swap")
+    file.grow(1 << 20)
+    executor = open_executor([file], small=PoolSpec(0, 0), large=PoolSpec(2, 1 << 16))
+    chunk = np.zeros(1, dtype=CHUNK)
+    resident = np.zeros(4 * numel, dtype=np.uint8)
+    sums = np.zeros(4, dtype=np.uint32)
+    chunk["key"], chunk["numel"], chunk["format"], chunk["section_count"] = 99, numel, Format.SPLIT.code, 4
+    chunk["file_offset"], chunk["run_bytes"], chunk["piece_numel"] = 8192, 16384, PIECE_NUMEL
+    chunk["itemsize"][0, :4], chunk["group_numel"][0, :4] = (2, 2, 4, 4), 1
+    chunk["section_at"] = -1
+    chunk["section_at"][0, :3] = (0, 4096, 8192)
+    chunk["section_ptr"][0, 3], chunk["sums_ptr"] = resident.ctypes.data, sums.ctypes.data
+    ids = executor.define(chunk)
+    values = np.arange(4 * numel, dtype=np.int64).astype(np.uint8)
+    job = np.zeros(1, dtype=JOB)
+    job["chunk"], job["kind"], job["mask"], job["base"] = ids[0], JobKind.STORE, 0b1111, -1
+    job["ptr"][0, :4] = values.ctypes.data
+    executor.submit(job, priority=Priority.DEMAND).wait()
+    row = np.zeros(1, dtype=ROW)
+    row["numel"], row["key"], row["generation"] = numel, 99, executor.look(ids)["generation"]
+    row["file_offset"], row["run_bytes"], row["section_at"] = 8192, 16384, chunk["section_at"]
+    algorithm = "xxh3" if executor.backend == "python" else "crc32c"
+    executor.close()
+    file.close()
+    entry = FileEntry("swap", 1 << 20)
+    reader = DataReader(tmp_path, entry, row, [EXACT], sums, algorithm=algorithm)
+    back = np.zeros(4 * numel, dtype=np.uint8)
+    reader.fetch(0, {2: back.ctypes.data}).wait()
+    assert np.array_equal(back, values)
+    reader.close()
