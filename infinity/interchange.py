@@ -28,8 +28,9 @@ from infinity.checkpoint.dcp_states import (
 )
 from infinity.checkpoint.dcp_writing import DCPWriter, Key
 from infinity.checkpoint.deepspeed import DeepSpeedWeights
+from infinity.checkpoint.describing import buffers_of
 from infinity.checkpoint.incoming import Incoming, Loaded, check_idle, match, take_in
-from infinity.checkpoint.safetensors import buffers_of, read_value, write_safetensors
+from infinity.checkpoint.safetensors import read_value, write_safetensors
 from infinity.comm.collectives import Comm
 from infinity.engine import Handle, handle
 from infinity.optim.base import Optimizer

@@ -207,7 +207,13 @@ def check(program: list[tuple[str, Any]], place: Path, kind: str, optimizers: in
     return ours.stats
 
 
-KINDS = ("nvme", "threads", "partly", "cpu", "device", "spilling")
+LOOPS = {
+    "program": PROGRAMS,
+    "kind": st.sampled_from(["nvme", "threads", "partly", "cpu", "device", "spilling"]),
+    "optimizers": st.sampled_from([1, 1, 2]),
+    "delay": st.sampled_from([0, 700]),
+    "mode": st.sampled_from(["raise", "skip", "ignore"]),
+}
 
 
 def explore(max_examples: int) -> Any:
@@ -215,13 +221,7 @@ def explore(max_examples: int) -> Any:
 
 
 @explore(12)
-@given(
-    program=PROGRAMS,
-    kind=st.sampled_from(KINDS),
-    optimizers=st.sampled_from([1, 1, 2]),
-    delay=st.sampled_from([0, 700]),
-    mode=st.sampled_from(["raise", "skip", "ignore"]),
-)
+@given(**LOOPS)
 def test_any_loop_gives_the_plain_one_s_bits(tmp_path, program, kind, optimizers, delay, mode):
     check(program, tmp_path, kind, optimizers, delay, mode)
 
@@ -234,12 +234,6 @@ def test_spilled_gradients_that_change_after_backward_take_the_update_back(tmp_p
 
 @pytest.mark.soak
 @explore(1000)
-@given(
-    program=PROGRAMS,
-    kind=st.sampled_from(KINDS),
-    optimizers=st.sampled_from([1, 1, 2]),
-    delay=st.sampled_from([0, 700]),
-    mode=st.sampled_from(["raise", "skip", "ignore"]),
-)
+@given(**LOOPS)
 def test_any_loop_at_length(tmp_path, program, kind, optimizers, delay, mode):
     check(program, tmp_path, kind, optimizers, delay, mode)

@@ -108,8 +108,13 @@ def describe_optimizer(optimizer: Optimizer, holder_of: Callable[[Param], object
 
 def buffer_bytes(model: torch.nn.Module) -> bytes | None:
     """The persistent buffers as safetensors; None where there are none."""
-    found = {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in persistent_buffers(model).items()}
+    found = buffers_of(model)
     return save(found) if found else None
+
+
+def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the persistent buffers on the CPU, contiguous, by their first names."""
+    return {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in persistent_buffers(model).items()}
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

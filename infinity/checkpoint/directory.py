@@ -17,6 +17,7 @@ from pathlib import Path
 
 import xxhash
 
+from infinity.checkpoint import syncing
 from infinity.checkpoint.manifest import FileEntry, Manifest, manifest_name
 from infinity.errors import AioError, ChecksumError, DeviceFailedError, SwapFullError
 
@@ -144,11 +145,7 @@ def write_attachment(directory: Path, name: str, data: bytes) -> FileEntry:
 def sync_directory(directory: Path) -> None:
     """Return when the names in a directory are on the drive. Raises: DeviceFailedError, AioError."""
     with typed_errors(directory, "fsync", 0):
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        syncing.sync_directory(directory)
 
 
 def make_directory(directory: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from infinity.checkpoint.agreement import agreed
+from infinity.checkpoint.describing import buffers_of
 from infinity.checkpoint.incoming import has_master
 from infinity.checkpoint.syncing import publish, sync_directory
 from infinity.comm.collectives import Comm
@@ -122,19 +123,6 @@ def _unit_bytes(of: Exporter, unit: Unit, *, masters: bool) -> int:
     return sum(
         param.numel * (4 if masters and has_master(of.states, param) else param.dtype.itemsize) for param in unit.params
     )
-
-
-def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the persistent buffers by name, without aliases."""
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            found[f"{prefix}.{name}" if prefix else name] = buffer.detach().to("cpu", copy=True).contiguous()
-    return found
 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
