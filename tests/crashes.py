@@ -272,7 +272,8 @@ def kill_often(directory: Path, job: Job, wanted: list[dict[int, str]], *, kills
         here = dataclasses.replace(job, directory=place, die_at=die_at, die_from=where, seed=seed + number)
         if number == kills:
             here, where = dataclasses.replace(here, die_at=-1), "restored"
-        life = live(here, after=where, delay_s=0.0 if number == kills else chance.random() * 0.25)
+        within_s = 0.04 if where == "built" else 0.25  # a restore, a few steps
+        life = live(here, after=where, delay_s=0.0 if number == kills else chance.random() * within_s)
         for rank, told in enumerate(life.told):
             came = next((report for report in told if report[0] == "restored"), None)
             if came is None:

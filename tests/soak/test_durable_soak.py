@@ -21,3 +21,4 @@ def test_trainers_killed_many_times_go_on(case: str, tmp_path: Path, tmp_path_fa
     met = kill_often(tmp_path, job, wanted, kills=KILLS, seed=1)
     print(f"\n{case}: {met}")
     assert met["restored"] > KILLS // 2
+    assert met["in_restore"]
