@@ -35,6 +35,7 @@ from infinity.checkpoint.directory import (
     typed_errors,
     write_attachment,
 )
+from infinity.checkpoint.extra import extra_bytes
 from infinity.checkpoint.linking import Pinned
 from infinity.checkpoint.manifest import ROW, FileEntry, Layout, Manifest, OptimizerEntry, manifest_name
 from infinity.checkpoint.run_files import RunFiles
@@ -157,17 +158,22 @@ class DurableRun:
 
     def capture(self) -> None:
         """Keep what is to be committed, as it is now."""
-        self._capture(self._extra)
+        # What `handle.extra` holds before the first step belongs to that step: no step has none.
+        self._capture(self._extra if self._stepped else lambda: None)
 
     def _capture(self, extra: Callable[[], object]) -> None:
+        self._captured = self._described()
+        self._captured = dataclasses.replace(self._captured, extra=extra_bytes(extra()), whole=True)
+
+    def _described(self) -> _Small:
+        """What is to be committed, without `extra`."""
         holders = {id(holder): holder for unit in self._units for param in unit.params if (holder := self._holder_of(param))}
         entries: list[OptimizerEntry] = []
         for holder in holders.values():
             assert isinstance(holder, Optimizer)
             entries.append(describing.describe_optimizer(holder, self._holder_of))
         buffers = describing.buffer_bytes(self._model)
-        self._captured = _Small(self._pipeline.steps, tuple(entries), buffers, None, whole=False)
-        self._captured = dataclasses.replace(self._captured, extra=describing.extra_bytes(extra()), whole=True)
+        return _Small(self._pipeline.steps, tuple(entries), buffers, None, whole=False)
 
     def undone(self) -> None:
         """A fault undid what was captured since the last commit."""
@@ -175,8 +181,10 @@ class DurableRun:
 
     def replaced(self) -> None:
         """Flats rest elsewhere: what was committed is committed anew, before its places are used by others."""
-        self._captured = None
+        before, self._captured = self._captured, None
         if self._written >= 0:
+            if before is not None and before.whole:  # `extra` is that of the last step, or of the run that was restored
+                self._captured = dataclasses.replace(self._described(), extra=before.extra, whole=True)
             self.commit()
 
     def make_way(self) -> None:
@@ -222,7 +230,7 @@ class DurableRun:
             if self._captured is None:
                 self.capture()
             elif not self._captured.whole:
-                kept = describing.extra_bytes(self._extra())
+                kept = extra_bytes(self._extra())
                 self._captured = dataclasses.replace(self._captured, extra=kept, whole=True)
             manifest = self._write(generation)
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one

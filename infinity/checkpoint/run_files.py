@@ -59,8 +59,7 @@ class RunFiles:
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(SwapFile.durable(self.home, f"lock.rank{rank}"))
             undo.callback(self._remove_states)
-            for directory, run in zip(directories, self.directories, strict=True):
-                sync_directory(directory)
+            for run in self.directories:
                 if run != self.home:
                     _check_no_home(run)
                     self._links.append(_link(self.home, run.absolute()))
@@ -78,6 +77,7 @@ class RunFiles:
         for directory in self.directories:
             name = f"states-{self._id}-{len(self._made)}.rank{self.rank}"
             self._made[-1].append(SwapFile.durable(directory, name))
+            sync_directory(directory.parent)  # which may have been made for the file
         return self._made[-1]
 
     def name(self, layer: int, drive: int) -> str:

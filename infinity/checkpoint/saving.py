@@ -27,6 +27,7 @@ from infinity.aio import Executor
 from infinity.checkpoint import describing
 from infinity.checkpoint.copying import Copy, rows_of
 from infinity.checkpoint.directory import make_directory, next_generation
+from infinity.checkpoint.extra import extra_bytes
 from infinity.checkpoint.manifest import Layout, OptimizerEntry, section_bytes
 from infinity.checkpoint.progress import ProgressLine
 from infinity.checkpoint.writing import NewPart, Placed, commit_part, remove_others, remove_part, write_part
@@ -186,7 +187,7 @@ class Saving:
         entries = tuple(describing.describe_optimizer(optimizer, self.holder_of) for optimizer in optimizers)
         layout = describing.layout_of(self.flats, self.states.rest, self.policy)
         rows = rows_of([self.states.rest[flat] for flat in self.flats], key=secrets.randbits(62))
-        return _Captured(layout, entries, describing.buffer_bytes(model), describing.extra_bytes(extra), rows)
+        return _Captured(layout, entries, describing.buffer_bytes(model), extra_bytes(extra), rows)
 
     def _order(self) -> list[Flat]:
         """The flats as the next step's updates come: of the first forward unit first, or the last if backward updates."""
