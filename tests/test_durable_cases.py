@@ -292,7 +292,8 @@ def test_a_scheduler_and_random_generators_go_on(tmp_path: Path) -> None:
                 random.setstate(found.extra["random"])
         told = []
         for _ in range(start, end):
-            loss = model((torch.randn(4, 24) + float(np.random.rand()) + random.random()).bfloat16())  # noqa: NPY002 - what users have
+            drawn = float(np.random.rand())  # noqa: NPY002 - what users have
+            loss = model((torch.randn(4, 24) + drawn + random.random()).bfloat16())
             loss.backward()
             arrays = np.random.get_state()  # noqa: NPY002 - what users have
             generators = {"torch": torch.get_rng_state(), "numpy": arrays, "random": random.getstate()}
@@ -308,3 +309,33 @@ def test_a_scheduler_and_random_generators_go_on(tmp_path: Path) -> None:
     expected = live(0, 5)
     durable: Any = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": tmp_path, "durable": True}
     assert [each for index in range(5) for each in live(index, index + 1, **durable)] == expected
+
+
+def test_no_checkpoint_where_a_run_is(tmp_path: Path, wanted: list[str]) -> None:
+    model, optimizer = made(tmp_path)
+    step(model, optimizer, 0, 0)
+    inf.handle(model).flush()
+    before = run_files(tmp_path)
+    for place in (tmp_path, tmp_path / "infinity-run"):
+        with pytest.raises(ValueError, match="holds a durable run"):
+            inf.save(model, optimizer, place)
+    assert run_files(tmp_path) == before
+    step(model, optimizer, 1, 0)
+    assert digest(model) == wanted[2]
+    close(model)
+
+
+def test_a_run_does_not_go_on_without_its_optimizer(tmp_path: Path, wanted: list[str]) -> None:
+    model, optimizer = made(tmp_path)
+    step(model, optimizer, 0, 0)
+    close(model)
+    model, optimizer = made(tmp_path)
+    for given in (None, []):
+        with pytest.raises(ValueError, match="would go on without its optimizer states"):
+            inf.restore(model, given, tmp_path)
+    assert inf.restore(model, optimizer, tmp_path).step == 1
+    assert digest(model) == wanted[1]
+    close(model)
+    model, optimizer = made(tmp_path, durable="new")
+    assert inf.restore(model, None, tmp_path).step == 1
+    close(model)

@@ -153,7 +153,7 @@ def test_a_commit_that_is_interrupted_is_made_up_for(tmp_path: Path, wanted: lis
 
 
 def test_no_room_beside_a_checkpoint(tmp_path: Path, wanted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no room for what a checkpoint's places are given up for, no step writes there, whether a commit is due or not."""
+    """Without room beside what a checkpoint has a part in no step writes there, whether a commit is due or not."""
     model, optimizer = made(tmp_path / "run", durable_every=2)
     for index in range(2):
         step(model, optimizer, index, 0)
@@ -194,7 +194,8 @@ def test_names_are_on_every_drive_before_a_manifest(tmp_path: Path, monkeypatch:
             target = Path(args[0] if name in ("replace", "symlink") else path)
             if name == "replace" and target.name.startswith("manifest-"):
                 assert missing == set()
-            small = target.name.startswith(("manifest-", "buffers-", "extra-", "."))  # flushed with the manifest, or needed by none
+            # These are flushed with the manifest, or nothing needs them.
+            small = target.name.startswith(("manifest-", "buffers-", "extra-", "."))
             new = name != "replace" and not os.path.lexists(target) and not small
             found = real[name](path, *args, **values)
             if new and tmp_path in target.parents:
@@ -343,6 +344,25 @@ def test_other_drives_are_told_apart(tmp_path: Path, wanted: list[str]) -> None:
     assert digest(model) == wanted[1]
     close(model)
     assert [name for name in run_files(two) if name.startswith("states-")] == []
+
+
+def test_drives_that_are_mounted_elsewhere(tmp_path: Path, wanted: list[str]) -> None:
+    one, two, three, four = places = [tmp_path / name for name in ("one", "two", "three", "four")]
+    for place in places[:2]:
+        place.mkdir()
+    model, optimizer = made(one, two)
+    step(model, optimizer, 0, 0)
+    close(model)
+    for index, (old, new) in enumerate([((one, two), (three, four)), ((three, four), (one, three))], 1):
+        old[0].rename(new[0])  # the second time, where the other drive was
+        old[1].rename(new[1])
+        model, optimizer = made(*new)
+        assert inf.restore(model, optimizer, new[0]).step == index
+        assert digest(model) == wanted[index]
+        step(model, optimizer, index, 0)
+        close(model)
+        assert len([name for name in run_files(new[1]) if name.startswith("states-")]) == 2
+        assert [name for name in run_files(new[0]) if name.startswith((".", "drive"))] in (["drive1"], ["drive2"])
 
 
 def test_a_full_disk_at_a_commit(tmp_path: Path, wanted: list[str]) -> None:

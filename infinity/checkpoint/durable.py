@@ -132,6 +132,11 @@ class DurableRun:
         return self.files.before[0].generation if self.files.before is not None and self._written < 0 else None
 
     @property
+    def has_states(self) -> bool:
+        """Whether the run that the directories held has optimizer states."""
+        return self.files.before is not None and bool(self.files.before[0].optimizers)
+
+    @property
     def waits(self) -> bool:
         """Whether the directories hold a run that nobody has restored, or given up by taking a step."""
         given_up = self._stepped or self.begun or self.files.before is None

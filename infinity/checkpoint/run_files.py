@@ -40,6 +40,15 @@ def run_directory(directory: str | os.PathLike[str]) -> Path:
     return inside if inside.is_dir() else Path(directory)
 
 
+def check_no_run(directory: Path) -> None:
+    """Raise ValueError for a directory that holds a durable run: a checkpoint there is not found, or replaces the run's."""
+    if (directory / RUN_DIRECTORY).is_dir() or directory.resolve().name == RUN_DIRECTORY:
+        raise ValueError(
+            f"directory={str(directory)!r} holds a durable run, which inf.restore would take for the checkpoint: name another "
+            "(one on the same file system is made by hard links)"
+        )
+
+
 class RunFiles:
     """One rank's files of a durable run in these directories. give_up: what is there need not be readable.
 
@@ -59,11 +68,11 @@ class RunFiles:
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(SwapFile.durable(self.home, f"lock.rank{rank}"))
             undo.callback(self._remove_states)
-            for run in self.directories:
-                if run != self.home:
-                    _check_no_home(run)
-                    self._links.append(_link(self.home, run.absolute()))
+            for run in self.directories[1:]:
+                _check_no_home(run)
             self.before = self._newest(give_up)
+            self._find_moved()
+            self._links += [_link(self.home, run.absolute()) for run in self.directories[1:]]
             self._undo = undo.pop_all()
 
     @property
@@ -92,6 +101,19 @@ class RunFiles:
             if not (give_up or (isinstance(error, AioError) and error.errno == errno.ENOENT)):
                 raise
             return None
+
+    def _find_moved(self) -> None:
+        """Drives may be mounted elsewhere than when the run before was committed: lead its links to where its files are now."""
+        for name in sorted({entry.name for manifest in self.before or () for entry in manifest.files}):
+            link, _, file = name.rpartition("/")
+            found = next((run for run in self.directories[1:] if (run / file).is_file()), None)
+            if not _DRIVE.fullmatch(link) or (self.home / name).exists() or found is None:
+                continue
+            with typed_errors(self.home / link, "rename", 0):
+                new = self.home / f".{link}.rank{self.rank}"
+                new.unlink(missing_ok=True)
+                new.symlink_to(found.absolute())
+                new.replace(self.home / link)
 
     def committed(self) -> None:
         """A manifest names these files: they stay when the process ends."""

@@ -30,6 +30,7 @@ from infinity.checkpoint.directory import make_directory, next_generation
 from infinity.checkpoint.extra import extra_bytes
 from infinity.checkpoint.manifest import Layout, OptimizerEntry, section_bytes
 from infinity.checkpoint.progress import ProgressLine
+from infinity.checkpoint.run_files import check_no_run
 from infinity.checkpoint.writing import NewPart, Placed, commit_part, remove_others, remove_part, write_part
 from infinity.comm.collectives import Comm
 from infinity.config import Policy
@@ -148,6 +149,7 @@ class Saving:
         mine = [0.0, 0.0, 0.0]
         try:
             captured = self._capture(model, given, extra)
+            check_no_run(target)
             make_directory(target)
             if self.comm.rank == 0:
                 mine = [float(next_generation(target)), float(secrets.randbits(48)), 0.0]
