@@ -152,6 +152,30 @@ def test_a_commit_that_is_interrupted_is_made_up_for(tmp_path: Path, wanted: lis
     raise AssertionError("a commit makes too many calls")
 
 
+def test_states_stay_when_the_first_commit_is_interrupted(tmp_path: Path, wanted: list[str]) -> None:
+    """Where a manifest has its name, the process that ends leaves what it names; wherever `inf.restore` breaks off."""
+    for name in ("replace", "fsync", "unlink"):
+        for nth in range(12):
+            place = tmp_path / f"{name}{nth}"
+            model, optimizer = made(place)
+            step(model, optimizer, 0, 0)
+            close(model)
+            model, optimizer = made(place)
+            with Failing(name, nth, 0, interrupts=True) as failing:
+                try:
+                    inf.restore(model, optimizer, place)
+                except KeyboardInterrupt:
+                    assert failing.met
+            die(model)
+            model, optimizer = made(place)
+            found = inf.restore(model, optimizer, place)
+            assert (found.step, found.extra) == (1, {"next": 1})
+            assert digest(model) == wanted[1]
+            close(model)
+            if not failing.met:
+                break
+
+
 def test_no_room_beside_a_checkpoint(tmp_path: Path, wanted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without room beside what a checkpoint has a part in no step writes there, whether a commit is due or not."""
     model, optimizer = made(tmp_path / "run", durable_every=2)

@@ -248,7 +248,6 @@ class DurableRun:
         if failed:
             raise PeerFailed("another rank could not commit the step, and its error says why; the step before stays")
         assert manifest is not None
-        self.files.committed()
         self._written, self._committed = self._rest.writes, self._captured
         self._rest.named()
         self._remove_older(manifest)
@@ -293,6 +292,7 @@ class DurableRun:
         path = home / manifest_name(generation, rank)
         partial = path.with_name(path.name + ".partial")
         write_attachment(home, partial.name, manifest.encode())
+        self.files.named()  # before it is so: nobody may remove them if this breaks off, or a rank dies, right after it
         with typed_errors(path, "rename", 0):
             partial.replace(path)
         sync_directory(home)

@@ -64,7 +64,7 @@ class RunFiles:
         self._sum = f"{zlib.crc32(os.fsencode(self.home.resolve())):08x}"
         self._id = self._sum + secrets.token_hex(4)
         self._links: list[str] = []
-        self._committed = False
+        self._named = False
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(SwapFile.durable(self.home, f"lock.rank{rank}"))
             undo.callback(self._remove_states)
@@ -115,9 +115,9 @@ class RunFiles:
                 new.symlink_to(found.absolute())
                 new.replace(self.home / link)
 
-    def committed(self) -> None:
-        """A manifest names these files: they stay when the process ends."""
-        self._committed = True
+    def named(self) -> None:
+        """A manifest is about to name these files: they stay when the process ends."""
+        self._named = True
 
     def remove_strangers(self, named: Iterable[str]) -> None:
         """Remove states files that are not `named` (as in manifests) and that no process holds: of the run before, and of
@@ -145,7 +145,7 @@ class RunFiles:
         for files in self._made:
             for file in files:
                 file.close()
-                if not self._committed:
+                if not self._named:
                     remove([Path(file.path)])
 
     def close(self) -> None:
