@@ -66,7 +66,7 @@ class Owner:
             self.write(fd)
             new.replace(path)
         except BaseException:
-            new.unlink()
+            new.unlink(missing_ok=True)
             raise
         finally:
             os.close(fd)

@@ -50,7 +50,8 @@ def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str])
     directory: a checkpoint, or the (first) `nvme` directory of a durable run. Of the run that this engine's own policy goes on
     with, and of which nothing was committed, the model stays as it was built, and `.step` is 0.
 
-    opt: as in `save`, in the same order; None restores the parameters alone. Blocks. On several ranks all call it.
+    opt: as in `save`, in the same order; None restores the parameters alone (not where the policy goes on with a durable run).
+    Blocks. On several ranks all call it.
 
     Raises: ValueError naming what does not fit (names, shapes, dtypes, another optimizer), AioError (ENOENT) where there is no
     whole checkpoint, ChecksumError naming file and offset of what is damaged, RuntimeError inside forward, backward and
@@ -65,6 +66,11 @@ def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str])
             raise ValueError(f"the durable run in {directory} goes on in this process: what was there before is replaced already")
         if run.before is None:
             return Restored(0, None, "", ())
+        if not opt and run.has_states and of.policy.durable != "new":
+            raise ValueError(
+                f"opt={opt!r}: the durable run in {directory} would go on without its optimizer states, and lose them: give its "
+                "optimizer; or read the parameters with a policy that is not durable"
+            )
     elif run is not None and run.waits:
         run.check()
     restored = Restoring(of.saving, of.residency, of.pipeline, of.saving.comm, of.policy).run(model, opt, source)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -231,4 +233,109 @@ def test_extra_that_cannot_be_kept_holds_commits_back(tmp_path: Path, wanted: li
     found = inf.restore(model, optimizer, tmp_path)
     assert (found.step, found.extra) == (2, {"next": 2})
     assert digest(model) == wanted[2]
+    close(model)
+
+
+def test_what_is_set_before_the_first_step_is_committed_with_it(tmp_path: Path) -> None:
+    model, optimizer = made(tmp_path)
+    inf.handle(model).extra = {"next": 1}
+    step(model, optimizer, 0, 0)
+    die(model)
+    model, optimizer = made(tmp_path)
+    found = inf.restore(model, optimizer, tmp_path)
+    assert (found.step, found.extra) == (0, None)
+    close(model)
+
+
+def test_a_group_that_is_added_after_restoring_keeps_extra(tmp_path: Path) -> None:
+    def begin() -> tuple[Any, Any, list[Any]]:
+        durable: Any = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": tmp_path, "durable": True}
+        model = offload(models.make(lambda: models.lora(2)), inf.Policy(**durable))
+        trained = [param for param in model.parameters() if param.requires_grad]
+        return model, inf.AdamW(trained[0::2], lr=1e-2), trained[1::2]
+
+    model, optimizer, _ = begin()
+    models.loss_of(model, models.token_batches(1)[0]).backward()
+    inf.handle(model).extra = {"next": 1}
+    optimizer.step()
+    close(model)
+    model, optimizer, others = begin()
+    assert inf.restore(model, optimizer, tmp_path).extra == {"next": 1}
+    optimizer.add_param_group({"params": others, "lr": 1e-3})
+    die(model)
+    model, optimizer, others = begin()
+    optimizer.add_param_group({"params": others, "lr": 1e-3})
+    found = inf.restore(model, optimizer, tmp_path)
+    assert (found.step, found.extra) == (1, {"next": 1})
+    close(model)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_scheduler_and_random_generators_go_on(tmp_path: Path) -> None:
+    """The loop of README, dying after every step."""
+
+    def live(start: int, end: int, **values: Any) -> list[tuple[float, float]]:
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002 - what users have
+        torch.manual_seed(0)
+        model = offload(Net().bfloat16(), inf.Policy(unit_bytes_max=4096, **values))
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+        if values:
+            found = inf.restore(model, optimizer, tmp_path)
+            assert found.step == start
+            if found.extra is not None:
+                schedule.load_state_dict(found.extra["schedule"])
+                schedule.step()
+                torch.set_rng_state(found.extra["torch"])
+                np.random.set_state(found.extra["numpy"])  # noqa: NPY002 - what users have
+                random.setstate(found.extra["random"])
+        told = []
+        for _ in range(start, end):
+            drawn = float(np.random.rand())  # noqa: NPY002 - what users have
+            loss = model((torch.randn(4, 24) + drawn + random.random()).bfloat16())
+            loss.backward()
+            arrays = np.random.get_state()  # noqa: NPY002 - what users have
+            generators = {"torch": torch.get_rng_state(), "numpy": arrays, "random": random.getstate()}
+            inf.handle(model).extra = {"schedule": schedule.state_dict(), **generators}
+            told.append((loss.item(), optimizer.param_groups[0]["lr"]))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        inf.handle(model).flush()
+        die(model)
+        return told
+
+    expected = live(0, 5)
+    durable: Any = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": tmp_path, "durable": True}
+    assert [each for index in range(5) for each in live(index, index + 1, **durable)] == expected
+
+
+def test_no_checkpoint_where_a_run_is(tmp_path: Path, wanted: list[str]) -> None:
+    model, optimizer = made(tmp_path)
+    step(model, optimizer, 0, 0)
+    inf.handle(model).flush()
+    before = run_files(tmp_path)
+    for place in (tmp_path, tmp_path / "infinity-run"):
+        with pytest.raises(ValueError, match="holds a durable run"):
+            inf.save(model, optimizer, place)
+    assert run_files(tmp_path) == before
+    step(model, optimizer, 1, 0)
+    assert digest(model) == wanted[2]
+    close(model)
+
+
+def test_a_run_does_not_go_on_without_its_optimizer(tmp_path: Path, wanted: list[str]) -> None:
+    model, optimizer = made(tmp_path)
+    step(model, optimizer, 0, 0)
+    close(model)
+    model, optimizer = made(tmp_path)
+    for given in (None, []):
+        with pytest.raises(ValueError, match="would go on without its optimizer states"):
+            inf.restore(model, given, tmp_path)
+    assert inf.restore(model, optimizer, tmp_path).step == 1
+    assert digest(model) == wanted[1]
+    close(model)
+    model, optimizer = made(tmp_path, durable="new")
+    assert inf.restore(model, None, tmp_path).step == 1
     close(model)

@@ -13,6 +13,7 @@ import torch
 import infinity as inf
 from infinity.aio import Seam
 from infinity.aio.executor import Fault
+from infinity.checkpoint.linking import Pinned
 from infinity.engine import offload
 from infinity.errors import (
     AioError,
@@ -66,8 +67,8 @@ def wanted() -> list[str]:
 class Failing:
     """The nth call of a function of `os` fails; writes are torn: half of the bytes are written first."""
 
-    def __init__(self, name: str, nth: int, code: int) -> None:
-        self.name, self.nth, self.code = name, nth, code
+    def __init__(self, name: str, nth: int, code: int, *, interrupts: bool = False) -> None:
+        self.name, self.nth, self.code, self.interrupts = name, nth, code, interrupts
         self.real, self.calls, self.met = getattr(os, name), 0, False
 
     def __enter__(self) -> Failing:
@@ -81,6 +82,9 @@ class Failing:
         self.calls += 1
         if self.calls == self.nth + 1:
             self.met = True
+            if self.interrupts:
+                self.real(*args, **values)
+                raise KeyboardInterrupt
             if self.name == "write":
                 self.real(args[0], bytes(args[1])[: len(args[1]) // 2])
             raise OSError(self.code, os.strerror(self.code))
@@ -120,6 +124,120 @@ def test_every_call_of_a_commit_fails_once(tmp_path: Path, wanted: list[str], up
             assert nth
             return
     raise AssertionError("a commit makes too many calls")
+
+
+@pytest.mark.parametrize("name", ["write", "replace", "fsync", "unlink"])
+def test_a_commit_that_is_interrupted_is_made_up_for(tmp_path: Path, wanted: list[str], name: str) -> None:
+    """The next step writes nothing that an interrupted commit has named, also where none is due."""
+    for nth in range(20):
+        place = tmp_path / str(nth)
+        model, optimizer = made(place, durable_every=3)
+        for index in range(2):
+            step(model, optimizer, index, 0)
+        with Failing(name, nth, 0, interrupts=True) as failing:
+            try:
+                inf.handle(model).flush()
+            except KeyboardInterrupt:
+                assert failing.met
+        step(model, optimizer, 2, 0)
+        model.state_dict()  # the updates have ended
+        die(model)
+        model, optimizer = made(place)
+        assert inf.restore(model, optimizer, place).step == 2
+        assert digest(model) == wanted[2]
+        close(model)
+        if not failing.met:
+            assert nth
+            return
+    raise AssertionError("a commit makes too many calls")
+
+
+def test_states_stay_when_the_first_commit_is_interrupted(tmp_path: Path, wanted: list[str]) -> None:
+    """Where a manifest has its name, the process that ends leaves what it names; wherever `inf.restore` breaks off."""
+    for name in ("replace", "fsync", "unlink"):
+        for nth in range(12):
+            place = tmp_path / f"{name}{nth}"
+            model, optimizer = made(place)
+            step(model, optimizer, 0, 0)
+            close(model)
+            model, optimizer = made(place)
+            with Failing(name, nth, 0, interrupts=True) as failing:
+                try:
+                    inf.restore(model, optimizer, place)
+                except KeyboardInterrupt:
+                    assert failing.met
+            die(model)
+            model, optimizer = made(place)
+            found = inf.restore(model, optimizer, place)
+            assert (found.step, found.extra) == (1, {"next": 1})
+            assert digest(model) == wanted[1]
+            close(model)
+            if not failing.met:
+                break
+
+
+def test_no_room_beside_a_checkpoint(tmp_path: Path, wanted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room beside what a checkpoint has a part in no step writes there, whether a commit is due or not."""
+    model, optimizer = made(tmp_path / "run", durable_every=2)
+    for index in range(2):
+        step(model, optimizer, index, 0)
+    inf.save(model, optimizer, tmp_path / "saved").wait()
+    step(model, optimizer, 2, 0)
+
+    def full(*_: object) -> None:
+        raise SwapFullError("no room", path="drive", op="allocate")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pinned, "make_way", full)
+        for _ in range(2):
+            with pytest.raises(SwapFullError):
+                inf.handle(model).flush()
+        with pytest.raises(SwapFullError):
+            step(model, optimizer, 3, 0)
+    optimizer.zero_grad()
+    inf.handle(model).flush()
+    for index in (3, 4):
+        step(model, optimizer, index, 0)
+    close(model)
+    model, optimizer = made(tmp_path / "other")
+    assert inf.restore(model, optimizer, tmp_path / "saved").step == 2
+    assert digest(model) == wanted[2]
+    close(model)
+
+
+def test_names_are_on_every_drive_before_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory is flushed after each name that a manifest needs was made in it."""
+    places = [tmp_path / "one", tmp_path / "two"]
+    for place in places:
+        place.mkdir()
+    missing: set[Path] = set()
+    real = {name: getattr(os, name) for name in ("mkdir", "open", "fsync", "replace", "symlink")}
+
+    def make(name: str) -> Any:
+        def call(path: Any, *args: Any, **values: Any) -> Any:
+            target = Path(args[0] if name in ("replace", "symlink") else path)
+            if name == "replace" and target.name.startswith("manifest-"):
+                assert missing == set()
+            # These are flushed with the manifest, or nothing needs them.
+            small = target.name.startswith(("manifest-", "buffers-", "extra-", "."))
+            new = name != "replace" and not os.path.lexists(target) and not small
+            found = real[name](path, *args, **values)
+            if new and tmp_path in target.parents:
+                missing.add(target.parent)
+            return found
+
+        return call
+
+    def fsync(fd: int) -> None:
+        real["fsync"](fd)
+        missing.discard(Path(f"/proc/self/fd/{fd}").readlink())
+
+    for name in ("mkdir", "open", "replace", "symlink"):
+        monkeypatch.setattr(os, name, make(name))
+    monkeypatch.setattr(os, "fsync", fsync)
+    model, _ = made(*places)
+    close(model)
+    assert len(list((places[0] / "infinity-run").glob("manifest-*"))) == 1
 
 
 @pytest.mark.parametrize("kind", ["errno", "short", "bitflip"])
@@ -252,11 +370,31 @@ def test_other_drives_are_told_apart(tmp_path: Path, wanted: list[str]) -> None:
     assert [name for name in run_files(two) if name.startswith("states-")] == []
 
 
+def test_drives_that_are_mounted_elsewhere(tmp_path: Path, wanted: list[str]) -> None:
+    one, two, three, four = places = [tmp_path / name for name in ("one", "two", "three", "four")]
+    for place in places[:2]:
+        place.mkdir()
+    model, optimizer = made(one, two)
+    step(model, optimizer, 0, 0)
+    close(model)
+    for index, (old, new) in enumerate([((one, two), (three, four)), ((three, four), (one, three))], 1):
+        old[0].rename(new[0])  # the second time, where the other drive was
+        old[1].rename(new[1])
+        model, optimizer = made(*new)
+        assert inf.restore(model, optimizer, new[0]).step == index
+        assert digest(model) == wanted[index]
+        step(model, optimizer, index, 0)
+        close(model)
+        assert len([name for name in run_files(new[1]) if name.startswith("states-")]) == 2
+        assert [name for name in run_files(new[0]) if name.startswith((".", "drive"))] in (["drive1"], ["drive2"])
+
+
 def test_a_full_disk_at_a_commit(tmp_path: Path, wanted: list[str]) -> None:
     import resource
 
     model, optimizer = made(tmp_path)
     step(model, optimizer, 0, 0)
+    model.state_dict()  # the updates have ended: the limit is for the commit
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (256, hard))
     try:

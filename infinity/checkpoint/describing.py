@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -151,24 +150,3 @@ def write_buffers(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> Non
     with torch.no_grad():
         for name, buffer in persistent_buffers(model).items():
             buffer.copy_(saved[name])
-
-
-def extra_bytes(extra: object) -> bytes | None:
-    """The user's small state as bytes. Raises: ValueError when it could not be read back without running code."""
-    if extra is None:
-        return None
-    out = io.BytesIO()
-    try:
-        torch.save(extra, out)
-        read_extra(out.getvalue())
-    except Exception as error:
-        raise ValueError(
-            f"extra= cannot be kept: {type(error).__name__}: {str(error).splitlines()[0]}. Numbers, text, tensors, and lists, "
-            "tuples and dicts of them can, and state_dict()s that are made of these"
-        ) from error
-    return out.getvalue()
-
-
-def read_extra(data: bytes) -> Any:
-    """What `extra_bytes` was given; nothing in it is run."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -35,6 +35,7 @@ from infinity.checkpoint.directory import (
     typed_errors,
     write_attachment,
 )
+from infinity.checkpoint.extra import extra_bytes
 from infinity.checkpoint.linking import Pinned
 from infinity.checkpoint.manifest import ROW, FileEntry, Layout, Manifest, OptimizerEntry, manifest_name
 from infinity.checkpoint.run_files import RunFiles
@@ -131,6 +132,11 @@ class DurableRun:
         return self.files.before[0].generation if self.files.before is not None and self._written < 0 else None
 
     @property
+    def has_states(self) -> bool:
+        """Whether the run that the directories held has optimizer states."""
+        return self.files.before is not None and bool(self.files.before[0].optimizers)
+
+    @property
     def waits(self) -> bool:
         """Whether the directories hold a run that nobody has restored, or given up by taking a step."""
         given_up = self._stepped or self.begun or self.files.before is None
@@ -157,17 +163,22 @@ class DurableRun:
 
     def capture(self) -> None:
         """Keep what is to be committed, as it is now."""
-        self._capture(self._extra)
+        # What `handle.extra` holds before the first step belongs to that step: no step has none.
+        self._capture(self._extra if self._stepped else lambda: None)
 
     def _capture(self, extra: Callable[[], object]) -> None:
+        self._captured = self._described()
+        self._captured = dataclasses.replace(self._captured, extra=extra_bytes(extra()), whole=True)
+
+    def _described(self) -> _Small:
+        """What is to be committed, without `extra`."""
         holders = {id(holder): holder for unit in self._units for param in unit.params if (holder := self._holder_of(param))}
         entries: list[OptimizerEntry] = []
         for holder in holders.values():
             assert isinstance(holder, Optimizer)
             entries.append(describing.describe_optimizer(holder, self._holder_of))
         buffers = describing.buffer_bytes(self._model)
-        self._captured = _Small(self._pipeline.steps, tuple(entries), buffers, None, whole=False)
-        self._captured = dataclasses.replace(self._captured, extra=describing.extra_bytes(extra()), whole=True)
+        return _Small(self._pipeline.steps, tuple(entries), buffers, None, whole=False)
 
     def undone(self) -> None:
         """A fault undid what was captured since the last commit."""
@@ -175,8 +186,10 @@ class DurableRun:
 
     def replaced(self) -> None:
         """Flats rest elsewhere: what was committed is committed anew, before its places are used by others."""
-        self._captured = None
+        before, self._captured = self._captured, None
         if self._written >= 0:
+            if before is not None and before.whole:  # `extra` is that of the last step, or of the run that was restored
+                self._captured = dataclasses.replace(self._described(), extra=before.extra, whole=True)
             self.commit()
 
     def make_way(self) -> None:
@@ -222,7 +235,7 @@ class DurableRun:
             if self._captured is None:
                 self.capture()
             elif not self._captured.whole:
-                kept = describing.extra_bytes(self._extra())
+                kept = extra_bytes(self._extra())
                 self._captured = dataclasses.replace(self._captured, extra=kept, whole=True)
             manifest = self._write(generation)
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
@@ -235,7 +248,6 @@ class DurableRun:
         if failed:
             raise PeerFailed("another rank could not commit the step, and its error says why; the step before stays")
         assert manifest is not None
-        self.files.committed()
         self._written, self._committed = self._rest.writes, self._captured
         self._rest.named()
         self._remove_older(manifest)
@@ -280,6 +292,7 @@ class DurableRun:
         path = home / manifest_name(generation, rank)
         partial = path.with_name(path.name + ".partial")
         write_attachment(home, partial.name, manifest.encode())
+        self.files.named()  # before it is so: nobody may remove them if this breaks off, or a rank dies, right after it
         with typed_errors(path, "rename", 0):
             partial.replace(path)
         sync_directory(home)

@@ -19,6 +19,7 @@ import torch
 from infinity.aio import Ticket
 from infinity.checkpoint import describing
 from infinity.checkpoint.composing import CHUNKS_KEPT, STAGES, Part, compose, rounding
+from infinity.checkpoint.extra import read_extra
 from infinity.checkpoint.matching import MatchedOptimizer, match_params
 from infinity.checkpoint.progress import ProgressLine
 from infinity.checkpoint.reader import Checkpoint, ChunkRef, SavedParam, StateReader
@@ -157,7 +158,7 @@ class Restoring:
         buffers = describing.read_buffers(data) if data is not None else {}
         describing.check_buffers(model, buffers, str(checkpoint.directory))
         data = checkpoint.attachment("extra", rank)
-        return found, matched, buffers, describing.read_extra(data) if data is not None else None
+        return found, matched, buffers, read_extra(data) if data is not None else None
 
     def _notes(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         here, notes = describing.numerics_of(self._policy), []

@@ -40,6 +40,15 @@ def run_directory(directory: str | os.PathLike[str]) -> Path:
     return inside if inside.is_dir() else Path(directory)
 
 
+def check_no_run(directory: Path) -> None:
+    """Raise ValueError for a directory that holds a durable run: a checkpoint there is not found, or replaces the run's."""
+    if (directory / RUN_DIRECTORY).is_dir() or directory.resolve().name == RUN_DIRECTORY:
+        raise ValueError(
+            f"directory={str(directory)!r} holds a durable run, which inf.restore would take for the checkpoint: name another "
+            "(one on the same file system is made by hard links)"
+        )
+
+
 class RunFiles:
     """One rank's files of a durable run in these directories. give_up: what is there need not be readable.
 
@@ -55,16 +64,15 @@ class RunFiles:
         self._sum = f"{zlib.crc32(os.fsencode(self.home.resolve())):08x}"
         self._id = self._sum + secrets.token_hex(4)
         self._links: list[str] = []
-        self._committed = False
+        self._named = False
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(SwapFile.durable(self.home, f"lock.rank{rank}"))
             undo.callback(self._remove_states)
-            for directory, run in zip(directories, self.directories, strict=True):
-                sync_directory(directory)
-                if run != self.home:
-                    _check_no_home(run)
-                    self._links.append(_link(self.home, run.absolute()))
+            for run in self.directories[1:]:
+                _check_no_home(run)
             self.before = self._newest(give_up)
+            self._find_moved()
+            self._links += [_link(self.home, run.absolute()) for run in self.directories[1:]]
             self._undo = undo.pop_all()
 
     @property
@@ -78,6 +86,7 @@ class RunFiles:
         for directory in self.directories:
             name = f"states-{self._id}-{len(self._made)}.rank{self.rank}"
             self._made[-1].append(SwapFile.durable(directory, name))
+            sync_directory(directory.parent)  # which may have been made for the file
         return self._made[-1]
 
     def name(self, layer: int, drive: int) -> str:
@@ -93,9 +102,22 @@ class RunFiles:
                 raise
             return None
 
-    def committed(self) -> None:
-        """A manifest names these files: they stay when the process ends."""
-        self._committed = True
+    def _find_moved(self) -> None:
+        """Drives may be mounted elsewhere than when the run before was committed: lead its links to where its files are now."""
+        for name in sorted({entry.name for manifest in self.before or () for entry in manifest.files}):
+            link, _, file = name.rpartition("/")
+            found = next((run for run in self.directories[1:] if (run / file).is_file()), None)
+            if not _DRIVE.fullmatch(link) or (self.home / name).exists() or found is None:
+                continue
+            with typed_errors(self.home / link, "rename", 0):
+                new = self.home / f".{link}.rank{self.rank}"
+                new.unlink(missing_ok=True)
+                new.symlink_to(found.absolute())
+                new.replace(self.home / link)
+
+    def named(self) -> None:
+        """A manifest is about to name these files: they stay when the process ends."""
+        self._named = True
 
     def remove_strangers(self, named: Iterable[str]) -> None:
         """Remove states files that are not `named` (as in manifests) and that no process holds: of the run before, and of
@@ -123,7 +145,7 @@ class RunFiles:
         for files in self._made:
             for file in files:
                 file.close()
-                if not self._committed:
+                if not self._named:
                     remove([Path(file.path)])
 
     def close(self) -> None:

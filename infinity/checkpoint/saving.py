@@ -27,8 +27,10 @@ from infinity.aio import Executor
 from infinity.checkpoint import describing
 from infinity.checkpoint.copying import Copy, rows_of
 from infinity.checkpoint.directory import make_directory, next_generation
+from infinity.checkpoint.extra import extra_bytes
 from infinity.checkpoint.manifest import Layout, OptimizerEntry, section_bytes
 from infinity.checkpoint.progress import ProgressLine
+from infinity.checkpoint.run_files import check_no_run
 from infinity.checkpoint.writing import NewPart, Placed, commit_part, remove_others, remove_part, write_part
 from infinity.comm.collectives import Comm
 from infinity.config import Policy
@@ -147,6 +149,7 @@ class Saving:
         mine = [0.0, 0.0, 0.0]
         try:
             captured = self._capture(model, given, extra)
+            check_no_run(target)
             make_directory(target)
             if self.comm.rank == 0:
                 mine = [float(next_generation(target)), float(secrets.randbits(48)), 0.0]
@@ -186,7 +189,7 @@ class Saving:
         entries = tuple(describing.describe_optimizer(optimizer, self.holder_of) for optimizer in optimizers)
         layout = describing.layout_of(self.flats, self.states.rest, self.policy)
         rows = rows_of([self.states.rest[flat] for flat in self.flats], key=secrets.randbits(62))
-        return _Captured(layout, entries, describing.buffer_bytes(model), describing.extra_bytes(extra), rows)
+        return _Captured(layout, entries, describing.buffer_bytes(model), extra_bytes(extra), rows)
 
     def _order(self) -> list[Flat]:
         """The flats as the next step's updates come: of the first forward unit first, or the last if backward updates."""

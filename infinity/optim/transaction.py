@@ -61,6 +61,7 @@ class Transaction:
         self._residency = residency
         self.durable: Durable | None = None
         self._forget_counts: list[Callable[[], None]] = []
+        self._committing = False  # a commit has begun, and has not ended
         self.undone_steps = 0
         self.commit_s = 0.0
 
@@ -71,35 +72,41 @@ class Transaction:
         """
         if self.durable is not None:
             self.durable.check()
-            if not self.durable.is_due():
+            if not (self._committing or self.durable.is_due()):
                 return  # the step that comes overwrites the one before, and is undone together with it
-            self._make_durable(self.durable)
         self._commit()
 
-    def _make_durable(self, durable: Durable) -> None:
-        start = time.perf_counter()
-        try:
-            durable.commit()
-        finally:
-            self.commit_s += time.perf_counter() - start
-
     def _commit(self) -> None:
+        # Where this breaks off, a manifest may name what was just written, or a place may still be a checkpoint's: the next step
+        # writes nothing before a commit has ended, due or not.
+        self._committing = True
+        if self.durable is not None:
+            start = time.perf_counter()
+            try:
+                self.durable.commit()
+            finally:
+                self.commit_s += time.perf_counter() - start
+        self._flip()
+
+    def _flip(self) -> None:
+        """What was written is what the executor calls committed."""
         self._executor.commit(self._ids(flat for unit in self._units for flat in unit.flats))
         self._forget_counts.clear()
         if self.durable is not None:
             self.durable.make_way()
+        self._committing = False
 
     def settle(self) -> None:
         """Of a durable run: commit now, whether a commit is due or not, if anything may be committed. As `begin`."""
         if self.durable is not None and not self.durable.waits:
-            self._make_durable(self.durable)
             self._commit()
 
     def replaced(self) -> None:
         """Flats have got other places or formats, with the values they had. As `begin`."""
         if self.durable is not None:
+            self._committing = True
             self.durable.replaced()
-            self._commit()
+            self._flip()
 
     def stepped(self) -> None:
         """A step was taken and counted."""
