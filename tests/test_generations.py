@@ -269,6 +269,41 @@ def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batche
     inf.handle(reference).close()
 
 
+def test_what_the_user_writes_is_not_undone_behind_his_back(tmp_path, batches):
+    """An update that fails after `gather()` has kept a write would take the write back with the step."""
+
+    def run(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+        weights = list(model.parameters())[:2]
+        stepped(model, optimizer, batches[0])
+        inf.handle(model).flush()
+        for undone in range(2):
+            stepped(model, optimizer, batches[1])
+            try:
+                with torch.no_grad(), inf.handle(model).gather(weights):
+                    for weight in weights:
+                        weight.mul_(2.0)
+                break
+            except StepUndone:
+                assert not undone
+        assert inf.handle(model).stats().steps_undone == (inf.handle(model).policy.generations == 2)
+        stepped(model, optimizer, batches[2])
+        values = values_of(model)
+        inf.handle(model).close()
+        return values
+
+    slow = policy(tmp_path, **PLACEMENTS["nvme min"])
+    probe = offload(small(), slow)
+    optimizer = inf.AdamW(probe.parameters(), lr=1e-2)
+    stepped(probe, optimizer, batches[0])
+    inf.handle(probe).flush()
+    writes = sum(drive.writes for drive in inf.handle(probe)._executor.stats().drives)
+    inf.handle(probe).close()
+    model = offload(small(), slow, _seam=Seam(fault=Fault("write", writes + 4), write_bytes_per_s=5e6))
+    ours = run(model, inf.AdamW(model.parameters(), lr=1e-2))
+    theirs = run(*plain(tmp_path))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 @pytest.mark.parametrize("order", ["together", "twice"])
 def test_a_graph_that_runs_again_meets_the_values_that_it_saved(tmp_path, batches, order):
     found = []

@@ -88,7 +88,7 @@ class UnitResidency:
         self.on_demand: Callable[[], None] = lambda: None  # raises sticky faults, and after close
         # Of update="backward": told when nothing uses a unit any more, when a backward ended, and when one broke off.
         self.on_idle: Callable[[Unit], None] = lambda _unit: None
-        self.on_backward_start = self.on_backward_end = self.on_reset = self.on_evict = self.on_demand
+        self.on_backward_start = self.on_backward_end = self.on_reset = self.on_evict = self.on_write = self.on_demand
         self.updates_pending: Callable[[], bool] = lambda: False
         self.clock = PhaseClock(timeline, self._marks)
 
@@ -421,7 +421,7 @@ class UnitResidency:
 
     def write(self, param: Param, value: torch.Tensor) -> None:
         """Set the value, master included. value: [param.shape], any floating dtype (cast as copy_ does)."""
-        self.on_demand()
+        self.on_write()  # waits for all updates: one that fails later would take the value back together with its step
         flat_value = value.detach().to("cpu", param.dtype).reshape(-1).contiguous()
         assert flat_value.numel() == param.numel
         self._settle(param.unit)
