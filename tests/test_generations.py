@@ -71,6 +71,33 @@ def test_what_was_in_vain_twice_waits_and_comes_back_by_the_steps_alone() -> Non
     assert seen == [True, True, True, True, False, False, False, False, False, True, True, True]
 
 
+def cleared(model: Any, optimizer: Any, batches: list[Any]) -> None:
+    """Another model's loss goes through this one, and its gradients are cleared."""
+    models.loss_of(model, batches[0]).backward()
+    optimizer.zero_grad()
+
+
+def skipped(model: Any, optimizer: Any, batches: list[Any]) -> None:
+    (models.loss_of(model, batches[0]) * float("nan")).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("in_vain", [cleared, skipped], ids=lambda each: each.__name__)
+def test_a_backward_that_no_step_follows_is_remembered_as_in_vain(tmp_path, batches, in_vain):
+    model, optimizer = speculating(tmp_path, on_nonfinite="skip")
+    stepped(model, optimizer, batches[0])
+    for batch in batches[1:7]:
+        in_vain(model, optimizer, batches)
+        stepped(model, optimizer, batch)
+    stats = inf.handle(model).stats()
+    assert stats.updates_withdrawn == stats.updates_ahead == 2 * stats.units
+    for batch in batches[:6]:  # a plain loop once more: it comes back
+        stepped(model, optimizer, batch)
+    assert inf.handle(model).stats().updates_ahead == 4 * stats.units
+    inf.handle(model).close()
+
+
 TRAININGS = {
     "micro-batches that are marked": dataclasses.replace(LLAMA, steps=4, accumulation=3),
     "frozen parameters": dataclasses.replace(LLAMA, factory=models.lora, steps=4, max_norm=1e6),

@@ -8,7 +8,7 @@
     a forward, another backward, a read of any state before opt.step() -> withdrawn
 
 What decides is the program's order and its numbers, never timing. Whether to speculate follows the last steps: after two of
-`MEMORY` in which it was in vain units wait for opt.step(), as with update="deferred", until `MEMORY` steps in a row would have
+`MEMORY` in which (or before which, since the step before) it was in vain units wait for opt.step(), as with update="deferred", until `MEMORY` steps in a row would have
 been right.
 """
 
@@ -92,6 +92,7 @@ class Speculation:
         self._expected = 0  # backwards of the step before; 0: none was taken yet
         self._marked = False  # handle.no_sync() says which backward is the last
         self._counted = True  # in this backward: whether it is the first since gradients were cleared
+        self._lasts = 0  # backwards since the last step that were taken for the last before it
         self._looked = False  # somebody looked at the states since the last backward
         self._deferred = pipeline.submit_all
         self.history = History()
@@ -139,6 +140,7 @@ class Speculation:
         for unit in list(self._ready):
             self._speculate(unit)
         self._ready.clear()
+        self._lasts += self._is_last
         self._looked = False
 
     def _idle(self, unit: Unit) -> None:
@@ -231,9 +233,9 @@ class Speculation:
         self._withdraw(wrong)
         self._ahead.clear()
         if by_unit:
-            foreseen = self._marked or self._backwards == self._expected or not self._expected
+            foreseen = self._lasts == 1 or not (self._lasts or self._expected)  # one that no step came for was in vain, too
             self.history.add(foreseen and not wrong and not self._looked and all(map(_is_untouched, by_unit)))
-        self._expected, self._backwards, self._marked = self._backwards, 0, False
+        self._expected, self._backwards, self._marked, self._lasts = self._backwards, 0, False, 0
         self._deferred(left)
 
 
