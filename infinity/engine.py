@@ -408,10 +408,9 @@ class Handle:
         self.pipeline.raise_fault()
         self.saving.raise_fault()
 
-    def _on_demand(self) -> None:
+    def _on_demand(self, unit: Unit) -> None:
         self.check_open()
-        if not self.residency.passes.in_backward:
-            self.pipeline.withdraw()  # what ran ahead of its step is nobody's to see
+        self.pipeline.before_read(unit)
         self._storage.observe_sometimes()
 
     def _check_state_dict(self, size_bytes: int) -> None:

@@ -260,6 +260,27 @@ def test_nobody_sees_what_ran_ahead_of_its_step(tmp_path, batches, look):
     assert stats.updates_withdrawn >= stats.units
 
 
+@pytest.mark.parametrize("reads", ["gather", "forward"])
+def test_a_hook_inside_backward_sees_no_update_that_ran_ahead(tmp_path, batches, reads):
+    found = []
+    for model, optimizer in (plain(tmp_path), speculating(tmp_path)):
+        first, *_, last = model.parameters()
+        got: list[Any] = []
+
+        def look(_param: Any, model: Any = model, last: Any = last, got: list[Any] = got) -> None:
+            with torch.no_grad(), inf.handle(model).gather(last):
+                got.append(models.loss_of(model, batches[7]).item() if reads == "forward" else float(last.float().sum()))
+
+        first.register_post_accumulate_grad_hook(look)
+        got += [stepped(model, optimizer, batch) for batch in batches[:5]]
+        found.append((got, values_of(model)))
+        stats = inf.handle(model).stats()
+        inf.handle(model).close()
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+    assert 0 < stats.updates_withdrawn <= 2 * stats.units
+
+
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize("nth", [0, 7, 15])
 def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batches, update, nth):

@@ -282,8 +282,7 @@ def test_training_goes_on_after_a_write_that_failed_once(tmp_path: Path, values:
                 loss = models.loss_of(model, batches[len(found)])
                 loss.backward()
                 optimizer.step()
-            except AioError as error:
-                assert "parameters and states are sound" in str(error)
+            except AioError:
                 failed += 1
             else:
                 found.append(loss.item())

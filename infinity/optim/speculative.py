@@ -93,7 +93,7 @@ class Speculation:
         self._marked = False  # handle.no_sync() says which backward is the last
         self._counted = True  # in this backward: whether it is the first since gradients were cleared
         self._lasts = 0  # backwards since the last step that were taken for the last before it
-        self._looked = False  # somebody looked at the states since the last backward
+        self._looked = False  # somebody looked at the states since the last backward began
         self._deferred = pipeline.submit_all
         self.history = History()
         self.accumulating = False
@@ -103,7 +103,7 @@ class Speculation:
         residency.on_backward_end = self._backward_end
         residency.on_reset = self._reset
         pipeline.submit_all = self._end_step
-        pipeline.withdraw = self.withdraw
+        pipeline.withdraw, pipeline.before_read = self.withdraw, self._before_read
         pipeline.on_undo = self._forget
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -125,6 +125,7 @@ class Speculation:
 
     def _backward_start(self) -> None:
         self.withdraw()
+        self._looked = False
         self._ready.clear()
         self._backwards += 1
         self._counted = False
@@ -141,7 +142,6 @@ class Speculation:
             self._speculate(unit)
         self._ready.clear()
         self._lasts += self._is_last
-        self._looked = False
 
     def _idle(self, unit: Unit) -> None:
         if unit in self._ready and graph_task_id() != NO_TASK and self._residency.passes.all_ended(unit):
@@ -187,6 +187,13 @@ class Speculation:
         self._looked = True
         self._withdraw(list(self._ahead))
         self._pipeline.begun = False  # what is written until the step comes is no part of it
+
+    def _before_read(self, unit: Unit) -> None:
+        """Somebody wants the unit's values. Not this backward, if one runs, where its update ran ahead: a hook inside."""
+        if not self._residency.passes.in_backward:
+            self.withdraw()
+        elif unit in self._ahead:
+            self._withdraws(unit)()
 
     def _withdraw(self, units: Sequence[Unit]) -> None:
         gone = {unit: self._ahead[unit] for unit in units if unit in self._ahead}
