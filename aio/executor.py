@@ -276,8 +276,8 @@ class Executor(Protocol):
     def commit(self, ids: npt.NDArray[np.int32]) -> None:
         """What these versioned chunks hold now is committed: the next write goes to their other places. Never blocks.
 
-        Raises ValueError if jobs that write one are pending, or one is not defined; then nothing is committed. Others are left
-        alone.
+        Raises ValueError if jobs that write states of one are pending, or one is not defined; then nothing is committed. Others
+        are left alone.
         """
         ...
 

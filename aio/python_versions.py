@@ -90,26 +90,30 @@ def _for_good(record: Any) -> bool:
     )
 
 
-def _pick(engine: Engine, ids: Sequence[int], what: str, *, reads: bool = False) -> list[Chunk]:
-    """The chunks, none of which has pending jobs, but FETCHes where `reads`. Raises: ValueError."""
+def _leaves_states(run: Run) -> bool:
+    """Whether a job writes no state; gradients that spill are written to a place that has no versions. [locked]"""
+    stores = run.kind == plan.JobKind.STORE and not run.mask & states_of(run.chunk.record)
+    return run.kind == plan.JobKind.FETCH or stores
+
+
+def _pick(engine: Engine, ids: Sequence[int], what: str, *, back: bool = False) -> list[Chunk]:
+    """The chunks, none of which has pending jobs that write states; with `back`, any at all. Raises: ValueError."""
     chunks = [engine.chunks.get(int(index)) for index in ids]
-    if any(
-        chunk is None or any(not reads or run.kind != plan.JobKind.FETCH for run in chunk.fifo) for chunk in chunks
-    ):
+    if any(chunk is None or (chunk.fifo if back else not all(map(_leaves_states, chunk.fifo))) for chunk in chunks):
         raise ValueError(checks.versions_refused(what, irrevocable=False))
     return [chunk for chunk in chunks if chunk is not None]
 
 
 def commit(engine: Engine, ids: Sequence[int]) -> None:
     """See `Executor.commit`. [locked]"""
-    for chunk in _pick(engine, ids, "commit", reads=True):
+    for chunk in _pick(engine, ids, "commit"):
         chunk.live = Live.COMMITTED
         chunk.committed = (chunk.invalid, chunk.fault)
 
 
 def relocate(engine: Engine, ids: Sequence[int], files: Sequence[int], offsets: Sequence[int]) -> None:
     """See `Executor.relocate`. [locked]"""
-    chunks = _pick(engine, ids, "relocate", reads=True)
+    chunks = _pick(engine, ids, "relocate")
     for chunk, file, offset in zip(chunks, files, offsets, strict=True):
         if not chunk.record["other_bytes"] or file not in engine.channels[chunk.drive].files or offset < 0:
             raise ValueError(checks.versions_refused("relocate", irrevocable=False))
@@ -139,7 +143,7 @@ def remove_file(engine: Engine, drive: int, index: int) -> None:
 
 def rollback(engine: Engine, ids: Sequence[int]) -> None:
     """See `Executor.rollback`. [locked]"""
-    chunks = _pick(engine, ids, "rollback")
+    chunks = _pick(engine, ids, "rollback", back=True)
     if any(chunk.live == Live.MOVED and _for_good(chunk.record) for chunk in chunks):
         raise ValueError(checks.versions_refused("rollback", irrevocable=True))
     for chunk in chunks:

@@ -167,7 +167,7 @@ class Handle:
             keep=policy.params == "device",
             timeline=self.timeline,
         )
-        self.residency.on_demand = self._on_demand
+        self.residency.on_demand, self.residency.on_write = self._on_demand, self._wait
         self._heap = Heap.for_units((unit.size_bytes for unit in self.units), device.type)
         self.residency.on_evict = self._heap.freed
         self.residency.clock.activations = self._storage.activations_moved
@@ -248,9 +248,9 @@ class Handle:
     def gather(self, params: torch.nn.Parameter | Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
         """Inside, these parameters (what `model.parameters()` yields) can be read and written; writes are kept.
 
-        Waits for pending updates of their units. With update="delayed" these are the updated values, which training computes
-        with one step later: a training forward or backward through them raises RuntimeError inside. Raises: ValueError for a
-        parameter of another model.
+        Waits for pending updates of their units, and, before it keeps writes, for all: a step that is undone raises StepUndone, and
+        nothing is kept. With update="delayed" these are the updated values, which training computes with one step later: a training
+        forward or backward through them raises RuntimeError inside. Raises: ValueError for a parameter of another model.
         """
         self.check_open()
         return self._lifecycle.gather(params)
@@ -408,10 +408,9 @@ class Handle:
         self.pipeline.raise_fault()
         self.saving.raise_fault()
 
-    def _on_demand(self) -> None:
+    def _on_demand(self, unit: Unit) -> None:
         self.check_open()
-        if not self.residency.passes.in_backward:
-            self.pipeline.withdraw()  # what ran ahead of its step is nobody's to see
+        self.pipeline.before_read(unit)
         self._storage.observe_sometimes()
 
     def _check_state_dict(self, size_bytes: int) -> None:

@@ -149,8 +149,9 @@ int32_t inf_executor_define(inf_executor *ex, const void *chunks, int32_t count,
 /* 0; -EBUSY when jobs are pending on one, -EINVAL for an unknown id: none is dropped then. */
 int32_t inf_executor_drop(inf_executor *ex, const int32_t *ids, int32_t count);
 /* Versioned chunks: what they hold now is committed, and what is written from now on goes to their other places; or, rollback:
- * they hold again what was committed. 0; -EBUSY when jobs are pending on one, -EINVAL for an unknown id, -EPERM (rollback)
- * when a resident section without another version was changed since: nothing is done then. Other chunks are left alone. */
+ * they hold again what was committed. 0; -EBUSY when jobs are pending on one (commit: that write states), -EINVAL for an unknown
+ * id, -EPERM (rollback) when a resident section without another version was changed since: nothing is done then. Other chunks
+ * are left alone. */
 int32_t inf_executor_commit(inf_executor *ex, const int32_t *ids, int32_t count);
 int32_t inf_executor_rollback(inf_executor *ex, const int32_t *ids, int32_t count);
 /* Gives a drive another file. Its index, from 1 on; -ENOSPC when there are too many. */

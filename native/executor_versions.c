@@ -70,17 +70,23 @@ static bool for_good(const inf_chunk *chunk) {
     return false;
 }
 
-static bool only_read(const inf_chunk_record *chunk) {
+/* Whether no pending job writes states; gradients that spill are written to a place that has no versions. */
+static bool states_stay(const inf_chunk_record *chunk) {
+    uint32_t states = inf_sections_all(&chunk->plan) & ~inf_grad_mask(&chunk->plan);
     const inf_run *run = chunk->fifo_head;
-    while (run != NULL && run->job.kind == INF_JOB_FETCH) run = run->fifo_next;
-    return run == NULL;
+    while (run != NULL) {
+        bool stores = run->job.kind == INF_JOB_STORE && (run->job.mask & states) == 0;
+        if (run->job.kind != INF_JOB_FETCH && !stores) return false;
+        run = run->fifo_next;
+    }
+    return true;
 }
 
-static int32_t wrong(const struct inf_executor *ex, const int32_t *ids, int32_t count, bool back, bool reads) {
+static int32_t wrong(const struct inf_executor *ex, const int32_t *ids, int32_t count, bool back) {
     for (int32_t i = 0; i < count; i++) {
         const inf_chunk_record *chunk = inf_chunk_of(ex, ids[i]);
         if (chunk == NULL) return -EINVAL;
-        if (reads ? !only_read(chunk) : chunk->fifo_head != NULL) return -EBUSY;
+        if (back ? chunk->fifo_head != NULL : !states_stay(chunk)) return -EBUSY;
         if (back && chunk->place == INF_PLACE_MOVED && for_good(&chunk->plan)) return -EPERM;
     }
     return 0;
@@ -88,7 +94,7 @@ static int32_t wrong(const struct inf_executor *ex, const int32_t *ids, int32_t 
 
 int32_t inf_executor_commit(inf_executor *ex, const int32_t *ids, int32_t count) {
     pthread_mutex_lock(&ex->lock);
-    int32_t error = wrong(ex, ids, count, false, true);
+    int32_t error = wrong(ex, ids, count, false);
     for (int32_t i = 0; i < count && error == 0; i++) {
         inf_chunk_record *chunk = ex->chunks[ids[i]];
         chunk->place = INF_PLACE_COMMITTED;
@@ -114,7 +120,7 @@ static void go_back(struct inf_executor *ex, inf_chunk_record *chunk) {
 
 int32_t inf_executor_rollback(inf_executor *ex, const int32_t *ids, int32_t count) {
     pthread_mutex_lock(&ex->lock);
-    int32_t error = wrong(ex, ids, count, true, false);
+    int32_t error = wrong(ex, ids, count, true);
     for (int32_t i = 0; i < count && error == 0; i++) go_back(ex, ex->chunks[ids[i]]);
     inf_pump(ex); /* slots that were kept go round again */
     pthread_mutex_unlock(&ex->lock);
@@ -136,7 +142,7 @@ int32_t inf_executor_look(inf_executor *ex, const int32_t *ids, int32_t count, v
 
 int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t count, const int32_t *files, const int64_t *offsets) {
     pthread_mutex_lock(&ex->lock);
-    int32_t error = wrong(ex, ids, count, false, true);
+    int32_t error = wrong(ex, ids, count, false);
     for (int32_t i = 0; i < count && error == 0; i++) {
         const inf_chunk_record *chunk = ex->chunks[ids[i]];
         bool known = chunk->plan.other_bytes > 0 && inf_file_known(ex, chunk->plan.drive, files[i]) && offsets[i] >= 0;

@@ -71,6 +71,33 @@ def test_what_was_in_vain_twice_waits_and_comes_back_by_the_steps_alone() -> Non
     assert seen == [True, True, True, True, False, False, False, False, False, True, True, True]
 
 
+def cleared(model: Any, optimizer: Any, batches: list[Any]) -> None:
+    """Another model's loss goes through this one, and its gradients are cleared."""
+    models.loss_of(model, batches[0]).backward()
+    optimizer.zero_grad()
+
+
+def skipped(model: Any, optimizer: Any, batches: list[Any]) -> None:
+    (models.loss_of(model, batches[0]) * float("nan")).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("in_vain", [cleared, skipped], ids=lambda each: each.__name__)
+def test_a_backward_that_no_step_follows_is_remembered_as_in_vain(tmp_path, batches, in_vain):
+    model, optimizer = speculating(tmp_path, on_nonfinite="skip")
+    stepped(model, optimizer, batches[0])
+    for batch in batches[1:7]:
+        in_vain(model, optimizer, batches)
+        stepped(model, optimizer, batch)
+    stats = inf.handle(model).stats()
+    assert stats.updates_withdrawn == stats.updates_ahead == 2 * stats.units
+    for batch in batches[:6]:  # a plain loop once more: it comes back
+        stepped(model, optimizer, batch)
+    assert inf.handle(model).stats().updates_ahead == 4 * stats.units
+    inf.handle(model).close()
+
+
 TRAININGS = {
     "micro-batches that are marked": dataclasses.replace(LLAMA, steps=4, accumulation=3),
     "frozen parameters": dataclasses.replace(LLAMA, factory=models.lora, steps=4, max_norm=1e6),
@@ -233,6 +260,27 @@ def test_nobody_sees_what_ran_ahead_of_its_step(tmp_path, batches, look):
     assert stats.updates_withdrawn >= stats.units
 
 
+@pytest.mark.parametrize("reads", ["gather", "forward"])
+def test_a_hook_inside_backward_sees_no_update_that_ran_ahead(tmp_path, batches, reads):
+    found = []
+    for model, optimizer in (plain(tmp_path), speculating(tmp_path)):
+        first, *_, last = model.parameters()
+        got: list[Any] = []
+
+        def look(_param: Any, model: Any = model, last: Any = last, got: list[Any] = got) -> None:
+            with torch.no_grad(), inf.handle(model).gather(last):
+                got.append(models.loss_of(model, batches[7]).item() if reads == "forward" else float(last.float().sum()))
+
+        first.register_post_accumulate_grad_hook(look)
+        got += [stepped(model, optimizer, batch) for batch in batches[:5]]
+        found.append((got, values_of(model)))
+        stats = inf.handle(model).stats()
+        inf.handle(model).close()
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+    assert 0 < stats.updates_withdrawn <= 2 * stats.units
+
+
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize("nth", [0, 7, 15])
 def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batches, update, nth):
@@ -267,6 +315,41 @@ def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batche
     assert inf.handle(model).stats().steps_undone == 1
     inf.handle(model).close()
     inf.handle(reference).close()
+
+
+def test_what_the_user_writes_is_not_undone_behind_his_back(tmp_path, batches):
+    """An update that fails after `gather()` has kept a write would take the write back with the step."""
+
+    def run(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+        weights = list(model.parameters())[:2]
+        stepped(model, optimizer, batches[0])
+        inf.handle(model).flush()
+        for undone in range(2):
+            stepped(model, optimizer, batches[1])
+            try:
+                with torch.no_grad(), inf.handle(model).gather(weights):
+                    for weight in weights:
+                        weight.mul_(2.0)
+                break
+            except StepUndone:
+                assert not undone
+        assert inf.handle(model).stats().steps_undone == (inf.handle(model).policy.generations == 2)
+        stepped(model, optimizer, batches[2])
+        values = values_of(model)
+        inf.handle(model).close()
+        return values
+
+    slow = policy(tmp_path, **PLACEMENTS["nvme min"])
+    probe = offload(small(), slow)
+    optimizer = inf.AdamW(probe.parameters(), lr=1e-2)
+    stepped(probe, optimizer, batches[0])
+    inf.handle(probe).flush()
+    writes = sum(drive.writes for drive in inf.handle(probe)._executor.stats().drives)
+    inf.handle(probe).close()
+    model = offload(small(), slow, _seam=Seam(fault=Fault("write", writes + 4), write_bytes_per_s=5e6))
+    ours = run(model, inf.AdamW(model.parameters(), lr=1e-2))
+    theirs = run(*plain(tmp_path))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("order", ["together", "twice"])

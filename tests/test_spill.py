@@ -267,6 +267,35 @@ def test_a_write_that_fails_is_a_typed_error_and_parameters_are_as_they_were(tmp
         handle.close()
 
 
+@pytest.mark.parametrize("values", [{}, {"generations": 2}, {"generations": 2, "update": "backward"}], ids=str)
+def test_training_goes_on_after_a_write_that_failed_once(tmp_path: Path, values: dict[str, Any]) -> None:
+    batches = models.token_batches(3)
+
+    def losses(nth: int | None) -> tuple[list[float], int]:
+        seam = None if nth is None else Seam(fault=Fault("write", nth))
+        chosen = policy(tmp_path, ram=least(Training(deep), generations=values.get("generations", 1)), grads="nvme", **values)
+        model = offload(models.make(deep), chosen, _seam=seam)
+        optimizer, failed, found = inf.AdamW(model.parameters(), lr=1e-2), 0, []
+        writes = sum(drive.writes for drive in inf.handle(model).stats().drives)
+        while len(found) < 3:
+            try:
+                loss = models.loss_of(model, batches[len(found)])
+                loss.backward()
+                optimizer.step()
+            except AioError:
+                failed += 1
+            else:
+                found.append(loss.item())
+            optimizer.zero_grad()
+        inf.handle(model).close()
+        assert failed == (nth is not None)
+        return found, writes
+
+    with harness.one_thread():
+        expected, writes = losses(None)
+        assert losses(writes + 3)[0] == expected
+
+
 def test_a_spilled_model_closes_in_the_middle_of_everything(tmp_path: Path) -> None:
     model = models.make(deep)
     offload(model, policy(tmp_path, ram=least(Training(deep)), grads="nvme"))

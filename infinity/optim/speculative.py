@@ -8,7 +8,7 @@
     a forward, another backward, a read of any state before opt.step() -> withdrawn
 
 What decides is the program's order and its numbers, never timing. Whether to speculate follows the last steps: after two of
-`MEMORY` in which it was in vain units wait for opt.step(), as with update="deferred", until `MEMORY` steps in a row would have
+`MEMORY` in which (or before which, since the step before) it was in vain units wait for opt.step(), as with update="deferred", until `MEMORY` steps in a row would have
 been right.
 """
 
@@ -92,7 +92,8 @@ class Speculation:
         self._expected = 0  # backwards of the step before; 0: none was taken yet
         self._marked = False  # handle.no_sync() says which backward is the last
         self._counted = True  # in this backward: whether it is the first since gradients were cleared
-        self._looked = False  # somebody looked at the states since the last backward
+        self._lasts = 0  # backwards since the last step that were taken for the last before it
+        self._looked = False  # somebody looked at the states since the last backward began
         self._deferred = pipeline.submit_all
         self.history = History()
         self.accumulating = False
@@ -102,7 +103,7 @@ class Speculation:
         residency.on_backward_end = self._backward_end
         residency.on_reset = self._reset
         pipeline.submit_all = self._end_step
-        pipeline.withdraw = self.withdraw
+        pipeline.withdraw, pipeline.before_read = self.withdraw, self._before_read
         pipeline.on_undo = self._forget
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -124,6 +125,7 @@ class Speculation:
 
     def _backward_start(self) -> None:
         self.withdraw()
+        self._looked = False
         self._ready.clear()
         self._backwards += 1
         self._counted = False
@@ -139,7 +141,7 @@ class Speculation:
         for unit in list(self._ready):
             self._speculate(unit)
         self._ready.clear()
-        self._looked = False
+        self._lasts += self._is_last
 
     def _idle(self, unit: Unit) -> None:
         if unit in self._ready and graph_task_id() != NO_TASK and self._residency.passes.all_ended(unit):
@@ -186,6 +188,13 @@ class Speculation:
         self._withdraw(list(self._ahead))
         self._pipeline.begun = False  # what is written until the step comes is no part of it
 
+    def _before_read(self, unit: Unit) -> None:
+        """Somebody wants the unit's values. Not this backward, if one runs, where its update ran ahead: a hook inside."""
+        if not self._residency.passes.in_backward:
+            self.withdraw()
+        elif unit in self._ahead:
+            self._withdraws(unit)()
+
     def _withdraw(self, units: Sequence[Unit]) -> None:
         gone = {unit: self._ahead[unit] for unit in units if unit in self._ahead}
         if not gone:
@@ -231,9 +240,9 @@ class Speculation:
         self._withdraw(wrong)
         self._ahead.clear()
         if by_unit:
-            foreseen = self._marked or self._backwards == self._expected or not self._expected
+            foreseen = self._lasts == 1 or not (self._lasts or self._expected)  # one that no step came for was in vain, too
             self.history.add(foreseen and not wrong and not self._looked and all(map(_is_untouched, by_unit)))
-        self._expected, self._backwards, self._marked = self._backwards, 0, False
+        self._expected, self._backwards, self._marked, self._lasts = self._backwards, 0, False, 0
         self._deferred(left)
 
 

@@ -68,6 +68,7 @@ class Pipeline:
         self.stepping: Any = None  # the optimizer whose step is being submitted
         self.transaction: Transaction | None = None
         self.withdraw: Callable[[], None] = lambda: None  # takes back updates that ran ahead of their step
+        self.before_read: Callable[[Unit], None] = lambda _unit: None  # what ran ahead of its step is nobody's to see
         self.on_undo: Callable[[], None] = lambda: None
         self.updates_ahead = self.updates_withdrawn = 0  # units updated ahead of their step, and kept or not
         self.begun = False  # updates of the step that comes were submitted

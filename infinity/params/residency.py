@@ -85,10 +85,11 @@ class UnitResidency:
         self._current: Unit | None = None  # being demanded: nobody holds it yet, and it must not go
         self.shadow: Shadow | None = None  # update="delayed": the parameters that compute
         self._newest: set[Unit] = set()  # gathered from rest although the shadow computes
-        self.on_demand: Callable[[], None] = lambda: None  # raises sticky faults, and after close
+        self.on_demand: Callable[[Unit], None] = lambda _unit: None  # raises sticky faults, and after close
+        self.on_write: Callable[[], None] = lambda: None
         # Of update="backward": told when nothing uses a unit any more, when a backward ended, and when one broke off.
         self.on_idle: Callable[[Unit], None] = lambda _unit: None
-        self.on_backward_start = self.on_backward_end = self.on_reset = self.on_evict = self.on_demand
+        self.on_backward_start = self.on_backward_end = self.on_reset = self.on_evict = self.on_write
         self.updates_pending: Callable[[], bool] = lambda: False
         self.clock = PhaseClock(timeline, self._marks)
 
@@ -96,7 +97,7 @@ class UnitResidency:
 
     def demand(self, unit: Unit) -> None:
         """Block until the unit is gathered with its current values."""
-        self.on_demand()
+        self.on_demand(unit)
         self.demands += 1
         self._current = unit
         try:
@@ -194,7 +195,7 @@ class UnitResidency:
             self._quiesce(tickets)
             self._forget(unit)
             if isinstance(error, AioError):
-                self.on_demand()  # if it was an update that failed, this says so and what helps
+                self.on_demand(unit)  # if it was an update that failed, this says so and what helps
                 error.args = (f"{unit.name} cannot be gathered: {error}",)
             raise
         end_ns = time.monotonic_ns()
@@ -400,7 +401,7 @@ class UnitResidency:
     @contextlib.contextmanager
     def borrowed(self, unit: Unit) -> Iterator[None]:
         """The unit is gathered inside, without a trace in the schedule."""
-        self.on_demand()
+        self.on_demand(unit)
         if unit not in self._newest:
             self._refill(unit)
         if unit not in self._held:
@@ -421,7 +422,7 @@ class UnitResidency:
 
     def write(self, param: Param, value: torch.Tensor) -> None:
         """Set the value, master included. value: [param.shape], any floating dtype (cast as copy_ does)."""
-        self.on_demand()
+        self.on_write()  # waits for all updates: one that fails later would take the value back together with its step
         flat_value = value.detach().to("cpu", param.dtype).reshape(-1).contiguous()
         assert flat_value.numel() == param.numel
         self._settle(param.unit)

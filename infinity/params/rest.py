@@ -17,6 +17,7 @@ import torch
 
 from infinity.aio import Executor, Priority, Slab, Ticket
 from infinity.aio.plan import JOB, Format, JobKind, Master
+from infinity.errors import AioError
 from infinity.memory.heap import give_back
 from infinity.memory.swap_space import Place, SwapSpace
 from infinity.params.flat_rest import FlatRest, sections_carried, sections_in_common, unplaced
@@ -224,6 +225,12 @@ class Rest:
             job["mask"] |= np.uint32(1 << section)
             job["ptr"][0, section] = address
         return self._executor.submit(job, priority=priority)
+
+    def recover(self) -> None:
+        """After a write that failed: let drives that refuse writes try again. Blocks. One that fails still refuses as before, and
+        whoever writes next is told."""
+        with contextlib.suppress(AioError):
+            self._executor.recover().wait()
 
     def versioned_ids(self, flats: Iterable[Flat]) -> npt.NDArray[np.int32]:
         """The executor's ids of the chunks of these flats that have a second place."""

@@ -263,13 +263,24 @@ class SpilledGradients:
         try:
             window.writing.wait()
         except AioError as error:
-            window.dirty = True
-            window.writing = None
+            self._take_back_failed()
+            self._rest.recover()
             assert window.flat is not None
             name = window.flat.unit.name
             error.args = (f"the spilled gradients of {name} cannot be written; parameters and states are sound: {error}",)
             raise
         window.writing = None
+
+    def _take_back_failed(self) -> None:
+        """Of what is being written, windows keep what fails: the drive refused it on account of the first, and one error is enough."""
+        for window in self._windows:
+            if window.writing is None:
+                continue
+            try:
+                window.writing.wait()
+            except AioError:
+                window.dirty = True
+            window.writing = None
 
     # -- which values there are ------------------------------------------------------------------------------------------
 

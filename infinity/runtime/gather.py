@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from infinity._torch_compat import bump_version
+from infinity.errors import StepUndone
 from infinity.params.at_rest import AtRestParameter
 from infinity.params.unit import Param
 from infinity.runtime.slots import Window
@@ -74,7 +75,8 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
 
 
 def _close(lifecycle: Lifecycle, opened: list[Window]) -> None:
-    """Keep what was written through the windows. All are closed even if a write fails; the first failure is raised."""
+    """Keep what was written through the windows. All are closed even if a write fails; the first failure is raised. Nothing is
+    kept when the step before was undone: the windows showed what it had made."""
     failure: Exception | None = None
     for window in opened:
         param = window.param
@@ -84,7 +86,7 @@ def _close(lifecycle: Lifecycle, opened: list[Window]) -> None:
         del lifecycle.windows[param]
         written = window.written
         bump_version(window.tensor)
-        if written:
+        if written and not isinstance(failure, StepUndone):
             try:
                 lifecycle.residency.write(param, window.tensor.detach())
             except Exception as error:  # noqa: BLE001  raised below, when the others are closed

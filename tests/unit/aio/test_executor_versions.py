@@ -237,3 +237,32 @@ def test_files_are_refused_that_are_in_use_or_not_there(backend: str, tmp_path: 
     with pytest.raises(ValueError, match="at most 8 files"):
         rig.executor.add_file(0, rig.others[0])
     rig.close()
+
+
+def test_gradients_on_their_way_hold_up_no_commit(backend: str, tmp_path: Path) -> None:
+    """They have no versions: units of one model spill while the first update of another begins a step."""
+    rng = np.random.default_rng(0)
+    seam = aio.Seam(write_bytes_per_s=500_000.0)
+    rig = Rig(tmp_path, backend, chunk_count=1, versioned=True, spilled=True, seam=seam)
+    grad = rng.integers(0x3F00, 0x3F80, NUMEL, dtype=np.uint16)
+    values = [*random_chunk(rng), grad]
+    rig.store({0: values}).wait()
+    rig.executor.commit(rig.ids)
+    for generation in range(2):
+        before = rig.executor.look(rig.ids)[0]["generation"]
+        spilled = rig.store({0: values}, mask=1 << SECTIONS)
+        rig.executor.commit(rig.ids)
+        assert not spilled.done
+        with pytest.raises(ValueError, match="cannot rollback"):
+            rig.executor.rollback(rig.ids)
+        update = rig.update({0: None}, step=generation + 1)
+        with pytest.raises(ValueError, match="cannot commit"):
+            rig.executor.commit(rig.ids)
+        spilled.wait()
+        update.wait()
+        assert rig.executor.look(rig.ids)[0]["generation"] > before
+        rig.executor.rollback(rig.ids)
+        ticket, found = rig.fetch([0], mask=31)
+        ticket.wait()
+        assert same(found[0], values)
+    rig.close()
