@@ -19,6 +19,7 @@ import xxhash
 
 from infinity.checkpoint import syncing
 from infinity.checkpoint.manifest import FileEntry, Manifest, manifest_name
+from infinity.checkpoint.sanity import check_manifest
 from infinity.errors import AioError, ChecksumError, DeviceFailedError, SwapFullError
 
 _NAME = re.compile(r"(manifest|data\d*|buffers|extra)-(\d{8,})\.rank(\d+)(\.partial)?")
@@ -97,7 +98,9 @@ def newest_generation(directory: Path) -> list[Manifest]:
 
 def read_manifest(path: Path) -> Manifest:
     """One manifest. Raises: AioError, ChecksumError, ValueError."""
-    return Manifest.decode(_read(path), str(path))
+    manifest = Manifest.decode(_read(path), str(path))
+    check_manifest(manifest, str(path))
+    return manifest
 
 
 def read_attachment(directory: Path, file: FileEntry) -> bytes:
