@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from torch import nn
 import infinity as inf
 from infinity.aio import Seam
 from infinity.aio.executor import Fault
-from infinity.checkpoint.directory import read_generation
+from infinity.checkpoint.directory import DirectoryLock, read_generation
 from infinity.checkpoint.verifying import Damage, Verifying
 from infinity.engine import offload
 from infinity.errors import AioError, ChecksumError, StateInvalid, SwapFullError
@@ -255,6 +256,8 @@ def test_buffers_and_extra_come_back_and_the_handle_s_extra_stands_in(tmp_path: 
     assert fresh[1].num_batches_tracked == 1  # type: ignore[index]
     with pytest.raises(ValueError, match="extra= cannot be kept"):
         inf.save(model, opt, tmp_path / "other", extra=object())
+    with pytest.raises(ValueError, match=r"cannot be kept: it names numpy.*not known to be harmless.*torch\.from_numpy"):
+        inf.save(model, opt, tmp_path / "other", extra={"order": np.arange(3)})
 
 
 def test_writes_beside_a_save_come_after_it(tmp_path: Path) -> None:
@@ -296,6 +299,19 @@ def test_saves_replace_each_other_and_a_closing_handle_waits(tmp_path: Path) -> 
         run.train(3, 4)
         run.save(place).wait()
     assert read_generation(place, 4)[0].step == 4
+
+
+def test_two_saves_at_once_into_one_directory_do_not_clear_each_other_away(tmp_path: Path) -> None:
+    with Run(PLAIN, policy(tmp_path)) as run:
+        run.save(tmp_path / "ckpt").wait()
+        other = DirectoryLock(tmp_path / "ckpt")  # as the save of another model holds it
+        with pytest.raises(AioError, match="another save into this directory is under way") as caught:
+            run.save(tmp_path / "ckpt")
+        assert caught.value.errno == errno.EWOULDBLOCK
+        run.save(tmp_path / "elsewhere").wait()
+        other.release()
+        run.save(tmp_path / "ckpt").wait()
+    assert read_generation(tmp_path / "ckpt", 2)[0].step == 0
 
 
 def test_the_python_executor_saves_and_restores_and_its_checksums_are_read_natively(
