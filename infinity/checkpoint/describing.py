@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load, save
 
 from infinity.aio.plan import GradSection
+from infinity.checkpoint.inert import reason_of
 from infinity.checkpoint.manifest import FlatEntry, Layout, OptimizerEntry, ParamEntry
 from infinity.checkpoint.values import dtype_name, to_json
 from infinity.config import Policy
@@ -163,8 +164,8 @@ def extra_bytes(extra: object) -> bytes | None:
         read_extra(out.getvalue())
     except Exception as error:
         raise ValueError(
-            f"extra= cannot be kept: {type(error).__name__}: {str(error).splitlines()[0]}. Numbers, text, tensors, and lists, "
-            "tuples and dicts of them can, and state_dict()s that are made of these"
+            f"extra= cannot be kept: {reason_of(str(error))}. Numbers, text, tensors, and lists, tuples and dicts of them can, and "
+            "state_dict()s that are made of these; of numpy's arrays give torch.from_numpy(array), of its numbers number.item()"
         ) from error
     return out.getvalue()
 
