@@ -164,8 +164,9 @@ def extra_bytes(extra: object) -> bytes | None:
         read_extra(out.getvalue())
     except Exception as error:
         raise ValueError(
-            f"extra= cannot be kept: {reason_of(str(error))}. Numbers, text, tensors, and lists, tuples and dicts of them can, and "
-            "state_dict()s that are made of these; of numpy's arrays give torch.from_numpy(array), of its numbers number.item()"
+            f"extra= cannot be kept: {reason_of(str(error))}. Numbers, text, tensors, and lists, tuples and dicts of them "
+            "can, and state_dict()s that are made of these; of numpy's arrays give torch.from_numpy(array), of its "
+            "numbers number.item()"
         ) from error
     return out.getvalue()
 

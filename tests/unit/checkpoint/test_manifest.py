@@ -118,7 +118,8 @@ def edited_flat(**values: Any) -> dict[str, Any]:
         edited_flat(format=99_999),
         edited_flat(dtype="load"),
         *(edited_flat(params=(entry,)) for entry in (
-            ParamEntry((), (3,), 0), ParamEntry(("a",), (-3,), 0), ParamEntry(("a",), (1 << 40,), 0), ParamEntry(("a",), (3,), -64)
+            ParamEntry((), (3,), 0), ParamEntry(("a",), (-3,), 0), ParamEntry(("a",), (1 << 40,), 0),
+            ParamEntry(("a",), (3,), -64),
         )),
     ],
     ids=lambda edit: next(iter(edit)),
