@@ -28,11 +28,12 @@ def save(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str], *,
     about 40 MiB beside the policy's `ram` while it runs.
 
     The checkpoint appears as a whole, on the drive and with checksums, or not at all: one that is in `directory` already stays
-    valid until then, and is removed after. So there has to be room for both. On several ranks all call it, with one directory
-    that all of them see.
+    valid until then, and is removed after. So there has to be room for both. Each model has a directory of its own. On several
+    ranks all call it, with one directory that all of them see.
 
-    Raises: ValueError for what cannot be saved; RuntimeError inside forward, backward and `gather()`; what the save before met.
-    What goes wrong later is raised by `.wait()`, or else by the next call that meets the engine.
+    Raises: ValueError for what cannot be saved; AioError while another model is saved into the directory; RuntimeError inside
+    forward, backward and `gather()`; what the save before met. What goes wrong later is raised by `.wait()`, or else by the next
+    call that meets the engine.
     """
     of = handle(model)
     of.flush()

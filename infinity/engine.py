@@ -248,9 +248,9 @@ class Handle:
     def gather(self, params: torch.nn.Parameter | Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
         """Inside, these parameters (what `model.parameters()` yields) can be read and written; writes are kept.
 
-        Waits for pending updates of their units, and, before it keeps writes, for all: a step that is undone raises StepUndone, and
-        nothing is kept. With update="delayed" these are the updated values, which training computes with one step later: a training
-        forward or backward through them raises RuntimeError inside. Raises: ValueError for a parameter of another model.
+        Waits for pending updates of their units, and, before it keeps writes, for all: a step that is undone raises StepUndone,
+        and nothing is kept. With update="delayed" these are the updated values, which training computes with one step later: a
+        training forward or backward through them raises RuntimeError inside. Raises: ValueError for a parameter of another model.
         """
         self.check_open()
         return self._lifecycle.gather(params)

@@ -93,8 +93,11 @@ def export_dcp(
     `optim.state.<name>.master`. Streams, one parameter in memory at a time. Waits for pending updates. On several ranks all call
     it; rank 0 writes. It is a checkpoint once it is whole and on the drive.
 
-    Raises: ValueError for a directory that has a checkpoint, or an optimizer of another model; OSError naming the path.
+    Raises: ValueError for `keys` that are empty or equal, a directory that has a checkpoint, or an optimizer of another model;
+    OSError naming the path.
     """
+    if not all(keys) or keys[0] == keys[1]:
+        raise ValueError(f"keys={keys!r}: the model and its optimizer are written under two different names")
     of, comm = handle(model), Comm()
     of.flush()
     every = {held.param: held for held in _held(of, opt)}
@@ -137,7 +140,8 @@ def load_dcp(
     Reads what `export_dcp` writes, and what torch writes of `{"model": model.state_dict(), "optim": ...}` on any number of ranks,
     with `optim` from torch.distributed.checkpoint.state_dict. Masters are `optim.state.<name>.master` where there are such, else
     the parameters, in the precision of the file. Moments are rounded to what the policy's `state` holds. Hyper-parameters stay
-    those of `opt`; None loads the model alone. Its `.metadata` is a pickle, and is read by a parser that knows the few classes
+    those of `opt`; None loads the model alone; of a model that was saved without a key (`dcp.save(model.state_dict())`) keys[0]
+    is "". Its `.metadata` is a pickle, and is read by a parser that knows the few classes
     which belong there and imports nothing; tensors are read with weights_only=True.
 
     Everything is checked by name and shape before anything is written. strict=False: what either side lacks is left out, and

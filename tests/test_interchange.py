@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,18 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-import torch.distributed.checkpoint.state_dict as dcp_states
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infinity as inf
-from infinity.checkpoint.dcp_reading import DCPFiles
 from infinity.engine import Handle
-from infinity.errors import PeerFailed
 from tests import models
-from tests.data.deepspeed_zero3 import make
-from tests.dist.test_two_ranks import on_two_ranks
 
 NVME = {"params": "nvme", "optim": "nvme", "ram": "min"}
 CPU = {"params": "cpu", "optim": "cpu"}
@@ -256,214 +249,30 @@ def test_an_export_that_fails_leaves_nothing_half_written(tmp_path: Path, monkey
         assert list((tmp_path / "out").iterdir()) == []
 
 
-# -- torch.distributed.checkpoint --------------------------------------------------------------------------------------
+def test_an_export_that_fails_half_way_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shards have the same names as those before: none of them is replaced before all are written."""
+    out = tmp_path / "out"
+    with opened(models.gpt2, tmp_path) as (model, _, _):
+        inf.export_safetensors(model, out, shard_bytes_max=1)
+        before = {path.name: path.read_bytes() for path in out.iterdir()}
+        assert len(before) > 2
+        with torch.no_grad(), inf.handle(model).gather(model.parameters()):
+            for param in model.parameters():
+                param.add_(1)
+        written: list[object] = []
 
+        def second_fails(*given: object, **options: object) -> None:
+            written.append(given)
+            if len(written) == 2:
+                raise OSError(28, "No space left on device", "model-00002")
+            save_file(*given, **options)  # type: ignore[arg-type]
 
-def plain_fp32(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
-    """A model and an optimizer that know nothing of infinity."""
-    torch.manual_seed(seed)
-    model = factory().eval()
-    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-
-
-def test_torch_goes_on_from_what_was_exported(tmp_path: Path) -> None:
-    with opened(models.gpt2, tmp_path, **NVME) as (model, optimizer, handle):
-        train(model, optimizer)
-        optimizer.param_groups[0]["lr"] = 0.125
-        inf.export_dcp(model, optimizer, tmp_path / "out")
-        expected = states_of(model, handle)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {".metadata", "__0_0.distcp"}
-    plain, adamw = plain_fp32(models.gpt2, seed=1)
-    values, states = dcp_states.get_state_dict(plain, adamw)
-    wanted: dict[str, Any] = {"model": values, "optim": states}
-    dcp.load(wanted, checkpoint_id=tmp_path / "out", no_dist=True, planner=TiedLoad())
-    dcp_states.set_state_dict(plain, adamw, model_state_dict=wanted["model"], optim_state_dict=wanted["optim"])
-    assert adamw.param_groups[0]["lr"] == 0.125
-    for name, param in plain.named_parameters():
-        assert torch.equal(param, expected[name]["master"])
-        state = adamw.state[param]
-        assert state["step"] == expected[name]["step"] == 2
-        assert all(torch.equal(state[moment], expected[name][moment]) for moment in ("exp_avg", "exp_avg_sq"))
-    train(plain, adamw)
-
-
-class TiedLoad(dcp.DefaultLoadPlanner):
-    """A tied parameter is in the checkpoint once."""
-
-    def __init__(self) -> None:
-        super().__init__(allow_partial_load=True)
-
-
-@pytest.mark.parametrize("masters", [True, False])
-def test_a_dcp_checkpoint_comes_back_bit_for_bit(masters: bool, tmp_path: Path) -> None:
-    with opened(models.llama, tmp_path, **NVME) as (model, optimizer, handle):
-        train(model, optimizer)
-        inf.export_dcp(model, optimizer, tmp_path / "out", masters=masters)
-        expected = states_of(model, handle)
-        train(model, optimizer, 1)
-        once_more = states_of(model, handle)
-    with opened(models.llama, tmp_path, seed=1) as (model, optimizer, handle):
-        assert inf.load_dcp(model, optimizer, tmp_path / "out") == ((), ())
-        assert_same(expected, states_of(model, handle))
-        train(model, optimizer, 1)
-        assert_same(once_more, states_of(model, handle))
-    names = DCPFiles(tmp_path / "out").tensors
-    assert names["model.lm_head.weight"].dtype == (torch.float32 if masters else torch.bfloat16)
-    assert ("optim.state.lm_head.weight.master" in names) == (not masters)
-
-
-def test_what_torch_saved_is_loaded(tmp_path: Path) -> None:
-    plain, adamw = plain_fp32(models.gpt2, seed=1)
-    train(plain, adamw)
-    values, states = dcp_states.get_state_dict(plain, adamw)
-    dcp.save({"model": values, "optim": states}, checkpoint_id=tmp_path / "out", no_dist=True)
-    with opened(models.gpt2, tmp_path, **NVME) as (model, optimizer, handle):
-        assert inf.load_dcp(model, optimizer, tmp_path / "out") == ((), ())
-        for name, found in states_of(model, handle).items():
-            param = plain.get_parameter(name)
-            assert torch.equal(found["master"], param)
-            assert found["step"] == 2
-            assert all(torch.equal(found[moment], adamw.state[param][moment]) for moment in ("exp_avg", "exp_avg_sq"))
-        assert inf.load_dcp(model, None, tmp_path / "out") == ((), ())
-
-
-@dataclasses.dataclass(frozen=True)
-class OnRanks:
-    """All of it on two ranks, one after the other: ranks start slowly."""
-
-    def __call__(self, rank: int, place: Path) -> dict[str, Any]:
-        save_sharded(place / "sharded")
-        seen: dict[str, Any] = {}
-        with opened(make.Net, place, **NVME) as (model, optimizer, handle):
-            model(torch.arange(6)[None]).backward()
-            optimizer.step()
-            seen["trained"] = states_of(model, handle)
-            inf.export_safetensors(model, place / "masters", masters=True)
-            inf.export_dcp(model, optimizer, place / "dcp")
-        with opened(make.Net, place, seed=1 + rank, **NVME) as (model, optimizer, handle):
-            assert inf.load_safetensors(model, place / "masters") == ((), ())
-            seen["safetensors"] = states_of(model, handle)
-            assert inf.load_dcp(model, optimizer, place / "dcp") == ((), ())
-            seen["dcp"] = states_of(model, handle)
-            mine = place / ("masters" if rank else "gone")  # one rank does not find its file
-            with pytest.raises(PeerFailed if rank else FileNotFoundError, match=r"opening|no such directory"):
-                inf.load_safetensors(model, mine)
-            (place / "file").touch()
-            with pytest.raises(PeerFailed if rank else OSError, match="file"):  # only rank 0 writes
-                inf.export_dcp(model, optimizer, place / "file" / "out")
-            with pytest.raises(PeerFailed if rank else OSError, match="file"):
-                inf.export_safetensors(model, place / "file" / "out")
-            assert_same(seen["dcp"], states_of(model, handle))
-            inf.load_deepspeed(model, DEEPSPEED / "two_ranks_fp32")
-            seen["deepspeed"] = states_of(model, handle)
-        return seen
-
-
-def save_sharded(directory: Path) -> None:
-    """A checkpoint of two ranks of torch: columns of a matrix, uneven parts of a vector."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    values = sharded_values()
-    placed = {name: distribute_tensor(value, mesh, [Shard(value.ndim - 1)]) for name, value in values.items()}
-    dcp.save({"model": placed}, checkpoint_id=directory)
-
-
-def sharded_values() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return {"weight": torch.randn(3, 5, generator=generator), "bias": torch.randn(3, generator=generator)}
-
-
-def test_two_ranks_write_and_read_all_of_it_and_fail_together(tmp_path: Path) -> None:
-    place = tmp_path / "ranks"
-    first, second = on_two_ranks(OnRanks(), place)
-    assert_same(first, second)
-    trained, expected = first["trained"], load_file(DEEPSPEED / "two_ranks_fp32" / "expected.safetensors")
-    assert_same({name: state["master"] for name, state in trained.items()}, {n: s["master"] for n, s in first["safetensors"].items()})
-    assert_same(trained, first["dcp"])
-    for name, state in first["deepspeed"].items():
-        assert torch.equal(state["master"], expected[name])
-    with opened(make.Net, tmp_path, seed=1) as (model, optimizer, handle):  # what two wrote, one reads
-        inf.load_dcp(model, optimizer, place / "dcp")
-        assert_same(trained, states_of(model, handle))
-    assert len(DCPFiles(place / "sharded").tensors["model.weight"].boxes) == 2
-    with opened(lambda: nn.Linear(5, 3), tmp_path) as (model, _, handle):  # what two of torch wrote
-        inf.load_dcp(model, None, place / "sharded")
-        assert_same(sharded_values(), {name: state["master"] for name, state in states_of(model, handle).items()})
-
-
-def test_a_second_export_into_a_directory_is_refused_and_a_broken_one_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(Odd, tmp_path) as (model, optimizer, _):
-        inf.export_dcp(model, optimizer, tmp_path / "out")
-        with pytest.raises(ValueError, match="has a checkpoint already"):
-            inf.export_dcp(model, optimizer, tmp_path / "out")
-        with pytest.raises(ValueError, match="holds no parameter of this model"), opened(Odd, tmp_path) as (other, _, _):
-            inf.export_dcp(other, optimizer, tmp_path / "other")
-        saved = dict(model.state_dict())
-
-        def broken(*_: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(torch, "save", broken)
-        with pytest.raises(OSError, match="No space"):
-            inf.export_dcp(model, optimizer, tmp_path / "third")
-        assert list((tmp_path / "third").iterdir()) == []
-    with opened(Odd, tmp_path, seed=1) as (model, optimizer, _):
-        inf.load_dcp(model, optimizer, tmp_path / "out")
-        assert_same(saved, dict(model.state_dict()))
-
-
-def test_states_that_do_not_fit_are_named_before_anything_is_written(tmp_path: Path) -> None:
-    with opened(Odd, tmp_path) as (model, optimizer, handle):
-        inf.export_dcp(model, None, tmp_path / "model")
-        inf.export_dcp(model, optimizer, tmp_path / "adamw")
-        train_odd(model, optimizer)
-        before = states_of(model, handle)
-        with pytest.raises(ValueError, match=r"missing: optim\.state\.nothing\.exp_avg, optim.*strict=False"):
-            inf.load_dcp(model, optimizer, tmp_path / "model")
-        assert_same(before, states_of(model, handle))
-        assert "optim.state.first.weight.step" in inf.load_dcp(model, optimizer, tmp_path / "model", strict=False).missing
-        with pytest.raises(FileNotFoundError, match=r"has no \.metadata"):
-            inf.load_dcp(model, optimizer, tmp_path)
-    torch.manual_seed(0)
-    model = inf.offload(Odd(), inf.Policy(**CPU))
-    lion = inf.Lion([p for p in model.parameters() if p.requires_grad])
-    with pytest.raises(ValueError, match=r"unexpected: optim\.state\.first\.bias\.exp_avg_sq"):
-        inf.load_dcp(model, lion, tmp_path / "adamw")
-    inf.handle(model).close()
-
-
-def train_odd(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(1, 4, dtype=torch.bfloat16)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-# -- DeepSpeed ---------------------------------------------------------------------------------------------------------
-
-DEEPSPEED = Path(__file__).parent / "data" / "deepspeed_zero3"
-
-
-@pytest.mark.parametrize("name", ["one_rank", "two_ranks_cpu_offload", "two_ranks_fp32"])
-def test_the_weights_of_a_checkpoint_that_deepspeed_wrote(name: str, tmp_path: Path) -> None:
-    expected = load_file(DEEPSPEED / name / "expected.safetensors")
-    frozen = expected.pop("frozen.weight")
-    with opened(make.Net, tmp_path, **NVME) as (model, _, handle):
-        model.scale.zero_()
-        assert inf.load_deepspeed(model, DEEPSPEED / name) == ((), ())
-        assert_same(expected, {name: state["master"] for name, state in states_of(model, handle).items()})
-        assert torch.equal(model.state_dict()["frozen.weight"], frozen.bfloat16())
-        assert model.scale == 2
-        assert inf.load_deepspeed(model, DEEPSPEED / name, "global_step3") == ((), ())
-        assert inf.load_deepspeed(model, DEEPSPEED / name / "global_step3") == ((), ())
-
-
-def test_a_model_that_is_not_the_one_deepspeed_saved_is_refused(tmp_path: Path) -> None:
-    with opened(Odd, tmp_path) as (model, _, _):
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        with pytest.raises(ValueError, match=r"missing: nothing, first\.weight.*unexpected: blocks\.0\.bias"):
-            inf.load_deepspeed(model, DEEPSPEED / "one_rank")
-        assert_same(before, dict(model.state_dict()))
+        with monkeypatch.context() as patch:
+            patch.setattr("infinity.checkpoint.safetensors.save_file", second_fails)
+            with pytest.raises(OSError, match="No space"):
+                inf.export_safetensors(model, out, shard_bytes_max=1)
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+        inf.export_safetensors(model, out, shard_bytes_max=1)
+        after = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert after.keys() == before.keys()
+    assert after != before

@@ -29,8 +29,8 @@ class ModelPart:
 
     def __init__(self, files: DCPFiles, key: str) -> None:
         self._files = files
-        self._prefix = f"{key}."
-        self.label = f"{files.label} ({key})"
+        self._prefix = f"{key}." if key else ""
+        self.label = f"{files.label} ({key})" if key else files.label
 
     def names(self) -> Iterable[str]:
         """All names, without the key."""

@@ -62,8 +62,17 @@ class DeepSpeedWeights:
             self._take_frozen(model)
             self._whole = {name: model[0]["module"][name] for name in model[0]["buffer_names"]}
             self._aliases = {str(name): str(other) for name, other in dict(model[0].get("shared_params") or {}).items()}
+            self._check()
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{folder} is no ZeRO-3 checkpoint as DeepSpeed writes it: {error!r}. {_ELSE}") from error
+
+    def _check(self) -> None:
+        wrong = next((name for name, value in self._whole.items() if not isinstance(value, torch.Tensor)), None)
+        if wrong is not None:
+            raise TypeError(f"the buffer {wrong} is no tensor")
+        lost = next((name for name in self._aliases.values() if name not in self._parts and name not in self._whole), None)
+        if lost is not None:
+            raise KeyError(lost)
 
     def names(self) -> Iterable[str]:
         """The names of all weights and buffers, of shared ones all."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -19,7 +21,10 @@ import xxhash
 
 from infinity.checkpoint import syncing
 from infinity.checkpoint.manifest import FileEntry, Manifest, manifest_name
+from infinity.checkpoint.sanity import check_manifest
 from infinity.errors import AioError, ChecksumError, DeviceFailedError, SwapFullError
+
+log = logging.getLogger("infinity")
 
 _NAME = re.compile(r"(manifest|data\d*|buffers|extra)-(\d{8,})\.rank(\d+)(\.partial)?")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -97,7 +102,9 @@ def newest_generation(directory: Path) -> list[Manifest]:
 
 def read_manifest(path: Path) -> Manifest:
     """One manifest. Raises: AioError, ChecksumError, ValueError."""
-    return Manifest.decode(_read(path), str(path))
+    manifest = Manifest.decode(_read(path), str(path))
+    check_manifest(manifest, str(path))
+    return manifest
 
 
 def read_attachment(directory: Path, file: FileEntry) -> bytes:
@@ -163,6 +170,34 @@ def remove(paths: list[Path]) -> None:
     """Remove files that no checkpoint needs."""
     for path in paths:
         path.unlink(missing_ok=True)
+
+
+class DirectoryLock:
+    """Held by who writes a checkpoint into a directory, so that no second one numbers its files alike and clears them away.
+
+    It is on the directory itself: no file stays, and it goes with its process. Raises: AioError (EWOULDBLOCK) where another save,
+    of any process here, holds it; a file system without locks holds nobody off.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        with typed_errors(directory, "open", 0):
+            self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._fd)
+            raise AioError(
+                "another save into this directory is under way: wait for it, or give each model a directory of its own",
+                errno=errno.EWOULDBLOCK, path=str(directory), op="open",
+            ) from error  # fmt: skip
+        except OSError as error:
+            log.debug("%s cannot be locked: %s", directory, error)
+
+    def release(self) -> None:
+        """Let the next one in. Once."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open, too
+        os.close(self._fd)
 
 
 @contextlib.contextmanager

@@ -97,6 +97,7 @@ class DurableRun:
         self._committed: _Small | None = None
         self._written = -1  # `Rest.writes` at the last commit
         self._pinned = Pinned(files, space, self._rest, self._executor)
+        self._linked = False  # on all ranks, as soon as it is on one
         saving.link = self.link
         self._stepped = False
         self._cleaned = False
@@ -193,14 +194,29 @@ class DurableRun:
             self.commit()
 
     def make_way(self) -> None:
-        """What was committed is also what the executor calls so: what checkpoints have a part in is not written again."""
-        self._pinned.make_way(self.flats)
+        """What was committed is also what the executor calls so: what checkpoints have a part in is not written again.
+
+        Collective once a checkpoint was linked. Raises: SwapFullError, AioError, and PeerFailed when it was another rank.
+        """
+        if not self._linked:
+            return
+        problem: Exception | None = None
+        try:
+            self._pinned.make_way(self.flats)
+        except Exception as error:  # noqa: BLE001 - raised below: the other ranks go no further either
+            problem = error
+        failed = self._comm.any_of([problem is not None])[0]
+        if problem is not None:
+            raise problem
+        if failed:
+            raise PeerFailed("another rank has no room beside a checkpoint for the step's states, and its error says why")
 
     def link(self, directory: Path, generation: int) -> Placed | None:
         """Put the newest generation, just committed, into a checkpoint's directory by second names of its files. None: they
         cannot be made there. Raises: SwapFullError, AioError."""
         if self.waits:
             return None
+        self._linked = True
         rows, sums = self._rows()
         used = _number_files(rows)
         names = [file_name(f"data{index}", generation, self.files.rank) for index in range(len(used))]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -20,8 +21,7 @@ from infinity.aio.plan import Format, Master, Moments
 from infinity.checkpoint.composing import CHUNKS_KEPT, STAGES, slice_of
 from infinity.checkpoint.describing import read_buffers
 from infinity.checkpoint.reader import Bytes, Checkpoint, ChunkRef, SavedParam, StateReader
-from infinity.checkpoint.safetensors import finish, group_units, shard_name
-from infinity.checkpoint.syncing import publish
+from infinity.checkpoint.safetensors import WeightFiles, group_units, shard_name
 from infinity.checkpoint.values import dtype_of
 from infinity.ops.codec import decode_sections
 from infinity.sizes import round_up
@@ -101,19 +101,22 @@ class Exporting:
         """
         self._progress = progress
         self._checkpoint.check_files()
-        target.mkdir(parents=True, exist_ok=True)
         groups = group_units([sum(tensor.size_bytes for tensor in unit) for unit in self._units], shard_bytes_max)
-        names: dict[str, str] = {}
-        for index, group in enumerate(groups):
-            tensors = [tensor for unit in group for tensor in (self._units[unit] if self._units else ())]
-            if index == 0:
-                tensors += self._buffers
-            file = shard_name(index, len(groups))
-            names.update((tensor.name, file) for tensor in tensors)
-            if tensors:
-                self._write(target / file, tensors)
-        finish(target, names, self.size_bytes)
-        return Exported(tuple(dict.fromkeys(names.values())), len(names), self.size_bytes)
+        count = 0
+        files = WeightFiles(target)
+        with files:
+            files.begin()
+            for index, group in enumerate(groups):
+                tensors = [tensor for unit in group for tensor in (self._units[unit] if self._units else ())]
+                if index == 0:
+                    tensors += self._buffers
+                count += len(tensors)
+                if tensors:
+                    size_bytes = sum(tensor.size_bytes for tensor in tensors)
+                    write = functools.partial(self._write, tensors)
+                    files.put(shard_name(index, len(groups)), [tensor.name for tensor in tensors], size_bytes, write)
+            files.finish()
+        return Exported(files.files, count, self.size_bytes)
 
     def _dtype_of(self, saved: SavedParam) -> torch.dtype:
         own = torch.float32 if self._has_master(saved) else dtype_of(saved.flat.dtype)
@@ -122,19 +125,16 @@ class Exporting:
     def _has_master(self, saved: SavedParam) -> bool:
         return self._masters and saved.flat.state_format.master is not Master.RAW
 
-    def _write(self, path: Path, tensors: list[_Tensor]) -> None:
+    def _write(self, tensors: list[_Tensor], path: Path) -> None:
         # The largest items first, as the format's own writer has them: every tensor starts at a multiple of its item.
         tensors = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
-        partial = path.with_name(path.name + ".partial")
         reader = StateReader(self._checkpoint, CHUNKS_KEPT, self._sections())
         try:
-            with partial.open("wb") as out:
+            with path.open("wb") as out:
                 out.write(_header(tensors))
                 self._append_all(out, tensors, reader)
-            publish(partial, path)
-        except BaseException as error:
-            partial.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.filename is None and type(error) is OSError:
+        except OSError as error:
+            if error.filename is None and type(error) is OSError:
                 raise OSError(error.errno, error.strerror, str(path)) from error
             raise
         finally:

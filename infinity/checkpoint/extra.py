@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-import re
 import types
 from typing import Any
 
 import numpy as np
 import torch
 
-_REFUSED = re.compile(r"(?:GLOBAL|class|function) ([\w.]+\.\w+)")
+from infinity.checkpoint.inert import reason_of
 
 
 def extra_bytes(extra: object) -> bytes | None:
@@ -28,8 +27,8 @@ def extra_bytes(extra: object) -> bytes | None:
         torch.save(extra, out, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=_Pickler))
         read_extra(out.getvalue())
     except Exception as error:
-        found = _REFUSED.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
-        what = f"there is a {found.group(1)} in it" if found else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        refused = isinstance(error, pickle.UnpicklingError)
+        what = reason_of(str(error)) if refused else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ValueError(
             f"extra= cannot be kept: {what}. Numbers, text, tensors, numpy's arrays of numbers, and lists, tuples and dicts of "
             "them can, and state_dict()s that are made of these"

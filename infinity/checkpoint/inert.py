@@ -77,7 +77,7 @@ def load_tensors(source: Path | io.BufferedReader, *, records: str = "") -> Any:
     except OSError:
         raise
     except Exception as error:  # zip, pickle, struct: whatever damaged bytes make torch raise
-        raise ValueError(_reason(str(error))) from error
+        raise ValueError(reason_of(str(error))) from error
 
 
 @contextlib.contextmanager
@@ -90,8 +90,8 @@ def _as_records(source: Path | io.BufferedReader, prefix: str) -> Iterator[None]
         yield
 
 
-def _reason(message: str) -> str:
-    """What torch says, without its advice to load the file unsafely."""
+def reason_of(message: str) -> str:
+    """What torch.load says, without its advice to load the file unsafely."""
     named = re.search(r"GLOBAL ([\w.]+)", message)
     if named:
         return f"it names {named[1]}, which is not known to be harmless, and which was not called"

@@ -203,14 +203,17 @@ class Manifest:
         for length in lengths:
             texts.append(data[at : at + length])
             at += length
-        rows = np.frombuffer(data, dtype=ROW, count=row_count, offset=at)
-        sums = np.frombuffer(data, dtype="<u4", count=sum_count, offset=at + rows.nbytes).astype(np.uint32)
-        state = json.loads(texts[1])
-        state["files"] = tuple(_file(entry) for entry in state["files"])
-        for key in ("buffers", "extra"):
-            state[key] = _file(state[key]) if state[key] is not None else None
-        state["optimizers"] = tuple(OptimizerEntry(**entry) for entry in state["optimizers"])
-        return cls(layout=Layout.decode(texts[0]), rows=rows, sums=sums, **state)
+        try:
+            rows = np.frombuffer(data, dtype=ROW, count=row_count, offset=at)
+            sums = np.frombuffer(data, dtype="<u4", count=sum_count, offset=at + rows.nbytes).astype(np.uint32)
+            state = json.loads(texts[1])
+            state["files"] = tuple(_file(entry) for entry in state["files"])
+            for key in ("buffers", "extra"):
+                state[key] = _file(state[key]) if state[key] is not None else None
+            state["optimizers"] = tuple(OptimizerEntry(**entry) for entry in state["optimizers"])
+            return cls(layout=Layout.decode(texts[0]), rows=rows, sums=sums, **state)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # a sum that is right, of something else
+            raise ValueError(f"{path} is no manifest that an engine wrote: {error}") from error
 
 
 def manifest_name(generation: int, rank: int) -> str:
@@ -247,6 +250,6 @@ def _file(entry: dict[str, Any]) -> FileEntry:
     """Raises: ValueError for a name that leads out of the directory."""
     found = FileEntry(**entry)
     path = PurePosixPath(found.name)
-    if path.is_absolute() or ".." in path.parts or not path.parts:
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in found.name:
         raise ValueError(f"a manifest names the file {found.name!r}, which is not in the checkpoint's directory")
     return found

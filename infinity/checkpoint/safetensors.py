@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +17,7 @@ from safetensors.torch import save_file
 from infinity.checkpoint.agreement import agreed
 from infinity.checkpoint.describing import buffers_of
 from infinity.checkpoint.incoming import has_master
-from infinity.checkpoint.syncing import publish, sync_directory
+from infinity.checkpoint.syncing import publish, sync_directory, sync_file
 from infinity.comm.collectives import Comm
 from infinity.optim.state import States
 from infinity.params.unit import Param, Unit
@@ -50,45 +52,92 @@ def write_safetensors(
 ) -> None:
     """Write parameters and persistent buffers in the layout of Hugging Face, one shard in memory at a time. Blocks.
 
-    Files appear under their names only when they are whole and on the drive, the index last. On several ranks all call it, and
-    rank 0 writes. Raises: OSError naming the path, PeerFailed where another rank had one.
+    Files appear under their names only when all are whole and on the drive, the index last; an earlier export in the directory
+    stays until then. On several ranks all call it, and rank 0 writes. Raises: OSError naming the path, PeerFailed where another
+    rank had one.
     """
-    target, comm = Path(directory), Comm()
-    writes = comm.rank == 0
+    comm = Comm()
+    files = WeightFiles(Path(directory), writes=comm.rank == 0)
     sizes = [_unit_bytes(of, unit, masters=masters) for unit in of.units]
     groups = group_units(sizes, parse_size(shard_bytes_max))
-    with agreed(comm, f"making {target}"):
-        if writes:
-            target.mkdir(parents=True, exist_ok=True)
-    names: dict[str, str] = {}
-    total = 0
-    for index, group in enumerate(groups):
-        tensors = {param.name: read_value(of, param, masters=masters) for unit in group for param in of.units[unit].params}
-        if index == 0:
-            tensors.update(buffers_of(model))
-        file = shard_name(index, len(groups))
-        names.update(dict.fromkeys(tensors, file))
-        total += sum(tensor.nbytes for tensor in tensors.values())
-        with agreed(comm, f"writing {file}"):
-            if writes and tensors:
-                _write(tensors, target / file)
-    with agreed(comm, f"finishing {target}"):
-        if writes:
-            finish(target, names, total)
+    with files:
+        with agreed(comm, f"making {directory}"):
+            files.begin()
+        for index, group in enumerate(groups):
+            tensors = {param.name: read_value(of, param, masters=masters) for unit in group for param in of.units[unit].params}
+            if index == 0:
+                tensors.update(buffers_of(model))
+            file = shard_name(index, len(groups))
+            with agreed(comm, f"writing {file}"):
+                if tensors:
+                    size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+                    files.put(file, tensors, size_bytes, functools.partial(_write, tensors))
+        with agreed(comm, f"finishing {directory}"):
+            files.finish()
 
 
-def finish(target: Path, names: dict[str, str], total: int) -> None:
-    """Write the index, if there are several files, and remove what an earlier export left. What is named is on the drive."""
-    sync_directory(target)
-    if len(set(names.values())) > 1:
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": names}, indent=2, sort_keys=True)
-        partial = target / (INDEX + ".partial")
-        partial.write_text(text + "\n")
-        publish(partial, target / INDEX)
-        sync_directory(target)
-    _remove_stale(target, set(names.values()))
-    sync_directory(target)
-    sync_directory(target.absolute().parent)
+class WeightFiles:
+    """The files of one export. They get their names together, when all are whole and on the drive; leaving the context before
+    that leaves an earlier export in the directory as it was. writes: False does nothing (ranks that do not write)."""
+
+    def __init__(self, target: Path, *, writes: bool = True) -> None:
+        self._target = target
+        self._writes = writes
+        self._names: dict[str, str] = {}  # by tensor
+        self._size_bytes = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for file in (*self.files, INDEX):
+            if self._writes:
+                self._partial(file).unlink(missing_ok=True)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names that they get, in order."""
+        return tuple(dict.fromkeys(self._names.values()))
+
+    def begin(self) -> None:
+        """Make the directory. Raises: OSError."""
+        if self._writes:
+            self._target.mkdir(parents=True, exist_ok=True)
+
+    def put(self, file: str, names: Iterable[str], size_bytes: int, write: Callable[[Path], object]) -> None:
+        """Have `write` write the tensors of these names to a path. Blocks until it is on the drive. Raises: OSError."""
+        self._names.update(dict.fromkeys(names, file))
+        self._size_bytes += size_bytes
+        if self._writes:
+            write(self._partial(file))
+            sync_file(self._partial(file))
+
+    def finish(self) -> None:
+        """Name the files, and the index last if there are several; remove what an earlier export left. Blocks. Raises: OSError.
+
+        A crash in here may leave files without an index, never an index of other files.
+        """
+        if not self._writes:
+            return
+        index = self._target / INDEX
+        if len(self.files) > 1:
+            text = json.dumps({"metadata": {"total_size": self._size_bytes}, "weight_map": self._names}, indent=2, sort_keys=True)
+            index.unlink(missing_ok=True)
+            sync_directory(self._target)
+        for file in self.files:
+            self._partial(file).replace(self._target / file)
+        sync_directory(self._target)
+        if len(self.files) > 1:
+            partial = self._partial(INDEX)
+            partial.write_text(text + "\n")
+            publish(partial, index)
+            sync_directory(self._target)
+        _remove_stale(self._target, set(self.files))
+        sync_directory(self._target)
+        sync_directory(self._target.absolute().parent)
+
+    def _partial(self, file: str) -> Path:
+        return self._target / (file + ".partial")
 
 
 def _remove_stale(target: Path, written: set[str]) -> None:
@@ -126,15 +175,10 @@ def _unit_bytes(of: Exporter, unit: Unit, *, masters: bool) -> int:
 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    partial = path.with_name(path.name + ".partial")
     try:
-        save_file(tensors, str(partial), metadata={"format": "pt"})
-        publish(partial, path)
-    except BaseException as error:
-        partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise
-        if isinstance(error, Exception) and "No space" in str(error):
+        save_file(tensors, str(path), metadata={"format": "pt"})
+    except Exception as error:
+        if not isinstance(error, OSError) and "No space" in str(error):
             size = sum(tensor.nbytes for tensor in tensors.values())
-            raise OSError(28, f"no room for {format_size(size)}", str(path)) from error
+            raise OSError(errno.ENOSPC, f"no room for {format_size(size)}", str(path)) from error
         raise

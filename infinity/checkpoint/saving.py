@@ -26,7 +26,7 @@ import torch
 from infinity.aio import Executor
 from infinity.checkpoint import describing
 from infinity.checkpoint.copying import Copy, rows_of
-from infinity.checkpoint.directory import make_directory, next_generation
+from infinity.checkpoint.directory import DirectoryLock, make_directory, next_generation
 from infinity.checkpoint.extra import extra_bytes
 from infinity.checkpoint.manifest import Layout, OptimizerEntry, section_bytes
 from infinity.checkpoint.progress import ProgressLine
@@ -147,19 +147,26 @@ class Saving:
         target = Path(directory)
         problem: BaseException | None = None
         mine = [0.0, 0.0, 0.0]
+        held = contextlib.ExitStack()  # let go when the save has ended
         try:
             captured = self._capture(model, given, extra)
             check_no_run(target)
             make_directory(target)
             if self.comm.rank == 0:
+                held.callback(DirectoryLock(target).release)
                 mine = [float(next_generation(target)), float(secrets.randbits(48)), 0.0]
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem, mine[2] = error, 1.0
-        agreed = self.comm.sum_floats(mine)
-        if problem is not None:
-            raise problem
-        if agreed[2]:
-            raise AioError("another rank cannot save, and its error says why", path=str(target), op="write")
+        with held:
+            agreed = self.comm.sum_floats(mine)
+            if problem is not None:
+                raise problem
+            if agreed[2]:
+                raise AioError("another rank cannot save, and its error says why", path=str(target), op="write")
+            return self._start(captured, target, agreed, step, held)
+
+    def _start(self, captured: _Captured, target: Path, agreed: Sequence[float], step: int, held: contextlib.ExitStack) -> Save:
+        """Start copying. agreed: the generation's number and the save's. held: what is closed when the save has ended."""
         if self._aside is None:
             self._aside = self.comm.aside()
         flats = captured.layout.flats
@@ -172,7 +179,8 @@ class Saving:
         save = Save(target, step=step, generation=int(agreed[0]), size_bytes=size, copied_bytes=size if copies else 0)
         self._copy, self._last = copy if copies else None, save
         work = _Work(save, captured, copy, linked, refused, self._aside, int(agreed[1]), self.policy.io_backend)
-        threading.Thread(target=self._run, args=(work, line), name="infinity-save").start()
+        undo = held.pop_all()
+        threading.Thread(target=self._run, args=(work, line, undo), name="infinity-save").start()
         return save
 
     def _try_link(self, target: Path, generation: int) -> tuple[Placed | None, Exception | None]:
@@ -198,7 +206,7 @@ class Saving:
             units.reverse()
         return [flat for unit in units for flat in unit.flats]
 
-    def _run(self, work: _Work, line: ProgressLine) -> None:
+    def _run(self, work: _Work, line: ProgressLine, held: contextlib.ExitStack) -> None:
         error: BaseException | None = None
         try:
             work.run()
@@ -207,6 +215,7 @@ class Saving:
         finally:
             work.copy.end()
             line.end()
+            held.close()
             self._copy = None
             work.save.end(error)
 

@@ -164,7 +164,10 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     listing.add_argument("directories", nargs="+", type=Path, metavar="DIR", help=f"{where}, or a directory of such")
     listing.add_argument("--json", action="store_true", help="as JSON instead, to standard output")
     verify = actions.add_parser("verify", help="read every byte against its checksums", description="Reads every byte of a "
-                                "generation against its checksums, and names all that is damaged.")  # fmt: skip
+                                "generation against its checksums, and names all that is damaged. Of a durable run that is "
+                                "going on it may tell of damage that there is not: the run writes new steps "
+                                "meanwhile. Verify it when the "
+                                "run has ended, or a checkpoint of it.")  # fmt: skip
     verify.add_argument("directory", type=Path, metavar="DIR", help=where)
     verify.add_argument("--json", action="store_true", help="as JSON instead, to standard output")
     export = actions.add_parser("export", help="safetensors, without the model", description="Writes parameters and persistent "

@@ -35,12 +35,13 @@ from infinity.sizes import format_size, parse_size
 
 LIST_SCHEMA = "infinity.checkpoint.ls/1"
 VERIFY_SCHEMA = "infinity.checkpoint.verify/1"
+_PIPED_WIDTH = 10_000  # tables take what they need of it
 
 
 def run_checkpoint(options: argparse.Namespace, console: Console | None = None) -> int:
     """Do as `options` say. Exit status: 0 well, 1 when `verify` found damage, 2 for a mistake or an error."""
     to_stdout = bool(getattr(options, "json", False))
-    console = console or Console(stderr=to_stdout)
+    console = console or _console(stderr=to_stdout)
     actions = {"ls": _list, "verify": _verify, "export": _export, "reshard": _reshard}
     try:
         return actions[options.action](options, console)
@@ -129,6 +130,12 @@ def _reshard(options: argparse.Namespace, console: Console) -> int:
 
 def _opened(options: argparse.Namespace) -> Checkpoint:
     return Checkpoint.open(run_directory(options.directory), options.generation)
+
+
+def _console(*, stderr: bool) -> Console:
+    """A terminal's width decides on a terminal. In a file and a pipe no name is broken: it could not be searched for."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=_PIPED_WIDTH)
 
 
 @contextmanager

@@ -8,8 +8,8 @@
     a forward, another backward, a read of any state before opt.step() -> withdrawn
 
 What decides is the program's order and its numbers, never timing. Whether to speculate follows the last steps: after two of
-`MEMORY` in which (or before which, since the step before) it was in vain units wait for opt.step(), as with update="deferred", until `MEMORY` steps in a row would have
-been right.
+`MEMORY` in which (or before which, since the step before) it was in vain units wait for opt.step(), as with
+update="deferred", until `MEMORY` steps in a row would have been right.
 """
 
 from __future__ import annotations

@@ -139,8 +139,8 @@ class Transaction:
             cause = error
         undone = StepUndone(
             f"an optimizer update failed ({cause}); the step was undone: parameters, optimizer states and step counts are those "
-            "before it; its gradients are used up. Once the cause is mended, clear the gradients and take the step's batches again, "
-            "or go on with the next"
+            "before it; its gradients are used up. Once the cause is mended, clear the gradients and take the step's batches "
+            "again, or go on with the next"
         )
         undone.__cause__ = cause
         return undone

@@ -272,7 +272,7 @@ class SpilledGradients:
         window.writing = None
 
     def _take_back_failed(self) -> None:
-        """Of what is being written, windows keep what fails: the drive refused it on account of the first, and one error is enough."""
+        """Of what is being written, windows keep what fails: the drive refused it on account of the first; one error will do."""
         for window in self._windows:
             if window.writing is None:
                 continue

@@ -13,10 +13,15 @@ import torch.distributed as dist
 
 import infinity as inf
 from infinity import engine
+from infinity.checkpoint.linking import Pinned
 from infinity.errors import PeerFailed, SwapFullError
 from tests.crashes import digest, step
 from tests.dist.test_two_ranks import on_two_ranks
 from tests.test_durable_faults import Failing, close, die, made, run_files
+
+
+def no_room(*_: object) -> None:
+    raise SwapFullError("no room", path="drive", op="allocate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Ranks:
             bias.data[:1] = 0.5
         inf.handle(model).flush()
         found.append(digest(model))
-        step(model, optimizer, 1, rank)
+        self.no_room_beside_a_checkpoint_on_one_rank(model, optimizer, rank)
         begun = time.monotonic()
         if rank == 0:
             engine._close_all()  # as at exit; the other rank does not come
@@ -54,6 +59,16 @@ class Ranks:
         assert digest(model) == found[1]
         close(model)
         return found, took
+
+    def no_room_beside_a_checkpoint_on_one_rank(self, model: Any, optimizer: Any, rank: int) -> None:
+        inf.save(model, optimizer, self.top / "saved").wait()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(Pinned, "make_way", no_room)
+            with pytest.raises(SwapFullError if rank else PeerFailed):
+                step(model, optimizer, 1, rank)
+        optimizer.zero_grad()
+        step(model, optimizer, 1, rank)
 
     def begin(self, top: Path) -> tuple[Any, Any]:
         return made(top)

@@ -58,6 +58,8 @@ def test_names_of_shared_weights_are_all_there() -> None:
         (OPTIMIZER, lambda v: v["optimizer_state_dict"].update(partition_count=4), "written by 4 ranks, and has files of 2"),
         (OPTIMIZER, lambda v: v.clear(), "KeyError"),
         (MODEL, lambda v: v.pop("param_shapes"), "KeyError"),
+        (MODEL, lambda v: v["shared_params"].update({"head.weight": "nowhere"}), "KeyError.*nowhere"),
+        (MODEL, lambda v: v["module"].update(dict.fromkeys(v["buffer_names"], "x")), "TypeError.*is no tensor"),
         (MODEL, lambda v: v["param_shapes"].append({"more": torch.Size([4])}), "optimizer offloaded to NVMe"),
         (MODEL, lambda v: v["frozen_param_fragments"].update({"frozen.weight": torch.ones(1)}), "all of frozen.weight"),
         (MODEL, lambda v: v.update(args=argparse.Namespace(a=1)), r"names argparse\.Namespace, which is not known.*zero_to_fp32"),

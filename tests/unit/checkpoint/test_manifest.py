@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from infinity.aio import PoolSpec, Priority, open_executor
 from infinity.aio.plan import CHUNK, JOB, PIECE_NUMEL, Format, JobKind
 from infinity.aio.swap_file import SwapFile
 from infinity.checkpoint.data_file import DataReader, DataWriter
-from infinity.checkpoint.directory import generations, newest_generation, next_generation
+from infinity.checkpoint.directory import generations, newest_generation, next_generation, read_manifest
 from infinity.checkpoint.manifest import (
     ROW,
     FileEntry,
@@ -37,7 +38,7 @@ EXACT = FlatEntry("block", "bfloat16", True, Format.SPLIT.code, 4096, (ParamEntr
 
 def manifest(rank: int = 0, world: int = 1, generation: int = 1, save: int = 7) -> Manifest:
     rows = np.zeros(3, dtype=ROW)
-    rows["numel"] = [2048, 2048, 100]
+    rows["start"], rows["numel"], rows["sums_at"] = [0, 2048, 3996], [2048, 1948, 100], [0, 4, 8]
     return Manifest(
         layout=Layout((EXACT,), {"seed": 3, "grad_dtype": None}),
         generation=generation,
@@ -46,12 +47,12 @@ def manifest(rank: int = 0, world: int = 1, generation: int = 1, save: int = 7) 
         world=world,
         step=12,
         algorithm="crc32c",
-        files=(FileEntry("data", 4096),),
+        files=(FileEntry("data", 8192),),
         buffers=None,
         extra=FileEntry("extra", 3, "abc"),
         optimizers=(OptimizerEntry("AdamW", [{"values": {"lr": 0.1}, "params": ["a"]}], {"a": {"moments": [], "state": 1}}),),
         rows=rows,
-        sums=np.arange(9, dtype=np.uint32),
+        sums=np.arange(12, dtype=np.uint32),
     )
 
 
@@ -59,7 +60,7 @@ def test_a_manifest_comes_back() -> None:
     given_ = manifest()
     back = Manifest.decode(given_.encode(), "there")
     assert back.rows.tobytes() == given_.rows.tobytes()
-    assert back.sums.tolist() == list(range(9))
+    assert back.sums.tolist() == list(range(12))
     assert [vars(back)[name] for name in vars(back) if name not in ("rows", "sums", "layout")] == [
         vars(given_)[name] for name in vars(given_) if name not in ("rows", "sums", "layout")
     ]
@@ -82,6 +83,55 @@ def test_a_name_that_leads_out_of_the_directory_is_refused() -> None:
         bad = Manifest(**{**vars(manifest()), "files": (FileEntry(name, 1),)})
         with pytest.raises(ValueError, match="not in the checkpoint's directory"):
             Manifest.decode(bad.encode(), "there")
+
+
+def edited_row(name: str, value: object) -> dict[str, Any]:
+    rows = manifest().rows.copy()
+    rows[name][1] = value
+    return {"rows": rows}
+
+
+def edited_flat(**values: Any) -> dict[str, Any]:
+    return {"layout": Layout((dataclasses.replace(EXACT, **values),), {})}
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        *(edited_row("sums_at", value) for value in (-1, 9, 1 << 50)),  # was a read outside of memory
+        *(edited_row("numel", value) for value in (0, -5, 1, 1 << 20, 1 << 60)),
+        *(edited_row("start", value) for value in (-1, 1, 1 << 62)),
+        *(edited_row("flat", value) for value in (-1, 9)),
+        *(edited_row("file", value) for value in (-1, 9)),
+        *(edited_row("file_offset", value) for value in (-4096, 4096, 1 << 62)),
+        edited_row("section_at", 1 << 62),
+        edited_row("padded", 7),
+        {"rows": manifest().rows[:0]},
+        {"sums": manifest().sums[:0]},
+        *({"world": value} for value in (0, -1, "2", 10**9)),  # the last took a look at a billion names
+        {"step": None},
+        {"files": ()},
+        {"files": (FileEntry("data", -1),)},
+        {"optimizers": (OptimizerEntry("AdamW", [{}], {}),)},
+        edited_flat(shard_numel=0),
+        edited_flat(shard_numel="x"),
+        edited_flat(format=99_999),
+        edited_flat(dtype="load"),
+        *(edited_flat(params=(entry,)) for entry in (
+            ParamEntry((), (3,), 0), ParamEntry(("a",), (-3,), 0), ParamEntry(("a",), (1 << 40,), 0),
+            ParamEntry(("a",), (3,), -64),
+        )),
+    ],
+    ids=lambda edit: next(iter(edit)),
+)  # fmt: skip
+def test_a_manifest_that_no_engine_wrote_is_refused_whatever_its_checksum(edit: dict[str, Any], tmp_path: Path) -> None:
+    bad = dataclasses.replace(manifest(), **edit)
+    path = tmp_path / "manifest-00000001.rank0"
+    path.write_bytes(bad.encode())
+    with pytest.raises(ValueError, match=r"rank0 is no manifest that an engine wrote"):
+        read_manifest(path)
+    path.write_bytes(manifest().encode())
+    assert read_manifest(path).world == 1
 
 
 def test_a_generation_is_whole_when_all_ranks_have_it(tmp_path: Path) -> None:

@@ -196,6 +196,17 @@ def test_verify_names_all_damage_and_what_it_is(saved: Path, tmp_path: Path, cap
     assert "4 places" in shown
 
 
+def test_in_a_pipe_no_name_is_broken(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = copied(saved, tmp_path)
+    spoil(place / "extra-00000001.rank0", 5)
+    assert infinity_main(["checkpoint", "verify", str(place)]) == 1
+    assert str(place / "extra-00000001.rank0") in capsys.readouterr().out
+    assert infinity_main(["checkpoint", "ls", str(place)]) == 0
+    shown = capsys.readouterr().out
+    assert "generation" in shown
+    assert "bfloat16 SPLIT 2 x FP32" in shown
+
+
 @pytest.mark.parametrize("how", ["cut", "gone", "manifest"])
 def test_verify_goes_on_past_what_is_missing(how: str, saved: Path, tmp_path: Path) -> None:
     assert run("reshard", saved / "ckpt", tmp_path / "two", "--world", 2)[0] == 0

@@ -1,0 +1,179 @@
+"""Checkpoints and what goes wrong: damage is found and named, and a full disk, a fault or a kill leaves the one before."""
+
+from __future__ import annotations
+
+import errno
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import infinity as inf
+from infinity.aio import Seam
+from infinity.aio.executor import Fault
+from infinity.checkpoint.directory import read_generation
+from infinity.checkpoint.verifying import Damage, Verifying
+from infinity.engine import offload
+from infinity.errors import AioError, ChecksumError, StateInvalid, SwapFullError
+from tests.test_checkpoint import PLAIN, TIERS, Run, policy
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with every kind of file."""
+    place = tmp_path_factory.mktemp("saved") / "ckpt"
+    model, opt = _batch_norm()
+    inf.save(model, opt, place, extra={"epoch": 1}).wait()
+    inf.handle(model).close()
+    return place
+
+
+def _batch_norm() -> tuple[nn.Module, inf.AdamW]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)).bfloat16()
+    offload(model, inf.Policy(state="compact"))
+    return model, inf.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["data", "manifest", "buffers", "extra"])
+def test_a_damaged_byte_is_found_and_named(saved: Path, kind: str, tmp_path: Path) -> None:
+    place = tmp_path / "ckpt"
+    shutil.copytree(saved, place)
+    (file,) = place.glob(f"{kind}-*")
+    whole = file.read_bytes()
+    random.seed(kind)
+    places = {0, len(whole) - 1, *random.sample(range(len(whole)), 12)}
+    for at in places:
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        (found,) = damage_in(place)
+        assert found.path == str(file)
+        if kind == "data":
+            assert found.offset <= at < found.offset + found.length
+    model, opt = _batch_norm()
+    with pytest.raises(AioError, match=re.escape(str(file))):
+        inf.restore(model, opt, place)
+    if kind == "data":  # met when others were written
+        with pytest.raises(StateInvalid, match=r"restoring .* broke off"):
+            opt.step()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert {each.path for each in damage_in(place)} == {str(file)}
+    file.unlink()
+    if kind == "manifest":
+        with pytest.raises(AioError, match=re.escape(str(place))):
+            damage_in(place)
+    else:
+        assert [(each.path, each.reason) for each in damage_in(place)] == [(str(file), "is missing")]
+    file.write_bytes(whole)
+    assert not damage_in(place)
+
+
+def damage_in(place: Path) -> list[Damage]:
+    return Verifying(place).run()
+
+
+class LimitedFiles:
+    """No file grows past `size_bytes`."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+
+    def __enter__(self) -> None:
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size_bytes, self.before[1]))
+
+    def __exit__(self, *exc: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    place = tmp_path / "ckpt"
+    with Run(PLAIN, policy(tmp_path)) as run:
+        run.train(0, 1)
+        run.save(place).wait()
+        names = sorted(path.name for path in place.iterdir())
+        run.train(1, 2)
+        with LimitedFiles(65536):
+            save = run.save(place)
+            with pytest.raises(SwapFullError, match="which is as it was") as caught:
+                save.wait()
+        assert caught.value.errno == errno.EFBIG
+        assert str(place) in caught.value.path
+        assert sorted(path.name for path in place.iterdir()) == names
+        assert "failed" in repr(save)
+        with LimitedFiles(65536):
+            save = run.save(place)
+            while not save.done:
+                time.sleep(0.01)
+        with pytest.raises(SwapFullError):  # nobody waited: the next call says it, once
+            run.train(2, 3)
+        run.optimizer.zero_grad()
+        run.train(2, 3)
+        assert run.restore(place).step == 1
+
+
+def test_damage_of_what_rests_fails_the_save_and_not_the_checkpoint_before(tmp_path: Path) -> None:
+    model = PLAIN.model()
+    values = {**TIERS["nvme"], "nvme": tmp_path}
+    offload(model, inf.Policy(**values, io_backend="threads"), _seam=Seam(fault=Fault("read", 40, "bitflip", persistent=True)))
+    opt = inf.AdamW(model.parameters())
+    saves = []
+    with pytest.raises(ChecksumError):
+        for _ in range(40):
+            saves.append(inf.save(model, opt, tmp_path / "ckpt"))
+            saves[-1].wait()
+    assert len(saves) > 1
+    assert not damage_in(tmp_path / "ckpt")
+    assert read_generation(tmp_path / "ckpt", saves[-2].generation)
+
+
+KILLED = """
+import os, signal, sys, time
+import torch, infinity as inf
+from infinity.aio import Seam
+from infinity.checkpoint import saving
+from infinity.engine import offload
+from pathlib import Path
+place, swap, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+model = torch.nn.Linear(64, 64)
+offload(model, inf.Policy())
+opt = inf.AdamW(model.parameters())
+inf.save(model, opt, place, extra={"save": 1}).wait()
+die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+if when == "before the commit":
+    saving._Work._commit = die
+else:
+    saving._Work._remove_older = die
+inf.save(model, opt, place, extra={"save": 2}).wait()
+"""
+
+
+def test_a_kill_in_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    survivors = {"before the commit": 1, "after the commit": 2}
+    running = {}
+    for when in survivors:  # beside each other: they start slowly
+        command = [sys.executable, "-c", KILLED, str(tmp_path / when), str(tmp_path), when]
+        root = Path(__file__).parents[1]
+        running[when] = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True)
+    for when, process in running.items():
+        _, told = process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL, told
+        check_survivor(tmp_path / when, survivors[when])
+
+
+def check_survivor(place: Path, survives: int) -> None:
+    assert any("00000002" in path.name for path in place.iterdir())
+    assert not damage_in(place)
+    model = offload(nn.Linear(64, 64), inf.Policy())
+    optimizer = inf.AdamW(model.parameters())
+    assert inf.restore(model, optimizer, place).extra == {"save": survives}
+    inf.save(model, optimizer, place).wait()  # and what the killed one left is cleared away
+    assert {path.name.split("-")[1] for path in place.iterdir()} == {"00000003.rank0"}
