@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any, final
 
@@ -336,7 +337,7 @@ def test_nothing_leaks(tmp_path: Path, wanted: list[str]) -> None:
             close(model)
         kinds = [name.split("-")[0] for name in run_files(places[0])]
         assert kinds == ["buffers", "drive1", "extra", "lock.rank0", "manifest", "states", "states"], run_files(places[0])
-        assert [name.split("-")[0] for name in run_files(places[1])] == ["states", "states"]
+        assert [name.split("-")[0] for name in run_files(places[1])] == ["home", "states", "states"]
         assert (places[0] / "infinity-run" / "drive1").readlink() == places[1] / "infinity-run"
 
 
@@ -387,6 +388,24 @@ def test_drives_that_are_mounted_elsewhere(tmp_path: Path, wanted: list[str]) ->
         close(model)
         assert len([name for name in run_files(new[1]) if name.startswith("states-")]) == 2
         assert [name for name in run_files(new[0]) if name.startswith((".", "drive"))] in (["drive1"], ["drive2"])
+
+
+def test_training_on_a_copy_of_the_first_drive_harms_nothing_on_the_others(tmp_path: Path, wanted: list[str]) -> None:
+    one, two, copy, four = [tmp_path / name for name in ("one", "two", "copy", "four")]
+    for place in (one, two, four):
+        place.mkdir()
+    model, optimizer = made(one, two)
+    step(model, optimizer, 0, 0)
+    close(model)
+    shutil.copytree(one, copy, symlinks=True)  # its links lead to `two`
+    for drives in [(copy, four), (one, two)]:
+        model, optimizer = made(*drives)
+        assert inf.restore(model, optimizer, drives[0]).step == 1
+        for index in (1, 2):
+            assert digest(model) == wanted[index]
+            step(model, optimizer, index, 0)
+        close(model)
+    assert [name.split("-")[0] for name in run_files(two)] == ["home", "states", "states"]
 
 
 def test_a_full_disk_at_a_commit(tmp_path: Path, wanted: list[str]) -> None:

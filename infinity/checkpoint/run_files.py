@@ -5,10 +5,11 @@
                               drive1 -> <nvme[1]>/infinity-run/                    the same there, for each further drive
                                                                                    (another number where that is taken)
                               lock.rank<r>
+    <nvme[1]>/infinity-run/   home-<sum> -> <nvme[0]>/infinity-run/                whose states these are
 
 A run's states lie in two files on each drive, named anew for each process, so one that has just begun overwrites nothing. What
 no manifest names is removed when a step was committed. An id begins with a sum of the run's first directory: on other drives
-the files of other runs may lie beside these.
+the files of other runs may lie beside these, also of the one that this is a copy of.
 """
 
 from __future__ import annotations
@@ -87,7 +88,13 @@ class RunFiles:
             name = f"states-{self._id}-{len(self._made)}.rank{self.rank}"
             self._made[-1].append(SwapFile.durable(directory, name))
             sync_directory(directory.parent)  # which may have been made for the file
+            if directory != self.home:
+                self._name_home(directory / f"home-{self._sum}")
         return self._made[-1]
+
+    def _name_home(self, link: Path) -> None:
+        with typed_errors(link, "open", 0), contextlib.suppress(FileExistsError):
+            link.symlink_to(self.home.resolve())
 
     def name(self, layer: int, drive: int) -> str:
         """A states file as manifests name it, from `home`."""
@@ -135,10 +142,24 @@ class RunFiles:
         keep |= {Path(file.path).resolve() for files in self._made for file in files}
         mine = f".rank{self.rank}"  # whose lock is held here; other ranks hold their files
         gone = {path for path in gone if _STATES.fullmatch(path.name) and (path.suffix == mine or not _is_held(path))} - keep
+        gone = {path for path in gone if not self._is_another_s(path)}
         remove([each for path in gone for each in (path, path.with_name(f".{path.name}.owner"))])
         links = {name.partition("/")[0] for name in names} | set(self._links)
         drives = [path for path in self.home.iterdir() if _DRIVE.fullmatch(path.name) and path.is_symlink()]
         remove([path for path in drives if path.name not in links])
+        homes = {_home_link(path) for path in gone}
+        remove([link for link in homes if not any(link.parent.glob(f"states-{link.name.removeprefix('home-')}*"))])
+
+    def _is_another_s(self, path: Path) -> bool:
+        """Whether a run elsewhere names these states: where only the first directory was copied, the copy's links lead to them."""
+        if path.parent == self.home.resolve() or path.name.startswith(f"states-{self._sum}"):
+            return False
+        try:
+            home = _home_link(path).readlink()
+            newest = newest_generation(home)
+        except (OSError, ValueError) as error:
+            return getattr(error, "errno", None) != errno.ENOENT  # what cannot be read may name them
+        return any((home / entry.name).resolve() == path for manifest in newest for entry in manifest.files)
 
     def _remove_states(self) -> None:
         """Close the states files; nobody can use them if no manifest names them."""
@@ -151,6 +172,13 @@ class RunFiles:
     def close(self) -> None:
         """Let go of the run. The executor must be closed. Idempotent."""
         self._undo.close()
+
+
+def _home_link(states: Path) -> Path:
+    """What leads from a further drive to the run whose states a file there has."""
+    found = _STATES.fullmatch(states.name)
+    assert found is not None
+    return states.with_name(f"home-{found.group(1)}")
 
 
 def _is_held(path: Path) -> bool:
