@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import re
@@ -338,6 +339,8 @@ class SwapFile:
         if self._sidecar is not None:
             with contextlib.suppress(OSError):  # only word of who held it, and while we still do
                 self._sidecar.unlink()
+            with contextlib.suppress(OSError):  # a child that was just forked has not let go of its copy yet
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
         os.close(self.fd)
         self.fd = -1
         if self._private is not None:

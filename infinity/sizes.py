@@ -52,10 +52,10 @@ def round_size(size_bytes: float) -> str:
     """As `format_size`, rounded up: so much is enough."""
     size_bytes = math.ceil(size_bytes)
     for unit, factor in (("B", 1), ("KiB", KIB), ("MiB", MIB), ("GiB", GIB), ("TiB", 1 << 40)):
-        tenths = math.ceil(size_bytes * 10 / factor)
+        tenths = -(-size_bytes * 10 // factor)
         if tenths < 10240 or unit == "TiB":
             break
-    return f"{tenths // 10} {unit}" if tenths % 10 == 0 else f"{tenths / 10:.1f} {unit}"
+    return f"{tenths // 10} {unit}" if tenths % 10 == 0 else f"{tenths // 10}.{tenths % 10} {unit}"
 
 
 def round_up(value: int, multiple: int) -> int:

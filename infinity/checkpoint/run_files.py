@@ -151,7 +151,7 @@ class RunFiles:
         remove([link for link in homes if not any(link.parent.glob(f"states-{link.name.removeprefix('home-')}*"))])
 
     def _is_another_s(self, path: Path) -> bool:
-        """Whether a run elsewhere names these states: where only the first directory was copied, the copy's links lead to them."""
+        """Whether a run elsewhere names these states: a copy of its first directory alone has links that lead to them."""
         if path.parent == self.home.resolve() or path.name.startswith(f"states-{self._sum}"):
             return False
         try:

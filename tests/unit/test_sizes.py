@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from infinity.sizes import format_size, parse_size, round_size
 
 
 @given(st.integers(0, 1 << 60))
+@example((1 << 56) + 1)  # more digits than a float has
 def test_what_is_rounded_up_is_enough(size: int) -> None:
     enough = parse_size(round_size(size).replace(" ", ""))
     assert size <= enough <= size * 1.11 + 1

@@ -88,6 +88,9 @@ class Drive:
         rest = self._at(flat)
         return Job(self, rest.data_ptr(), address, rest.numel())
 
+    def recover(self) -> None:
+        """The drive takes writes again, or fails them as before: `broken` says it."""
+
 
 class Model:
     """Units with one flat each, and their slots: spilled (`drive`) or in memory."""
