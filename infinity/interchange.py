@@ -48,8 +48,8 @@ def export_safetensors(
 
     masters: write the fp32 masters of the parameters that an optimizer holds, instead of the rounded values that compute.
     Streams: one shard is in memory at a time, of `shard_bytes_max` or one unit if that is larger. Waits for pending updates. A
-    tied parameter is written once, under its first name. A file gets its name when it is on the drive. On several ranks all must
-    call it; rank 0 writes.
+    tied parameter is written once, under its first name. Files get their names together, when all are on the drive; an earlier
+    export in the directory stays until then, so there has to be room for both. On several ranks all must call it; rank 0 writes.
 
     Raises: OSError naming the path; ValueError for a model that is not offloaded.
     """

@@ -390,6 +390,28 @@ def test_drives_that_are_mounted_elsewhere(tmp_path: Path, wanted: list[str]) ->
         assert [name for name in run_files(new[0]) if name.startswith((".", "drive"))] in (["drive1"], ["drive2"])
 
 
+def test_a_copy_of_all_drives_is_a_run_of_its_own(tmp_path: Path, wanted: list[str]) -> None:
+    """The links in a copy lead to the original's further drives, which may be damaged or gone on meanwhile."""
+    one, two, copy, other = [tmp_path / name for name in ("one", "two", "copy", "other")]
+    for place in (one, two):
+        place.mkdir()
+    model, optimizer = made(one, two)
+    step(model, optimizer, 0, 0)
+    close(model)
+    for old, new in ((one, copy), (two, other)):
+        shutil.copytree(old, new, symlinks=True)
+    for path in (two / "infinity-run").glob("states-*"):
+        path.write_bytes(bytes(path.stat().st_size))
+    kept = run_files(two)
+    model, optimizer = made(copy, other)
+    assert inf.restore(model, optimizer, copy).step == 1
+    assert digest(model) == wanted[1]
+    step(model, optimizer, 1, 0)
+    close(model)
+    assert run_files(two) == kept
+    assert [name.split("-")[0] for name in run_files(other)] == ["home", "states", "states"]
+
+
 def test_training_on_a_copy_of_the_first_drive_harms_nothing_on_the_others(tmp_path: Path, wanted: list[str]) -> None:
     one, two, copy, four = [tmp_path / name for name in ("one", "two", "copy", "four")]
     for place in (one, two, four):

@@ -243,10 +243,22 @@ def test_an_export_that_fails_leaves_nothing_half_written(tmp_path: Path, monkey
         def broken(*_: object) -> None:
             raise OSError(5, "Input/output error")
 
+        with pytest.raises(FileExistsError):
+            inf.export_safetensors(model, tmp_path / "file")
         monkeypatch.setattr("os.fsync", broken)
         with pytest.raises(OSError, match=r"model\.safetensors"):
             inf.export_safetensors(model, tmp_path / "out")
         assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("model-00001-of-00007.safetensors", "model.safetensors.index.json", "model-mine"):
+        (out / f"{name}.partial").write_text("")
+    with opened(Odd, tmp_path) as (model, _, _):
+        inf.export_safetensors(model, out)
+    assert sorted(path.name for path in out.iterdir()) == ["model-mine.partial", "model.safetensors"]
 
 
 def test_an_export_that_fails_half_way_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

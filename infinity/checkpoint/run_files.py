@@ -110,11 +110,15 @@ class RunFiles:
             return None
 
     def _find_moved(self) -> None:
-        """Drives may be mounted elsewhere than when the run before was committed: lead its links to where its files are now."""
+        """Drives may be mounted elsewhere than when the run before was committed, or copied together with the first: lead its
+        links to where its files are now, in these directories if they are there."""
+        mine = {run.resolve() for run in self.directories}
         for name in sorted({entry.name for manifest in self.before or () for entry in manifest.files}):
             link, _, file = name.rpartition("/")
             found = next((run for run in self.directories[1:] if (run / file).is_file()), None)
-            if not _DRIVE.fullmatch(link) or (self.home / name).exists() or found is None:
+            if not _DRIVE.fullmatch(link) or found is None:
+                continue
+            if (self.home / name).exists() and (self.home / link).resolve() in mine:
                 continue
             with typed_errors(self.home / link, "rename", 0):
                 new = self.home / f".{link}.rank{self.rank}"

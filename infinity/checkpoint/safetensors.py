@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import json
@@ -92,7 +93,8 @@ class WeightFiles:
     def __exit__(self, *_: object) -> None:
         for file in (*self.files, INDEX):
             if self._writes:
-                self._partial(file).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # what broke off is raised, not this
+                    self._partial(file).unlink(missing_ok=True)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -100,9 +102,13 @@ class WeightFiles:
         return tuple(dict.fromkeys(self._names.values()))
 
     def begin(self) -> None:
-        """Make the directory. Raises: OSError."""
-        if self._writes:
-            self._target.mkdir(parents=True, exist_ok=True)
+        """Make the directory; remove what an export that was killed left. Raises: OSError."""
+        if not self._writes:
+            return
+        self._target.mkdir(parents=True, exist_ok=True)
+        for path in self._target.glob("model*.partial"):
+            if path.stem == INDEX or _OURS.fullmatch(path.stem):
+                path.unlink()
 
     def put(self, file: str, names: Iterable[str], size_bytes: int, write: Callable[[Path], object]) -> None:
         """Have `write` write the tensors of these names to a path. Blocks until it is on the drive. Raises: OSError."""
