@@ -23,10 +23,11 @@ from infinity.aio import Slab, Ticket
 from infinity.aio.plan import CHUNK_NUMEL, Format, Master
 from infinity.checkpoint.composing import CHUNKS_KEPT, STAGES, Part, compose, rounding
 from infinity.checkpoint.data_file import DataWriter, new_rows
-from infinity.checkpoint.directory import begun_commits, make_directory, next_generation
+from infinity.checkpoint.directory import DirectoryLock, begun_commits, make_directory, next_generation
 from infinity.checkpoint.manifest import FlatEntry, Layout, section_bytes
 from infinity.checkpoint.reader import Bytes, Checkpoint, SavedParam, StateReader
 from infinity.checkpoint.resharding import Chunks
+from infinity.checkpoint.run_files import check_no_run
 from infinity.checkpoint.values import dtype_of
 from infinity.checkpoint.writing import NewPart, commit_part, remove_others, remove_part, write_part
 from infinity.errors import AioError, SwapFullError
@@ -88,14 +89,23 @@ class Rewriting:
     def run(self, target: Path, progress: Callable[[int], object] = lambda _size: None) -> Rewritten:
         """Write the checkpoint; `progress` is told bytes of states. Blocks.
 
-        Raises: ValueError for a directory that has a checkpoint, SwapFullError, AioError; then nothing of it stays.
+        Raises: ValueError for a directory that has a checkpoint or a durable run, SwapFullError, AioError (EWOULDBLOCK while
+        another is written there); then nothing of it stays.
         """
-        checkpoint = self._checkpoint
         self._progress = progress
-        if target.is_dir() and begun_commits(target):
-            raise ValueError(f"{str(target)!r} has a checkpoint already: name an empty or a new directory")
-        checkpoint.check_files()
+        check_no_run(target)
+        _check_empty(target)
+        self._checkpoint.check_files()
         make_directory(target)
+        lock = DirectoryLock(target)
+        try:
+            _check_empty(target)  # another may have ended just now
+            return self._write(target)
+        finally:
+            lock.release()
+
+    def _write(self, target: Path) -> Rewritten:
+        checkpoint = self._checkpoint
         free = shutil.disk_usage(target).free
         if free < self.size_bytes:
             raise SwapFullError(
@@ -251,6 +261,11 @@ def _format_of(flat: FlatEntry, state: str | None) -> Format:
     found = state_format(state, dtype_of(flat.dtype), held.count)
     assert found is not None, flat.dtype  # it has states
     return found
+
+
+def _check_empty(target: Path) -> None:
+    if target.is_dir() and begun_commits(target):
+        raise ValueError(f"{str(target)!r} has a checkpoint already: name an empty or a new directory")
 
 
 def _check_state(checkpoint: Checkpoint, state: str | None) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 import infinity as inf
 from infinity.checkpoint.composing import slice_of
-from infinity.checkpoint.directory import read_generation, read_manifest
+from infinity.checkpoint.directory import DirectoryLock, read_generation, read_manifest
 from infinity.checkpoint.reader import Checkpoint, ChunkRef, StateReader
 from infinity.checkpoint.rewriting import Rewriting
 from infinity.checkpoint.safetensors import INDEX
@@ -240,6 +240,8 @@ def test_verify_a_durable_run(tmp_path: Path) -> None:
     assert "yes" in run("ls", drives[0])[1]
     assert run("reshard", drives[0], tmp_path / "out", "--world", 3)[0] == 0
     assert states_in(tmp_path / "out") == states_in(drives[0] / "infinity-run")
+    status, shown = run("reshard", tmp_path / "out", drives[0], "--world", 2)
+    assert (status, "holds a durable run" in shown) == (2, True)
     (manifest,) = read_generation(drives[0] / "infinity-run", max(
         read_manifest(path).generation for path in (drives[0] / "infinity-run").glob("manifest-*")
     ))  # fmt: skip
@@ -347,6 +349,11 @@ def test_reshard_leaves_all_or_nothing(saved: Path, tmp_path: Path, monkeypatch:
         status, shown = run("reshard", saved / "ckpt", *arguments)
         assert status == 2
         assert wanted in shown
+    (tmp_path / "busy").mkdir()
+    held = DirectoryLock(tmp_path / "busy")  # as a save into it holds it
+    status, shown = run("reshard", saved / "ckpt", tmp_path / "busy", "--world", 2)
+    assert (status, "is under way" in shown, list((tmp_path / "busy").iterdir())) == (2, True, [])
+    held.release()
     place = copied(saved, tmp_path)
     with Checkpoint.open(place) as checkpoint:
         spoil(place / "data-00000001.rank0", int(checkpoint.manifests[0].rows[-1]["file_offset"]))
