@@ -52,7 +52,7 @@ test: lint types $(DEMO)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check --quiet . || echo "note: ruff format would change files (not an error)"
+	$(BIN)/ruff format --check --quiet . > /dev/null || echo "note: ruff format would change files (not an error)"
 	$(BIN)/lint-imports
 
 types: $(STAMP)
