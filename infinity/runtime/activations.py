@@ -427,6 +427,7 @@ class Activations:
         """End the watch. Nothing must be on its way. Graphs that live can run backward no further than memory goes."""
         self._unwatch()
         with self._lock:
+            self._collect()  # what is on the shelf leaves memory, whether or not a call has come by since it arrived
             self._closed = True
             self._leaving.clear()
             self._storing.clear()

@@ -436,10 +436,15 @@ def test_a_drive_that_stays_broken_raises_at_every_step(make_place: Callable[...
         gc.collect()
 
 
-def test_a_graph_that_outlives_the_engine_says_so(make_place: Callable[..., Place]) -> None:
-    place = make_place()
-    total = chain(randoms(6), weight_of(), False)
+@pytest.mark.parametrize("delay_us", [0, 50_000])  # slow: forward is over while stores still wait for a buffer
+def test_a_graph_that_outlives_the_engine_says_so(delay_us: int, make_place: Callable[..., Place]) -> None:
+    place = make_place(seam=Seam(delay_us_max=delay_us))
+    inputs = randoms(20)
+    refs = [weakref.ref(tensor.untyped_storage()) for tensor in inputs]
+    total = chain(inputs, weight_of(), False)
     place.close()
+    gc.collect()
+    assert [ref() is None for ref in refs] == [True] * (20 - module.HELD_CALLS) + [False] * module.HELD_CALLS  # graphs keep no more
     with pytest.raises(EngineClosed, match="activations"):
         total.backward()
 
