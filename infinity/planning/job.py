@@ -14,6 +14,8 @@ class Job:
 
     resident, grad_dtype: as in `inf.Policy`, sizes in bytes of each process. compute_s: measured (forward, backward) seconds of
     one micro-batch, where they are better known than from FLOP/s. durable: with two generations, and nothing resident.
+    update_on: "cpu", or "device" for GPUs. tiles: of every linear (`inf.tile_linears`). vocabulary_tile: words whose logits exist
+    at once (`inf.ops.linear_cross_entropy`), None: all.
     """
 
     tokens: int
@@ -31,6 +33,9 @@ class Job:
     compute_s: tuple[float, float] | None = None
     generations: int = 1
     durable: bool = False
+    update_on: str = "cpu"
+    tiles: int = 1
+    vocabulary_tile: int | None = None
 
     def __post_init__(self) -> None:
         if self.durable:

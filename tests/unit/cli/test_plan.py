@@ -64,10 +64,10 @@ def test_the_answer_says_what_fits_where_it_rests_how_long_it_takes_and_what_wou
     for wanted in (
         "It fits", "one GPU", "NVMe", "gradients", "optimizer states", "read from NVMe", "s/step expected", "η",
         "tokens per second", "written per day", "the drives last", "twice the RAM", "one more drive", "state compact",
-        "twice the tokens", "one more GPU", "Not given", "assumed", "tbw", "drives assumed (1)", "sequences of 2,048, checkpointed",
+        "twice the tokens", "one more GPU", "Not given", "assumed", "tbw", "--drives: 1, assumed", "sequences of 2,048, checkpointed",
     ):  # fmt: skip
         assert wanted in shown, wanted
-    assert "read assumed" not in shown
+    assert "--nvme-read" not in shown
 
 
 def test_two_generations_and_durable_runs_show_their_room(small: Path, tmp_path: Path) -> None:
