@@ -22,6 +22,7 @@ SCHEMA = "infinity.plan/1"
 
 
 NOT_BUILT = "not built yet, so a forecast"
+SAME_MAX = 0.005  # a gain or loss that is none
 
 
 def show_plan(
@@ -48,11 +49,10 @@ def show_plan(
             "differently, it is part of a run's numerics.",
             highlight=False,
         )
-    if changes:
-        console.print(_changes(found, changes))
+    _show_changes(console, found, changes)
     assumed = [(name, source) for name, source in found.machine.sources.items() if source != "given"]
     if assumed:
-        console.print("Not given:")
+        console.print("Not given, and so taken to be:")
         for name, source in assumed:
             option = {"read": "nvme-read", "write": "nvme-write"}.get(name, name.replace("_", "-"))
             console.print(f"  --{option}: {source}", highlight=False, markup=False, soft_wrap=True)
@@ -132,7 +132,7 @@ def _step(found: Prediction) -> Table:
     if found.mfu is not None:
         peak = found.machine.flops_peak_per_gpu / 1e12
         rate = f"{found.tokens_per_s / found.machine.gpus:,.0f} tokens/s, {found.flops_per_gpu / 1e12:,.1f} TFLOP/s of the model"
-        table.add_row("of each GPU", f"{rate}, MFU {found.mfu:.1%} of {peak:,.0f}")
+        table.add_row("of each GPU", f"{rate}, MFU {found.mfu:.1%} (of {peak:,.0f})")
     if found.moved.total.written:
         table.add_row("written per day", f"{found.written_per_day / 1e12:,.1f} TB")
         drives = found.machine.drives
@@ -142,7 +142,9 @@ def _step(found: Prediction) -> Table:
 
 
 def _seconds(value: float) -> str:
-    """Two decimals, or three digits where those would say nothing."""
+    """Two decimals; none above a thousand, and three digits where two decimals would say nothing."""
+    if value >= 1000:
+        return f"{value:,.0f}"
     return f"{value:.2f}" if value >= 1 or not value else f"{value:.3g}"
 
 
@@ -182,17 +184,31 @@ def _sides(sides: Sequence[Prediction]) -> Table:
     return table
 
 
-def _changes(found: Prediction, changes: Sequence[Change]) -> Table:
-    table = _table("What one change would buy", "change", "fits", "s/step", "tokens/s", "gain", "TB/day")
+def _show_changes(console: Console, found: Prediction, changes: Sequence[Change]) -> None:
+    """A row for each change that changes something; the names of the others."""
+    same, rows, never = [], [], []
     for change in changes:
-        other = change.prediction
-        if not other.fits:  # its times would be those of more memory than there is
-            table.add_row(change.name, "no", "-", "-", "-", "-")
-            continue
-        gain = _gain(found, other)
+        gain = _gain(found, change.prediction)
+        if not change.prediction.fits:
+            never.append(change.name)
+        elif gain is not None and abs(gain - 1) < SAME_MAX:
+            same.append(change.name)
+        else:
+            rows.append(change)
+    if rows:
+        console.print(_changes(found, rows))
+    for names, told in ((same, "No faster and no slower"), (never, "Would not fit" if found.fits else "Would not fit either")):
+        if names:
+            console.print(f"{told}: {'; '.join(names)}", highlight=False, markup=False)
+
+
+def _changes(found: Prediction, changes: Sequence[Change]) -> Table:
+    title = "What one change would buy" if found.fits else "One change with which it fits"
+    table = _table(title, "change", "s/step", "tokens/s", "gain", "TB/day")
+    for change in changes:
+        other, gain = change.prediction, _gain(found, change.prediction)
         table.add_row(
             change.name,
-            "yes",
             _seconds(other.step_s),
             f"{other.tokens_per_s:,.0f}",
             "-" if gain is None else f"{gain:.2f}x",
