@@ -115,8 +115,9 @@ def _step(found: Prediction) -> Table:
     table = _table("A step", "", "")
     table.show_header = False
     total, eta = found.moved.total, found.limits.eta(found.step_s)
-    table.add_row("read from NVMe", f"{format_size(total.read)}, {_per_param(found, total.read)}")
-    table.add_row("written to NVMe", f"{format_size(total.written)}, {_per_param(found, total.written)}")
+    if total.read or total.written:
+        table.add_row("read from NVMe", f"{format_size(total.read)}, {_per_param(found, total.read)}")
+        table.add_row("written to NVMe", f"{format_size(total.written)}, {_per_param(found, total.written)}")
     copied = found.copied
     if copied.total:
         table.add_row("copied to GPUs", f"{format_size(copied.h2d)}, {_per_param(found, copied.h2d)}")
@@ -131,8 +132,9 @@ def _step(found: Prediction) -> Table:
     table.add_row("tokens per second", f"{found.tokens_per_s:,.0f}, bound by {found.bottleneck}")
     if found.mfu is not None:
         peak = found.machine.flops_peak_per_gpu / 1e12
-        rate = f"{found.tokens_per_s / found.machine.gpus:,.0f} tokens/s, {found.flops_per_gpu / 1e12:,.1f} TFLOP/s of the model"
-        table.add_row("of each GPU", f"{rate}, MFU {found.mfu:.1%} (of {peak:,.0f})")
+        rate = f"{found.flops_per_gpu / 1e12:,.1f} TFLOP/s of the model"
+        table.add_row("of each GPU", f"{found.tokens_per_s / found.machine.gpus:,.0f}")
+        table.add_row("MFU", f"{found.mfu:.1%}: {rate} on each GPU, of {peak:,.0f}")
     if found.moved.total.written:
         table.add_row("written per day", f"{found.written_per_day / 1e12:,.1f} TB")
         drives = found.machine.drives

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from infinity.copies import UPDATES_ON
-from infinity.planning.device_memory import VOCABULARY_TILE, gpu_need, ways_to_fit
+from infinity.planning.device_memory import VOCABULARY_TILES, gpu_need, ways_to_fit
 from infinity.planning.job import Job
 from infinity.planning.machine import Machine
 from infinity.planning.predict import Prediction, predict
@@ -65,8 +65,11 @@ def _other_memory(shape: ModelShape, machine: Machine, job: Job, fits: bool) -> 
     found = []
     if machine.gpus and job.activations == "device" and job.checkpointing:
         found.append(("activations on the CPU", dataclasses.replace(job, activations="cpu")))
-    if machine.gpus and job.vocabulary_tile is None and shape.logits_bytes_per_token() > shape.block_bytes_per_token:
-        found.append(("loss by tiles of the vocabulary (rounds)", dataclasses.replace(job, vocabulary_tile=VOCABULARY_TILE)))
+    tile = VOCABULARY_TILES[0]
+    logits = shape.logits_bytes_per_token(job.vocabulary_tile)
+    if machine.gpus and logits > max(shape.block_bytes_per_token, shape.logits_bytes_per_token(tile)):
+        name = f"the loss of {tile:,} words at once (rounds)"
+        found.append((name, dataclasses.replace(job, vocabulary_tile=tile)))
     return found
 
 

@@ -1,8 +1,8 @@
 """Memory of one GPU (or, where the CPU computes, of the process as a device): what a step takes at most, part by part.
 
     gathered units       (AHEAD + 1) times the largest: the bound that the engine keeps (`params.residency`)
-    fresh gradients      of the unit in backward and, where a GPU computes, of one whose gradients leave meanwhile;
-                         of UNITS_AHEAD units with update="backward"
+    fresh gradients      of the unit in backward, of UNITS_AHEAD units with update="backward"; and where a GPU computes, of
+                         LEAVING_UNITS whose gradients leave meanwhile
     inputs of blocks     kept for recomputing, of every layer; of a few where they wait on the CPU or on drives
     one block at work,   what a block computes in backward, or the logits and their loss: the larger, since they come at
     or logits and loss   different times; without checkpointing all blocks, and the logits
@@ -32,11 +32,14 @@ CUDA_BYTES = 640 * MIB
 NCCL_BYTES = 512 * MIB
 """What NCCL holds besides (assumed)."""
 
+LEAVING_UNITS = 1
+"""Units of gradients that are on their way from a GPU while the next unit's are made."""
+
 CHUNKS_IN_UPDATE = 16
 """Chunks of states that are on a GPU at once when it updates them: on their way in, in the kernel, on their way out (assumed)."""
 
 TILES = (2, 4, 8, 16, 32, 64)
-VOCABULARY_TILE = 8192  # rows of the head that are computed at once
+VOCABULARY_TILES = (8192, 2048)  # rows of the head that are computed at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +70,9 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     """Device memory of one GPU; the module has the parts."""
     whole = float(sum(unit.size_bytes for unit in shape.units))
     largest = float(shape.largest_tiled_bytes(job.tiles))
-    if job.update == "backward" and not job.speculates:
-        waiting = UNITS_AHEAD
-    else:
-        waiting = 2 if machine.gpus else 1
+    waiting = UNITS_AHEAD if job.update == "backward" and not job.speculates else 1
+    if machine.gpus:
+        waiting += LEAVING_UNITS
     parts = {
         "gathered units": whole if job.params == "device" else min((AHEAD + 1) * largest, whole),
         "fresh gradients": min(waiting * largest, whole),
@@ -107,7 +109,7 @@ def ways_to_fit(shape: ModelShape, machine: Machine, job: Job) -> list[Way]:
     """The single changes after each of which a job that does not fit a GPU does, with what they then need; each as small as it
     may be."""
     found = []
-    for options in _options(machine, job):
+    for options in _options(shape, machine, job):
         for option in options:
             changed = dataclasses.replace(job, **option.fields)
             need = gpu_need(shape, machine, changed)
@@ -119,7 +121,7 @@ def ways_to_fit(shape: ModelShape, machine: Machine, job: Job) -> list[Way]:
 
 def least_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     """What is needed with all of these changes together, as far as each goes."""
-    for options in _options(machine, job):
+    for options in _options(shape, machine, job):
         if options:
             job = dataclasses.replace(job, **options[-1].fields)
     return gpu_need(shape, machine, job)
@@ -134,7 +136,7 @@ class _Option:
     fields: dict[str, Any]
 
 
-def _options(machine: Machine, job: Job) -> list[list[_Option]]:
+def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option]]:
     """For each kind of change what may be tried, the smallest first."""
     found = [
         [
@@ -143,9 +145,14 @@ def _options(machine: Machine, job: Job) -> list[list[_Option]]:
             if count > job.tiles
         ]
     ]
-    if job.vocabulary_tile is None:
-        loss = {"vocabulary_tile": VOCABULARY_TILE}
-        found.append([_Option("the loss by tiles of the vocabulary", "inf.ops.linear_cross_entropy", loss)])
+    words = shape.vocabulary if job.vocabulary_tile is None else job.vocabulary_tile
+    found.append(
+        [
+            _Option(f"the loss of {tile:,} words at once", "inf.ops.linear_cross_entropy", {"vocabulary_tile": tile})
+            for tile in VOCABULARY_TILES
+            if tile < words
+        ]
+    )
     if not job.checkpointing:
         found.append(
             [_Option("gradient checkpointing", "model.gradient_checkpointing_enable()", {"checkpointing": True})]

@@ -331,7 +331,7 @@ def _what_fits(shape: ModelShape, machine: Machine, job: Job) -> str:
     """Which single change makes it fit, with what it then needs; the least of all of them where none does."""
     ways = ways_to_fit(shape, machine, job)
     if ways:
-        return "it fits with " + ", or ".join(f"{way.name} ({way.how}): {round_size(way.need.bytes)}" for way in ways)
+        return "it fits with " + ", or ".join(f"{way.name} ({way.how}): {format_size(way.need.bytes)}" for way in ways)
     least = least_need(shape, machine, job)
     enough = "enough" if least.fits else "too much still; shorter sequences need less"
     return f"no single change of the job is enough: all that there are together need {round_size(least.bytes)}, {enough}"
