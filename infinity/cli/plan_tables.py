@@ -133,7 +133,8 @@ def _step(found: Prediction) -> Table:
     if found.mfu is not None:
         peak = found.machine.flops_peak_per_gpu / 1e12
         rate = f"{found.flops_per_gpu / 1e12:,.1f} TFLOP/s of the model"
-        table.add_row("of each GPU", f"{found.tokens_per_s / found.machine.gpus:,.0f}")
+        if found.machine.gpus > 1:
+            table.add_row("of each GPU", f"{found.tokens_per_s / found.machine.gpus:,.0f}")
         table.add_row("MFU", f"{found.mfu:.1%}: {rate} on each GPU, of {peak:,.0f}")
     if found.moved.total.written:
         table.add_row("written per day", f"{found.written_per_day / 1e12:,.1f} TB")
