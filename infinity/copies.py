@@ -188,19 +188,27 @@ def exchanges(held: Held, update: str, micro_batches: int, gpus: int, *, params_
 
 
 def measured_copies(
-    copied: Copied, update: str, micro_batches: int, *, activations: Copied = Copied(), states: Copied = Copied()
+    copied: Copied,
+    update: str,
+    micro_batches: int,
+    *,
+    activations: Copied = Copied(),
+    states: Copied = Copied(),
+    sums_h2d: float = 0.0,
 ) -> Copies:
     """`copies` of a step whose bytes were counted. activations, states: of `copied`, what those took (states of updates on the
-    GPU, gradients of these included). The rest is taken for gathers and gradients."""
+    GPU, gradients of these included); sums_h2d: sums of gradients that went up to be added to. The rest is taken for gathers and
+    gradients."""
     back, up = (min(part, copied.h2d) for part in (activations.h2d, states.h2d))
     out, down = (min(part, copied.d2h) for part in (activations.d2h, states.d2h))
     grads = max(copied.d2h - out - down, 0.0) / micro_batches
-    gathers = max(copied.h2d - back - up - (micro_batches - 1) * grads, 0.0)
+    sums = min(sums_h2d, copied.h2d)
+    gathers = max(copied.h2d - back - up - sums, 0.0)
     if update == "delayed":
         return Copies(copied)
     if update == "backward":
-        more = grads if micro_batches > 1 else 0.0
-        window = Copied(up + (gathers + back) / micro_batches + more, down + grads + out / micro_batches)
+        last = sums / (micro_batches - 1) if micro_batches > 1 else 0.0
+        window = Copied(up + (gathers + back) / micro_batches + last, down + grads + out / micro_batches)
     else:
         window = Copied(up + gathers / (2 * micro_batches), down + out / micro_batches)
     return _divided(copied, window)

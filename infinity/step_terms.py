@@ -37,7 +37,8 @@ class StepTerms:
     loop, alone: compute with and without interference in the first forward (alone: None when it was never seen);
     bandwidths: None when nothing moved, and when they are not known (`drives_known`); limits: with `alone` where it is known,
     else with `loop`, and of compute alone where drives are not known; limits_loop: with `loop`. copied: between the CPU and a GPU
-    that computes; link: what it gave to that, bytes over the time in which a copy was under way, None where nothing was copied.
+    that computes, by the executor (not what torch copies itself: sums of gradients that go up to be added to, and with
+    update="delayed" parameters); link: what it gave to that, bytes over the time in which a copy was under way, None without.
     """
 
     steps: int

@@ -166,8 +166,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
                      "the same, for each process: params=0.5 or optim=8GiB; repeat for both (what --ram leaves)")  # fmt: skip
     job.add_argument("--grad-dtype", choices=("bfloat16", "float32"), help="in which gradients wait (that of the parameters)")
     job.add_argument("--tile-linears", type=int, default=1, metavar="N", help="every linear in N tiles: inf.tile_linears (1)")
-    job.add_argument("--vocabulary-tile", type=int, metavar="WORDS", help="the loss with the logits of so many words at once: "
-                     "inf.ops.linear_cross_entropy (all)")  # fmt: skip
+    job.add_argument("--tile-loss", type=int, default=1, metavar="N", help="the head and its loss in N tiles: inf.tile_loss (1)")
     job.add_argument("--no-checkpointing", action="store_true", help="keep all activations instead of recomputing them")
 
 

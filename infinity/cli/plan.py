@@ -148,9 +148,9 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         raise ValueError("--activations cpu with --gpus 0: they are in CPU memory already; use 'nvme', or 'device' (they stay)")
     if options.update_on == "device" and not machine.gpus:
         raise ValueError("--update-on device with --gpus 0: there is no other device than the CPU; leave it out")
-    for name in ("tile_linears", "vocabulary_tile"):
+    for name in ("tile_linears", "tile_loss"):
         value = getattr(options, name)
-        if value is not None and value < 1:
+        if value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
     tiers = {"params": options.params, "optim": options.optim}
     policy = inf.Policy(  # checks and parses
@@ -174,7 +174,7 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         durable=options.durable,
         update_on=options.update_on,
         tiles=options.tile_linears,
-        vocabulary_tile=options.vocabulary_tile,
+        loss_tiles=options.tile_loss,
     )
     if options.micro_batches is not None:
         return job

@@ -58,7 +58,7 @@ def show_plan(
             console.print(f"  --{option}: {source}", highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"s/step is the limit divided by {EFFICIENCY}: the share of it that this project demands of itself. Activations and "
-        "operations are estimated from the configuration. This release computes on the CPU; GPU figures are a forecast.",
+        "operations are estimated from the configuration. It is a forecast: nothing was measured.",
         highlight=False,
     )
 
@@ -67,7 +67,7 @@ def _head(shape: ModelShape, found: Prediction) -> str:
     """What is planned, in a sentence."""
     job, machine = found.job, found.machine
     tiled = f", linears in {job.tiles} tiles" if job.tiles > 1 else ""
-    tiled += f", loss of {job.vocabulary_tile:,} words at once" if job.vocabulary_tile is not None else ""
+    tiled += f", the loss in {job.loss_tiles}" if job.loss_tiles > 1 else ""
     return (
         f"[bold]{escape(shape.name)}[/bold]: {_count(shape.params)} parameters in {len(shape.units)} units, the largest "
         f"{format_size(shape.largest_unit_bytes)}; {job.tokens:,} tokens per step in {_batches(job.micro_batches)} of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from infinity.copies import UPDATES_ON
-from infinity.planning.device_memory import VOCABULARY_TILES, gpu_need, ways_to_fit
+from infinity.planning.device_memory import gpu_need, loss_tiles, ways_to_fit
 from infinity.planning.job import Job
 from infinity.planning.machine import Machine
 from infinity.planning.predict import Prediction, predict
@@ -65,11 +65,9 @@ def _other_memory(shape: ModelShape, machine: Machine, job: Job, fits: bool) -> 
     found = []
     if machine.gpus and job.activations == "device" and job.checkpointing:
         found.append(("activations on the CPU", dataclasses.replace(job, activations="cpu")))
-    tile = VOCABULARY_TILES[0]
-    logits = shape.logits_bytes_per_token(job.vocabulary_tile)
-    if machine.gpus and logits > max(shape.block_bytes_per_token, shape.logits_bytes_per_token(tile)):
-        name = f"the loss of {tile:,} words at once (rounds)"
-        found.append((name, dataclasses.replace(job, vocabulary_tile=tile)))
+    tiles = loss_tiles(shape)
+    if machine.gpus and tiles > job.loss_tiles and shape.logits_bytes_per_token(job.loss_tiles) > shape.block_bytes_per_token:
+        found.append((f"the loss in {tiles} tiles (rounds)", dataclasses.replace(job, loss_tiles=tiles)))
     return found
 
 

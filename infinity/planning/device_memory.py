@@ -1,8 +1,8 @@
 """Memory of one GPU (or, where the CPU computes, of the process as a device): what a step takes at most, part by part.
 
     gathered units       (AHEAD + 1) times the largest: the bound that the engine keeps (`params.residency`)
-    fresh gradients      of the unit in backward, of UNITS_AHEAD units with update="backward"; and where a GPU computes, of
-                         LEAVING_UNITS whose gradients leave meanwhile
+    fresh gradients      of the unit in backward and, where a GPU computes, of those that may be on their way from it: of
+                         LEAVING_UNITS, of WINDOW_UNITS with update="backward"; where the CPU does, of UNITS_AHEAD then
     inputs of blocks     kept for recomputing, of every layer; of a few where they wait on the CPU or on drives
     one block at work,   what a block computes in backward, or the logits and their loss: the larger, since they come at
     or logits and loss   different times; without checkpointing all blocks, and the logits
@@ -18,7 +18,9 @@ import dataclasses
 from typing import Any
 
 from infinity.aio.plan import Format, chunk_numel
+from infinity.engine import LEAVING_UNITS
 from infinity.optim.early import UNITS_AHEAD
+from infinity.optim.staging import WINDOW_UNITS
 from infinity.params.residency import AHEAD
 from infinity.planning.job import Job
 from infinity.planning.machine import Machine
@@ -32,14 +34,11 @@ CUDA_BYTES = 640 * MIB
 NCCL_BYTES = 512 * MIB
 """What NCCL holds besides (assumed)."""
 
-LEAVING_UNITS = 1
-"""Units of gradients that are on their way from a GPU while the next unit's are made."""
-
 CHUNKS_IN_UPDATE = 16
 """Chunks of states that are on a GPU at once when it updates them: on their way in, in the kernel, on their way out (assumed)."""
 
 TILES = (2, 4, 8, 16, 32, 64)
-VOCABULARY_TILES = (8192, 2048)  # rows of the head that are computed at once
+WORDS = (8192, 2048)  # whose logits are computed at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +65,20 @@ class Way:
     need: Need
 
 
+def loss_tiles(shape: ModelShape, words: int = WORDS[0]) -> int:
+    """Tiles of the loss that have so many words at most."""
+    return max(1, -(-shape.vocabulary // words))
+
+
 def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     """Device memory of one GPU; the module has the parts."""
     whole = float(sum(unit.size_bytes for unit in shape.units))
-    largest = float(shape.largest_tiled_bytes(job.tiles))
-    waiting = UNITS_AHEAD if job.update == "backward" and not job.speculates else 1
+    largest = float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles))
+    early = job.update == "backward" and not job.speculates
     if machine.gpus:
-        waiting += LEAVING_UNITS
+        waiting = 1 + (WINDOW_UNITS if early else LEAVING_UNITS)
+    else:
+        waiting = UNITS_AHEAD if early else 1
     parts = {
         "gathered units": whole if job.params == "device" else min((AHEAD + 1) * largest, whole),
         "fresh gradients": min(waiting * largest, whole),
@@ -90,7 +96,7 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
 def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, float]:
     tokens = job.micro_batch_tokens(machine.ranks)
     block = float(tokens * shape.block_bytes_per_token)
-    logits = float(tokens * shape.logits_bytes_per_token(job.vocabulary_tile))
+    logits = float(tokens * shape.logits_bytes_per_token(job.loss_tiles))
     if not job.checkpointing:
         return {"activations of all blocks (estimated)": shape.layers * block, "logits and loss (estimated)": logits}
     one = float(tokens * shape.itemsize * shape.width)
@@ -145,12 +151,11 @@ def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option
             if count > job.tiles
         ]
     ]
-    words = shape.vocabulary if job.vocabulary_tile is None else job.vocabulary_tile
     found.append(
         [
-            _Option(f"the loss of {tile:,} words at once", "inf.ops.linear_cross_entropy", {"vocabulary_tile": tile})
-            for tile in VOCABULARY_TILES
-            if tile < words
+            _Option(f"the loss in {count} tiles", f"inf.tile_loss(model, tiles={count})", {"loss_tiles": count})
+            for count in (loss_tiles(shape, words) for words in WORDS)
+            if count > job.loss_tiles
         ]
     )
     if not job.checkpointing:

@@ -160,9 +160,9 @@ def _check(job: Job, machine: Machine) -> None:
         raise ValueError(f"update_on={job.update_on!r} is not known; use {' or '.join(map(repr, UPDATES_ON))}")
     if job.update_on == "device" and not machine.gpus:
         raise ValueError("update_on='device' is for GPUs; here the CPU computes and updates: leave it out")
-    for name in ("tiles", "vocabulary_tile"):
+    for name in ("tiles", "loss_tiles"):
         value = getattr(job, name)
-        if value is not None and value < 1:
+        if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if job.generations not in (1, 2):
         raise ValueError(f"generations={job.generations} must be 1 or 2")

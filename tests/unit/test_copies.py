@@ -138,16 +138,19 @@ def test_a_step_s_copies_are_its_updates_window_and_the_rest_and_never_negative(
 def test_counted_copies_are_divided_like_planned_ones(held: Held, update: str, micro_batches: int) -> None:
     planned = copies(held, update, micro_batches)
     spilled = micro_batches * held.activations
-    counted = measured_copies(planned.total, update, micro_batches, activations=Copied(spilled, spilled))
+    sums = (micro_batches - 1) * held.grads
+    counted = measured_copies(
+        planned.total, update, micro_batches, activations=Copied(spilled, spilled), sums_h2d=sums
+    )
     for mine, other in ((counted.beside_states, planned.beside_states), (counted.rest, planned.rest)):
         assert (mine.h2d, mine.d2h) == (pytest.approx(other.h2d, abs=16), pytest.approx(other.d2h, abs=16))
 
 
 @settings(deadline=None)
-@given(st.builds(Copied, BYTES, BYTES), st.builds(Copied, BYTES, BYTES), st.sampled_from(UPDATES), st.integers(1, 9))
+@given(st.builds(Copied, BYTES, BYTES), st.builds(Copied, BYTES, BYTES), BYTES, st.sampled_from(UPDATES), st.integers(1, 9))
 def test_counts_that_do_not_agree_add_up_all_the_same(
-    total: Copied, activations: Copied, update: str, micro_batches: int
+    total: Copied, activations: Copied, sums: int, update: str, micro_batches: int
 ) -> None:
-    found = measured_copies(total, update, micro_batches, activations=activations)
+    found = measured_copies(total, update, micro_batches, activations=activations, sums_h2d=sums)
     assert (found.total.h2d, found.total.d2h) == (pytest.approx(total.h2d), pytest.approx(total.d2h))
     assert min(found.rest.h2d, found.rest.d2h, found.beside_states.h2d, found.beside_states.d2h) >= 0

@@ -86,8 +86,8 @@ def test_what_gpus_need_is_shown_part_by_part_and_where_updates_could_run(small:
     assert record["update_on"]["device"]["job"]["update_on"] == "device"
     assert record["plan"]["gpu"]["bytes"] == sum(record["plan"]["gpu"]["parts"].values())
     assert record["plan"]["mfu"] == pytest.approx(record["plan"]["model_flops_per_s_per_gpu"] / 165e12)
-    _, other = plan(small, *arguments, "--update-on", "device", "--tile-linears", "4", "--vocabulary-tile", "512", "--pcie-host", "50")
-    for wanted in ("linears in 4 tiles, loss of 512 words at once", "update deferred, on the GPU", "states in update"):
+    _, other = plan(small, *arguments, "--update-on", "device", "--tile-linears", "4", "--tile-loss", "8", "--pcie-host", "50")
+    for wanted in ("linears in 4 tiles, the loss in 8;", "update deferred, on the GPU", "states in update"):
         assert wanted in other, wanted
     assert "--pcie-host" not in other
     assert "Where updates run" not in plan(small, *MACHINE, "--gpus", "0")[1]
@@ -98,11 +98,11 @@ def test_a_model_too_large_for_its_gpus_says_what_would_do(small: Path) -> None:
     status, shown = plan(small, *MACHINE, *arguments)
     assert status == 1
     # Of 16,384 tokens: 192 MiB of inputs and 640 MiB of logits; 30.7 MiB of units and gradients, 640 MiB of CUDA. With
-    # 2,048 words at once a block's 368 MiB are the larger.
-    assert "GPU memory: 1.5 GiB is needed on each, 1.2 GiB is there; it fits with the loss of 2,048 words at once" in shown
-    assert "(inf.ops.linear_cross_entropy): 1.2 GiB, or 4 micro-batches (8,192 tokens in each, not 16,384): 1.1 GiB" in shown
+    # half of the logits a block's 368 MiB are the larger.
+    assert "GPU memory: 1.5 GiB is needed on each, 1.2 GiB is there; it fits with the loss in 2 tiles" in shown
+    assert "(inf.tile_loss(model, tiles=2)): 1.2 GiB, or 4 micro-batches (8,192 tokens in each, not 16,384): 1.1 GiB" in shown
     assert "One change with which it fits" in shown
-    assert plan(small, *MACHINE, *arguments, "--vocabulary-tile", "2048")[0] == 0
+    assert plan(small, *MACHINE, *arguments, "--tile-loss", "2")[0] == 0
 
 
 def test_changes_that_change_nothing_are_one_line(small: Path) -> None:
@@ -203,7 +203,7 @@ def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
         (["--peers", "-1"], "--peers -1: give GB/s"),
         (["--update-on", "device", "--gpus", "0"], "there is no other device than the CPU"),
         (["--tile-linears", "0"], "--tile-linears 0 must be at least 1"),
-        (["--vocabulary-tile", "0"], "--vocabulary-tile 0 must be at least 1"),
+        (["--tile-loss", "0"], "--tile-loss 0 must be at least 1"),
         (["--activations", "cpu", "--no-checkpointing"], "leave --no-checkpointing out"),
         (["--activations", "cpu", "--gpus", "0"], "in CPU memory already"),
         (["--bench", "/nowhere.json"], "/nowhere.json"),

@@ -6,6 +6,7 @@ to the GPUs and 2 M from them; 26 B through the CPU's memory by an update on the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import tempfile
@@ -17,7 +18,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import infinity as inf  # noqa: E402
 from infinity.cli.plan import read_shape  # noqa: E402
+from infinity.limits import turning_bytes_max  # noqa: E402
 from infinity.planning.changes import fewest_micro_batches, one_change, where_updates_run  # noqa: E402
 from infinity.planning.device_memory import gpu_need, least_need, ways_to_fit  # noqa: E402
 from infinity.planning.job import Job  # noqa: E402
@@ -25,6 +28,9 @@ from infinity.planning.machine import Machine, describe_machine  # noqa: E402
 from infinity.planning.predict import EFFICIENCY, predict  # noqa: E402
 from infinity.planning.shape import ModelShape, shape_of  # noqa: E402
 from infinity.sizes import GIB, MIB  # noqa: E402
+from tests import models  # noqa: E402
+from tests.device import simulated  # noqa: E402
+from tests.unit.aio.rig import BACKENDS  # noqa: E402
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "1b": {
@@ -227,14 +233,14 @@ def test_parts_of_gpu_memory_are_bounds_and_estimates_of_this_size() -> None:
     block = (4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096) * 2
     assert need.parts == {
         "gathered units": 3 * block,
-        "fresh gradients": 2 * block,  # of the unit in backward, and of one whose gradients leave
+        "fresh gradients": 3 * block,  # of the unit in backward, and of two whose gradients leave
         "inputs of blocks": 16_384 * 32 * 4096 * 2,
         "logits and loss (estimated)": 16_384 * 32_000 * 10,
         "CUDA and libraries (assumed)": 640 * MIB,
     }
     assert need.bytes == sum(need.parts.values())
-    tiled = gpu_need(llama("7b"), machine("h100"), dataclasses.replace(job, vocabulary_tile=8192))
-    # 8,192 words at 10 B and the hidden states' gradient at 4 are 98,304 B a token; a block's 49,152 + 44,032 elements 186,368.
+    tiled = gpu_need(llama("7b"), machine("h100"), dataclasses.replace(job, loss_tiles=4))
+    # 8,000 words at 10 B and the hidden states' gradient at 4 are 96,384 B a token; a block's 49,152 + 44,032 elements 186,368.
     assert tiled.parts["one block at work (estimated)"] == 16_384 * 186_368
     away = gpu_need(llama("7b"), machine("h100"), dataclasses.replace(job, activations="cpu"))
     assert away.parts["inputs of blocks"] == 4 * 16_384 * 4096 * 2  # two stay, two are on their way
@@ -249,8 +255,10 @@ def test_tiles_of_linears_make_units_smaller_down_to_what_cannot_be_tiled() -> N
     sizes = [shape.largest_tiled_bytes(tiles) for tiles in (1, 2, 64)]
     embedding = 32_000 * 4096 * 2  # looked up, not multiplied with
     assert sizes == [shape.largest_unit_bytes, embedding, embedding]
-    tied = llama("1b")
-    assert tied.largest_tiled_bytes(4) == tied.largest_unit_bytes  # the words, which the embedding shares
+    tied, words = llama("1b"), 128_256 * 2048 * 2
+    assert tied.largest_unit_bytes == words
+    assert tied.largest_tiled_bytes(4) == words / 4  # an embedding that shares them is tiled, too
+    assert tied.largest_tiled_bytes(1, 8) == (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * 2048) * 2  # a block
     torch.manual_seed(0)
     wide = shape_of(torch.nn.Sequential(torch.nn.Linear(64, 1001, bias=False), torch.nn.Linear(1001, 8)))
     assert wide.largest_tiled_bytes(8) == 126 * 64 * 4  # seven tiles of 125 rows and one of 126
@@ -262,7 +270,7 @@ def test_what_does_not_fit_says_which_change_alone_would_do_and_with_how_much() 
     found = predict(llama("70b", False), there, job)
     assert not found.gpu.fits
     text = found.why_not[0]
-    assert text.startswith("GPU memory: 30.7 GiB is needed on each, 23.6 GiB is there; it fits with ")
+    assert text.startswith("GPU memory: 32.7 GiB is needed on each, 23.6 GiB is there; it fits with ")
     ways = {way.name: way for way in ways_to_fit(llama("70b", False), there, job)}
     assert set(ways) == {"activations on the CPU", "activations on the drives", "8 micro-batches"}
     assert ways["8 micro-batches"].how == "4,096 tokens in each, not 8,192"
@@ -280,12 +288,12 @@ def test_where_no_change_alone_is_enough_all_together_are_told() -> None:
     there = machine("rtx4090")
     found = predict(llama("70b"), there, job)
     assert ways_to_fit(llama("70b"), there, job) == []
-    assert "no single change of the job is enough: all that there are together need 14.2 GiB, enough" in found.why_not[0]
-    # Three embeddings gathered and the gradients of two, four inputs of blocks, a block that works on one sequence, CUDA.
+    assert "no single change of the job is enough: all that there are together need 16.2 GiB, enough" in found.why_not[0]
+    # Three embeddings gathered and the gradients of three, four inputs of blocks, a block that works on one sequence, CUDA.
     embedding, one = 128_256 * 8192 * 2, 8192 * 8192 * 2
-    least = 5 * embedding + 4 * one + 8192 * 2 * (12 * 8192 + 4 * 28672) + 640 * MIB
+    least = 6 * embedding + 4 * one + 8192 * 2 * (12 * 8192 + 4 * 28672) + 640 * MIB
     assert least_need(llama("70b"), there, job).bytes == least
-    assert least == pytest.approx(14.16 * GIB, rel=1e-3)
+    assert least == pytest.approx(16.12 * GIB, rel=1e-3)
     tight = describe_machine(gpu="rtx4090", gpu_mem_bytes=8 * GIB, ram_bytes=512 * GIB)
     assert "too much still; shorter sequences need less" in predict(llama("70b"), tight, job).why_not[0]
 
@@ -321,3 +329,50 @@ def test_gradients_that_wait_in_fp32_are_copied_in_fp32() -> None:
     job = Job(tokens=16_384, sequence=4096, micro_batches=2, grad_dtype=torch.float32)
     found = predict(llama("1b"), machine("h200"), job)
     assert (found.copied.h2d, found.copied.d2h) == ((8 + 4) * params, 8 * params)
+
+
+# -- beside the engine, which computes on a simulated device -----------------------------------------------------------
+
+
+def on_device(monkeypatch: pytest.MonkeyPatch, directory: Path, job: Job, **policy: Any) -> tuple[inf.Stats, ModelShape, int]:
+    """What four steps of `job` on a simulated device were, the shape of their model, and how much may stay at turning points."""
+    torch.manual_seed(0)
+    model = models.llama(layers=6).bfloat16()
+    shape = shape_of(model)
+    with simulated(monkeypatch, delay_us=0):
+        inf.offload(model, inf.Policy(**policy, nvme=[directory]))
+        optimizer, handle = inf.AdamW(model.parameters()), inf.handle(model)
+        for _ in range(4):
+            for number, batch in enumerate(models.token_batches(job.micro_batches)):
+                last = number == job.micro_batches - 1
+                with contextlib.nullcontext() if last else handle.no_sync():
+                    models.loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.flush()
+        stats, kept = handle.stats(), handle.residency.gathered_bytes_max
+        handle.close()
+    return stats, shape, kept
+
+
+@pytest.mark.skipif(BACKENDS == ["python"], reason="copies to a device need the native extension")
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("update", ["deferred", "backward", "delayed"])
+def test_the_engine_copies_holds_and_keeps_what_the_plan_says(
+    update: str, micro_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tokens=64 * micro_batches, sequence=32, micro_batches=micro_batches, update=update)
+    given_ = {"update": update, "params": "nvme", "optim": "nvme", "ram": 64 * MIB, "delayed_warmup": 0}
+    stats, shape, kept = on_device(monkeypatch, tmp_path, job, **given_)
+    found = predict(shape, describe_machine(ram_bytes=64 * MIB), job)
+    assert stats.ram_bytes == found.ram.bytes
+    assert stats.gathered_bytes_peak <= found.gpu.parts["gathered units"]
+    assert stats.fresh_grad_bytes_peak <= found.gpu.parts["fresh gradients"]
+    assert stats.terms is not None
+    copied, planned = stats.terms.copied.total, found.copied
+    assert copied.d2h == pytest.approx(2 * shape.params * micro_batches, abs=1)  # without the padding of what is gathered
+    assert copied.d2h <= planned.d2h
+    if update != "delayed":  # whose passes take parameters from their copy in RAM by torch, which the executor does not count
+        # Nor does it count the sums of gradients that go up to be added to.
+        gathers = planned.h2d - (micro_batches - 1) / micro_batches * planned.d2h
+        assert gathers - turning_bytes_max(kept, update, micro_batches) <= copied.h2d <= gathers
