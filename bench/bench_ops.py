@@ -32,6 +32,7 @@ from infinity.ops import choice
 from infinity.ops.adamw import hyper_row
 from infinity.ops.chunk_update import update_chunk
 from infinity.ops.groups import Quantised, dequantise, quantise
+from infinity.ops.unscale_norm import unscale_norm
 
 FLUSH_BYTES = 256 << 20
 """Written before each measurement: more than the L2 cache of any GPU there is."""
@@ -125,10 +126,30 @@ def update(device: torch.device, smoke: bool) -> Iterator[Case]:
         yield Case("update", f"AdamW, {name}, a chunk of {numel:,}", traffic, both("update", run))
 
 
+def unscale(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """A gradient before it leaves. "torch" sums in the same order; "torch plain" in its own, as one would write it."""
+    for shape in [(1 << 10, 16)] if smoke else [(4096, 14336), (128256, 4096)]:
+        for source, target in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
+            grad = torch.randn(shape, device=device).to(source)
+            out = torch.empty(shape, dtype=target, device=device)
+
+            def run(grad: torch.Tensor = grad, out: torch.Tensor = out) -> object:
+                return unscale_norm(grad, out, factor=1 / 1024)
+
+            def plain(grad: torch.Tensor = grad, out: torch.Tensor = out) -> object:
+                torch.mul(grad, 1 / 1024, out=out)
+                return torch.linalg.vector_norm(out, dtype=torch.float32), torch.isfinite(out).all()
+
+            what = f"{shape[0]:,} x {shape[1]:,} {str(source)[6:]} to {str(target)[6:]}"
+            traffic = grad.nbytes + out.nbytes
+            yield Case("unscale_norm", what, traffic, {**both("unscale_norm", run), "torch plain": plain})
+
+
 CASES: dict[str, Callable[[torch.device, bool], Iterator[Case]]] = {
     "group_quantise": group_quantise,
     "group_dequantise": group_dequantise,
     "update": update,
+    "unscale_norm": unscale,
 }
 """Operation -> its cases on a device; the second argument asks for tiny ones."""
 

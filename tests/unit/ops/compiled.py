@@ -95,7 +95,16 @@ def update() -> None:
         update_triton(state_format, sections, segs, hypers)
 
 
-OPS: dict[str, Callable[[], None]] = {"groups": groups, "update": update}
+def unscale_norm() -> None:
+    from infinity.ops.unscale_norm_triton import unscale_norm_triton
+
+    grad = torch.zeros(256, 256)
+    for source, target in itertools.product((torch.bfloat16, torch.float16, torch.float32), repeat=2):
+        unscale_norm_triton(grad.to(source), grad.to(target), 0.5, False)
+        unscale_norm_triton(grad.to(source).t(), grad.to(target), torch.ones(()), True)
+
+
+OPS: dict[str, Callable[[], None]] = {"groups": groups, "update": update, "unscale_norm": unscale_norm}
 
 
 def main() -> None:
