@@ -15,6 +15,7 @@ There is nothing to measure on a CPU, where Triton runs in its interpreter.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -30,7 +31,7 @@ import torch
 from infinity.aio.plan import HYPER, QUANT_GROUP, SEG, Format, Master, Moments, chunk_numel
 from infinity.ops import choice
 from infinity.ops.adamw import hyper_row
-from infinity.ops.chunk_update import update_chunk
+from infinity.ops.chunk_update import UpdatePlan
 from infinity.ops.groups import Quantised, dequantise, quantise
 from infinity.ops.unscale_norm import unscale_norm
 
@@ -114,16 +115,13 @@ def update(device: torch.device, smoke: bool) -> Iterator[Case]:
         ]
         grad = torch.randn(numel, device=device).to(torch.bfloat16)
 
-        def run(
-            state_format: Format = state_format,
-            sections: list[torch.Tensor] = sections,
-            segs: Any = segs,
-            grad: torch.Tensor = grad,
-        ) -> None:
-            update_chunk(state_format, sections, segs, hypers, grad=grad)
-
+        arms: dict[str, Callable[[], object]] = {}
+        for which in choice.IMPLEMENTATIONS if device.type == "cuda" else ("torch",):
+            with choice.forced(update=which):  # a plan is made once a step, and holds to what was chosen then
+                plan = UpdatePlan(state_format, [segs], hypers, device=device, grad_dtype=grad.dtype)
+            arms[which] = functools.partial(plan.run, 0, sections, grad)
         traffic = 2 * numel + 2 * sum(section.numel() for section in sections)
-        yield Case("update", f"AdamW, {name}, a chunk of {numel:,}", traffic, both("update", run))
+        yield Case("update", f"AdamW, {name}, a chunk of {numel:,}", traffic, arms)
 
 
 def unscale(device: torch.device, smoke: bool) -> Iterator[Case]:

@@ -2,14 +2,14 @@
 
     squares, finite = unscale_norm(grad, out, factor=1 / scale)
 
-Written is `grad * factor` (or `/ factor`): raised to fp32, one rounding, then rounded to the dtype of `out`, to nearest, ties to even.
-Summed and judged is what was written, so that the optimizer, which sees just that, is clipped by the norm of what it
+Written is `grad * factor` (or `/ factor`): raised to fp32, one rounding, then rounded to the dtype of `out`, to nearest, ties to
+even. Summed and judged is what was written, so that the optimizer, which sees just that, is clipped by the norm of what it
 gets, and an overflow in fp16 is found.
 
-**The sum has one order**, whoever computes it: squares in fp32, blocks of BLOCK_NUMEL elements by pairs of neighbours, then pairs of
-pairs; the blocks' sums into PARTIALS columns, column by column, in the order of the blocks; then the columns, by pairs. So its
-bits depend on no device, no number of threads, and not on whether torch or Triton computes (infinity/ops/choice.py); and
-its error grows with the logarithm of the elements, not with their number. No atomics.
+**The sum has one order**, whoever computes it: squares in fp32, blocks of BLOCK_NUMEL elements by pairs of neighbours, then pairs
+of pairs; the blocks' sums into PARTIALS columns, row after row, in the order of the blocks; then the columns, by pairs. So
+its bits depend on no device, no number of threads, and not on whether torch or Triton computes (infinity/ops/choice.py); and
+it is 22 additions deep, and one more per 4 million elements. No atomics.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def unscale_norm(
         )
     if isinstance(factor, torch.Tensor):
         if factor.numel() != 1 or factor.device != grad.device:
-            raise ValueError(f"factor is {list(factor.shape)} on {factor.device}: use one element on {grad.device}, or a number")
+            raise ValueError(
+                f"factor is {list(factor.shape)} on {factor.device}: use one element on {grad.device}, or a number"
+            )
         factor = factor.detach().to(torch.float32)
     else:
         factor = float(factor)  # of an integer 1 Triton would make a constant

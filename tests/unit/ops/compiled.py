@@ -75,8 +75,9 @@ def groups() -> None:
 
 
 def update() -> None:
-    from infinity.aio.plan import HYPER, SEG, Algorithm, Format, GradDtype, Master, Moments
-    from infinity.ops.update_triton import update_triton
+    from infinity.aio.plan import HYPER, Algorithm, Format, GradDtype, Master, Moments
+    from infinity.ops.chunk_update import RESOLVED
+    from infinity.ops.update_triton import Launches
 
     cases = [
         (Format.SPLIT, Algorithm.ADAMW, GradDtype.BF16),
@@ -90,9 +91,9 @@ def update() -> None:
     ]
     for state_format, algorithm, grad_dtype in cases:
         sections = [torch.zeros(kind.size_bytes(4096), dtype=torch.uint8) for kind in state_format.sections]
-        grad, segs, hypers = torch.zeros(4096), np.zeros(1, SEG), np.zeros(1, HYPER)
+        grad, segs, hypers = torch.zeros(4096), np.zeros(1, RESOLVED), np.zeros(1, HYPER)
         segs["numel"], segs["grad"], segs["grad_dtype"], hypers["algorithm"] = 4096, grad.data_ptr(), grad_dtype, algorithm
-        update_triton(state_format, sections, segs, hypers)
+        Launches(state_format, [segs], hypers, torch.device("cpu")).run(0, sections, 1 << 40)
 
 
 def unscale_norm() -> None:
