@@ -307,7 +307,7 @@ class UnitResidency:
     def _marks(self) -> Marks:
         """What the clock divides into phases."""
         grads = self._rest.grads_read_bytes, self._rest.grads_written_bytes
-        return Marks.of(self._executor.stats().drives, self._rest.params_read_bytes, self.wait_s + self.update_wait_s, grads)
+        return Marks.of(self._executor.stats(), self._rest.params_read_bytes, self.wait_s + self.update_wait_s, grads)
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
