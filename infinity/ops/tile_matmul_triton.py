@@ -24,34 +24,34 @@ from infinity.ops import choice
 from infinity.ops.tuning_triton import Tuned, block_k, block_of, configs, loop_end, operand, precision, rounded, shape_key, widened
 
 
-@triton.jit(do_not_specialize=["shape_key"])  # type: ignore[untyped-decorator]
-def _product(  # type: ignore[no-untyped-def]
-    a_ptr,
-    b_ptr,
-    sum_ptr,
-    bias_ptr,
-    out_ptr,
-    m,
-    n,
-    k,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    stride_sm,
-    stride_sn,
-    stride_bias,
-    stride_om,
-    stride_on,
-    shape_key,
-    ACCUMULATE: tl.constexpr,  # noqa: N803
-    BIAS: tl.constexpr,  # noqa: N803
-    PRECISION: tl.constexpr,  # noqa: N803
-    INTERPRETED: tl.constexpr,  # noqa: N803
-    BLOCK_K: tl.constexpr,  # noqa: N803
-    BLOCK_M: tl.constexpr,  # noqa: N803
-    BLOCK_N: tl.constexpr,  # noqa: N803
-):
+@triton.jit(do_not_specialize=["shape_key"])
+def _product(
+    a_ptr: Any,
+    b_ptr: Any,
+    sum_ptr: Any,
+    bias_ptr: Any,
+    out_ptr: Any,
+    m: Any,
+    n: Any,
+    k: Any,
+    stride_am: Any,
+    stride_ak: Any,
+    stride_bk: Any,
+    stride_bn: Any,
+    stride_sm: Any,
+    stride_sn: Any,
+    stride_bias: Any,
+    stride_om: Any,
+    stride_on: Any,
+    shape_key: Any,
+    ACCUMULATE: tl.constexpr,
+    BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
     """out[m, n] = sum[m, n] + a[m, k] @ b[k, n] + bias[n], summed in fp32, a block of out per program."""
     block_m, block_n = block_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, 8)
     # 64-bit from here on: a row times its stride may pass 2^31 elements.
@@ -86,25 +86,25 @@ _wide = Tuned(_product, configs(torch.float32), restore=("out_ptr",))
 _narrow = Tuned(_product, configs(torch.bfloat16), restore=("out_ptr",))
 
 
-def product(
+def tile_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
     *,
-    sum_so_far: torch.Tensor | None = None,
+    accumulator: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """out = sum_so_far + a @ b + bias, summed in fp32 and rounded once, to out's dtype. Returns `out`.
+) -> None:
+    """out = accumulator + a @ b + bias, summed in fp32 and rounded once, to out's dtype: infinity/ops/tile_matmul.py's contract.
 
-    Shapes: a [M, K], b [K, N], out and sum_so_far [M, N], bias [N], any strides (transposes are strides). a and b are of one
-    dtype, bf16, fp16 or fp32; the others of any of these. sum_so_far may be `out` itself; None: zero. Raises: ValueError for
+    Shapes: a [M, K], b [K, N], out and accumulator [M, N], bias [N], any strides (transposes are strides). a and b are of one
+    dtype, bf16, fp16 or fp32; the others of any of these. accumulator may be `out` itself; None: zero. Raises: ValueError for
     shapes, dtypes or devices that do not go together.
     """
-    _check(a, b, out, sum_so_far, bias)
+    _check(a, b, out, accumulator, bias)
     (m, k), n = a.shape, b.shape[1]
     if not m or not n:
-        return out
-    added = a if sum_so_far is None else sum_so_far
+        return
+    added = a if accumulator is None else accumulator
     tuned = _wide if a.dtype == torch.float32 else _narrow
 
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:
@@ -127,26 +127,25 @@ def product(
         0 if bias is None else bias.stride(0),
         *out.stride(),
         shape_key(m, n, k),
-        ACCUMULATE=sum_so_far is not None,
+        ACCUMULATE=accumulator is not None,
         BIAS=bias is not None,
         PRECISION=precision(a.dtype),
         INTERPRETED=choice.interpreted(),
         BLOCK_K=block_k(a.dtype),
     )
-    return out
 
 
 def _check(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, sum_so_far: torch.Tensor | None, bias: torch.Tensor | None
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulator: torch.Tensor | None, bias: torch.Tensor | None
 ) -> None:
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"a product of {tuple(a.shape)} and {tuple(b.shape)}: pass [M, K] and [K, N]")
     if a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"a product of {a.dtype} and {b.dtype}: pass two bf16, two fp16 or two fp32 tensors")
     shape = (a.shape[0], b.shape[1])
-    for name, tensor, expected in (("out", out, shape), ("sum_so_far", sum_so_far, shape), ("bias", bias, shape[1:])):
+    for name, tensor, expected in (("out", out, shape), ("accumulator", accumulator, shape), ("bias", bias, shape[1:])):
         if tensor is not None and tuple(tensor.shape) != expected:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; this product needs {expected}")
-    for tensor in (b, out, sum_so_far, bias):
+    for tensor in (b, out, accumulator, bias):
         if tensor is not None and tensor.device != a.device:
             raise ValueError(f"a product of tensors on {a.device} and {tensor.device}: bring them together first")

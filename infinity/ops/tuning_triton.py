@@ -36,16 +36,16 @@ _using: list[int] = []
 _lock = threading.RLock()  # Triton's tuner keeps the arguments of a call on itself, and backward runs in threads of its own
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def widened(values, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def widened(values: Any, INTERPRETED: tl.constexpr) -> Any:
     """Values of any float dtype as fp32, exactly."""
     if INTERPRETED and values.dtype == tl.bfloat16:
         return (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return values.to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def rounded(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def rounded(values: Any, dtype: tl.constexpr, INTERPRETED: tl.constexpr) -> Any:
     """fp32 values in `dtype`, to nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
@@ -54,24 +54,24 @@ def rounded(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):  # type: ig
     return values.to(dtype)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def operand(values, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def operand(values: Any, INTERPRETED: tl.constexpr) -> Any:
     """What `tl.dot` takes: the values as they are; bf16 as fp32 in the interpreter, where a product is exact as well."""
     if INTERPRETED and values.dtype == tl.bfloat16:
         return widened(values, INTERPRETED)
     return values
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def loop_end(count, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def loop_end(count: Any, INTERPRETED: tl.constexpr) -> Any:
     """An integer as the end of a `range`: the interpreter's are arrays of one element, which recent numpy takes for no index."""
     if INTERPRETED:
         return count.handle.data.item()
     return count
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def row_sums(values, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def row_sums(values: Any, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr) -> Any:
     """[ROWS, 2 ** LOG2_COLUMNS] fp32 -> [ROWS], neighbours first, then neighbouring pairs, and so on.
 
     `tl.sum` over a whole row adds in an order that depends on how the row lies over lanes and warps; of two numbers there is
@@ -82,8 +82,8 @@ def row_sums(values, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr):  # type: i
     return tl.reshape(values, [ROWS])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def block_of(pid, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def block_of(pid: Any, rows: Any, columns: Any, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr) -> Any:
     """(row block, column block) of a program: GROUP_M row blocks beside each other share what they read of the columns in L2."""
     row_blocks = tl.cdiv(rows, BLOCK_M)
     in_group = GROUP_M * tl.cdiv(columns, BLOCK_N)
