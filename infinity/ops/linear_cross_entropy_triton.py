@@ -40,26 +40,26 @@ _SPAN = 8 * _BLOCK
 
 @triton.jit
 def _logits(
-    hidden_ptr: Any,
-    weight_ptr: Any,
-    bias_ptr: Any,
-    rows: Any,
-    columns: Any,
-    row_count: Any,
-    column_count: Any,
-    features: Any,
-    stride_hm: Any,
-    stride_hk: Any,
-    stride_wn: Any,
-    stride_wk: Any,
-    stride_bias: Any,
+    hidden_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    row_count: tl.tensor,
+    column_count: tl.tensor,
+    features: tl.tensor,
+    stride_hm: tl.tensor,
+    stride_hk: tl.tensor,
+    stride_wn: tl.tensor,
+    stride_wk: tl.tensor,
+    stride_bias: tl.tensor,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """fp32 [BLOCK_M, BLOCK_N] logits of int64 rows and columns; the bias alone, or 0, where they are outside."""
     inner = tl.arange(0, BLOCK_K).to(tl.int64)
     hidden_ptrs = hidden_ptr + rows[:, None] * stride_hm + inner[None, :] * stride_hk
@@ -82,23 +82,23 @@ def _logits(
 
 @triton.jit(do_not_specialize=["start", "shape_key"])
 def _partials(
-    hidden_ptr: Any,
-    weight_ptr: Any,
-    bias_ptr: Any,
-    target_ptr: Any,
-    found_ptr: Any,
-    target_logit_ptr: Any,
-    row_count: Any,
-    column_count: Any,
-    features: Any,
-    start: Any,
-    stride_hm: Any,
-    stride_hk: Any,
-    stride_wn: Any,
-    stride_wk: Any,
-    stride_bias: Any,
-    stride_target: Any,
-    shape_key: Any,
+    hidden_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    found_ptr: tl.tensor,
+    target_logit_ptr: tl.tensor,
+    row_count: tl.tensor,
+    column_count: tl.tensor,
+    features: tl.tensor,
+    start: tl.tensor,
+    stride_hm: tl.tensor,
+    stride_hk: tl.tensor,
+    stride_wn: tl.tensor,
+    stride_wk: tl.tensor,
+    stride_bias: tl.tensor,
+    stride_target: tl.tensor,
+    shape_key: tl.tensor,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -147,26 +147,26 @@ def _partials(
 
 @triton.jit(do_not_specialize=["start", "shape_key"])
 def _dlogits(
-    hidden_ptr: Any,
-    weight_ptr: Any,
-    bias_ptr: Any,
-    target_ptr: Any,
-    lse_ptr: Any,
-    scale_ptr: Any,
-    out_ptr: Any,
-    row_count: Any,
-    column_count: Any,
-    features: Any,
-    start: Any,
-    taken: Any,
-    smooth: Any,
-    stride_hm: Any,
-    stride_hk: Any,
-    stride_wn: Any,
-    stride_wk: Any,
-    stride_bias: Any,
-    stride_target: Any,
-    shape_key: Any,
+    hidden_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    row_count: tl.tensor,
+    column_count: tl.tensor,
+    features: tl.tensor,
+    start: tl.tensor,
+    taken: tl.tensor,
+    smooth: tl.tensor,
+    stride_hm: tl.tensor,
+    stride_hk: tl.tensor,
+    stride_wn: tl.tensor,
+    stride_wk: tl.tensor,
+    stride_bias: tl.tensor,
+    stride_target: tl.tensor,
+    shape_key: tl.tensor,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -293,7 +293,9 @@ def _common(
 
 def _check(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor) -> None:
     assert hidden.dim() == 2, hidden.shape
-    assert weight.dim() == 2 and weight.shape[1] == hidden.shape[1], (hidden.shape, weight.shape)
-    assert weight.dtype == hidden.dtype and hidden.dtype in (torch.bfloat16, torch.float16, torch.float32), (hidden.dtype, weight.dtype)
+    assert weight.shape == (weight.shape[0], hidden.shape[1]), (hidden.shape, weight.shape)
+    assert hidden.dtype in (torch.bfloat16, torch.float16, torch.float32), hidden.dtype
+    assert weight.dtype == hidden.dtype, (hidden.dtype, weight.dtype)
     assert bias is None or bias.shape == weight.shape[:1], bias
-    assert target.dtype == torch.int64 and target.shape == hidden.shape[:1], (target.dtype, target.shape)
+    assert target.dtype == torch.int64, target.dtype
+    assert target.shape == hidden.shape[:1], (target.shape, hidden.shape)

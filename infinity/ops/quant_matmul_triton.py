@@ -19,60 +19,73 @@ import triton.language as tl
 
 from infinity.ops import choice
 from infinity.ops.quant_matmul import Int8Weight, Weight
-from infinity.ops.tuning_triton import Tuned, block_k, block_of, loop_end, operand, precision, rounded, shape_key, widened
+from infinity.ops.tuning_triton import (
+    Tuned,
+    block_k,
+    block_of,
+    loop_end,
+    operand,
+    precision,
+    rounded,
+    shape_key,
+    widened,
+)
 
 
 @triton.jit
 def _scales(
-    scale_ptr: Any,
-    features: Any,
-    inner: Any,
-    feature_count: Any,
-    inner_count: Any,
-    first_feature: Any,
-    stride_feature: Any,
-    stride_inner: Any,
+    scale_ptr: tl.tensor,
+    features: tl.tensor,
+    inner: tl.tensor,
+    feature_count: tl.tensor,
+    inner_count: tl.tensor,
+    first_feature: tl.tensor,
+    first_inner: tl.tensor,
+    stride_feature: tl.tensor,
+    stride_inner: tl.tensor,
     GROUP: tl.constexpr,
     BY_ROWS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK_N: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """fp32 scales of codes [features, inner], as [features, 1] or [1, inner] where one scale serves all of the other side.
 
     BY_ROWS: groups lie along `inner`, of which there is no more than one here; else along the features. Strides: of the scales,
     per feature and per inner element where that side is not grouped, per group where it is.
     """
+    feature_inside, inner_inside = features < feature_count, inner < inner_count
+    # One return at the end: Triton wants the same shape of all.
     if BY_ROWS:
-        group = tl.min(inner, axis=0) // GROUP
-        scale = tl.load(scale_ptr + features * stride_feature + group * stride_inner, mask=features < feature_count, other=0.0)
-        return widened(scale, INTERPRETED)[:, None]
-    if GROUP % BLOCK_N == 0:
-        group = first_feature // GROUP
-        scale = tl.load(scale_ptr + inner * stride_inner + group * stride_feature, mask=inner < inner_count, other=0.0)
-        return widened(scale, INTERPRETED)[None, :]
-    pointers = scale_ptr + (features // GROUP)[:, None] * stride_feature + inner[None, :] * stride_inner
-    inside = (features < feature_count)[:, None] & (inner < inner_count)[None, :]
-    return widened(tl.load(pointers, mask=inside, other=0.0), INTERPRETED)
+        found = tl.load(scale_ptr + features * stride_feature + first_inner // GROUP * stride_inner, mask=feature_inside, other=0.0)
+        scale = widened(found, INTERPRETED)[:, None]
+    elif GROUP % BLOCK_N == 0:
+        found = tl.load(scale_ptr + inner * stride_inner + first_feature // GROUP * stride_feature, mask=inner_inside, other=0.0)
+        scale = widened(found, INTERPRETED)[None, :]
+    else:
+        pointers = scale_ptr + (features // GROUP)[:, None] * stride_feature + inner[None, :] * stride_inner
+        found = tl.load(pointers, mask=feature_inside[:, None] & inner_inside[None, :], other=0.0)
+        scale = widened(found, INTERPRETED)
+    return scale  # noqa: RET504
 
 
 @triton.jit(do_not_specialize=["shape_key"])
 def _multiply(
-    x_ptr: Any,
-    codes_ptr: Any,
-    more_ptr: Any,
-    bias_ptr: Any,
-    out_ptr: Any,
-    token_count: Any,
-    feature_count: Any,
-    inner_count: Any,
-    stride_xm: Any,
-    stride_xk: Any,
-    stride_cn: Any,
-    stride_ck: Any,
-    stride_mn: Any,
-    stride_mk: Any,
-    stride_bias: Any,
-    shape_key: Any,
+    x_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    more_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    token_count: tl.tensor,
+    feature_count: tl.tensor,
+    inner_count: tl.tensor,
+    stride_xm: tl.tensor,
+    stride_xk: tl.tensor,
+    stride_cn: tl.tensor,
+    stride_ck: tl.tensor,
+    stride_mn: tl.tensor,
+    stride_mk: tl.tensor,
+    stride_bias: tl.tensor,
+    shape_key: tl.tensor,
     COMPACT: tl.constexpr,
     GROUP: tl.constexpr,
     BY_ROWS: tl.constexpr,
@@ -111,7 +124,7 @@ def _multiply(
                 weight = low  # 8 significant bits: rounding to bf16 changes nothing
         else:
             scale = _scales(
-                more_ptr, features, inner, feature_count, inner_count, block_n.to(tl.int64) * BLOCK_N,
+                more_ptr, features, inner, feature_count, inner_count, block_n * BLOCK_N, start,
                 stride_mn, stride_mk, GROUP, BY_ROWS, INTERPRETED, BLOCK_N,
             )  # fmt: skip
             weight = codes.to(tl.float32) * scale

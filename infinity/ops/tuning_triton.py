@@ -37,7 +37,7 @@ _lock = threading.RLock()  # Triton's tuner keeps the arguments of a call on its
 
 
 @triton.jit
-def widened(values: Any, INTERPRETED: tl.constexpr) -> Any:
+def widened(values: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
     """Values of any float dtype as fp32, exactly."""
     if INTERPRETED and values.dtype == tl.bfloat16:
         return (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -45,17 +45,17 @@ def widened(values: Any, INTERPRETED: tl.constexpr) -> Any:
 
 
 @triton.jit
-def rounded(values: Any, dtype: tl.constexpr, INTERPRETED: tl.constexpr) -> Any:
+def rounded(values: tl.tensor, dtype: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
     """fp32 values in `dtype`, to nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
-        bits = tl.where(values != values, 0x7FC00000, bits + 0x7FFF + ((bits >> 16) & 1))  # noqa: PLR0124 (NaN)
+        bits = tl.where(values != values, 0x7FC00000, bits + 0x7FFF + ((bits >> 16) & 1))
         return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return values.to(dtype)
 
 
 @triton.jit
-def operand(values: Any, INTERPRETED: tl.constexpr) -> Any:
+def operand(values: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
     """What `tl.dot` takes: the values as they are; bf16 as fp32 in the interpreter, where a product is exact as well."""
     if INTERPRETED and values.dtype == tl.bfloat16:
         return widened(values, INTERPRETED)
@@ -63,7 +63,7 @@ def operand(values: Any, INTERPRETED: tl.constexpr) -> Any:
 
 
 @triton.jit
-def loop_end(count: Any, INTERPRETED: tl.constexpr) -> Any:
+def loop_end(count: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
     """An integer as the end of a `range`: the interpreter's are arrays of one element, which recent numpy takes for no index."""
     if INTERPRETED:
         return count.handle.data.item()
@@ -71,7 +71,7 @@ def loop_end(count: Any, INTERPRETED: tl.constexpr) -> Any:
 
 
 @triton.jit
-def row_sums(values: Any, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr) -> Any:
+def row_sums(values: tl.tensor, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr) -> tl.tensor:
     """[ROWS, 2 ** LOG2_COLUMNS] fp32 -> [ROWS], neighbours first, then neighbouring pairs, and so on.
 
     `tl.sum` over a whole row adds in an order that depends on how the row lies over lanes and warps; of two numbers there is
@@ -83,7 +83,7 @@ def row_sums(values: Any, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr) -> Any
 
 
 @triton.jit
-def block_of(pid: Any, rows: Any, columns: Any, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr) -> Any:
+def block_of(pid: tl.tensor, rows: tl.tensor, columns: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr) -> tl.tensor:
     """(row block, column block) of a program: GROUP_M row blocks beside each other share what they read of the columns in L2."""
     row_blocks = tl.cdiv(rows, BLOCK_M)
     in_group = GROUP_M * tl.cdiv(columns, BLOCK_N)
