@@ -137,7 +137,7 @@ def tile_matmul(
         *added.stride(),
         0 if bias is None else bias.stride(0),
         *out.stride(),
-        shape_key(m, n, k),
+        shape_key(m, n, k, form=(a.stride(1) == 1, b.stride(1) == 1, accumulator is not None)),
         ACCUMULATE=accumulator is not None,
         BIAS=bias is not None,
         PRECISION=precision(a.dtype),

@@ -8,7 +8,7 @@ orders a sum is fixed: BLOCK_K by the dtype (`block_k`), sums over columns by `r
 programs. Every configuration keeps BLOCK_M and BLOCK_N at 64 or more and whole warp groups, so that all of them compile to the
 same matrix instruction of a device. Tests run every configuration on the same operands and compare bits.
 
-Measured once per device, dtypes and shape (dimensions rounded up to powers of two), kept on disk in Triton's cache directory
+Measured once per kind of device, dtypes, transposes and shape (dimensions rounded up to powers of two), kept on disk in Triton's cache directory
 (`TRITON_CACHE_DIR`) where this Triton can (`cache_results`, looked up in its signature), else for the life of the process.
 A measurement runs the kernel several times: what it adds to is put back (`restore`), which takes a copy of it meanwhile.
 
@@ -116,11 +116,14 @@ def configs(dtype: torch.dtype) -> list[Any]:
     ]
 
 
-def shape_key(*dims: int) -> int:
-    """Dimensions rounded up to powers of two, as one integer: what the choice of a configuration is kept under."""
+def shape_key(*dims: int, form: tuple[bool, ...] = ()) -> int:
+    """Dimensions rounded up to powers of two, and what else changes a kernel's speed (transposes and the like), as one integer:
+    what the choice of a configuration is kept under, beside the dtypes. Three dimensions and some flags fit 31 bits."""
     key = 0
     for dim in dims:
         key = key << 6 | max(dim - 1, 0).bit_length()
+    for flag in form:
+        key = key << 1 | flag
     return key
 
 
