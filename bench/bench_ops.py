@@ -27,6 +27,7 @@ import harness
 import torch
 
 from infinity.ops import choice
+from infinity.ops.groups import Quantised, dequantise, quantise
 
 FLUSH_BYTES = 256 << 20
 """Written before each measurement: more than the L2 cache of any GPU there is."""
@@ -60,7 +61,38 @@ def both(op: str, run: Callable[[], object]) -> dict[str, Callable[[], object]]:
     return {which: forced(which) for which in choice.IMPLEMENTATIONS}
 
 
-CASES: dict[str, Callable[[torch.device, bool], Iterator[Case]]] = {}
+def group_quantise(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """qwZ's and qgZ's blocks, from bf16."""
+    numel = 1 << (14 if smoke else 27)
+    values = torch.randn(numel, device=device).to(torch.bfloat16)
+    for bits, group_numel in ((8, 256), (4, 128)):
+
+        def run(bits: int = bits, group_numel: int = group_numel) -> Quantised:
+            return quantise(values, bits=bits, group_numel=group_numel)
+
+        traffic = numel * 2 + run().size_bytes
+        yield Case("group_quantise", f"{numel:,} bf16 to int{bits} in {group_numel}s", traffic, both("group_quantise", run))
+
+
+def group_dequantise(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """And back."""
+    numel = 1 << (14 if smoke else 27)
+    values = torch.randn(numel, device=device).to(torch.bfloat16)
+    out = torch.empty_like(values)
+    for bits, group_numel in ((8, 256), (4, 128)):
+        q = quantise(values, bits=bits, group_numel=group_numel)
+
+        def run(q: Quantised = q) -> object:
+            return dequantise(q, out=out)
+
+        what = f"{numel:,} bf16 from int{bits} in {group_numel}s"
+        yield Case("group_dequantise", what, numel * 2 + q.size_bytes, both("group_dequantise", run))
+
+
+CASES: dict[str, Callable[[torch.device, bool], Iterator[Case]]] = {
+    "group_quantise": group_quantise,
+    "group_dequantise": group_dequantise,
+}
 """Operation -> its cases on a device; the second argument asks for tiny ones."""
 
 
@@ -109,7 +141,7 @@ def measure(names: list[str], *, rounds: int, smoke: bool) -> dict[str, Any]:
             harness.note(f"{case.op}: {case.what}")
             try:
                 rows.append(measure_case(case, flush, rounds=rounds))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - compilers raise what they like; it is recorded and shown
                 harness.note(f"{case.op}, {case.what}: {type(error).__name__}: {error}")
                 rows.append({"op": case.op, "what": case.what, "failed": f"{type(error).__name__}: {error}"})
     return {

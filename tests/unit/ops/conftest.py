@@ -11,19 +11,17 @@ import os
 import pytest
 import torch
 
+from infinity.ops.choice import interpreted
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the tensors of a Triton test lie."""
-    if request.param == "cpu" and not _interpreted():
+    if request.param == "cpu" and not interpreted():
         pytest.skip("Triton compiles here; its interpreter needs TRITON_INTERPRET=1")
-    if request.param == "cuda" and (_interpreted() or not torch.cuda.is_available()):
+    if request.param == "cuda" and (interpreted() or not torch.cuda.is_available()):
         pytest.skip("needs a CUDA device, and TRITON_INTERPRET unset")
     return torch.device(request.param)
