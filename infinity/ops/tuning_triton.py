@@ -30,6 +30,9 @@ import triton.language as tl
 
 from infinity.ops import choice
 
+CONFIGS_MAX = 8
+"""Configurations of a kernel, at most: each is compiled and measured once."""
+
 _using: list[int] = []
 """The index of the configuration that `using` forces; the innermost last."""
 
@@ -103,7 +106,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def configs(dtype: torch.dtype) -> list[Any]:
-    """`triton.Config`s of a product with operands of this dtype, at most 8; the first takes no more than 48 KiB of shared memory.
+    """`triton.Config`s of a product with operands of this dtype; the first takes no more than 48 KiB of shared memory.
 
     fp32 has the small ones only: its products run without matrix units when they are exact, and large blocks would spill.
     """
@@ -146,6 +149,7 @@ class Tuned:
 
     def __init__(self, kernel: Any, configurations: Sequence[Any], *, restore: Sequence[str] = ()) -> None:
         self.configurations = list(configurations)
+        assert 0 < len(self.configurations) <= CONFIGS_MAX, len(self.configurations)
         self._kernel = kernel
         self._restore = list(restore)
         self._autotuner: Any = None
@@ -172,6 +176,7 @@ class Tuned:
 
 
 __all__ = [
+    "CONFIGS_MAX",
     "Tuned",
     "block_k",
     "block_of",
