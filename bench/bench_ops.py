@@ -24,9 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import numpy as np
 import torch
 
+from infinity.aio.plan import HYPER, QUANT_GROUP, SEG, Format, Master, Moments, chunk_numel
 from infinity.ops import choice
+from infinity.ops.adamw import hyper_row
+from infinity.ops.chunk_update import update_chunk
 from infinity.ops.groups import Quantised, dequantise, quantise
 
 FLUSH_BYTES = 256 << 20
@@ -89,9 +93,42 @@ def group_dequantise(device: torch.device, smoke: bool) -> Iterator[Case]:
         yield Case("group_dequantise", what, numel * 2 + q.size_bytes, both("group_dequantise", run))
 
 
+def update(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """AdamW on one chunk, two parameters in it, from a bf16 gradient. torch's arm has the same bits, in many passes."""
+    formats = {
+        "exact": Format.SPLIT,
+        "bf16": Format(Master.SPLIT, Moments.BF16, 2),
+        "compact": Format(Master.SPLIT8, Moments.Q8, 2),
+    }
+    rows = [hyper_row(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=5, key=key) for key in (1, 2)]
+    hypers = np.array(rows, HYPER)
+    for name, state_format in formats.items():
+        numel = 4096 if smoke else chunk_numel(state_format)
+        half = numel // 2 // QUANT_GROUP * QUANT_GROUP
+        segs = np.zeros(2, SEG)
+        segs["start"], segs["numel"], segs["hyper"] = (0, half), (half, numel - half), (0, 1)
+        # States of zeros, and a gradient that moves them: what a first step finds.
+        sections = [
+            torch.zeros(kind.size_bytes(numel), dtype=torch.uint8, device=device) for kind in state_format.sections
+        ]
+        grad = torch.randn(numel, device=device).to(torch.bfloat16)
+
+        def run(
+            state_format: Format = state_format,
+            sections: list[torch.Tensor] = sections,
+            segs: Any = segs,
+            grad: torch.Tensor = grad,
+        ) -> None:
+            update_chunk(state_format, sections, segs, hypers, grad=grad)
+
+        traffic = 2 * numel + 2 * sum(section.numel() for section in sections)
+        yield Case("update", f"AdamW, {name}, a chunk of {numel:,}", traffic, both("update", run))
+
+
 CASES: dict[str, Callable[[torch.device, bool], Iterator[Case]]] = {
     "group_quantise": group_quantise,
     "group_dequantise": group_dequantise,
+    "update": update,
 }
 """Operation -> its cases on a device; the second argument asks for tiny ones."""
 

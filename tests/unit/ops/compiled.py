@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -46,9 +47,11 @@ def compile_instead_of_launching(report: Callable[[dict[str, Any]], None]) -> No
         report(
             {
                 "kernel": self.fn.__name__,
+                "constants": {name: value for name, value in kwargs.items() if name.isupper()},
                 "shared_bytes": kernel.metadata.shared,
                 "fused": len(re.findall(r"\bfma\.", ptx)),
                 "inexact": re.findall(r"\S*\.(?:ftz|approx|full)\S*", ptx),
+                "loads": len(re.findall(r"ld\.global", ptx)),
                 "vector_loads": len(re.findall(r"ld\.global[^;]*\.v[248]", ptx)),
                 "matrix": sorted(set(re.findall(r"\b(wgmma\.mma_async|mma\.sync)\.[a-z.]*m\d+n\d+(k\d+)", ptx))),
                 "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
@@ -72,7 +75,28 @@ def groups() -> None:
             dequantise_triton(q, values)
 
 
-OPS: dict[str, Callable[[], None]] = {"groups": groups}
+def update() -> None:
+    from infinity.aio.plan import HYPER, SEG, Algorithm, Format, GradDtype, Master, Moments
+    from infinity.ops.update_triton import update_triton
+
+    cases = [
+        (Format.SPLIT, Algorithm.ADAMW, GradDtype.BF16),
+        (Format(Master.SPLIT, Moments.BF16, 2), Algorithm.ADAMW, GradDtype.BF16),
+        (Format(Master.SPLIT8, Moments.Q8, 2), Algorithm.ADAMW, GradDtype.BF16),
+        (Format.FP32, Algorithm.ADAMW, GradDtype.FP32),
+        (Format(Master.FP16, Moments.FP32, 2), Algorithm.ADAMW, GradDtype.FP16),
+        (Format(Master.SPLIT8, Moments.Q8, 1), Algorithm.LION, GradDtype.BF16),
+        (Format(Master.SPLIT, Moments.BF16, 1), Algorithm.SGD, GradDtype.BF16),
+        (Format(Master.SPLIT, Moments.FP32, 0), Algorithm.SGD, GradDtype.FP32),
+    ]
+    for state_format, algorithm, grad_dtype in cases:
+        sections = [torch.zeros(kind.size_bytes(4096), dtype=torch.uint8) for kind in state_format.sections]
+        grad, segs, hypers = torch.zeros(4096), np.zeros(1, SEG), np.zeros(1, HYPER)
+        segs["numel"], segs["grad"], segs["grad_dtype"], hypers["algorithm"] = 4096, grad.data_ptr(), grad_dtype, algorithm
+        update_triton(state_format, sections, segs, hypers)
+
+
+OPS: dict[str, Callable[[], None]] = {"groups": groups, "update": update}
 
 
 def main() -> None:

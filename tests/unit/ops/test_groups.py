@@ -23,6 +23,7 @@ from infinity.ops.groups import (
 )
 from infinity.ops.rounding import random_bits, rounding_key
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # overflow to infinity is meant; the interpreter is numpy
 quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 KEY = rounding_key(7, 3, "layers.0.weight")
 
