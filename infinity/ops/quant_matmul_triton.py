@@ -65,7 +65,7 @@ def _scales(
         pointers = scale_ptr + (features // GROUP)[:, None] * stride_feature + inner[None, :] * stride_inner
         found = tl.load(pointers, mask=feature_inside[:, None] & inner_inside[None, :], other=0.0)
         scale = widened(found, INTERPRETED)
-    return scale  # noqa: RET504
+    return scale
 
 
 @triton.jit(do_not_specialize=["shape_key"])

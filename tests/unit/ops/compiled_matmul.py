@@ -1,7 +1,7 @@
 """`compiled` for the matmuls: `python -m tests.unit.ops.compiled_matmul 90 tile_matmul first|all`.
 
-Every form of a kernel, in the first of its configurations or in all of them. Sizes say nothing but what 16 divides. The dtype and
-the form go before what `compiled` says of a launch.
+Every form of a kernel, in the first of its configurations or in all of them. Sizes say nothing but what 16 divides. What is
+multiplied and the form go before what `compiled` says of a launch.
 """
 
 from __future__ import annotations
@@ -75,14 +75,17 @@ def main() -> None:
     triton.runtime.driver.set_active(Absent(int(sys.argv[1])))
     launches: list[dict[str, Any]] = []
     compile_instead_of_launching(launches.append)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    everything = sys.argv[3] == "all"
+    for dtype, allowed in ((torch.bfloat16, "highest"), (torch.float32, "highest"), (torch.float32, "high")):
+        torch.set_float32_matmul_precision(allowed)
         for name, run in OPS[sys.argv[2]](dtype):
-            for index in range(1 if sys.argv[3] == "first" else CONFIGS_MAX):
+            for index in range(CONFIGS_MAX if everything else 1):
                 launches.clear()
                 with using(index):
                     run()
                 (launch,) = launches
-                print(json.dumps({"form": name, "dtype": str(dtype), "index": index, **launch}))
+                operands = "tf32" if allowed == "high" else str(dtype)
+                print(json.dumps({"form": name, "operands": operands, "index": index, **launch}))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.ops import linear_cross_entropy as contract
-from tests.unit.ops.operands import DTYPES, dtypes, generators, interpreted, laid_out, layouts, normal, seeds, sizes
+from tests.unit.ops.operands import (
+    DTYPES,
+    dtypes,
+    generators,
+    interpreted,
+    laid_out,
+    layouts,
+    normal,
+    seeds,
+    sizes,
+)
 
 pytest.importorskip("triton")
 
-from infinity.ops import linear_cross_entropy_triton as loss  # noqa: E402
-from tests.unit.ops.configurations import each_configuration  # noqa: E402
+from infinity.ops import linear_cross_entropy_triton as loss
+from tests.unit.ops.configurations import each_configuration
 
 NAMES = ("row_max", "row_sum_exp", "target_logit", "logit_sum")
 

@@ -30,13 +30,13 @@ def compiled(tmp_path: Path, capability: int, name: str, count: str) -> list[dic
 
 @pytest.mark.parametrize("name", OPS)
 def test_the_first_configuration_fits_any_gpu_and_no_sum_is_left_to_chance(tmp_path: Path, name: str) -> None:
-    """48 KiB of shared memory; no atomics; 16-bit operands go through matrix units."""
+    """48 KiB of shared memory; no atomics; matrix units for all but exact fp32."""
     launches = compiled(tmp_path, 86, name, "first")
     assert launches
     for launch in launches:
         assert launch["shared_bytes"] <= 48 << 10, launch
         assert launch["atomics"] == 0, launch
-        assert bool(launch["matrix"]) == (launch["dtype"] != "torch.float32"), launch
+        assert bool(launch["matrix"]) == (launch["operands"] != "torch.float32"), launch
 
 
 @pytest.mark.slow
@@ -47,8 +47,7 @@ def test_all_configurations_of_a_form_use_the_same_matrix_instruction(tmp_path: 
     launches = compiled(tmp_path, capability, name, "all")
     forms: dict[tuple[str, str], set[str]] = {}
     for launch in launches:
-        forms.setdefault((launch["form"], launch["dtype"]), set()).add(json.dumps(launch["matrix"]))
-        # What a measurement may try and fail with must still be a minority: an RTX card has 99 KiB, an A100 163, an H100 227.
-        assert launch["shared_bytes"] <= 227 << 10, launch
+        forms.setdefault((launch["form"], launch["operands"]), set()).add(json.dumps(launch["matrix"]))
+        assert launch["shared_bytes"] <= 227 << 10, launch  # what an H100 has; smaller GPUs pass over the large ones
     assert len(launches) > len(forms)
     assert all(len(found) == 1 for found in forms.values()), forms

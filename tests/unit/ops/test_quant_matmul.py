@@ -220,11 +220,11 @@ def test_what_does_not_go_together_is_said(device: torch.device) -> None:
         int8_matmul(x[:, 1:], codes, scales, group_numel=32)
     with pytest.raises(ValueError, match=r"x is torch.float64: pass bfloat16"):
         int8_matmul(x.double(), codes, scales, group_numel=32)
-    with pytest.raises(ValueError, match="codes are torch.uint8"):
+    with pytest.raises(ValueError, match=r"codes are torch\.uint8"):
         int8_matmul(x, codes.view(torch.uint8), scales, group_numel=32)
     with pytest.raises(ValueError, match=r"bias is torch.float32 \[5\]: pass floating point \[6\]"):
         int8_matmul(x, codes, scales, group_numel=32, bias=torch.ones(5, device=device))
-    with pytest.raises(ValueError, match="hi is torch.float32"):
+    with pytest.raises(ValueError, match=r"hi is torch\.float32"):
         compact_matmul(x, codes.float(), codes)
     with pytest.raises(ValueError, match=r"hi is \[6, 64\] and lo \[6, 63\]"):
         compact_matmul(x, codes.bfloat16(), codes[:, 1:])
