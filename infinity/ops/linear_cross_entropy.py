@@ -66,7 +66,7 @@ def tile_partials(
     hidden: [rows, features]; weight: [tile, features] of the same dtype, any strides; bias: [tile] or None; target: int64
     [rows], indices into the whole vocabulary (ignored rows hold any number); start: the tile's first index.
     """
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         if choice.implementation(NAME, hidden.device) == "triton" and hidden.dtype != torch.float64:
             from infinity.ops import linear_cross_entropy_triton
 
@@ -94,7 +94,7 @@ def tile_dlogits(
     lse: [rows] of `sum_dtype`, log-sum-exp over the whole vocabulary. scale: [rows] of `sum_dtype`, the gradient that
     arrives at each row's loss; 0 for ignored rows, whose gradient is 0. The rest as in `tile_partials`.
     """
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         settings: dict[str, Any] = {"label_smoothing": label_smoothing, "vocabulary": vocabulary}
         if choice.implementation(NAME, hidden.device) == "triton" and hidden.dtype != torch.float64:
             from infinity.ops import linear_cross_entropy_triton
