@@ -24,6 +24,7 @@ Source: ZeRO-Infinity §5.1.3; there the tiles' outputs are rounded before they 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from infinity.ops.tile_matmul import sum_dtype, tile_matmul
-from infinity.ops.tiles import Grid, Tiles, TiledModule, copy_tiles
+from infinity.ops.tiles import Grid, TiledModule, Tiles, copy_tiles
 
 
 class TiledLinear(TiledModule):
@@ -88,11 +89,14 @@ class TiledLinear(TiledModule):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, instead: Callable[[], torch.Tensor] | None = None) -> torch.Tensor:
         """x: [..., in_features] of the weight's dtype. Returns [..., out_features].
 
+        instead: another computation with these tiles (the loss), made inside this module's call, whose result is returned.
         Raises: RuntimeError for another dtype or number of features, as torch's linear does.
         """
+        if instead is not None:
+            return instead()
         x = self.entering(x)
         rows = x.reshape(-1, self.in_features)
         bias = self.bias

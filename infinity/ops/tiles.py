@@ -283,7 +283,7 @@ def tile_modules(model: nn.Module) -> Iterator[Tile]:
     return (module for module in model.modules() if isinstance(module, Tile))
 
 
-def copy_tiles(weight: nn.Parameter, grid: Grid) -> list[nn.Parameter]:
+def copy_tiles(weight: torch.Tensor, grid: Grid) -> list[nn.Parameter]:
     """The tiles of a weight [rows, columns] as parameters of their own, copies with its `requires_grad` and attributes."""
     tiles: list[nn.Parameter] = []
     for _, row, column in grid.names():
