@@ -46,7 +46,7 @@ def tile_matmul(
     assert a.dtype == b.dtype, (a.dtype, b.dtype)
     assert out.dtype in (a.dtype, sum_dtype(a.dtype)), (a.dtype, out.dtype)
     assert accumulator is None or accumulator.dtype == sum_dtype(a.dtype), accumulator.dtype
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
         if choice.implementation(NAME, a.device) == "triton" and a.dtype != torch.float64:
             from infinity.ops import tile_matmul_triton
 

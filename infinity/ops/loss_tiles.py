@@ -1,11 +1,11 @@
-"""The LM head with its loss, without the logits: cross-entropy of `hidden @ weight.t() + bias`, a tile of the vocabulary at a time.
+"""Cross-entropy of `hidden @ weight.t() + bias` a tile of the vocabulary at a time: what one tile contributes, and its gradient.
 
     forward    for each tile of rows of the weight:  logits of the tile -> (max, sum of exp, target's logit, sum), merged in order
     backward   for each tile:  the logits again -> their gradient -> the weight's, and the hidden states' (summed in fp32)
 
 At most [rows, vocabulary_tile] logits exist at a time. They are fp32 (fp64 for fp64 hidden states) and never rounded to the
 hidden states' dtype, so the loss is nearer to the exact one than that of bf16 logits. `tile_partials` and `tile_dlogits` are the
-two operations that have a Triton twin.
+two operations that have a Triton twin (`linear_cross_entropy_triton`); `infinity.ops.tiled_loss` makes a loss of them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from infinity.ops import choice
-from infinity.ops.tile_matmul import sum_dtype, tile_matmul, wide_product
+from infinity.ops.tile_matmul import wide_product
 
 NAME = "linear_cross_entropy"
 
@@ -66,7 +65,7 @@ def tile_partials(
     hidden: [rows, features]; weight: [tile, features] of the same dtype, any strides; bias: [tile] or None; target: int64
     [rows], indices into the whole vocabulary (ignored rows hold any number); start: the tile's first index.
     """
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         if choice.implementation(NAME, hidden.device) == "triton" and hidden.dtype != torch.float64:
             from infinity.ops import linear_cross_entropy_triton
 
@@ -94,14 +93,15 @@ def tile_dlogits(
     lse: [rows] of `sum_dtype`, log-sum-exp over the whole vocabulary. scale: [rows] of `sum_dtype`, the gradient that
     arrives at each row's loss; 0 for ignored rows, whose gradient is 0. The rest as in `tile_partials`.
     """
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         settings: dict[str, Any] = {"label_smoothing": label_smoothing, "vocabulary": vocabulary}
         if choice.implementation(NAME, hidden.device) == "triton" and hidden.dtype != torch.float64:
             from infinity.ops import linear_cross_entropy_triton
 
-            return linear_cross_entropy_triton.tile_dlogits(
+            found: torch.Tensor = linear_cross_entropy_triton.tile_dlogits(
                 hidden, weight, bias, target, start=start, lse=lse, scale=scale, **settings
             )
+            return found
         return reference_dlogits(hidden, weight, bias, target, start=start, lse=lse, scale=scale, **settings)
 
 
@@ -133,8 +133,8 @@ def reference_dlogits(
     """`tile_dlogits` with torch."""
     found = _logits(hidden, weight, bias).sub_(lse[:, None]).exp_()
     inside, index = _place(target, start, weight.shape[0])
-    taken = torch.where(inside, 1.0 - label_smoothing, 0.0).to(found.dtype)
-    found.scatter_add_(1, index[:, None], -taken[:, None])
+    taken = inside.to(found.dtype) * (label_smoothing - 1.0)
+    found.scatter_add_(1, index[:, None], taken[:, None])
     if label_smoothing:
         found.sub_(label_smoothing / vocabulary)
     return found.mul_(scale[:, None]).to(hidden.dtype)
@@ -148,6 +148,20 @@ def merge(first: Partials, second: Partials) -> Partials:
     return Partials(
         row_max, row_sum_exp, first.target_logit + second.target_logit, first.logit_sum + second.logit_sum
     )
+
+
+def row_losses(found: Partials, target: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, log-sum-exp) of each row, [rows] of `sum_dtype` both, from the partials of the whole vocabulary.
+
+    The loss of ignored rows is 0; that of a target outside of the vocabulary is NaN (on a GPU nobody waits to look).
+    """
+    smoothing = settings.label_smoothing
+    lse = found.row_max + found.row_sum_exp.log()
+    losses = lse - (1.0 - smoothing) * found.target_logit
+    if smoothing:
+        losses -= smoothing / settings.vocabulary * found.logit_sum
+    losses.masked_fill_((target < 0) | (target >= settings.vocabulary), float("nan"))
+    return losses.masked_fill_(target == settings.ignore_index, 0.0), lse
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
