@@ -1,0 +1,315 @@
+"""How fast the Triton kernels are beside torch's best, on a GPU.
+
+    python bench/bench_ops.py                           # a table
+    python bench/bench_ops.py --ops update unscale_norm
+    python bench/bench_ops.py --json                    # one JSON line
+    python bench/bench_ops.py --append                  # and one line to bench/results/ops.jsonl
+    python bench/bench_ops.py --smoke                   # tiny and fast: only shows that everything runs
+
+Every operation of infinity/ops/choice.py has one function here that yields its cases; to add one, write it and name it in
+`CASES`. Arms of a case take turns, round after round, on the same data, with the L2 cache overwritten before each; times are
+CUDA events', the median over the rounds. "ratio" is the best time of torch's arms over Triton's: what choice.MEASURED wants.
+There is nothing to measure on a CPU, where Triton runs in its interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import torch
+
+from infinity.aio.plan import HYPER, QUANT_GROUP, SEG, Format, Master, Moments, chunk_numel
+from infinity.ops import choice
+from infinity.ops import linear_cross_entropy as heads
+from infinity.ops import quant_matmul as quantised
+from infinity.ops import tile_matmul as tiles
+from infinity.ops.adamw import hyper_row
+from infinity.ops.chunk_update import update_chunk
+from infinity.ops.groups import Quantised, dequantise, quantise
+
+FLUSH_BYTES = 256 << 20
+"""Written before each measurement: more than the L2 cache of any GPU there is."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation at one size.
+
+    arms: what to run, by name: "triton", torch's alternatives ("torch" and names that begin so), and bounds, which do less than is
+    asked for and take no part in the ratio ("bound: ..."). traffic_bytes: what it must read and write at least; flops:
+    multiplications and additions of a matmul, else 0.
+    """
+
+    op: str
+    what: str
+    traffic_bytes: int
+    arms: Mapping[str, Callable[[], object]]
+    flops: int = 0
+
+
+def both(op: str, run: Callable[[], object]) -> dict[str, Callable[[], object]]:
+    """The arms of an operation that `choice` dispatches: the same call, forced to each implementation."""
+
+    def forced(which: str) -> Callable[[], object]:
+        def arm() -> object:
+            with choice.forced(**{op: which}):
+                return run()
+
+        return arm
+
+    return {which: forced(which) for which in choice.IMPLEMENTATIONS}
+
+
+def product_sizes(smoke: bool) -> list[tuple[int, int, int]]:
+    """(rows of x, inputs, outputs) of linears: few tokens, a square one, an MLP's at many tokens."""
+    return [(40, 64, 96)] if smoke else [(16, 4096, 14336), (512, 8192, 8192), (4096, 4096, 4096), (8192, 4096, 14336)]
+
+
+def tile_matmul(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """The three products of a linear's tile, each added to an fp32 sum. The bound is the product alone, rounded to bf16."""
+    for rows, inner, outer in product_sizes(smoke):
+        x, w, dy = (
+            torch.randn(shape, device=device).to(torch.bfloat16) for shape in ((rows, inner), (outer, inner), (rows, outer))
+        )
+        for form, a, b in (("forward", x, w.t()), ("input gradient", dy, w), ("weight gradient", dy.t(), x)):
+            total = torch.zeros((a.shape[0], b.shape[1]), device=device)
+
+            def run(a: torch.Tensor = a, b: torch.Tensor = b, total: torch.Tensor = total) -> None:
+                tiles.tile_matmul(a, b, total, accumulator=total)
+
+            def bound(a: torch.Tensor = a, b: torch.Tensor = b) -> torch.Tensor:
+                return a @ b
+
+            traffic = 2 * (a.numel() + b.numel()) + 8 * total.numel()
+            arms = {**both("tile_matmul", run), "bound: bf16 product": bound}
+            yield Case("tile_matmul", f"{form} {rows} x {inner} x {outer}", traffic, arms, 2 * rows * inner * outer)
+
+
+def linear_cross_entropy(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """One tile of the vocabulary: its partials, and the gradient of its logits. The bound is the logits alone, in bf16."""
+    rows, features, columns = (40, 64, 96) if smoke else (4096, 4096, heads.VOCABULARY_TILE)
+    hidden, weight = (torch.randn((n, features), device=device).to(torch.bfloat16) for n in (rows, columns))
+    target = torch.randint(0, columns, (rows,), device=device)
+    lse, scale = torch.full((rows,), 70.0, device=device), torch.full((rows,), 1 / rows, device=device)
+    settings: dict[str, Any] = {"start": 0, "lse": lse, "scale": scale, "label_smoothing": 0.0, "vocabulary": columns}
+    runs: dict[str, Callable[[], object]] = {
+        "partials": lambda: heads.tile_partials(hidden, weight, None, target, start=0),
+        "gradient of the logits": lambda: heads.tile_dlogits(hidden, weight, None, target, **settings),
+    }
+    for form, run in runs.items():
+        traffic = 2 * (hidden.numel() + weight.numel()) + (2 * rows * columns if form != "partials" else 16 * rows)
+        arms = {**both("linear_cross_entropy", run), "bound: bf16 logits": lambda: hidden @ weight.t()}
+        what = f"{form}, {rows} x {features} x {columns}"
+        yield Case("linear_cross_entropy", what, traffic, arms, 2 * rows * features * columns)
+
+
+def quant_matmul(name: str, device: torch.device, smoke: bool) -> Iterator[Case]:
+    """From weights at rest, and the input gradient. The bound is the product with a bf16 weight that is there already."""
+    for rows, inner, outer in product_sizes(smoke):
+        bits = [torch.randint(-127, 128, (outer, inner), device=device, dtype=torch.int8) for _ in range(2)]
+        dense = torch.randn((outer, inner), device=device).to(torch.bfloat16)
+        weight: quantised.Weight = quantised.CompactWeight(dense.view(torch.int16), bits[1])
+        if name == "int8_matmul":
+            group = 32 if smoke else 128
+            scales = torch.rand((outer, inner // group), device=device).to(torch.bfloat16)
+            weight = quantised.Int8Weight(bits[0], scales, group)
+        at_rest = sum(part.numel() * part.element_size() for part in weight[:2])
+        for form, transposed in (("forward", False), ("input gradient", True)):
+            x = torch.randn((rows, outer if transposed else inner), device=device).to(torch.bfloat16)
+
+            def run(x: torch.Tensor = x, weight: quantised.Weight = weight, transposed: bool = transposed) -> torch.Tensor:
+                return quantised.multiply(name, x, weight, transposed=transposed)
+
+            def bound(x: torch.Tensor = x, dense: torch.Tensor = dense, transposed: bool = transposed) -> torch.Tensor:
+                return x @ (dense if transposed else dense.t())
+
+            arms = {**both(name, run), "bound: bf16 weight": bound}
+            what = f"{form} {rows} x {inner} x {outer}"
+            yield Case(name, what, at_rest + 2 * rows * (inner + outer), arms, 2 * rows * inner * outer)
+
+
+def group_quantise(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """qwZ's and qgZ's blocks, from bf16."""
+    numel = 1 << (14 if smoke else 27)
+    values = torch.randn(numel, device=device).to(torch.bfloat16)
+    for bits, group_numel in ((8, 256), (4, 128)):
+
+        def run(bits: int = bits, group_numel: int = group_numel) -> Quantised:
+            return quantise(values, bits=bits, group_numel=group_numel)
+
+        traffic = numel * 2 + run().size_bytes
+        yield Case("group_quantise", f"{numel:,} bf16 to int{bits} in {group_numel}s", traffic, both("group_quantise", run))
+
+
+def group_dequantise(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """And back."""
+    numel = 1 << (14 if smoke else 27)
+    values = torch.randn(numel, device=device).to(torch.bfloat16)
+    out = torch.empty_like(values)
+    for bits, group_numel in ((8, 256), (4, 128)):
+        q = quantise(values, bits=bits, group_numel=group_numel)
+
+        def run(q: Quantised = q) -> object:
+            return dequantise(q, out=out)
+
+        what = f"{numel:,} bf16 from int{bits} in {group_numel}s"
+        yield Case("group_dequantise", what, numel * 2 + q.size_bytes, both("group_dequantise", run))
+
+
+def update(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """AdamW on one chunk, two parameters in it, from a bf16 gradient. torch's arm has the same bits, in many passes."""
+    formats = {
+        "exact": Format.SPLIT,
+        "bf16": Format(Master.SPLIT, Moments.BF16, 2),
+        "compact": Format(Master.SPLIT8, Moments.Q8, 2),
+    }
+    rows = [hyper_row(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=5, key=key) for key in (1, 2)]
+    hypers = np.array(rows, HYPER)
+    for name, state_format in formats.items():
+        numel = 4096 if smoke else chunk_numel(state_format)
+        half = numel // 2 // QUANT_GROUP * QUANT_GROUP
+        segs = np.zeros(2, SEG)
+        segs["start"], segs["numel"], segs["hyper"] = (0, half), (half, numel - half), (0, 1)
+        # States of zeros, and a gradient that moves them: what a first step finds.
+        sections = [
+            torch.zeros(kind.size_bytes(numel), dtype=torch.uint8, device=device) for kind in state_format.sections
+        ]
+        grad = torch.randn(numel, device=device).to(torch.bfloat16)
+
+        def run(
+            state_format: Format = state_format,
+            sections: list[torch.Tensor] = sections,
+            segs: Any = segs,
+            grad: torch.Tensor = grad,
+        ) -> None:
+            update_chunk(state_format, sections, segs, hypers, grad=grad)
+
+        traffic = 2 * numel + 2 * sum(section.numel() for section in sections)
+        yield Case("update", f"AdamW, {name}, a chunk of {numel:,}", traffic, both("update", run))
+
+
+CASES: dict[str, Callable[[torch.device, bool], Iterator[Case]]] = {
+    "tile_matmul": tile_matmul,
+    "linear_cross_entropy": linear_cross_entropy,
+    "int8_matmul": partial(quant_matmul, "int8_matmul"),
+    "compact_matmul": partial(quant_matmul, "compact_matmul"),
+    "group_quantise": group_quantise,
+    "group_dequantise": group_dequantise,
+    "update": update,
+}
+"""Operation -> its cases on a device; the second argument asks for tiny ones."""
+
+
+def _milliseconds(run: Callable[[], object], flush: torch.Tensor) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush.zero_()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def measure_case(case: Case, flush: torch.Tensor, *, rounds: int) -> dict[str, Any]:
+    """The case as a record: milliseconds per arm, GB/s, TFLOP/s, and torch's best time over Triton's."""
+    for run in case.arms.values():  # compiled, tuned and allocated before anything is measured
+        run()
+        run()
+    torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in case.arms}
+    for index in range(rounds):
+        names = list(case.arms)
+        for name in names if index % 2 == 0 else reversed(names):
+            times[name].append(_milliseconds(case.arms[name], flush))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    of_torch = min(value for name, value in medians.items() if name.startswith("torch"))
+    return {
+        "op": case.op,
+        "what": case.what,
+        "ms": medians,
+        "ms_range": {name: [min(values), max(values)] for name, values in times.items()},
+        "gb_per_s": {name: case.traffic_bytes / value / 1e6 for name, value in medians.items()},
+        "tflop_per_s": {name: case.flops / value / 1e9 for name, value in medians.items()} if case.flops else None,
+        "ratio": of_torch / medians["triton"],
+        "rounds": rounds,
+    }
+
+
+def measure(names: list[str], *, rounds: int, smoke: bool) -> dict[str, Any]:
+    """Everything, as one record. A case that fails is recorded as such, and the others go on."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        for case in CASES[name](device, smoke):
+            harness.note(f"{case.op}: {case.what}")
+            try:
+                rows.append(measure_case(case, flush, rounds=rounds))
+            except Exception as error:  # noqa: BLE001 - compilers raise what they like; it is recorded and shown
+                harness.note(f"{case.op}, {case.what}: {type(error).__name__}: {error}")
+                rows.append({"op": case.op, "what": case.what, "failed": f"{type(error).__name__}: {error}"})
+    return {
+        "run": harness.now(),
+        "commit": harness.commit(),
+        "machine": harness.machine(),
+        "gpu": torch.cuda.get_device_name(device),
+        "capability": list(torch.cuda.get_device_capability(device)),
+        "torch": torch.__version__,
+        "ops": rows,
+    }
+
+
+def show(record: Mapping[str, Any]) -> None:
+    """Print the record as a table."""
+    rows = []
+    for row in record["ops"]:
+        if "failed" in row:
+            rows.append([row["op"], row["what"], "failed", row["failed"], "", ""])
+            continue
+        for arm, value in row["ms"].items():
+            speed = f"{row['gb_per_s'][arm]:.0f} GB/s"
+            if row["tflop_per_s"]:
+                speed = f"{row['tflop_per_s'][arm]:.0f} TFLOP/s"
+            ratio = f"{row['ratio']:.2f}" if arm == "triton" else ""
+            rows.append([row["op"], row["what"], arm, f"{value:.3f}", speed, ratio])
+    harness.print_table(
+        f"operations on {record['gpu']}, torch {record['torch']}",
+        ["operation", "case", "arm", "ms", "speed", "ratio"],
+        rows,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ops", nargs="+", choices=list(CASES), help="default: all")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", action="store_true", help="print one JSON line instead of a table")
+    parser.add_argument("--append", action="store_true", help="append the JSON line to bench/results/ops.jsonl")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes; the figures mean nothing")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise harness.BenchError("there is no CUDA device: the kernels are measured on a GPU only")
+    if choice.interpreted():
+        raise harness.BenchError("TRITON_INTERPRET is set: unset it, or the interpreter is what would be measured")
+    record = measure(options.ops or list(CASES), rounds=2 if options.smoke else options.rounds, smoke=options.smoke)
+    if options.append:
+        harness.append_line(Path(harness.RESULTS) / "ops.jsonl", record)
+    if options.json:
+        sys.stdout.write(json.dumps(record) + "\n")
+    else:
+        show(record)
+    return 1 if any("failed" in row for row in record["ops"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))
