@@ -30,7 +30,7 @@ import torch
 
 from infinity.aio.plan import HYPER, QUANT_GROUP, SEG, Format, Master, Moments, chunk_numel
 from infinity.ops import choice
-from infinity.ops import linear_cross_entropy as heads
+from infinity.ops import loss_tiles as heads
 from infinity.ops import quant_matmul as quantised
 from infinity.ops import tile_matmul as tiles
 from infinity.ops.adamw import hyper_row

@@ -3,7 +3,7 @@
     tile_partials    hidden @ weight^T + bias -> per row: max, sum of exp, the target's logit, sum      reads the tile once
     tile_dlogits     the same logits again    -> their gradient, in the dtype of `hidden`
 
-infinity/ops/linear_cross_entropy.py has the contract, the torch reference and the loop over tiles.
+infinity/ops/loss_tiles.py has the contract, the torch reference and the loop over tiles.
 
 **Order of sums.** A program goes through _SPAN columns, _BLOCK at a time, and keeps a running maximum and sum; columns within a
 block are added by `row_sums`, spans in order. _BLOCK, _SPAN and BLOCK_K are fixed, so the configurations that are measured give

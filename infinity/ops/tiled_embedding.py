@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
-from infinity.ops.tiled_linear import token
+from infinity.ops.tiled_linear import first_order, token
 from infinity.ops.tiles import Grid, TiledModule
 
 
@@ -98,7 +97,7 @@ class _Step(torch.autograd.Function):
         return token(tuple(outs.shape), outs.dtype, outs.device)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
         dweight = None
         if dy is not None and ctx.needs_input_grad[1]:
@@ -126,7 +125,7 @@ class _Leave(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(_ctx: Any, dy: torch.Tensor | None) -> tuple[Any, None]:
         return dy, None
 

@@ -23,14 +23,16 @@ Source: ZeRO-Infinity §5.1.3; there the tiles' outputs are rounded before they 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from infinity.errors import SecondOrderUnsupported
 from infinity.ops.tile_matmul import sum_dtype, tile_matmul
 from infinity.ops.tiles import Grid, TiledModule, Tiles, copy_tiles
 
@@ -114,7 +116,7 @@ class TiledLinear(TiledModule):
         wide = sum_dtype(out.dtype)
         if self.grid.columns == 1 or out.dtype == wide:
             return None
-        widest = max(last - first for first, last in zip(self.grid.row_ends, self.grid.row_ends[1:], strict=False))
+        widest = max(last - first for first, last in itertools.pairwise(self.grid.row_ends))
         return torch.empty(out.shape[0], widest, dtype=wide, device=out.device)
 
     def entering(self, x: torch.Tensor) -> torch.Tensor:
@@ -167,6 +169,19 @@ def token(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return torch.empty_strided(shape, (0,) * len(shape), dtype=dtype, device=device)
 
 
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A `backward` whose own gradients are refused. (torch's once_differentiable lets pass, without a word, what only the weights'
+    gradients depend on: a gradient penalty would lose a part.)"""
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise SecondOrderUnsupported("backward with create_graph=True through a tiled module: its tiles are released by then")
+        return backward(ctx, *grads)
+
+    return checked
+
+
 class _Enter(torch.autograd.Function):
     """The beginning of the chain: backward rounds the sum over the tiles to the input's dtype."""
 
@@ -179,7 +194,7 @@ class _Enter(torch.autograd.Function):
         return token(tuple(x.shape), dtype, x.device), token(tuple(call.out.shape), x.dtype, x.device)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dx: torch.Tensor | None, _dy: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         return dx.to(ctx.dtype) if dx is not None and ctx.needs_input_grad[0] else None, None, None
 
@@ -205,7 +220,7 @@ class _Step(torch.autograd.Function):
         return token(tuple(sums.shape), sums.dtype, sums.device), token(tuple(outs.shape), outs.dtype, outs.device)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dx: torch.Tensor | None, dy: torch.Tensor | None) -> tuple[Any, ...]:
         if dy is None:
             return (dx, *(None,) * 6)
@@ -239,7 +254,7 @@ class _Leave(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
         if dy is None:
             return None, None, None, None

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from infinity.ops.loss_tiles import (
     VOCABULARY_TILE,
@@ -30,7 +29,7 @@ from infinity.ops.loss_tiles import (
     tile_partials,
 )
 from infinity.ops.tile_matmul import sum_dtype, tile_matmul
-from infinity.ops.tiled_linear import TiledLinear, token
+from infinity.ops.tiled_linear import TiledLinear, first_order, token
 
 
 def linear_cross_entropy(
@@ -175,7 +174,7 @@ class _Running:
             return losses, lse, share
         if settings.reduction == "mean":
             count = share.sum()
-            return losses.sum() / count, lse, share.div_(count)
+            return losses.sum() / count, lse, share.div_(count.clamp(min=1.0))  # without valid rows: NaN, and no gradient, as torch
         return losses.sum(), lse, share
 
 
@@ -201,7 +200,7 @@ class _Loss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         hidden, weight, bias, target, lse, share = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -251,7 +250,7 @@ class _Enter(torch.autograd.Function):
         return token(tuple(hidden.shape), wide, hidden.device), token((2, hidden.shape[0]), wide, hidden.device)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dhidden: torch.Tensor | None, _lines: torch.Tensor | None) -> tuple[Any, None]:
         return dhidden.to(ctx.dtype) if dhidden is not None and ctx.needs_input_grad[0] else None, None
 
@@ -281,7 +280,7 @@ class _Step(torch.autograd.Function):
         return token(tuple(sums.shape), sums.dtype, sums.device), token(tuple(lines.shape), lines.dtype, lines.device)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dhidden: torch.Tensor | None, lines: torch.Tensor | None) -> tuple[Any, ...]:
         if lines is None:
             return dhidden, lines, *(None,) * 9
@@ -307,7 +306,7 @@ class _Leave(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:
         lse, share = ctx.saved_tensors
         return None, torch.stack((lse, grad.to(lse.dtype) * share)), None

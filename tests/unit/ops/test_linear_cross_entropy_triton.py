@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.ops import linear_cross_entropy as contract
+from infinity.ops import loss_tiles as contract
 from tests.unit.ops.operands import (
     DTYPES,
     dtypes,
