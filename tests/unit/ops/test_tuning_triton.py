@@ -113,7 +113,6 @@ class Timed(Absent):
         return benchmark
 
 def launched(record):
-    """What the kernel would do to the sum."""
     launches.append(record)
     part.add_(1)
 
