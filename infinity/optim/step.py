@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from infinity._torch_compat import profiled
 from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.aio.executor import MASK_GIVEN
 from infinity.aio.plan import JobKind
@@ -200,7 +201,8 @@ class Pipeline:
         self.on_step(self.steps)
         self.stepping = optimizer
         try:
-            self.submit_all(by_unit)
+            with profiled("infinity: step"):
+                self.submit_all(by_unit)
         except BaseException as error:
             if by_unit and not isinstance(error, StepUndone):
                 self.fail(half_done(error))
@@ -285,15 +287,18 @@ class Pipeline:
         self._rest.will_write(unit.flats)
         plan = plan_unit(unit, self._plans, work, gradients)
         jobs = plan.jobs
-        if gate is None:
+        if gate is not None:
+            jobs["mask"] |= self._residency.device.mask
+        else:
             jobs = jobs[jobs["kind"] == JobKind.UPDATE]
             if targets:
                 jobs["ptr"][:, 0] += np.array(targets, dtype=np.uint64)[jobs["base"]]
                 jobs["ptr"][:, 1] = jobs["ptr"][:, 0]
-                jobs["mask"] |= MASK_GIVEN
+                jobs["mask"] |= MASK_GIVEN | self._residency.device.mask
             else:
                 jobs["ptr"][:, 0] = 0
             jobs["base"] = -1
+        self._residency.device.behind()
         # Nothing may raise once it is submitted: only the caller keeps what threads then read and write.
         self._prune()
         ticket = self._executor.submit(jobs, plan.segs, plan.hypers, priority=Priority.WRITEBACK, gate=gate)
