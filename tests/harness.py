@@ -46,6 +46,7 @@ class Training:
     options: tuple[tuple[str, Any], ...] = ()  # of the optimizer
     scaler: tuple[float, int] | None = None  # GradScaler's init_scale and growth_interval
     poisoned: tuple[int, ...] = ()  # steps whose loss is infinite
+    device: str = "cpu"  # what computes
 
     @property
     def batches(self) -> list[models.Batch]:
@@ -57,8 +58,10 @@ class Training:
         return self.lr * min(1.0, (step + 1) / 3) * 0.97**step
 
     def model(self) -> nn.Module:
-        """The fresh model."""
+        """The fresh model, on the device that computes unless it was made on meta."""
         model: Any = models.make(self.factory, dtype=self.dtype)
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            model.to(self.device)
         if self.checkpointing is not None:
             model.gradient_checkpointing_enable({"use_reentrant": self.checkpointing})
             if any(not parameter.requires_grad for parameter in model.parameters()):
@@ -149,7 +152,7 @@ def reference(training: Training) -> Result:
         losses, norms, seen = _loop(
             training, model, optimizer, lambda: optimizer.clip(training.max_norm or 0.0), scaler
         )
-        params = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        params = {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
         return Result(losses, norms, seen, params)
 
 
@@ -168,7 +171,7 @@ def offloaded(
             scaler = None
             if training.scaler is not None:
                 scale, interval = training.scaler
-                scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
+                scaler = torch.amp.GradScaler(training.device, init_scale=scale, growth_interval=interval)
             losses, norms, seen = _loop(training, model, optimizer, clip, scaler)
             state = model.state_dict()
             names = [name for name, _ in model.named_parameters()]

@@ -89,7 +89,8 @@ class ReferenceAdamW:
         if self._clipped is not None:
             return self._clipped
         held = {param: self._wide.get(param, param.grad) for param in self.params}
-        return {param: grad.to(torch.float32, copy=True) for param, grad in held.items() if grad is not None}
+        # Masters are in CPU memory, whatever computes: so are the norms and the update.
+        return {param: grad.to("cpu", torch.float32, copy=True) for param, grad in held.items() if grad is not None}
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """torch.nn.utils.clip_grad_norm_ on the fp32 gradients; returns its norm."""
@@ -126,7 +127,7 @@ class ReferenceAdamW:
     def _update(self, param: nn.Parameter, grad: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.states.get(param)
         if state is None:
-            master = param.detach().to(torch.float32, copy=True)
+            master = param.detach().to("cpu", torch.float32, copy=True)
             state = self.states[param] = State(master, torch.zeros_like(master), torch.zeros_like(master))
         state.step += 1
         self._apply(state, grad, group)
