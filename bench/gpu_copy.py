@@ -42,7 +42,7 @@ class Stack(nn.Module):
         return x
 
 
-def fill(name: str, tensor: torch.Tensor) -> None:
+def fill(_name: str, tensor: torch.Tensor) -> None:
     """Small values: products of many matrices stay finite."""
     tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
 

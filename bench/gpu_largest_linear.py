@@ -37,7 +37,7 @@ class Mlp(nn.Module):
         return self.up(x).float().square().mean()
 
 
-def fill(name: str, tensor: torch.Tensor) -> None:
+def fill(_name: str, tensor: torch.Tensor) -> None:
     """Small values, made on the GPU where there is one."""
     if tensor.device.type == "cpu" and torch.cuda.is_available():
         flat = tensor.view(-1)

@@ -9,7 +9,7 @@ does not fit is not tried, and the reason is recorded; one that takes too long o
     model FLOP    6 x parameters x tokens + 6 x layers x width x sequence x tokens (causal attention); recomputation is not counted,
                   nor is the table of the input embedding
     MFU           model FLOP / (seconds x FLOP/s of an 8192³ bf16 product in this run)
-    η             `stats()`'s, and `η bus`: the larger of 8/6 model FLOP at that product's rate and the parameters twice over the bus
+    η             `stats()`'s, with the drive's bandwidths as measured in this run, and `η bus`: the larger of 8/6 model FLOP at that product's rate and the parameters twice over the bus
                   (gradients once back) at the rate of plain pinned copies in this run, over what was measured; it knows no drives
 """
 
@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import drive
 import gpu_device
 import harness
 import r1
@@ -125,9 +126,9 @@ def _plan_largest(fields: dict[str, int], swap: Path, budget: Budget) -> Plan:
     layers = int(((ram + budget.disk_bytes) / COMPACT - (one - layer)) // layer)
     fields = {**fields, "layers": max(layers, 1)}
     policy = {
-        "params": "nvme", "optim": "nvme", "nvme": [str(swap)], "ram": int(max(ram, GIB)), "state": "compact", "update": "backward",
+        "params": "nvme", "optim": "nvme", "nvme": [str(swap)], "ram": int(max(ram, 0)), "state": "compact", "update": "backward",
     }  # fmt: skip
-    why = "" if layers >= 1 else "not one layer of width 6144 fits RAM and drive"
+    why = "" if layers >= 1 and ram >= GIB else "not one layer of width 6144 fits RAM and drive"
     return Plan("nvme", "largest", fields, policy, ram + FIXED_BYTES, why)
 
 
@@ -198,12 +199,13 @@ class Bench:
     bus: dict[str, float]
     budget: Budget
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    drive: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def record(self, plan: Plan, found: dict[str, Any]) -> None:
         """Keep a row, at once."""
         about = {"size": plan.shape, "arm": plan.arm, "parameters": plan.parameters, "layers": plan.fields["layers"]}
         row = {**about, "sequence": plan.fields["tokens"], **found}
-        rates = {"peak_flops": self.peak_flops, "bus": self.bus}
+        rates = {"peak_flops": self.peak_flops, "bus": self.bus, "drive": self.drive}
         gpu_device.record("gpu_train", self.args.device, {**row, **rates}, self.args.results)
         self.rows.append(row)
 
@@ -217,6 +219,15 @@ class Bench:
             **found, "round": number, "steady_s": step_s, "tokens_per_s": found["tokens"] / step_s,
             "model_flops": flops, "mfu": flops / step_s / self.peak_flops, "eta_bus": floor_s / step_s,
         })  # fmt: skip
+
+    def with_drive(self, plan: Plan, swap: Path) -> Plan:
+        """The plan, its policy told what the drive gives, measured when it is first needed; on the CPU it is not needed."""
+        if "nvme" not in plan.policy or self.args.device == "cpu":
+            return plan
+        if not self.drive:
+            self.drive = drive.measure(swap)
+        rates = {str(swap): [self.drive["read"], self.drive["write"]]}
+        return dataclasses.replace(plan, policy={**plan.policy, "io": {"bandwidths": rates}})
 
     def group(self, plans: Sequence[Plan], tokens: Sequence[int]) -> None:
         """Arms that live side by side: they step in turns, the order turned round after each round."""
@@ -264,7 +275,7 @@ def run(bench: Bench, swap: Path) -> None:
         for plan in plans:
             if plan.why_not:
                 bench.record(plan, {"failed": plan.why_not})
-        able = [plan for plan in plans if not plan.why_not]
+        able = [bench.with_drive(plan, swap) for plan in plans if not plan.why_not]
         together = sum(plan.ram_bytes for plan in able) <= 0.8 * bench.budget.ram_bytes
         tokens = args.tokens or TOKENS[shape]
         for group in [able] if together else [[plan] for plan in able]:
@@ -313,6 +324,7 @@ def main() -> int:
     if args.steps < 2:
         raise harness.BenchError("--steps must be at least 2: the first of a round bears no update")
     gpu_device.check(args.device)
+    args.dir = args.dir.resolve()
     args.sizes = args.sizes or (["1b", "7b", "largest"] if args.device == "cuda" else ["tiny"])
     args.sequence = args.sequence or (2048 if args.device == "cuda" else 16)
     disk = args.disk * 1e9 if args.disk is not None else 0.8 * shutil.disk_usage(args.dir).free
