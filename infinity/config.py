@@ -30,7 +30,8 @@ class Policy:
     params, optim, grads, activations: the lowest tier where these may rest: "device", "cpu" or "nvme"; budget that
         is left keeps them higher. grads="nvme" spills those that an explicit `ram` does not hold. `activations` are the inputs
         of checkpointed calls (torch.utils.checkpoint, or what `gradient_checkpointing_enable()` makes of it), from 64 KiB on:
-        they go during forward and come back ahead of backward. "cpu" is for models that compute on another device.
+        they go during forward and come back ahead of backward. "cpu" is for models that compute on another device; how much
+        memory that takes depends on the batch, is not in `ram`, and is told by `handle.stats()`.
     nvme: one directory, or several, on NVMe drives; needed when a tier is "nvme". Default: $INFINITY_NVME_DIR.
     ram: everything that this process holds for offloading, in bytes or as text ("64GiB"): pinned buffers, gradients,
         resident extents. "min" is the least that works; None is `RAM_SHARE` of what the machine or its cgroup leaves,
@@ -46,6 +47,8 @@ class Policy:
         update); forwards without gradients, `state_dict()`, `gather()` and exports wait for it and take the updated ones.
     delayed_warmup: steps that update="delayed" takes as "deferred" first.
     seed: of random rounding.
+    device: where the model computes: "cpu", "cuda", "cuda:1" or a torch.device. None: where its parameters are ("cpu" for one that
+        is wholly on the meta device).
     compute_dtype: None: as the module is.
     grad_dtype: the dtype in which gradients are accumulated and wait; None: the parameter's.
     reduce_dtype: the dtype in which gradients are summed over ranks; None: the gradient's.
@@ -86,6 +89,7 @@ class Policy:
     update: str = "deferred"
     delayed_warmup: int = 40
     seed: int = 0
+    device: Any = None
     compute_dtype: Any = None
     grad_dtype: Any = None
     reduce_dtype: Any = None
@@ -124,6 +128,11 @@ class Policy:
                 raise ValueError(
                     f"{field}={value!r} is not supported; use torch.bfloat16, torch.float16, torch.float32 or None"
                 )
+        if self.device is not None:
+            try:
+                torch.device(self.device)
+            except (RuntimeError, TypeError) as error:
+                raise ValueError(f"device={self.device!r}: give 'cpu', 'cuda', 'cuda:1' or a torch.device ({error})") from None
         if type(self.durable_every) is not int or self.durable_every < 1:
             raise ValueError(f"durable_every={self.durable_every!r}: give a whole number of steps, 1 or more")
         if self.durable:

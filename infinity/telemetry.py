@@ -25,7 +25,7 @@ logger.addHandler(logging.NullHandler())
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 
-NATIVE_TRACKS: Final = ("reads", "writes", "updates", "copies")
+NATIVE_TRACKS: Final = ("reads", "writes", "updates", "copies", "to device", "from device")
 """Track names by the number in the `track` field of an executor's spans."""
 
 TRACKS: Final = ("phases", "wait", *NATIVE_TRACKS)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
+
 from infinity.config import Policy
+from infinity.memory.device import Device
 from infinity.optim.delayed import DelayedUpdates
 from infinity.optim.early import EarlyUpdates, Holder
 from infinity.optim.speculative import Speculation
+from infinity.optim.staging import Staging
 from infinity.optim.step import Pipeline
 from infinity.params.drain import Drain
 from infinity.params.gradients import GradientMemory
@@ -59,7 +63,7 @@ class DelayedMode(UpdateMode):
 
     def __init__(self, policy: Policy, units: list[Unit], pipeline: Pipeline, residency: UnitResidency, rest: Rest, rank: int):
         self._shadow = Shadow(rest)
-        self._gradients = GradientMemory(rank, policy.grad_dtype)
+        self._gradients = GradientMemory(rank, policy.grad_dtype, residency.device)
         self._updates = DelayedUpdates(
             units,
             pipeline=pipeline,
@@ -179,3 +183,9 @@ def open_mode(
         )
         return EarlyMode(updates, make_gradients)
     return UpdateMode()
+
+
+def staging_bytes(policy: Policy, units: list[Unit], device: Device, dtype_of: Callable[[Flat], torch.dtype]) -> int:
+    """Pinned memory by way of which gradients leave the device for updates during backward."""
+    early = device.copies and policy.update == "backward" and not policy.speculates
+    return Staging(units, device, dtype_of).size_bytes if early else 0

@@ -285,15 +285,18 @@ class Pipeline:
         self._rest.will_write(unit.flats)
         plan = plan_unit(unit, self._plans, work, gradients)
         jobs = plan.jobs
-        if gate is None:
+        if gate is not None:
+            jobs["mask"] |= self._residency.device.mask
+        else:
             jobs = jobs[jobs["kind"] == JobKind.UPDATE]
             if targets:
                 jobs["ptr"][:, 0] += np.array(targets, dtype=np.uint64)[jobs["base"]]
                 jobs["ptr"][:, 1] = jobs["ptr"][:, 0]
-                jobs["mask"] |= MASK_GIVEN
+                jobs["mask"] |= MASK_GIVEN | self._residency.device.mask
             else:
                 jobs["ptr"][:, 0] = 0
             jobs["base"] = -1
+        self._residency.device.behind()
         # Nothing may raise once it is submitted: only the caller keeps what threads then read and write.
         self._prune()
         ticket = self._executor.submit(jobs, plan.segs, plan.hypers, priority=Priority.WRITEBACK, gate=gate)
