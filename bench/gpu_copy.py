@@ -90,7 +90,7 @@ class Way:
 
     def _counted(self) -> tuple[int, int]:
         stats = self.handle.stats()
-        return getattr(stats, "to_device_bytes", 0), getattr(stats, "from_device_bytes", 0)
+        return getattr(stats, "h2d_bytes", 0), getattr(stats, "d2h_bytes", 0)
 
     def close(self) -> None:
         """Free all."""

@@ -89,7 +89,7 @@ class ReferenceAdamW:
         if self._clipped is not None:
             return self._clipped
         held = {param: self._wide.get(param, param.grad) for param in self.params}
-        # Masters are in CPU memory, whatever computes: so are the norms and the update.
+        # Masters are in CPU memory, whatever computes, and so is the update.
         return {param: grad.to("cpu", torch.float32, copy=True) for param, grad in held.items() if grad is not None}
 
     def clip(self, max_norm: float) -> torch.Tensor:
@@ -100,19 +100,23 @@ class ReferenceAdamW:
             carrier.grad = grad
         total = torch.nn.utils.get_total_norm(list(grads.values()))
         kinds = {param.dtype for param in grads}
-        if len(kinds) > 1:
+        there = next((param.device for param in grads if param.device.type != "cpu"), None)
+        if len(kinds) > 1 or there is not None:
+            norms = [self._norm(param, grad) for param, grad in grads.items()]
             # torch takes norms dtype by dtype, and a loop over bf16 and fp32 gradients has two kinds.
             by_kind = torch.utils._foreach_utils._group_tensors_by_device_and_dtype(
                 [[param.detach() for param in grads]], True
             )
             order = [index for (_, (_, indices)) in by_kind.items() for index in indices]
-            values = list(grads.values())
-            total = torch.linalg.vector_norm(
-                torch.stack([torch.linalg.vector_norm(values[index]) for index in order])
-            )
+            total = torch.linalg.vector_norm(torch.stack([norms[index] for index in order]))
         torch.nn.utils.clip_grads_with_norm_(carriers, max_norm, total)
         self._clipped = grads
         return total
+
+    def _norm(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        """Of one gradient: taken where it was made, unless it was changed since; a scalar on the parameter's device."""
+        source = grad.to(param.device) if self._clipped is None else grad
+        return torch.linalg.vector_norm(source).to(param.device)
 
     @torch.no_grad()
     def step(self) -> None:

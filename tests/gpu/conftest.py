@@ -1,7 +1,8 @@
 """The device that computes, for tests that run on a GPU and, with the same code, on the CPU.
 
-`device` is "cpu" and "cuda": the second has the marker `gpu` and is skipped where there is none. A module whose tests have
-twins that run on the CPU already says `TWINS_ON_CPU = True`, and its "cpu" is run by `make slow` only.
+`device` is "cpu", "simulated" and "cuda". The last has the marker `gpu` and is skipped where there is none; "simulated" (tests/device.py)
+computes on the CPU, and the engine takes that for a device with memory of its own; it is run by `make slow` only. So is "cpu" in a
+module whose tests have twins that run on the CPU already (`TWINS_ON_CPU = True`).
 
 On a GPU only what is deterministic can be compared bit by bit: torch is told to use such algorithms where it has them.
 """
@@ -19,6 +20,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
+from tests.device import simulated
+from tests.unit.aio.rig import BACKENDS
+
 NO_GPU = "torch finds no CUDA device here"
 
 
@@ -29,9 +33,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     twins = getattr(metafunc.module, "TWINS_ON_CPU", False)
     if "device" in metafunc.fixturenames:
         cpu = pytest.param("cpu", marks=[pytest.mark.slow] if twins else [])
-        metafunc.parametrize("device", [cpu, cuda])
+        simulated = pytest.param("simulated", marks=pytest.mark.slow)
+        metafunc.parametrize("device", [cpu, simulated, cuda], indirect=True)
     if "cuda" in metafunc.fixturenames:
         metafunc.parametrize("cuda", [cuda])
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Torch's name of the device. In the end of a test on a simulated one, nothing may have raced."""
+    if request.param != "simulated":
+        yield request.param
+        return
+    if BACKENDS == ["python"]:
+        pytest.skip("copies to a device need the native extension")
+    with simulated(monkeypatch, seed=len(request.node.name)):
+        yield "cpu"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

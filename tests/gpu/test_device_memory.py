@@ -248,5 +248,5 @@ def test_parameters_come_twice_per_step_and_gradients_leave_once(
     assert 0 < copied["HtoD"] <= steps * 2 * slack
     assert copied["HtoD"] >= steps * 1.5 * params  # the turning points may spare some
     assert steps * params <= copied["DtoH"] <= steps * slack
-    assert after.to_device_bytes - before.to_device_bytes == pytest.approx(copied["HtoD"], rel=0.02)
-    assert after.from_device_bytes - before.from_device_bytes == pytest.approx(copied["DtoH"], rel=0.02)
+    assert after.h2d_bytes - before.h2d_bytes == pytest.approx(copied["HtoD"], rel=0.02)
+    assert after.d2h_bytes - before.d2h_bytes == pytest.approx(copied["DtoH"], rel=0.02)
