@@ -164,9 +164,8 @@ def test_no_step_after_the_first_two_pins_memory(mode: str, cuda: str, tmp_path:
     for number in range(6):
         made.step(number)
         inf.handle(made.model).flush()
-        host = torch.cuda.memory.host_memory_stats()
-        pinned = {name: host.get(name, 0) for name in ("num_host_alloc", "allocated_bytes.current", "allocation.current")}
-        seen.append({**allocations.now(), **pinned})
+        # What torch itself pins, besides: each block that it asks of the driver is counted.
+        seen.append({**allocations.now(), "pinned by torch": torch.cuda.memory.host_memory_stats()["num_host_alloc"]})
     assert seen[2:] == seen[2:3] * 4
     inf.handle(made.model).close()
 
@@ -246,7 +245,7 @@ def test_parameters_come_twice_per_step_and_gradients_leave_once(
     params = 2 * after.params
     slack = 1.02 * params  # token ids, losses, norms; and padding of flats
     assert 0 < copied["HtoD"] <= steps * 2 * slack
-    assert copied["HtoD"] >= steps * 1.5 * params  # the turning points may spare some
+    assert copied["HtoD"] >= steps * 1.2 * params  # the last units of forward stay for backward
     assert steps * params <= copied["DtoH"] <= steps * slack
     assert after.h2d_bytes - before.h2d_bytes == pytest.approx(copied["HtoD"], rel=0.02)
     assert after.d2h_bytes - before.d2h_bytes == pytest.approx(copied["DtoH"], rel=0.02)
