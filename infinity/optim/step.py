@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from infinity._torch_compat import profiled
 from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.aio.executor import MASK_GIVEN
 from infinity.aio.plan import JobKind
@@ -200,7 +201,8 @@ class Pipeline:
         self.on_step(self.steps)
         self.stepping = optimizer
         try:
-            self.submit_all(by_unit)
+            with profiled("infinity: step"):
+                self.submit_all(by_unit)
         except BaseException as error:
             if by_unit and not isinstance(error, StepUndone):
                 self.fail(half_done(error))

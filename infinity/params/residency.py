@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from infinity._torch_compat import graph_is_kept
+from infinity._torch_compat import graph_is_kept, profiled
 from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.comm.collectives import Comm
 from infinity.errors import AioError
@@ -105,7 +105,8 @@ class UnitResidency:
         self.demands += 1
         self._current = unit
         try:
-            self._demand(unit)
+            with profiled(f"infinity: gather {unit.name}"):
+                self._demand(unit)
         finally:
             self._current = None
 
@@ -312,7 +313,8 @@ class UnitResidency:
 
     def drain(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]."""
-        self.gradients.drain(param, grad)
+        with profiled(f"infinity: drain {param.name}"):
+            self.gradients.drain(param, grad)
 
     def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
         """Make `grad` [param.shape] the parameter's whole gradient."""

@@ -1,0 +1,263 @@
+"""How fast the Triton kernels are beside torch's best, on a GPU.
+
+    python bench/bench_ops.py                           # a table
+    python bench/bench_ops.py --ops update unscale_norm
+    python bench/bench_ops.py --json                    # one JSON line
+    python bench/bench_ops.py --append                  # and one line to bench/results/ops.jsonl
+    python bench/bench_ops.py --smoke                   # tiny and fast: only shows that everything runs
+
+Every operation of infinity/ops/choice.py has one function here that yields its cases; to add one, write it and name it in
+`CASES`. Arms of a case take turns, round after round, on the same data, with the L2 cache overwritten before each; times are
+CUDA events', the median over the rounds. "ratio" is the best time of torch's arms over Triton's: what choice.MEASURED wants.
+There is nothing to measure on a CPU, where Triton runs in its interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import torch
+
+from infinity.aio.plan import HYPER, QUANT_GROUP, SEG, Format, Master, Moments, chunk_numel
+from infinity.ops import choice
+from infinity.ops.adamw import hyper_row
+from infinity.ops.chunk_update import UpdatePlan
+from infinity.ops.groups import Quantised, dequantise, quantise
+from infinity.ops.unscale_norm import unscale_norm
+
+FLUSH_BYTES = 256 << 20
+"""Written before each measurement: more than the L2 cache of any GPU there is."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation at one size.
+
+    arms: what to run, by name; "triton", and the others torch's. traffic_bytes: what it must read and write at least; flops:
+    multiplications and additions of a matmul, else 0.
+    """
+
+    op: str
+    what: str
+    traffic_bytes: int
+    arms: Mapping[str, Callable[[], object]]
+    flops: int = 0
+
+
+def both(op: str, run: Callable[[], object]) -> dict[str, Callable[[], object]]:
+    """The arms of an operation that `choice` dispatches: the same call, forced to each implementation."""
+
+    def forced(which: str) -> Callable[[], object]:
+        def arm() -> object:
+            with choice.forced(**{op: which}):
+                return run()
+
+        return arm
+
+    return {which: forced(which) for which in choice.IMPLEMENTATIONS}
+
+
+def _large(device: torch.device) -> bool:
+    """Whether there is room for the references' many copies of large values; on a consumer's GPU there is not."""
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > 40e9
+
+
+def group_quantise(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """qwZ's and qgZ's blocks, from bf16."""
+    numel = 1 << (14 if smoke else 27 if _large(device) else 24)
+    values = torch.randn(numel, device=device).to(torch.bfloat16)
+    for bits, group_numel in ((8, 256), (4, 128)):
+
+        def run(bits: int = bits, group_numel: int = group_numel) -> Quantised:
+            return quantise(values, bits=bits, group_numel=group_numel)
+
+        traffic = numel * 2 + run().size_bytes
+        yield Case("group_quantise", f"{numel:,} bf16 to int{bits} in {group_numel}s", traffic, both("group_quantise", run))
+
+
+def group_dequantise(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """And back."""
+    numel = 1 << (14 if smoke else 27 if _large(device) else 24)
+    values = torch.randn(numel, device=device).to(torch.bfloat16)
+    out = torch.empty_like(values)
+    for bits, group_numel in ((8, 256), (4, 128)):
+        q = quantise(values, bits=bits, group_numel=group_numel)
+
+        def run(q: Quantised = q) -> object:
+            return dequantise(q, out=out)
+
+        what = f"{numel:,} bf16 from int{bits} in {group_numel}s"
+        yield Case("group_dequantise", what, numel * 2 + q.size_bytes, both("group_dequantise", run))
+
+
+def update(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """AdamW on one chunk, two parameters in it, from a bf16 gradient. torch's arm has the same bits, in many passes."""
+    formats = {
+        "exact": Format.SPLIT,
+        "bf16": Format(Master.SPLIT, Moments.BF16, 2),
+        "compact": Format(Master.SPLIT8, Moments.Q8, 2),
+    }
+    rows = [hyper_row(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=5, key=key) for key in (1, 2)]
+    hypers = np.array(rows, HYPER)
+    for name, state_format in formats.items():
+        numel = 4096 if smoke else chunk_numel(state_format)
+        half = numel // 2 // QUANT_GROUP * QUANT_GROUP
+        segs = np.zeros(2, SEG)
+        segs["start"], segs["numel"], segs["hyper"] = (0, half), (half, numel - half), (0, 1)
+        # States of zeros, and a gradient that moves them: what a first step finds.
+        sections = [
+            torch.zeros(kind.size_bytes(numel), dtype=torch.uint8, device=device) for kind in state_format.sections
+        ]
+        grad = torch.randn(numel, device=device).to(torch.bfloat16)
+
+        arms: dict[str, Callable[[], object]] = {}
+        for which in choice.IMPLEMENTATIONS if device.type == "cuda" else ("torch",):
+            with choice.forced(update=which):  # a plan is made once a step, and holds to what was chosen then
+                plan = UpdatePlan(state_format, [segs], hypers, device=device, grad_dtype=grad.dtype)
+            arms[which] = functools.partial(plan.run, 0, sections, grad)
+        traffic = 2 * numel + 2 * sum(section.numel() for section in sections)
+        yield Case("update", f"AdamW, {name}, a chunk of {numel:,}", traffic, arms)
+
+
+def unscale(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """A gradient before it leaves. "torch" sums in the same order; "torch plain" in its own, as one would write it."""
+    sizes = [(4096, 4096), (4096, 14336), (128256, 4096)]
+    for shape in [(1 << 10, 16)] if smoke else sizes if _large(device) else sizes[:1]:
+        for source, target in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
+            grad = torch.randn(shape, device=device).to(source)
+            out = torch.empty(shape, dtype=target, device=device)
+
+            def run(grad: torch.Tensor = grad, out: torch.Tensor = out) -> object:
+                return unscale_norm(grad, out, factor=1 / 1024)
+
+            def plain(grad: torch.Tensor = grad, out: torch.Tensor = out) -> object:
+                torch.mul(grad, 1 / 1024, out=out)
+                return torch.linalg.vector_norm(out, dtype=torch.float32), torch.isfinite(out).all()
+
+            what = f"{shape[0]:,} x {shape[1]:,} {str(source)[6:]} to {str(target)[6:]}"
+            traffic = grad.nbytes + out.nbytes
+            yield Case("unscale_norm", what, traffic, {**both("unscale_norm", run), "torch plain": plain})
+
+
+CASES: dict[str, Callable[[torch.device, bool], Iterator[Case]]] = {
+    "group_quantise": group_quantise,
+    "group_dequantise": group_dequantise,
+    "update": update,
+    "unscale_norm": unscale,
+}
+"""Operation -> its cases on a device; the second argument asks for tiny ones."""
+
+
+def _milliseconds(run: Callable[[], object], flush: torch.Tensor) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush.zero_()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def measure_case(case: Case, flush: torch.Tensor, *, rounds: int) -> dict[str, Any]:
+    """The case as a record: milliseconds per arm, GB/s, TFLOP/s, and torch's best time over Triton's."""
+    for run in case.arms.values():  # compiled, tuned and allocated before anything is measured
+        run()
+        run()
+    torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in case.arms}
+    for index in range(rounds):
+        names = list(case.arms)
+        for name in names if index % 2 == 0 else reversed(names):
+            times[name].append(_milliseconds(case.arms[name], flush))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    of_torch = min(value for name, value in medians.items() if name != "triton")
+    return {
+        "op": case.op,
+        "what": case.what,
+        "ms": medians,
+        "ms_range": {name: [min(values), max(values)] for name, values in times.items()},
+        "gb_per_s": {name: case.traffic_bytes / value / 1e6 for name, value in medians.items()},
+        "tflop_per_s": {name: case.flops / value / 1e9 for name, value in medians.items()} if case.flops else None,
+        "ratio": of_torch / medians["triton"],
+        "rounds": rounds,
+    }
+
+
+def measure(names: list[str], *, rounds: int, smoke: bool) -> dict[str, Any]:
+    """Everything, as one record. A case that fails is recorded as such, and the others go on."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        for case in CASES[name](device, smoke):
+            harness.note(f"{case.op}: {case.what}")
+            try:
+                rows.append(measure_case(case, flush, rounds=rounds))
+            except Exception as error:  # noqa: BLE001 - compilers raise what they like; it is recorded and shown
+                harness.note(f"{case.op}, {case.what}: {type(error).__name__}: {error}")
+                rows.append({"op": case.op, "what": case.what, "failed": f"{type(error).__name__}: {error}"})
+    return {
+        "run": harness.now(),
+        "commit": harness.commit(),
+        "machine": harness.machine(),
+        "gpu": torch.cuda.get_device_name(device),
+        "capability": list(torch.cuda.get_device_capability(device)),
+        "torch": torch.__version__,
+        "ops": rows,
+    }
+
+
+def show(record: Mapping[str, Any]) -> None:
+    """Print the record as a table."""
+    rows = []
+    for row in record["ops"]:
+        if "failed" in row:
+            rows.append([row["op"], row["what"], "failed", row["failed"], "", ""])
+            continue
+        for arm, value in row["ms"].items():
+            speed = f"{row['gb_per_s'][arm]:.0f} GB/s"
+            if row["tflop_per_s"]:
+                speed = f"{row['tflop_per_s'][arm]:.0f} TFLOP/s"
+            ratio = f"{row['ratio']:.2f}" if arm == "triton" else ""
+            rows.append([row["op"], row["what"], arm, f"{value:.3f}", speed, ratio])
+    harness.print_table(
+        f"operations on {record['gpu']}, torch {record['torch']}",
+        ["operation", "case", "arm", "ms", "speed", "ratio"],
+        rows,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ops", nargs="+", choices=list(CASES), help="default: all")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", action="store_true", help="print one JSON line instead of a table")
+    parser.add_argument("--append", action="store_true", help="append the JSON line to bench/results/ops.jsonl")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes; the figures mean nothing")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise harness.BenchError("there is no CUDA device: the kernels are measured on a GPU only")
+    if choice.interpreted():
+        raise harness.BenchError("TRITON_INTERPRET is set: unset it, or the interpreter is what would be measured")
+    record = measure(options.ops or list(CASES), rounds=2 if options.smoke else options.rounds, smoke=options.smoke)
+    if options.append:
+        harness.append_line(Path(harness.RESULTS) / "ops.jsonl", record)
+    if options.json:
+        sys.stdout.write(json.dumps(record) + "\n")
+    else:
+        show(record)
+    return 1 if any("failed" in row for row in record["ops"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))
