@@ -49,6 +49,13 @@ if ! "$PYTHON" -c "import sys, torch; sys.exit(sys.argv[1] == 'cuda' and not tor
     exit 2
 fi
 
+case $(stat -f -c %T "$SWAP") in
+    tmpfs | ramfs)
+        export INFINITY_ALLOW_TMPFS=1
+        say "gpu.sh: $SWAP is memory, not a drive: figures with nvme show only that it runs; set SWAP" ;;
+esac
+{ nvidia-smi; uname -a; free -g; df -h "$SWAP"; } >>"$LOG" 2>&1
+
 # stage NAME SECONDS COMMAND...: run it with what is left of its time and of the whole; log it; go on whatever happens.
 stage() {
     local name=$1 limit=$2 began=$SECONDS status
@@ -103,7 +110,7 @@ tests() {
     local parallel=() marks=gpu
     "$PYTHON" -c "import xdist" 2>/dev/null && [ "$WORKERS" -gt 1 ] && parallel=(-n "$WORKERS" --dist loadfile)
     [ "$DEVICE" = cpu ] && marks="not gpu and not slow and not soak and not deepspeed"
-    local common=(-q -m "$marks" -p no:cacheprovider -o faulthandler_timeout=120 "${parallel[@]}")
+    local common=(-q -m "$marks" -p no:cacheprovider -o faulthandler_timeout=120 --basetemp="$SWAP/pytest" "${parallel[@]}")
     stage tests 240 "$PYTHON" -m pytest "${common[@]}" --junitxml="$OUT/tests.xml" tests/gpu
     # In a process of its own: one process has Triton's interpreter or its compiler.
     [ -d tests/unit/ops ] && [ "$DEVICE" = cuda ] &&
@@ -149,6 +156,7 @@ done
 
 "$PYTHON" bench/gpu_table.py "$RESULTS" --junit "$OUT/tests.xml" "$OUT/tests_ops.xml" >"$OUT/table.md" || failed=1
 cat "$OUT/table.md"
+rm -rf "$SWAP/pytest"
 rmdir "$SWAP" 2>/dev/null
 say "gpu.sh: $SECONDS s; $OUT/table.md, $RESULTS, $LOG"
 exit $failed

@@ -75,6 +75,7 @@ def train(width: int, tiles: int, device: str) -> dict[str, Any]:
         return {
             "setup_s": setup_s, "step_s": (time.perf_counter() - began) / 2, "loss": float(loss.detach()),
             "peak_bytes": gpu_device.peak_bytes(device), "params": handle.stats().params,
+            "gathered_bytes": handle.stats().gathered_bytes_peak,
         }  # fmt: skip
     finally:
         handle.close()
@@ -144,11 +145,11 @@ def main() -> int:
         rows.append((tiles, good[-1] if good else None, ended))
     harness.print_table(
         f"The largest linear within {args.limit:g} GiB of GPU memory" if args.device == "cuda" else "A linear, whole and tiled",
-        ("tiles", "largest", "parameters", "peak MiB", "s/step", "ended by"),
+        ("tiles", "largest", "parameters", "peak MiB", "gathered MiB", "s/step", "ended by"),
         [
             (str(tiles), f"{one['width']} -> {4 * one['width']}", f"{one['parameters'] / 1e6:.0f} M",
-             f"{one['peak_bytes'] / 2**20:.0f}", f"{one['step_s']:.2f}", ended[:60]) if one else
-            (str(tiles), "none", "", "", "", ended[:60])
+             f"{one['peak_bytes'] / 2**20:.0f}", f"{one['gathered_bytes'] / 2**20:.0f}", f"{one['step_s']:.2f}", ended[:60]) if one else
+            (str(tiles), "none", "", "", "", "", ended[:60])
             for tiles, one, ended in rows
         ],
     )  # fmt: skip

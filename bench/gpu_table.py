@@ -149,10 +149,11 @@ def linears(records: Sequence[Record]) -> list[str]:
         if good:
             one = max(good, key=lambda found: found["width"])
             rows.append((str(tiles), f"{one['width']} → {4 * one['width']}", f"{one['parameters'] / 1e6:.0f} M",
-                         f"{one['peak_bytes'] / 2**20:.0f}", f"{one['step_s']:.2f}", ended[:100]))  # fmt: skip
+                         f"{one['peak_bytes'] / 2**20:.0f}", f"{one['gathered_bytes'] / 2**20:.0f}", f"{one['step_s']:.2f}",
+                         ended[:100]))  # fmt: skip
     limit = next((one["limit_gib"] for one in mine if "limit_gib" in one), None)
     title = "The largest linear that trains" + (f" within {limit:g} GiB of GPU memory" if limit else "")
-    return table(title, ("tiles", "largest", "parameters", "peak MiB", "s/step", "ended by"), rows)
+    return table(title, ("tiles", "largest", "parameters", "peak MiB", "gathered MiB", "s/step", "ended by"), rows)
 
 
 def heading(records: Sequence[Record]) -> list[str]:
