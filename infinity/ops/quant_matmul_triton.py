@@ -56,10 +56,12 @@ def _scales(
     feature_inside, inner_inside = features < feature_count, inner < inner_count
     # One return at the end: Triton wants the same shape of all.
     if BY_ROWS:
-        found = tl.load(scale_ptr + features * stride_feature + first_inner // GROUP * stride_inner, mask=feature_inside, other=0.0)
+        pointers = scale_ptr + features * stride_feature + first_inner // GROUP * stride_inner
+        found = tl.load(pointers, mask=feature_inside, other=0.0)
         scale = widened(found, INTERPRETED)[:, None]
     elif GROUP % BLOCK_N == 0:
-        found = tl.load(scale_ptr + inner * stride_inner + first_feature // GROUP * stride_feature, mask=inner_inside, other=0.0)
+        pointers = scale_ptr + inner * stride_inner + first_feature // GROUP * stride_feature
+        found = tl.load(pointers, mask=inner_inside, other=0.0)
         scale = widened(found, INTERPRETED)[None, :]
     else:
         pointers = scale_ptr + (features // GROUP)[:, None] * stride_feature + inner[None, :] * stride_inner
@@ -138,7 +140,7 @@ def _multiply(
 
 
 def weight_configs(dtype: torch.dtype) -> list[Any]:
-    """`triton.Config`s for x of this dtype; BLOCK_N: features, never below 64. The first takes 48 KiB of shared memory at most."""
+    """`triton.Config`s for x of this dtype; BLOCK_N: features, never below 64. The first takes no more than 48 KiB."""
     sizes = [(64, 64, 4, 2), (64, 16, 4, 3), (64, 128, 4, 3)]
     if dtype != torch.float32:
         sizes += [(128, 16, 4, 4), (128, 64, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3), (128, 256, 8, 3)]
