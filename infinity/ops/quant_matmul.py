@@ -1,6 +1,7 @@
 """Matmul straight from weights that are kept in fewer bits: int8 in groups, or 24-bit masters. Differentiable by what they meet.
 
-    y = int8_matmul(x, codes, scales, group_numel=128, bias=bias)       # a frozen base in int8 under LoRA
+    q = groups.quantise(weight, bits=8, group_numel=128)
+    y = int8_matmul(x, q.codes.view(q.shape), q.scales, group_numel=128, bias=bias)     # a frozen base in int8 under LoRA
     y = compact_matmul(x, hi, lo, bias)                                 # the `compact` state's master, all 24 bits of it
 
     forward    y  = x @ W^T + bias         W is dequantised block by block in the load: it never exists as a whole

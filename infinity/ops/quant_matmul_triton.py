@@ -120,10 +120,10 @@ def _multiply(
             high_bits = codes.to(tl.int32) << 16
             weight = (high_bits + (lo.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
             if dtype == tl.bfloat16:
-                high = high_bits.to(tl.float32, bitcast=True)
-                low = tl.where(lo == 0, 0.0, weight - high)  # infinity less infinity is not asked for
-                total = tl.dot(operand(rounded(high, dtype, INTERPRETED), INTERPRETED), x, total, input_precision=PRECISION)
-                weight = low  # 8 significant bits: rounding to bf16 changes nothing
+                high = codes.to(tl.bfloat16, bitcast=True)
+                total = tl.dot(operand(high, INTERPRETED), x, total, input_precision=PRECISION)
+                # What is left has 8 significant bits: rounding it to bf16 changes nothing. Infinity less infinity is not asked for.
+                weight = tl.where(lo == 0, 0.0, weight - high_bits.to(tl.float32, bitcast=True))
         else:
             scale = _scales(
                 more_ptr, features, inner, feature_count, inner_count, block_n * BLOCK_N, start,
