@@ -224,6 +224,7 @@ class Handle:
             residency=self.residency,
             drain=self._drain,
             rest=self._rest,
+            executor=self._executor,
             rank=self.rank,
             holder_of=self._holding.holder_of,
             make_gradients=self._holding.make_gradients,
