@@ -152,6 +152,13 @@ def test_any_grid_trains_as_without_an_engine(width: int, tiles: tuple[int, int]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.parametrize("state", ["bf16", "compact"])
+def test_rounding_at_random_does_not_depend_on_where_tiles_rest(state: str, tmp_path: Path) -> None:
+    chosen = [{"params": "cpu", "optim": "cpu"}, PLACEMENTS["nvme min"]]
+    results = [harness.offloaded(LLAMA, policy(tmp_path, state=state, **values)) for values in chosen]
+    harness.assert_equal(*results)
+
+
 def test_where_sums_are_exact_the_bits_are_the_untiled_models() -> None:
     torch.manual_seed(0)
     linear = nn.Linear(24, 20, dtype=torch.bfloat16)
@@ -203,8 +210,8 @@ class Huge(nn.Module):
         return self.loss(hidden, y) if self.loss is not None else self.huge(hidden).square().mean()
 
 
-def peaks(tiles: Any, *, head: bool, directory: Path) -> tuple[int, int, int]:
-    """(bytes of the weight, most bytes gathered in forward, and in backward)."""
+def peaks(tiles: Any, *, head: bool, directory: Path) -> tuple[int, int, int, int]:
+    """(bytes of the weight, most bytes gathered in forward, and in backward, most bytes of fresh gradients)."""
     model = Huge(tiles, head=head)
     chosen = inf.Policy(params="nvme", optim="nvme", nvme=directory, ram="min", unit_bytes_max=1 << 16)
     inf.offload(model, chosen)
@@ -220,23 +227,25 @@ def peaks(tiles: Any, *, head: bool, directory: Path) -> tuple[int, int, int]:
         found.append(handle.residency.gathered_bytes_peak)
         opt.step()
         opt.zero_grad()
-    weight_bytes = model.huge.weight.numel() * 4
+    weight_bytes, fresh = model.huge.weight.numel() * 4, handle.stats().fresh_grad_bytes_peak
     handle.close()
-    return weight_bytes, max(found[::2]), max(found[1::2])
+    return weight_bytes, max(found[::2]), max(found[1::2]), fresh
 
 
 @pytest.mark.parametrize("head", [False, True])
 def test_what_is_gathered_at_once_falls_with_the_number_of_tiles(head: bool, tmp_path: Path) -> None:
     table = {}
     for tiles in (None, 4, 8, 16, 32) if head else (None, 4, (4, 2), (8, 2), (8, 4)):
-        size, forward, backward = peaks(tiles, head=head, directory=tmp_path)
-        table[tiles] = forward, backward
-        print(f"tiles {tiles!s:>8}: weight {size >> 10} KiB, gathered at most {forward >> 10} KiB, backward {backward >> 10} KiB")
+        size, forward, backward, fresh = peaks(tiles, head=head, directory=tmp_path)
+        table[tiles] = forward, backward, fresh
+        kib = [f"{name} {value >> 10} KiB" for name, value in zip(("forward", "backward", "gradients"), table[tiles], strict=True)]
+        print(f"tiles {tiles!s:>8} of {size >> 10} KiB: at most {', '.join(kib)}")
         if tiles is not None:
             count = tiles if isinstance(tiles, int) else tiles[0] * tiles[1]
             small = 2 << 12  # the other linear, padded
             # The tile in use, and those that are read ahead.
             assert max(forward, backward) <= (AHEAD + 1) * size // count + small
+            assert fresh <= size // count + small
     assert min(table[None]) >= size
     last = list(table)[-1]
     assert max(table[last]) * 8 < size
@@ -331,6 +340,8 @@ def test_files_hold_whole_weights_and_fit_both_kinds_of_model(factory: Any, tmp_
     assert inf.load_safetensors(others[2][0], tmp_path / "masters") == ((), ())
     for other, _ in others:
         same(other.state_dict(), state)
+    with pytest.raises(ValueError, match=r"another model: .*Tile the model as it was \(inf.tile_linears\)"):
+        inf.restore(*others[3], tmp_path / "save")
     losses = [step(*each) for each in [(model, opt), *others]]
     assert losses[0] == losses[1] == losses[2] == losses[3]
     assert losses[4] == pytest.approx(losses[0], rel=1e-3)
