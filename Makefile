@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | types | native | asan | tsan | portable | soak | bench | convergence | ranks | slow | wheel | clean
+# make setup | demo | test | lint | types | native | asan | tsan | portable | soak | bench | convergence | ranks | slow | wheel | wheels | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test lint types native asan tsan portable soak bench convergence ranks slow wheel clean
+.PHONY: setup demo test lint types native asan tsan portable soak bench convergence ranks slow wheel wheels clean
 
 setup: $(STAMP)
 
@@ -121,6 +121,16 @@ slow: $(DEMO)
 wheel: $(STAMP)
 	$(PIP) wheel -q -c $(PINS) --no-build-isolation --no-deps -w dist .
 
+# What bench/gpu.sh needs on a machine without a network, for that machine's Python; torch, transformers and pytest must be there.
+PYVER  ?= 3.12
+WHEELS := cffi liburing pycparser psutil safetensors xxhash rich markdown-it-py mdurl Pygments hypothesis sortedcontainers
+wheels: | $(BIN)/python
+	mkdir -p bench/wheels
+	$(PIP) download -q -c $(PINS) -d bench/wheels --no-deps --only-binary=:all: --implementation cp --python-version $(PYVER) \
+	    $(foreach abi,cp$(subst .,,$(PYVER)) abi3 none,--abi $(abi)) \
+	    $(foreach tag,2_28_x86_64 2_27_x86_64 2_17_x86_64,--platform manylinux_$(tag)) \
+	    --platform manylinux2014_x86_64 --platform manylinux1_x86_64 $(WHEELS)
+
 clean:
-	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist out bench/wheels *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -path ./$(VENV) -prune -o \( -name __pycache__ -o -name '_native*.so' \) -print0 | xargs -0 rm -rf

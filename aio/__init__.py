@@ -11,12 +11,17 @@ the native inside. Nothing here knows torch.
 
 from __future__ import annotations
 
+from infinity.aio.device import DeviceDriver
 from infinity.aio.executor import (
+    MASK_COPY_OUT,
+    MASK_DEVICE,
     MASK_GIVEN,
     MASK_MOVE_ONLY,
     SPAN,
     TRACK_COPY,
+    TRACK_FROM_DEVICE,
     TRACK_READ,
+    TRACK_TO_DEVICE,
     TRACK_UPDATE,
     TRACK_WRITE,
     Executor,
@@ -40,14 +45,19 @@ __all__ = [
     "CHUNK",
     "HYPER",
     "JOB",
+    "MASK_COPY_OUT",
+    "MASK_DEVICE",
     "MASK_GIVEN",
     "MASK_MOVE_ONLY",
     "SEG",
     "SPAN",
     "TRACK_COPY",
+    "TRACK_FROM_DEVICE",
     "TRACK_READ",
+    "TRACK_TO_DEVICE",
     "TRACK_UPDATE",
     "TRACK_WRITE",
+    "DeviceDriver",
     "DriveStats",
     "Executor",
     "ExecutorStats",

@@ -10,18 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.aio import plan
-from infinity.aio.executor import MASK_GIVEN, MASK_MOVE_ONLY, PoolSpec
+from infinity.aio.executor import MASK_DEVICE, MASK_GIVEN, MASK_MOVE_ONLY, PoolSpec
 from infinity.errors import (
     AioCancelledError,
     AioClosedError,
     AioError,
     ChecksumError,
+    DeviceCopyError,
     DeviceFailedError,
     ShortTransferError,
     SwapFullError,
 )
 
 FAULT_ERRNO, FAULT_SHORT, FAULT_CHECKSUM, FAULT_NO_SPACE, FAULT_CLOSED, FAULT_PLAN, FAULT_CANCELLED = 1, 2, 3, 4, 5, 6, 7
+FAULT_DEVICE = 8
 OP_NAMES = {0: "read", 1: "write", -1: ""}
 
 #: What is wrong with a job; the numbers are those of native/executor_submit.c.
@@ -35,6 +37,8 @@ JOB_WRONG = {
     7: "needs a larger slot than the pools have",
     8: "updates a chunk that has no optimizer state",
     9: "has MASK_GIVEN, and is no UPDATE with the address of what is given in ptr[1]",
+    10: "has MASK_DEVICE, and no device is attached",
+    11: "is a COPY that has a chunk, a gate or another mask, or lacks an address or a size",
 }
 
 
@@ -96,6 +100,10 @@ class FaultRecord:
             FAULT_PLAN: (AioError, f"{of}: the update's segments or hyper-parameters are out of range"),
         }
         error_type, message = kinds.get(self.kind, (DeviceFailedError, f"{of}: the drive failed"))
+        if self.kind == FAULT_DEVICE:
+            return DeviceCopyError(
+                f"{of}: a copy of {self.length} bytes to or from the device failed (the driver's code is {self.error})"
+            )
         message += _EARLIER[self.earlier]
         if self.kind in (FAULT_CLOSED, FAULT_PLAN, FAULT_CANCELLED):
             return error_type(message, errno=self.error)
@@ -287,6 +295,8 @@ def job_wrong(
     job: Any, chunk: Any | None, seg_count: int, base_count: int | None, slot_bytes_max: int
 ) -> int:
     """Key of JOB_WRONG, or 0. `base_count`: of the gate; None without one."""
+    if int(job["mask"]) & MASK_DEVICE and int(job["kind"]) in (plan.JobKind.FETCH, plan.JobKind.STORE, plan.JobKind.UPDATE):
+        return 10
     if chunk is None:
         return 1
     kind, mask, base = int(job["kind"]), int(job["mask"]), int(job["base"])

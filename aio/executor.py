@@ -9,6 +9,7 @@ call, and gets a `Ticket`. Nothing blocks but `Ticket.wait`, `drain` and `close`
         FETCH   read --> verify --> copy to ptr
         STORE   copy from ptr --> checksum --> write
         UPDATE  read --> verify, update, checksum (one pass) --> copy section 0 to ptr[0] --> write
+        COPY    copy ptr[2] bytes from ptr[1] to ptr[0], of which one is on the device (MASK_DEVICE); no chunk
 
 An UPDATE reads all sections but one that it is given (MASK_GIVEN), and writes all but spilled gradients (`grad`), which it
 reads only if a segment has its gradient there.
@@ -32,6 +33,8 @@ Promises, the same in every backend:
 - A *versioned* chunk has two places. After `commit` a STORE or UPDATE reads what it needs at the live place and writes the other
   one, whole, which then is the live one; later ones work there in place. `rollback` goes back to what was committed. So the
   committed place is never written, and whatever fails in between can be undone. Spilled gradients have one place.
+- Where ptr is on the device (MASK_DEVICE), a copy comes behind the kernels that the compute stream had when the job was
+  submitted, or its gate opened, and `filled` says that it has ended on the device: kernels submitted after that see it.
 - Requests in flight are bounded per drive by depth and block size; of the depth, writes have half whenever they want it and
   demands a quarter of the reads' share, so neither starves.
 """
@@ -46,6 +49,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from infinity.aio.device import DeviceDriver
 from infinity.aio.stats import ExecutorStats
 from infinity.aio.swap_file import SwapFile
 from infinity.errors import AioError
@@ -65,7 +69,7 @@ SPAN = np.dtype(
     ],
     align=True,
 )
-TRACK_READ, TRACK_WRITE, TRACK_UPDATE, TRACK_COPY = 0, 1, 2, 3
+TRACK_READ, TRACK_WRITE, TRACK_UPDATE, TRACK_COPY, TRACK_TO_DEVICE, TRACK_FROM_DEVICE = 0, 1, 2, 3, 4, 5
 
 #: In a job's mask: move the slot as it is, without copy and checksum. For measuring drives (`infinity.bench`).
 MASK_MOVE_ONLY = 0x8000_0000
@@ -73,6 +77,10 @@ MASK_MOVE_ONLY = 0x8000_0000
 #: the ticket is `filled`), and not verified; it is written with the rest. ptr[0] may be the same memory. Without effect
 #: where section 0 is resident: what is resident is what would be given.
 MASK_GIVEN = 0x4000_0000
+#: In a job's mask: ptr[] are addresses on the attached device (`Executor.attach_device`).
+MASK_DEVICE = 0x2000_0000
+#: In the mask of a COPY, beside MASK_DEVICE: ptr[0] is on the device. Else ptr[1] is.
+MASK_COPY_OUT = 1
 
 
 class Priority(IntEnum):
@@ -250,6 +258,17 @@ class Executor(Protocol):
 
     def gate(self) -> Gate:
         """A new closed gate, to be given to `submit`."""
+        ...
+
+    def attach_device(self, driver: DeviceDriver) -> None:
+        """Make the device known whose memory MASK_DEVICE is about, once, and pin the slab. Blocks.
+
+        Raises: DeviceCopyError when the driver refuses; ValueError where this executor cannot copy to devices.
+        """
+        ...
+
+    def compute_stream(self, stream: int) -> None:
+        """The stream (0: the default one) whose kernels later copies come behind. Never blocks."""
         ...
 
     def hold_gates(self, held: bool) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from infinity.aio import checks
 from infinity.aio.native_quick import load_quick
 from infinity.aio.swap_file import SwapFile
-from infinity.errors import AioClosedError, AioError
+from infinity.errors import AioClosedError, AioError, DeviceCopyError
 
 log = logging.getLogger("infinity.aio")
 
@@ -51,6 +51,7 @@ class Core:
         self.address = int(ffi.cast("uintptr_t", pointer))
         self.quick = load_quick()
         self.drives = tuple(drives)
+        self.driver: Any = None  # of the attached device
         self.files: dict[tuple[int, int], SwapFile] = {}  # those that came later, by drive and index
         self.paths = [drive.path for drive in drives]
         self._stopping = threading.RLock()
@@ -242,6 +243,8 @@ class NativeGate:
             return False
         if result == -errno.EALREADY:
             raise ValueError("the gate was opened before; a gate opens once")
+        if result == -errno.EREMOTEIO:
+            raise DeviceCopyError("the device's driver refuses an event")
         if result == -errno.ERANGE:
             raise ValueError(f"the gate's jobs need more than the {len(bases)} bases given")
         raise MemoryError("no memory to open a gate")

@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.aio import checks, drive_limits, memory_limits, plan
+from infinity.aio.device import DeviceDriver
 from infinity.aio.executor import SPAN, Gate, PoolSpec, Priority, Seam, spans_empty
 from infinity.aio.native_core import Core, NativeGate, NativeTicket, load_native, load_uring
 from infinity.aio.native_stats import drive_stats, registered_reason
 from infinity.aio.stats import ExecutorStats
 from infinity.aio.swap_file import SwapFile
-from infinity.errors import AioClosedError, AioError
+from infinity.errors import AioClosedError, AioError, DeviceCopyError
 
 RING_BLOCK_BYTES = 1 << 20
 THREAD_BLOCK_BYTES = 16 << 20
@@ -197,6 +198,24 @@ class NativeExecutor:
             raise MemoryError("no memory for a gate")
         return NativeGate(self._core, address)
 
+    def attach_device(self, driver: DeviceDriver) -> None:
+        """See `Executor.attach_device`."""
+        core = self._core
+        core.check()
+        api = core.ffi.new("inf_device_api *", {"context": driver.context, **driver.functions})
+        code = int(core.lib.inf_executor_attach_device(core.pointer, api))
+        if code == -errno.EALREADY:
+            raise ValueError("a device is attached to this executor already; it takes one")
+        if code == -errno.ENOMEM:
+            raise MemoryError("no memory for the copies of a device")
+        if code:
+            raise DeviceCopyError(f"the device cannot be attached: its driver says {driver.name_of(code)} ({code})")
+        core.driver = driver  # its functions are called until the executor is closed
+
+    def compute_stream(self, stream: int) -> None:
+        """See `Executor.compute_stream`."""
+        self._core.quick.executor_compute_stream(self._core.address, stream)
+
     def hold_gates(self, held: bool) -> None:
         """See `Executor.hold_gates`."""
         self._core.check()
@@ -349,6 +368,10 @@ class NativeExecutor:
             huge_bytes=int(core.lib.inf_executor_huge_bytes(core.pointer)),
             registered=registered == 1,
             spans_dropped=counters.spans_dropped,
+            to_device_bytes=counters.copied_bytes[0],
+            from_device_bytes=counters.copied_bytes[1],
+            to_device_s=counters.copied_ns[0] / 1e9,
+            from_device_s=counters.copied_ns[1] / 1e9,
             backend_reason=self.backend_reason,
             registered_reason=registered_reason(registered, self.backend),
             kept_chunks=counters.kept_chunks,
@@ -403,4 +426,6 @@ def _submit_error(error: int) -> Exception:
         return ValueError(f"job {index} {checks.JOB_WRONG[what]}")
     if error == -errno.ENOMEM:
         return MemoryError("no memory for a submission")
+    if error == -errno.EREMOTEIO:
+        return DeviceCopyError("the device's driver refuses an event")
     return AioClosedError("the executor is being closed")

@@ -20,6 +20,7 @@ _CALLS: dict[str, tuple[Any, list[Any]]] = {
         [_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER],
     ),
     "executor_hold_gates": (None, [_POINTER, _INT]),
+    "executor_compute_stream": (None, [_POINTER, ctypes.c_uint64]),
     "executor_preread": (_INT, [_POINTER, _POINTER, _INT, _INT]),
     "ticket_words": (_POINTER, [_POINTER]),
     "ticket_set": (_INT, [_POINTER, _INT]),

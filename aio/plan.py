@@ -41,6 +41,8 @@ class JobKind(IntEnum):
     UPDATE = 3
     REWRITE = 4
     """Write again what a failed write kept; `Executor.recover` submits these."""
+    COPY = 6
+    """Between host and device memory, without a chunk."""
 
 
 class Master(IntEnum):

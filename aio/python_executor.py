@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.aio import checks, plan, python_versions
+from infinity.aio.device import DeviceDriver
 from infinity.aio.executor import SPAN, Gate, PoolSpec, Priority, Seam, spans_empty
 from infinity.aio.python_engine import SPANS_MAX, Engine
 from infinity.aio.python_handles import PythonGate, PythonTicket
@@ -187,6 +188,16 @@ class PythonExecutor:
         """See `Executor.gate`."""
         self._check()
         return PythonGate(self, GateState(GATE_ESCAPED if self._engine.shut else GATE_CLOSED))
+
+    def attach_device(self, driver: DeviceDriver) -> None:
+        """See `Executor.attach_device`. Raises: ValueError, always."""
+        raise ValueError(
+            f"copies to a device ({driver.context:#x}) need the native extension, and this executor is Python's: build it "
+            "(`make native`), or `infinity doctor` says why it is not used"
+        )
+
+    def compute_stream(self, stream: int) -> None:
+        """See `Executor.compute_stream`. There is no device."""
 
     def hold_gates(self, held: bool) -> None:
         """See `Executor.hold_gates`."""

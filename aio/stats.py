@@ -68,7 +68,8 @@ class ExecutorStats:
     `registered` says whether the slab's pages are registered with io_uring, `registered_reason` why not; `huge_bytes` how much
     of it huge pages back. `backend_reason`: as `Executor.backend_reason`. `kept_chunks`: chunks whose write failed and whose
     contents are in memory only. `jobs_cancelled`: fetches that were given up. `reads_ahead`: chunks that idle slots began to
-    read for later UPDATEs; `reads_ahead_dropped`: those of them of which no UPDATE had anything.
+    read for later UPDATEs; `reads_ahead_dropped`: those of them of which no UPDATE had anything. `to_device_bytes`,
+    `from_device_bytes`: copied to and from the attached device; `..._s`: time while at least one such copy was under way.
     """
 
     backend: str
@@ -93,6 +94,10 @@ class ExecutorStats:
     jobs_cancelled: int = 0
     reads_ahead: int = 0
     reads_ahead_dropped: int = 0
+    to_device_bytes: int = 0
+    from_device_bytes: int = 0
+    to_device_s: float = 0.0
+    from_device_s: float = 0.0
     opened_s: float = 0.0
     """CLOCK_MONOTONIC when the executor was opened."""
     extra: dict[str, int] = field(default_factory=dict)

@@ -15,6 +15,7 @@ There is nothing to measure on a CPU, where Triton runs in its interpreter.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -34,8 +35,9 @@ from infinity.ops import loss_tiles as heads
 from infinity.ops import quant_matmul as quantised
 from infinity.ops import tile_matmul as tiles
 from infinity.ops.adamw import hyper_row
-from infinity.ops.chunk_update import update_chunk
+from infinity.ops.chunk_update import UpdatePlan
 from infinity.ops.groups import Quantised, dequantise, quantise
+from infinity.ops.unscale_norm import unscale_norm
 
 FLUSH_BYTES = 256 << 20
 """Written before each measurement: more than the L2 cache of any GPU there is."""
@@ -138,9 +140,14 @@ def quant_matmul(name: str, device: torch.device, smoke: bool) -> Iterator[Case]
             yield Case(name, what, at_rest + 2 * rows * (inner + outer), arms, 2 * rows * inner * outer)
 
 
+def _large(device: torch.device) -> bool:
+    """Whether there is room for the references' many copies of large values; on a consumer's GPU there is not."""
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > 40e9
+
+
 def group_quantise(device: torch.device, smoke: bool) -> Iterator[Case]:
     """qwZ's and qgZ's blocks, from bf16."""
-    numel = 1 << (14 if smoke else 27)
+    numel = 1 << (14 if smoke else 27 if _large(device) else 24)
     values = torch.randn(numel, device=device).to(torch.bfloat16)
     for bits, group_numel in ((8, 256), (4, 128)):
 
@@ -153,7 +160,7 @@ def group_quantise(device: torch.device, smoke: bool) -> Iterator[Case]:
 
 def group_dequantise(device: torch.device, smoke: bool) -> Iterator[Case]:
     """And back."""
-    numel = 1 << (14 if smoke else 27)
+    numel = 1 << (14 if smoke else 27 if _large(device) else 24)
     values = torch.randn(numel, device=device).to(torch.bfloat16)
     out = torch.empty_like(values)
     for bits, group_numel in ((8, 256), (4, 128)):
@@ -186,16 +193,33 @@ def update(device: torch.device, smoke: bool) -> Iterator[Case]:
         ]
         grad = torch.randn(numel, device=device).to(torch.bfloat16)
 
-        def run(
-            state_format: Format = state_format,
-            sections: list[torch.Tensor] = sections,
-            segs: Any = segs,
-            grad: torch.Tensor = grad,
-        ) -> None:
-            update_chunk(state_format, sections, segs, hypers, grad=grad)
-
+        arms: dict[str, Callable[[], object]] = {}
+        for which in choice.IMPLEMENTATIONS if device.type == "cuda" else ("torch",):
+            with choice.forced(update=which):  # a plan is made once a step, and holds to what was chosen then
+                plan = UpdatePlan(state_format, [segs], hypers, device=device, grad_dtype=grad.dtype)
+            arms[which] = functools.partial(plan.run, 0, sections, grad)
         traffic = 2 * numel + 2 * sum(section.numel() for section in sections)
-        yield Case("update", f"AdamW, {name}, a chunk of {numel:,}", traffic, both("update", run))
+        yield Case("update", f"AdamW, {name}, a chunk of {numel:,}", traffic, arms)
+
+
+def unscale(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """A gradient before it leaves. "torch" sums in the same order; "torch plain" in its own, as one would write it."""
+    sizes = [(4096, 4096), (4096, 14336), (128256, 4096)]
+    for shape in [(1 << 10, 16)] if smoke else sizes if _large(device) else sizes[:1]:
+        for source, target in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
+            grad = torch.randn(shape, device=device).to(source)
+            out = torch.empty(shape, dtype=target, device=device)
+
+            def run(grad: torch.Tensor = grad, out: torch.Tensor = out) -> object:
+                return unscale_norm(grad, out, factor=1 / 1024)
+
+            def plain(grad: torch.Tensor = grad, out: torch.Tensor = out) -> object:
+                torch.mul(grad, 1 / 1024, out=out)
+                return torch.linalg.vector_norm(out, dtype=torch.float32), torch.isfinite(out).all()
+
+            what = f"{shape[0]:,} x {shape[1]:,} {str(source)[6:]} to {str(target)[6:]}"
+            traffic = grad.nbytes + out.nbytes
+            yield Case("unscale_norm", what, traffic, {**both("unscale_norm", run), "torch plain": plain})
 
 
 CASES: dict[str, Callable[[torch.device, bool], Iterator[Case]]] = {
@@ -206,6 +230,7 @@ CASES: dict[str, Callable[[torch.device, bool], Iterator[Case]]] = {
     "group_quantise": group_quantise,
     "group_dequantise": group_dequantise,
     "update": update,
+    "unscale_norm": unscale,
 }
 """Operation -> its cases on a device; the second argument asks for tiny ones."""
 

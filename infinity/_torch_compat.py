@@ -5,6 +5,7 @@ When a new torch release moves one of them, this file and `tests/unit/test_torch
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,6 +34,13 @@ sequence_number: Callable[[], int] = _C._autograd._get_sequence_nr
 
 DisableTorchFunctionSubclass: Any = _C.DisableTorchFunctionSubclass
 """Context in which `__torch_function__` of subclasses is not called."""
+
+
+def profiled(name: str) -> contextlib.AbstractContextManager[object]:
+    """A range of that name in torch's profiler (and so in NVTX under `torch.autograd.profiler.emit_nvtx()`), while one runs."""
+    if not _C._autograd._profiler_enabled():
+        return contextlib.nullcontext()
+    return torch.profiler.record_function(name)
 
 
 def resize_storage(tensor: torch.Tensor, size_bytes: int) -> None:

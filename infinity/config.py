@@ -19,7 +19,6 @@ NONFINITE = ("raise", "skip", "ignore")
 # Values that design names and a later release builds: (field, value) -> what the user gets to read.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "zero": (1, 2),
-    "update_on": ("device",),
 }
 
 
@@ -30,7 +29,8 @@ class Policy:
     params, optim, grads, activations: the lowest tier where these may rest: "device", "cpu" or "nvme"; budget that
         is left keeps them higher. grads="nvme" spills those that an explicit `ram` does not hold. `activations` are the inputs
         of checkpointed calls (torch.utils.checkpoint, or what `gradient_checkpointing_enable()` makes of it), from 64 KiB on:
-        they go during forward and come back ahead of backward. "cpu" is for models that compute on another device.
+        they go during forward and come back ahead of backward. "cpu" is for models that compute on another device; how much
+        memory that takes depends on the batch, is not in `ram`, and is told by `handle.stats()`.
     nvme: one directory, or several, on NVMe drives; needed when a tier is "nvme". Default: $INFINITY_NVME_DIR.
     ram: everything that this process holds for offloading, in bytes or as text ("64GiB"): pinned buffers, gradients,
         resident extents. "min" is the least that works; None is `RAM_SHARE` of what the machine or its cgroup leaves,
@@ -46,6 +46,8 @@ class Policy:
         update); forwards without gradients, `state_dict()`, `gather()` and exports wait for it and take the updated ones.
     delayed_warmup: steps that update="delayed" takes as "deferred" first.
     seed: of random rounding.
+    device: where the model computes: "cpu", "cuda", "cuda:1" or a torch.device. None: where its parameters are ("cpu" for one that
+        is wholly on the meta device).
     compute_dtype: None: as the module is.
     grad_dtype: the dtype in which gradients are accumulated and wait; None: the parameter's.
     reduce_dtype: the dtype in which gradients are summed over ranks; None: the gradient's.
@@ -69,7 +71,9 @@ class Policy:
         hold a run already are left as they are, and no step is taken before `inf.restore`; "new" gives that run up, when the
         first step is taken.
     durable_every: commit every so many steps; a step in between overwrites the one before it, and a crash loses all of them.
-    update_on: one value so far; updates run on the CPU.
+    update_on: "cpu": updates run on the CPU, beside the next forward (or backward). "device": states stream through the GPU that
+        computes, inside `opt.step()`, with update="deferred". The two give the same bits; "cpu" is the default whatever the tiers,
+        since it moves a sixth of the bytes over the link, and `infinity plan` says what each would cost.
 
     Raises: ValueError naming field, value and fix.
     """
@@ -86,6 +90,7 @@ class Policy:
     update: str = "deferred"
     delayed_warmup: int = 40
     seed: int = 0
+    device: Any = None
     compute_dtype: Any = None
     grad_dtype: Any = None
     reduce_dtype: Any = None
@@ -111,7 +116,7 @@ class Policy:
         self._check_choice("on_nonfinite", NONFINITE)
         self._check_choice("verify", ("full", "sample", "off"))
         self._check_choice("io_backend", ("auto", "io_uring", "threads"))
-        self._check_choice("update_on", ("cpu",))
+        self._check_choice("update_on", ("cpu", "device"))
         self._check_choice("generations", (1, 2))
         self._check_choice("durable", (False, True, "new"))
         if self.compute_dtype is not None:
@@ -124,6 +129,11 @@ class Policy:
                 raise ValueError(
                     f"{field}={value!r} is not supported; use torch.bfloat16, torch.float16, torch.float32 or None"
                 )
+        if self.device is not None:
+            try:
+                torch.device(self.device)
+            except (RuntimeError, TypeError) as error:
+                raise ValueError(f"device={self.device!r}: give 'cpu', 'cuda', 'cuda:1' or a torch.device ({error})") from None
         if type(self.durable_every) is not int or self.durable_every < 1:
             raise ValueError(f"durable_every={self.durable_every!r}: give a whole number of steps, 1 or more")
         if self.durable:
@@ -157,6 +167,11 @@ class Policy:
                 "the step are updated already. Use generations=2, on_nonfinite='raise' or 'ignore', or update='deferred'"
             )
         self._check_durable()
+        if self.update_on == "device" and self.update != "deferred":
+            raise ValueError(
+                f"update_on='device' updates inside opt.step(), and update={self.update!r} at other times: use update='deferred', "
+                "or update_on='cpu'"
+            )
         if self.update == "delayed" and self.generations > 1:
             raise ValueError(
                 "update='delayed' keeps one generation: it computes with the parameters of the step before while the update is "

@@ -27,9 +27,10 @@ from infinity.comm.collectives import Comm
 from infinity.config import Policy
 from infinity.errors import EngineClosed
 from infinity.holding import Holding
+from infinity.memory.device import Leaving, compute_device, open_device
 from infinity.memory.heap import Heap
 from infinity.memory.ledger import memory_left_bytes
-from infinity.optim.modes import open_mode
+from infinity.optim.modes import open_mode, staging_bytes
 from infinity.optim.state import OptimizerState, States
 from infinity.optim.step import Pipeline
 from infinity.optim.transaction import Transaction
@@ -50,6 +51,9 @@ from infinity.storage import Storage, check_activations
 from infinity.telemetry import Timeline
 
 log = logging.getLogger("infinity")
+
+LEAVING_UNITS = 2
+"""Fresh gradients of so many of the largest units may be on their way from the device; then backward waits."""
 
 _HANDLE = "_infinity_handle"  # where a model keeps its handle: a table here would keep closed models alive
 _OPEN: set[Handle] = set()
@@ -81,8 +85,7 @@ def offload(
         )
     if before is not None:
         raise ValueError("this model is offloaded already; inf.handle(model).close() ends that")
-    device = _compute_device(model)
-    check_activations(policy or Policy(), device)
+    device = compute_device(model, (policy or Policy()).device)
     strided = [name for name, parameter in model.named_parameters() if not parameter.is_contiguous()]
     handle_ = Handle(model, policy or Policy(), device, load, _seam)
     model.__dict__[_HANDLE] = handle_
@@ -147,17 +150,24 @@ class Handle:
             unit.engine = self
         self._flats: list[Flat] = [flat for unit in self.units for flat in unit.flats]
         self._params: list[Param] = [param for unit in self.units for param in unit.params]
-        source, self._gradients = open_source(model, load), GradientMemory(self.rank, policy.grad_dtype)
-        self._placing = Placing(policy, self._flats, self._gradients, ledger_owner=id(self))
+        there = open_device(device)
+        check_activations(policy, there)
+        source, self._gradients = open_source(model, load), GradientMemory(self.rank, policy.grad_dtype, there)
+        self._placing = Placing(
+            policy, self._flats, self._gradients, ledger_owner=id(self), staging_bytes=staging_bytes(policy, self.units, there, self._gradients.dtype)
+        )
         undo.callback(self._placing.close)
         plan = self._placing.first()
-        self._storage = Storage(policy, plan, seam, undo, rank=self.rank)
+        self._storage = Storage(policy, plan, seam, undo, device=there, rank=self.rank)
         self._executor, self._rest = self._storage.executor, self._storage.rest
         self._rest.create(self._flats, plan.nvme_masks)
         for unit in self.units:
             fill_unit(unit, source, self._store_flat)
         source.fill_buffers(device)
         self._book = GradBook(self._comm.sum_floats if self._comm.world > 1 else None)
+        if there.copies:
+            self._book.leaving = Leaving(there, LEAVING_UNITS * max((unit.size_bytes for unit in self.units), default=0))
+            undo.callback(self._book.leaving.close)
         undo.callback(self._book.release)
         self._drain = Drain(self.units, gradients=self._gradients, book=self._book, comm=self._comm)
         self.residency = UnitResidency(
@@ -168,6 +178,7 @@ class Handle:
             comm=self._comm,
             keep=policy.params == "device",
             timeline=self.timeline,
+            device=there,
         )
         self.residency.on_demand, self.residency.on_write = self._on_demand, self._wait
         self._heap = Heap.for_units((unit.size_bytes for unit in self.units), device.type)
@@ -213,6 +224,7 @@ class Handle:
             residency=self.residency,
             drain=self._drain,
             rest=self._rest,
+            executor=self._executor,
             rank=self.rank,
             holder_of=self._holding.holder_of,
             make_gradients=self._holding.make_gradients,
@@ -424,17 +436,6 @@ class Handle:
                 f"state_dict() would copy {format_size(size_bytes)} of parameters into memory and {format_size(left)} are "
                 "left; inf.export_safetensors(model, directory) streams them to files"
             )
-
-
-def _compute_device(model: torch.nn.Module) -> torch.device:
-    """The device that computes. Raises: ValueError for what is not built yet."""
-    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"meta"}
-    if kinds - {"cpu"}:
-        raise ValueError(
-            f"the model is on {', '.join(sorted(kinds))}; this release computes on the CPU only (GPUs come with streams): "
-            "model.to('cpu') first"
-        )
-    return torch.device("cpu")
 
 
 @atexit.register

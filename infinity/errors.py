@@ -110,6 +110,10 @@ class DeviceFailedError(AioError):
     """The drive returned an error that a retry does not mend."""
 
 
+class DeviceCopyError(AioError):
+    """The driver of the device that computes refused or failed a copy, or pinning memory for copies; the message has its code."""
+
+
 class AioClosedError(AioError):
     """The executor was closed, or belongs to the parent of a forked process."""
 

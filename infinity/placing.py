@@ -65,10 +65,13 @@ class Placing:
     Formats are those of states without gradients; `plan.formats` says which flats have a section for theirs.
     """
 
-    def __init__(self, policy: Policy, flats: Sequence[Flat], gradients: GradientMemory, *, ledger_owner: int) -> None:
+    def __init__(
+        self, policy: Policy, flats: Sequence[Flat], gradients: GradientMemory, *, ledger_owner: int, staging_bytes: int = 0
+    ) -> None:
         self._policy = policy
         self._flats = list(flats)
         self._gradients = gradients
+        self._staging_bytes = staging_bytes
         self._owner = ledger_owner
         # Once: what is left shrinks as this model takes its share, and must not be halved again for the optimizer.
         self._default_budget = budget_bytes(None, ledger_owner) if policy.ram is None else None
@@ -176,7 +179,7 @@ class Placing:
             needs,
             self._default_budget if policy.ram is None else budget_bytes(policy.ram, self._owner),
             drive_count=len(policy.directories),
-            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + self.scratch_bytes,
+            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + self.scratch_bytes + self._staging_bytes,
             pools=self._pools,
             resident=self._resident(),
             # What a resident byte saves is valued for a step of one micro-batch: how many there will be nobody knows at placement

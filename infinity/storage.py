@@ -14,6 +14,7 @@ from infinity.aio.endurance import Endurance
 from infinity.aio.plan import Format
 from infinity.checkpoint.run_files import RunFiles
 from infinity.config import Policy
+from infinity.memory.device import Device
 from infinity.memory.placement import Plan
 from infinity.memory.striping import choose_shares
 from infinity.memory.swap_space import SwapSpace
@@ -21,16 +22,16 @@ from infinity.ops.update import update_numpy_sections
 from infinity.params.rest import Rest
 from infinity.params.unit import Flat, Unit
 from infinity.runtime.activations import ActivationFigures, Activations
-from infinity.runtime.shelf import DriveShelf
+from infinity.runtime.shelf import DriveShelf, HostShelf
 from infinity.telemetry import Timeline
 
 OBSERVE_S = 15.0
 """How often the drives are looked at within a step: an executor remembers 64 seconds."""
 
 
-def check_activations(policy: Policy, device: torch.device) -> None:
+def check_activations(policy: Policy, device: Device) -> None:
     """Raises ValueError when the policy takes activations from `device`, which computes, to where they are already."""
-    if policy.activations == device.type:
+    if policy.activations == "cpu" and not device.copies:
         raise ValueError(
             f"activations={policy.activations!r} takes them from the device that computes to the CPU, and this model computes "
             "there: they are in CPU memory already. Use 'nvme', or 'device' (they stay)"
@@ -41,8 +42,10 @@ class Storage:
     """Executor and states at rest, and the watch over their drives. `undo` takes what closes them, in the right order."""
 
     def __init__(
-        self, policy: Policy, plan: Plan, seam: Seam | None, undo: contextlib.ExitStack, *, rank: int = 0
+        self, policy: Policy, plan: Plan, seam: Seam | None, undo: contextlib.ExitStack, *, device: Device, rank: int = 0
     ) -> None:
+        self._device = device
+        undo.callback(device.close)
         settings = policy.io_settings
         space = SwapSpace(policy.directories) if policy.directories else None
         if space is not None:
@@ -63,7 +66,7 @@ class Storage:
         self.space = space
         self._policy = policy
         self._activations: Activations | None = None
-        self._shelf: DriveShelf | None = None
+        self._shelf: DriveShelf | HostShelf | None = None
         self.executor: Executor = open_executor(
             space.files if space is not None else [],
             small=PoolSpec(plan.small_count, plan.small_bytes),
@@ -77,6 +80,7 @@ class Storage:
             kernel=update_numpy_sections,
         )
         undo.callback(self.executor.close, drain=False)
+        device.attach(self.executor)
         self.executor.spans(True)
         for layer in layers if self.run is not None else ():
             assert self.run is not None
@@ -84,7 +88,12 @@ class Storage:
                 added = self.executor.add_file(drive, file)
                 assert added == layer, "a layer's number is that of its files in the executor"
         self.rest = Rest(
-            self.executor, space, sums_on=policy.verify != "off", generations=policy.generations, layers=layers
+            self.executor,
+            space,
+            sums_on=policy.verify != "off",
+            generations=policy.generations,
+            layers=layers,
+            device=device,
         )
         undo.callback(self.rest.close)
         # Before its memory goes, if an interrupt left jobs in flight.
@@ -100,11 +109,16 @@ class Storage:
 
         Raises: ValueError when this torch keeps the inputs of checkpoints in a way that is not known.
         """
-        if self._policy.activations != "nvme":
+        if self._policy.activations == "device":
             return None
-        assert self.space is not None, "Policy sees to it that there are directories"
-        self._shelf = DriveShelf(self.executor, self.space, sums_on=self._policy.verify != "off")
-        self._activations = Activations(self._shelf, model, units, timeline)
+        if self._policy.activations == "cpu":
+            self._shelf = HostShelf(self._device)
+            undo.callback(self._shelf.close)
+        else:
+            assert self.space is not None, "Policy sees to it that there are directories"
+            sums_on = self._policy.verify != "off"
+            self._shelf = DriveShelf(self.executor, self.space, sums_on=sums_on, device=self._device)
+        self._activations = Activations(self._shelf, model, units, timeline, self._device.torch_device)
         undo.callback(self._activations.close)
         return self._activations
 
@@ -114,7 +128,9 @@ class Storage:
 
     def activations_moved(self) -> tuple[int, int]:
         """Bytes of activations that were read from the drives and written there, as far as that was begun."""
-        return (self._shelf.fetched_bytes, self._shelf.stored_bytes) if self._shelf is not None else (0, 0)
+        if not isinstance(self._shelf, DriveShelf):
+            return 0, 0
+        return self._shelf.fetched_bytes, self._shelf.stored_bytes
 
     def frozen_bytes(self, flats: Iterable[Flat]) -> int:
         """Bytes on the drives of parameters that no optimizer holds."""

@@ -213,6 +213,7 @@ void inf_executor_stop(inf_executor *ex) {
     pthread_mutex_unlock(&ex->lock);
     for (int32_t w = 0; w < ex->workers_started; w++) pthread_join(ex->worker_threads[w], NULL);
     if (ex->seam_started) pthread_join(ex->seam_thread, NULL);
+    inf_device_stop(ex);
     for (int32_t d = 0; d < ex->config.drive_count && ex->drives != NULL; d++) ex->backend->stop(&ex->drives[d]);
     for (int32_t w = 0; w < ex->workers_started; w++) free(ex->workers[w].scratch);
     if (ex->slab != NULL) inf_slab_unmap((uint64_t)(uintptr_t)ex->slab, (uint64_t)ex->slab_bytes);
@@ -252,6 +253,8 @@ void inf_executor_free(inf_executor *ex) {
 /* ---- observing ---- */
 
 int64_t inf_executor_pool_bytes(const inf_executor *ex) { return ex->slab_bytes; }
+
+uint64_t inf_executor_slab(const inf_executor *ex) { return (uint64_t)(uintptr_t)ex->slab; }
 
 int64_t inf_executor_huge_bytes(const inf_executor *ex) { return ex->huge_bytes; }
 

@@ -6,10 +6,10 @@ typedef struct inf_gate inf_gate;
 
 /* Why a job failed; `op` is 0 read, 1 write, -1 neither. offset and length are bytes in the drive's file. */
 typedef struct {
-    int32_t kind; /* 1 errno, 2 short, 3 checksum, 4 no space, 5 closed, 6 bad plan, 7 cancelled */
+    int32_t kind; /* 1 errno, 2 short, 3 checksum, 4 no space, 5 closed, 6 bad plan, 7 cancelled, 8 device */
     int32_t op;
     int32_t drive;
-    int32_t error; /* errno, 0 = none */
+    int32_t error; /* errno, or the code of the device's driver; 0 = none */
     int64_t offset;
     int64_t length;
     uint64_t key;
@@ -68,6 +68,8 @@ typedef struct {
     uint64_t chunks_live;
     uint64_t reads_ahead;
     uint64_t reads_ahead_dropped;
+    uint64_t copied_bytes[2]; /* to the device, and from it */
+    uint64_t copied_ns[2];    /* while at least one such copy was under way */
     uint64_t reads_ahead_live; /* slots that hold one which no job has taken over */
 } inf_exec_stats;
 
@@ -114,6 +116,25 @@ typedef struct {
     int64_t hold_ns;
     inf_seam seam;
 } inf_exec_config;
+
+/* Functions of the driver of the device that computes, as addresses; each returns 0 or the driver's code. Streams and events
+ * are void *, device addresses uint64_t. */
+typedef struct {
+    uint64_t context;           /* made current on every thread that calls the others */
+    uint64_t set_current;       /* (void *context) */
+    uint64_t stream_create;     /* (void **stream, unsigned flags) */
+    uint64_t stream_destroy;    /* (void *stream) */
+    uint64_t stream_wait;       /* (void *stream): blocks until all that it was given has ended */
+    uint64_t stream_wait_event; /* (void *stream, void *event, unsigned flags) */
+    uint64_t event_create;      /* (void **event, unsigned flags) */
+    uint64_t event_destroy;     /* (void *event) */
+    uint64_t event_record;      /* (void *event, void *stream) */
+    uint64_t event_wait;        /* (void *event): blocks */
+    uint64_t to_device;         /* (uint64_t to, const void *from, size_t bytes, void *stream) */
+    uint64_t from_device;       /* (void *to, uint64_t from, size_t bytes, void *stream) */
+    uint64_t host_register;     /* (void *memory, size_t bytes, unsigned flags): pins it */
+    uint64_t host_unregister;   /* (void *memory) */
+} inf_device_api;
 
 /* ---- slab ---- */
 
@@ -174,6 +195,13 @@ inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_
 int32_t inf_executor_preread(inf_executor *ex, const int32_t *ids, int32_t count, int32_t given);
 /* Takes the marks off the drives and writes again what failed writes kept; as submit. */
 inf_ticket *inf_executor_recover(inf_executor *ex, int64_t *error);
+/* Makes the device known whose memory INF_MASK_DEVICE is about, once, before such jobs come, and pins the slab. 0, a negative errno, or the driver's
+ * code. */
+int32_t inf_executor_attach_device(inf_executor *ex, const inf_device_api *api);
+/* The stream whose kernels copies that are submitted, or whose gates are opened, from now on come behind. */
+void inf_executor_compute_stream(inf_executor *ex, uint64_t stream);
+/* Where the slab lies; 0 without one. */
+uint64_t inf_executor_slab(const inf_executor *ex);
 void inf_executor_release_gates(inf_executor *ex);
 void inf_executor_hold_gates(inf_executor *ex, int32_t held);
 int64_t inf_executor_pool_bytes(const inf_executor *ex);

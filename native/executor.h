@@ -49,6 +49,8 @@
 #define INF_MASK_MOVE_ONLY 0x80000000u
 /* In an UPDATE's mask: section 0 is not read but copied from ptr[1]; without effect on a resident section 0. */
 #define INF_MASK_GIVEN 0x40000000u
+/* In a job's mask: ptr[] are addresses in device memory. */
+#define INF_MASK_DEVICE 0x20000000u
 /* The kind of a read ahead's own job; nobody submits it. */
 #define INF_JOB_AHEAD 5
 
@@ -60,12 +62,14 @@ enum {
     INF_FAULT_NO_SPACE,
     INF_FAULT_CLOSED,
     INF_FAULT_PLAN,
-    INF_FAULT_CANCELLED
+    INF_FAULT_CANCELLED,
+    INF_FAULT_DEVICE
 };
 enum { INF_EARLIER_JOB = 1, INF_EARLIER_MARK = 2 };
 enum { INF_REGISTERED_NOT = 0, INF_REGISTERED = 1, INF_REGISTERED_NOT_HUGE = 2, INF_REGISTERED_TOO_LARGE = 3 };
 enum { INF_SEAM_NONE = 0, INF_SEAM_ERRNO, INF_SEAM_SHORT, INF_SEAM_ZERO, INF_SEAM_BITFLIP };
-enum { INF_TRACK_READ = 0, INF_TRACK_WRITE, INF_TRACK_UPDATE, INF_TRACK_COPY };
+enum { INF_TRACK_READ = 0, INF_TRACK_WRITE, INF_TRACK_UPDATE, INF_TRACK_COPY, INF_TRACK_TO_DEVICE, INF_TRACK_FROM_DEVICE };
+enum { INF_TO_DEVICE = 0, INF_FROM_DEVICE = 1, INF_DIRECTION_COUNT = 2 };
 enum { INF_GATE_CLOSED = 0, INF_GATE_OPEN, INF_GATE_ESCAPED };
 
 typedef enum {
@@ -74,6 +78,7 @@ typedef enum {
     INF_SLOT,     /* waits for a slot */
     INF_READING,
     INF_COMPUTING,
+    INF_COPYING, /* to or from the device */
     INF_WRITING,
     INF_DONE
 } inf_state;
@@ -156,6 +161,8 @@ struct inf_run {
     bool faulted;
     bool reread;
     bool hinted; /* on the list of those that want to be read ahead */
+    bool brought; /* what the device has of it is here */
+    int32_t direction; /* of its copy to or from the device */
     bool unlucky; /* its read ahead failed: it reads for itself */
     uint64_t order; /* of arrival, at the slots or the workers */
     int64_t start_ns;
@@ -189,7 +196,14 @@ struct inf_ticket {
     bool released;
 };
 
+/* An event on the compute stream: see executor_device.c. */
+typedef struct inf_mark {
+    struct inf_mark *next; /* of those that are free */
+    void *event;
+} inf_mark;
+
 struct inf_gate {
+    inf_mark *mark; /* when it was opened */
     inf_gate *next; /* of the closed gates that hold a submission, oldest first */
     inf_submission *first;
     uint64_t *bases;
@@ -206,6 +220,7 @@ struct inf_submission {
     inf_submission *gate_next;
     inf_ticket *ticket;
     inf_gate *gate;
+    inf_mark *mark; /* when it was submitted; NULL: nothing of it is on the device */
     uint64_t order;
     inf_seg *segs;
     inf_hyper *hypers;
@@ -296,6 +311,29 @@ typedef struct {
     size_t scratch_words;
 } inf_worker;
 
+/* One direction of copies. */
+typedef struct {
+    struct inf_executor *ex;
+    inf_queue queue[INF_PRIORITY_COUNT];
+    pthread_cond_t wake;
+    pthread_t thread;
+    void *stream;
+    void **events;
+    int32_t direction;
+    bool made;
+    bool started;
+} inf_copies;
+
+struct inf_device {
+    inf_device_api api;
+    void *compute_stream;
+    inf_mark *marks; /* free */
+    inf_copies copies[INF_DIRECTION_COUNT];
+    inf_chunk_record nothing; /* the chunk of COPYs */
+    bool pinned;
+    bool attached;
+};
+
 struct inf_executor {
     pthread_mutex_t lock;
     pthread_cond_t done;   /* a word of a ticket was set, or nothing is pending */
@@ -340,6 +378,7 @@ struct inf_executor {
     inf_span *spans;
     uint64_t span_count; /* since the last take */
     inf_exec_stats stats;
+    struct inf_device device;
     inf_fault fault;
     int64_t holds; /* Python's: the executor, its tickets and gates, let go in any order */
     int32_t workers_started;
@@ -407,11 +446,14 @@ void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t
 void inf_run_moved(struct inf_executor *ex, inf_run *run); /* its last block came back */
 void inf_run_finish(struct inf_executor *ex, inf_run *run);
 void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad);
+void inf_run_settle(struct inf_executor *ex, inf_run *run); /* its pass has ended well, and its targets hold their data */
+void inf_run_filled(struct inf_executor *ex, inf_run *run); /* targets hold their data and sources are free again */
 void inf_run_with_slot(struct inf_executor *ex, inf_run *run); /* it goes on with the slot that it has */
 void inf_run_want_slot(struct inf_executor *ex, inf_run *run);
 void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads, uint32_t written, bool moves);
 uint32_t inf_run_written(const inf_run *run); /* sections that it writes */
 void inf_pump(struct inf_executor *ex); /* whoever changed something calls it before unlocking */
+void inf_submission_fail(struct inf_executor *ex, inf_submission *submission, const inf_fault *fault); /* its first fault stays */
 void inf_submission_end(struct inf_executor *ex, inf_submission *submission); /* when no job of it is pending */
 
 /* executor_slots.c, all [locked] */
@@ -467,10 +509,19 @@ void inf_promote(struct inf_executor *ex, inf_submission *submission); /* somebo
 /* executor_compute.c */
 void *inf_worker_main(void *worker);
 void inf_run_queue_compute(struct inf_executor *ex, inf_run *run); /* [locked] */
+uint8_t *inf_section_address(const inf_run *run, int32_t section); /* where a section is worked on */
+
+/* executor_device.c; [locked] but for the first and the last */
+inf_mark *inf_device_mark(struct inf_executor *ex, int32_t *error);
+void inf_device_unmark(struct inf_executor *ex, inf_mark *mark);
+bool inf_device_brings(const inf_run *run);
+bool inf_device_takes(const inf_run *run);
+void inf_device_queue(struct inf_executor *ex, inf_run *run, int32_t direction);
+void inf_device_stop(struct inf_executor *ex);
 
 /* executor_gates.c, [locked] */
 void inf_gate_attach(struct inf_executor *ex, inf_gate *gate, inf_submission *submission);
-void inf_gate_drop_user(inf_gate *gate);
+void inf_gate_drop_user(struct inf_executor *ex, inf_gate *gate);
 void inf_gate_detach(struct inf_executor *ex, inf_submission *submission); /* it is done: its gate need not hold it */
 void inf_gates_escape(struct inf_executor *ex, uint64_t order_max);
 void inf_gates_escape_for(struct inf_executor *ex, inf_submission *submission);

@@ -7,7 +7,7 @@
 static uint8_t *pointer(uint64_t address) { return (uint8_t *)(uintptr_t)address; }
 
 /* Where a section is worked on: a resident one that has another version, there, once it was copied (`bring`). */
-static uint8_t *section_address(const inf_run *run, int32_t section) {
+uint8_t *inf_section_address(const inf_run *run, int32_t section) {
     const inf_slot *kept = &run->chunk->kept;
     const inf_chunk *chunk = &run->chunk->plan;
     if (run->slot.section_at[section] >= 0) return run->slot.memory + run->slot.section_at[section];
@@ -16,21 +16,23 @@ static uint8_t *section_address(const inf_run *run, int32_t section) {
     return pointer(other ? chunk->other_ptr[section] : chunk->section_ptr[section]);
 }
 
-/* The new version of resident sections begins as the live one. */
+/* The new version of resident sections begins as the live one, but for what came from the device. */
 static void bring(const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
     for (int32_t s = 0; run->moves && s < chunk->section_count; s++) {
-        if (chunk->other_ptr[s] == 0) continue;
+        bool is_there = run->brought && run->job.kind == INF_JOB_STORE && (run->job.mask >> s & 1u);
+        if (chunk->other_ptr[s] == 0 || is_there) continue;
         memcpy(pointer(chunk->other_ptr[s]), pointer(chunk->section_ptr[s]), (size_t)inf_section_bytes(chunk, s));
     }
 }
 
 static int64_t compute_fetch(const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
+    bool on_device = run->job.mask & INF_MASK_DEVICE; /* copied later: see inf_device_takes */
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!(run->job.mask >> s & 1u)) continue;
         int64_t bad =
-            inf_section_fetch(chunk, s, section_address(run, s), pointer(run->job.ptr[s]), run->verify);
+            inf_section_fetch(chunk, s, inf_section_address(run, s), on_device ? NULL : pointer(run->job.ptr[s]), run->verify);
         if (bad >= 0) return s * inf_piece_count(chunk) + bad;
         if (bad != INF_OK) return bad;
     }
@@ -42,15 +44,15 @@ static int64_t compute_store(const inf_run *run) {
     const inf_chunk to = run->moves ? inf_chunk_other(chunk) : *chunk;
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!(run->reads >> s & 1u)) continue;
-        int64_t bad = inf_section_fetch(chunk, s, section_address(run, s), NULL, run->verify);
+        int64_t bad = inf_section_fetch(chunk, s, inf_section_address(run, s), NULL, run->verify);
         if (bad >= 0) return s * inf_piece_count(chunk) + bad;
     }
     bring(run);
     for (int32_t s = 0; s < chunk->section_count; s++) {
         bool given = run->job.mask >> s & 1u;
-        uint8_t *at = section_address(run, s);
+        uint8_t *at = inf_section_address(run, s);
         const inf_chunk *view = inf_grad_mask(chunk) >> s & 1u ? chunk : &to; /* gradients have no versions */
-        if (given || (run->reads >> s & 1u)) inf_section_store(view, s, given ? pointer(run->job.ptr[s]) : at, at);
+        if (given || (run->reads >> s & 1u)) inf_section_store(view, s, given && !run->brought ? pointer(run->job.ptr[s]) : at, at);
     }
     return INF_OK;
 }
@@ -82,14 +84,15 @@ static int64_t compute_update(inf_worker *worker, const inf_run *run) {
     uint8_t *sections[INF_SECTION_MAX] = {NULL};
     bring(run);
     const inf_chunk to = run->moves ? inf_chunk_other(chunk) : *chunk;
-    for (int32_t s = 0; s < chunk->section_count; s++) sections[s] = section_address(run, s);
+    for (int32_t s = 0; s < chunk->section_count; s++) sections[s] = inf_section_address(run, s);
     uint32_t unread = inf_sections_all(chunk) & ~run->reads;
-    if (unread & 1u) { /* given; again in a redo: the pass spoils the slot */
+    if ((unread & 1u) && !run->brought) { /* given; again in a redo: the pass spoils the slot */
         memcpy(sections[0], pointer(run->job.ptr[1]), (size_t)inf_section_bytes(chunk, 0));
     }
     const inf_submission *submission = run->submission;
+    uint64_t out = run->job.mask & INF_MASK_DEVICE ? 0 : run->job.ptr[0];
     return inf_chunk_update_undo(chunk, run->moves ? &to : chunk, sections, submission->segs + run->job.seg_first, run->job.seg_count,
-                                 submission->hypers, submission->hyper_count, pointer(run->job.ptr[0]), run->verify,
+                                 submission->hypers, submission->hyper_count, pointer(out), run->verify,
                                  unread, worker->scratch, undo_memory(worker->ex, run));
 }
 
@@ -110,6 +113,10 @@ static int64_t compute_bytes(const inf_run *run) {
 }
 
 void inf_run_queue_compute(struct inf_executor *ex, inf_run *run) {
+    if (inf_device_brings(run)) {
+        inf_device_queue(ex, run, INF_FROM_DEVICE);
+        return;
+    }
     run->state = INF_COMPUTING;
     run->verify = ex->config.verify;
     if (run->verify >= INF_VERIFY_SAMPLE && run->reread) {

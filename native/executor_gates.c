@@ -8,9 +8,10 @@
 
 /* ---- gates ---- */
 
-void inf_gate_drop_user(inf_gate *gate) {
+void inf_gate_drop_user(struct inf_executor *ex, inf_gate *gate) {
     assert(gate->users > 0);
     if (--gate->users > 0) return;
+    inf_device_unmark(ex, gate->mark);
     free(gate->bases);
     free(gate);
 }
@@ -123,6 +124,15 @@ int32_t inf_gate_open(inf_executor *ex, inf_gate *gate, const uint64_t *bases, i
     if (copy == NULL) return -ENOMEM;
     if (count > 0) memcpy(copy, bases, (size_t)count * sizeof *copy);
     int32_t result = 1;
+    inf_mark *mark = NULL;
+    if (ex->device.attached) {
+        mark = inf_device_mark(ex, &result);
+        if (mark == NULL) {
+            free(copy);
+            return result == -ENOMEM ? result : -EREMOTEIO;
+        }
+        result = 1;
+    }
     pthread_mutex_lock(&ex->lock);
     ex->escaping = false;
     if (gate->state == INF_GATE_ESCAPED) {
@@ -133,12 +143,15 @@ int32_t inf_gate_open(inf_executor *ex, inf_gate *gate, const uint64_t *bases, i
         result = -ERANGE;
     } else {
         gate->bases = copy;
+        gate->mark = mark;
+        mark = NULL;
         gate->base_count = count;
         copy = NULL;
         ex->stats.gates_opened++;
         gate_let_go(ex, gate, INF_GATE_OPEN);
         inf_pump(ex);
     }
+    inf_device_unmark(ex, mark);
     pthread_mutex_unlock(&ex->lock);
     free(copy);
     return result;
@@ -158,7 +171,7 @@ void inf_gate_release(inf_executor *ex, inf_gate *gate) {
         gate_let_go(ex, gate, INF_GATE_ESCAPED);
         inf_pump(ex);
     }
-    inf_gate_drop_user(gate);
+    inf_gate_drop_user(ex, gate);
     inf_executor_let_go(ex);
 }
 

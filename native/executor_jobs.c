@@ -227,7 +227,7 @@ void inf_run_moved(struct inf_executor *ex, inf_run *run) {
 }
 
 /* Targets hold their data and sources are free again; tells the ticket when all of its jobs are so far. */
-static void run_filled(struct inf_executor *ex, inf_run *run) {
+void inf_run_filled(struct inf_executor *ex, inf_run *run) {
     inf_submission *submission = run->submission;
     if (run->filled) return;
     run->filled = true;
@@ -256,25 +256,31 @@ static uint32_t sections_in(const inf_slot *slot) {
     return mask;
 }
 
+void inf_run_settle(struct inf_executor *ex, inf_run *run) {
+    inf_run_filled(ex, run);
+    if (run->slot.range_count[INF_OP_WRITE] == 0) {
+        inf_run_finish(ex, run);
+    } else if (ex->cancelled) {
+        inf_run_fail(run, INF_FAULT_CLOSED, -1, 0, 0, 0);
+        inf_run_finish(ex, run);
+    } else {
+        run->state = INF_WRITING;
+        inf_drive_queue_run(ex, run, INF_OP_WRITE);
+    }
+}
+
 void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad) {
     if (bad == INF_OK) {
         if (run->job.kind == INF_JOB_UPDATE) ex->stats.updates++;
-        run_filled(ex, run);
-        if (run->slot.range_count[INF_OP_WRITE] == 0) {
-            inf_run_finish(ex, run);
-        } else if (ex->cancelled) {
-            inf_run_fail(run, INF_FAULT_CLOSED, -1, 0, 0, 0);
-            inf_run_finish(ex, run);
-        } else {
-            run->state = INF_WRITING;
-            inf_drive_queue_run(ex, run, INF_OP_WRITE);
-        }
+        if (inf_device_takes(run)) inf_device_queue(ex, run, INF_TO_DEVICE);
+        else inf_run_settle(ex, run);
         return;
     }
     if (bad >= 0 && !run->reread && (run->reads & sections_in(&run->slot)) != 0 && !ex->cancelled) {
         /* A transfer gone wrong is mended by another one; what lies wrong on the drive is not. All of it: the pass may have
          * spoilt what it had verified, and part of the slot may have been read ahead. */
         run->reread = true;
+        run->brought = false;
         ex->stats.rereads++;
         plan_slot(run);
         run->state = INF_READING;
@@ -304,6 +310,17 @@ static void chunk_settle(struct inf_executor *ex, inf_run *run) {
     chunk->fault = run->fault;
 }
 
+void inf_submission_fail(struct inf_executor *ex, inf_submission *submission, const inf_fault *fault) {
+    bool given_up = fault->kind == INF_FAULT_CLOSED || fault->kind == INF_FAULT_CANCELLED;
+    if (!ex->faulted && !given_up) {
+        ex->faulted = true;
+        ex->fault = *fault;
+    }
+    if (submission->ticket->words[2]) return;
+    submission->ticket->fault = *fault;
+    __atomic_store_n(&submission->ticket->words[2], 1u, __ATOMIC_RELEASE);
+}
+
 void inf_submission_end(struct inf_executor *ex, inf_submission *submission) {
     inf_ticket *ticket = submission->ticket;
     if (submission->previous != NULL) submission->previous->next = submission->next;
@@ -312,8 +329,9 @@ void inf_submission_end(struct inf_executor *ex, inf_submission *submission) {
     ex->stats.submissions_live--;
     if (submission->gate != NULL) {
         inf_gate_detach(ex, submission);
-        inf_gate_drop_user(submission->gate);
+        inf_gate_drop_user(ex, submission->gate);
     }
+    inf_device_unmark(ex, submission->mark);
     ticket->submission = NULL;
     __atomic_store_n(&ticket->words[0], ticket->words[2] ? 2u : 1u, __ATOMIC_RELEASE);
     if (ticket->released) free(ticket);
@@ -346,19 +364,11 @@ void inf_run_finish(struct inf_executor *ex, inf_run *run) {
     fifo_remove(ex, run);
     ex->stats.jobs_done++;
     if (run->faulted) {
-        bool given_up = run->fault.kind == INF_FAULT_CLOSED || run->fault.kind == INF_FAULT_CANCELLED;
         if (run->fault.kind == INF_FAULT_CANCELLED) ex->stats.jobs_cancelled++;
         else ex->stats.jobs_failed++;
-        if (!ex->faulted && !given_up) {
-            ex->faulted = true;
-            ex->fault = run->fault;
-        }
-        if (!submission->ticket->words[2]) {
-            submission->ticket->fault = run->fault;
-            __atomic_store_n(&submission->ticket->words[2], 1u, __ATOMIC_RELEASE);
-        }
+        inf_submission_fail(ex, submission, &run->fault);
     }
-    run_filled(ex, run);
+    inf_run_filled(ex, run);
     ex->active--;
     ex->pending--;
     if (ex->active == 0) {

@@ -6,7 +6,7 @@
 #include <string.h>
 
 /* What is wrong with a job; aio/native_executor.py has the sentences. */
-enum { BAD_CHUNK = 1, BAD_KIND, BAD_MASK, BAD_BASE, BAD_SEGS, BAD_STORE_GATE, BAD_SIZE, BAD_FORMAT, BAD_GIVEN };
+enum { BAD_CHUNK = 1, BAD_KIND, BAD_MASK, BAD_BASE, BAD_SEGS, BAD_STORE_GATE, BAD_SIZE, BAD_FORMAT, BAD_GIVEN, BAD_DEVICE, BAD_COPY };
 
 /* ---- chunks ---- */
 
@@ -112,14 +112,21 @@ static int32_t pool_for(const struct inf_executor *ex, int64_t bytes) {
 }
 
 static int32_t job_wrong(const struct inf_executor *ex, const inf_job *job, int32_t seg_count, bool gated) {
+    bool on_device = job->mask & INF_MASK_DEVICE;
+    if (on_device && !ex->device.attached) return BAD_DEVICE;
+    if (job->kind == INF_JOB_COPY) {
+        bool whole = job->ptr[0] != 0 && job->ptr[1] != 0 && job->ptr[2] != 0 && job->ptr[2] <= INT64_MAX;
+        return !on_device || gated || job->chunk != -1 || (job->mask & ~(INF_MASK_DEVICE | 1u)) != 0 || !whole ? BAD_COPY : 0;
+    }
     const inf_chunk_record *record = inf_chunk_of(ex, job->chunk);
     if (record == NULL) return BAD_CHUNK;
     const inf_chunk *chunk = &record->plan;
     if (job->kind < INF_JOB_FETCH || job->kind > INF_JOB_UPDATE) return BAD_KIND;
-    uint32_t known = inf_sections_all(chunk) | INF_MASK_MOVE_ONLY;
+    uint32_t flags = INF_MASK_MOVE_ONLY | INF_MASK_DEVICE;
+    uint32_t known = inf_sections_all(chunk) | flags;
     bool update = job->kind == INF_JOB_UPDATE;
     if ((job->mask & INF_MASK_GIVEN) && (!update || job->ptr[1] == 0)) return BAD_GIVEN;
-    if (!update && ((job->mask & ~known) != 0 || (job->mask & ~INF_MASK_MOVE_ONLY) == 0)) return BAD_MASK;
+    if (!update && ((job->mask & ~known) != 0 || (job->mask & ~flags) == 0)) return BAD_MASK;
     if (job->base < -1 || (job->base >= 0 && !gated)) return BAD_BASE;
     if (job->kind == INF_JOB_STORE && job->base >= 0) return BAD_STORE_GATE;
     if (update && chunk->format == INF_FORMAT_RAW) return BAD_FORMAT;
@@ -183,6 +190,10 @@ static uint32_t update_reads(const inf_chunk *chunk, const inf_job *job, const i
 static void run_init(struct inf_executor *ex, inf_submission *submission, int32_t index, const inf_job *job,
                      int32_t priority) {
     inf_run *run = &submission->runs[index];
+    if (job->kind == INF_JOB_COPY) {
+        *run = (inf_run){.submission = submission, .chunk = &ex->device.nothing, .job = *job, .priority = priority};
+        return;
+    }
     *run = (inf_run){.submission = submission,
                      .chunk = ex->chunks[job->chunk],
                      .job = *job,
@@ -205,7 +216,15 @@ static void submission_enter(struct inf_executor *ex, inf_submission *submission
     ex->pending += submission->job_count;
     for (int32_t j = 0; j < submission->job_count; j++) run_init(ex, submission, j, &jobs[j], priority);
     if (gate != NULL) inf_gate_attach(ex, gate, submission);
-    for (int32_t j = 0; j < submission->job_count; j++) inf_run_consider(ex, &submission->runs[j]);
+    for (int32_t j = 0; j < submission->job_count; j++) {
+        inf_run *run = &submission->runs[j];
+        if (run->job.kind != INF_JOB_COPY) {
+            inf_run_consider(ex, run);
+            continue;
+        }
+        ex->active++;
+        inf_device_queue(ex, run, run->job.mask & 1u ? INF_TO_DEVICE : INF_FROM_DEVICE);
+    }
     inf_pump(ex);
 }
 
@@ -253,16 +272,31 @@ static void submission_hand_over(struct inf_executor *ex, inf_ticket *ticket, in
     submission_enter(ex, submission, jobs, priority, gate);
 }
 
+static bool on_device(const inf_job *jobs, int32_t job_count) {
+    for (int32_t j = 0; j < job_count; j++) {
+        if (jobs[j].mask & INF_MASK_DEVICE) return true;
+    }
+    return false;
+}
+
 inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_count, const void *segs,
                                 int32_t seg_count, const void *hypers, int32_t hyper_count, int32_t priority,
                                 inf_gate *gate, int64_t *error) {
     inf_ticket *ticket = calloc(1, sizeof *ticket);
     inf_submission *submission = submission_new(job_count, segs, seg_count, hypers, hyper_count);
     *error = ticket == NULL || submission == NULL ? -ENOMEM : 0;
+    inf_mark *mark = NULL;
+    if (*error == 0 && ex->device.attached && on_device(jobs, job_count)) {
+        int32_t refused = 0;
+        mark = inf_device_mark(ex, &refused);
+        if (mark == NULL) *error = refused == -ENOMEM ? -ENOMEM : -EREMOTEIO;
+    }
     pthread_mutex_lock(&ex->lock);
+    if (*error == 0) submission->mark = mark;
     if (*error == 0 && ex->shut) *error = -ESHUTDOWN;
     if (*error == 0) *error = plan_wrong(ex, jobs, job_count, seg_count, gate);
     if (*error == 0) submission_hand_over(ex, ticket, submission, jobs, priority, gate);
+    else inf_device_unmark(ex, mark);
     pthread_mutex_unlock(&ex->lock);
     if (*error == 0) return ticket;
     submission_free(submission);

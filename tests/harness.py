@@ -47,6 +47,7 @@ class Training:
     options: tuple[tuple[str, Any], ...] = ()  # of the optimizer
     scaler: tuple[float, int] | None = None  # GradScaler's init_scale and growth_interval
     poisoned: tuple[int, ...] = ()  # steps whose loss is infinite
+    device: str = "cpu"  # what computes
 
     @property
     def batches(self) -> list[models.Batch]:
@@ -58,8 +59,10 @@ class Training:
         return self.lr * min(1.0, (step + 1) / 3) * 0.97**step
 
     def model(self) -> nn.Module:
-        """The fresh model."""
+        """The fresh model, on the device that computes unless it was made on meta."""
         model: Any = models.make(self.factory, dtype=self.dtype)
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            model.to(self.device)
         if self.checkpointing is not None:
             model.gradient_checkpointing_enable({"use_reentrant": self.checkpointing})
             if any(not parameter.requires_grad for parameter in model.parameters()):
@@ -168,7 +171,7 @@ def offloaded(
             scaler = None
             if training.scaler is not None:
                 scale, interval = training.scaler
-                scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
+                scaler = torch.amp.GradScaler(training.device, init_scale=scale, growth_interval=interval)
             losses, norms, seen = _loop(training, model, optimizer, clip, scaler)
             values = _values(model)
             handle.flush()  # what is still being written is not counted yet
@@ -181,7 +184,7 @@ def _values(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters by their names in the state dict, where the tiles of a weight are one."""
     state = model.state_dict()
     names = dict.fromkeys(whole_name(name) or name for name, _ in model.named_parameters())
-    return {name: state[name].detach().clone() for name in names}
+    return {name: state[name].detach().to("cpu", copy=True) for name in names}
 
 
 def _clip(model: nn.Module, max_norm: float | None) -> torch.Tensor:

@@ -27,14 +27,8 @@ def token_batches(count: int, *, seed: int = 0, rows: int = 2, length: int = 12)
 
 
 def _config(cls: type, **values: Any) -> Any:
-    return cls(
-        vocab_size=VOCAB,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        attn_implementation="eager",
-        **values,
-    )
+    values = {"attn_implementation": "eager", **values}
+    return cls(vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, **values)
 
 
 def llama(layers: int = 3, hidden: int = 32, **values: Any) -> nn.Module:
@@ -297,8 +291,14 @@ def make(
     return model.to(dtype).train()
 
 
+def beside(model: nn.Module, batch: Batch) -> Batch:
+    """The batch on the device that the model computes on."""
+    device = next(model.parameters()).device
+    return {name: value.to(device) for name, value in batch.items()}
+
+
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The loss of one batch, whatever the model returns."""
-    out = model(**batch)
+    """The loss of one batch, whatever the model returns and wherever it computes."""
+    out = model(**beside(model, batch))
     loss: torch.Tensor = out["loss"] if isinstance(out, dict) else out.loss
     return loss

@@ -89,7 +89,8 @@ class ReferenceAdamW:
         if self._clipped is not None:
             return self._clipped
         held = {param: self._wide.get(param, param.grad) for param in self.params}
-        return {param: grad.to(torch.float32, copy=True) for param, grad in held.items() if grad is not None}
+        # Masters are in CPU memory, whatever computes, and so is the update.
+        return {param: grad.to("cpu", torch.float32, copy=True) for param, grad in held.items() if grad is not None}
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """torch.nn.utils.clip_grad_norm_ on the fp32 gradients; returns its norm."""
@@ -99,19 +100,23 @@ class ReferenceAdamW:
             carrier.grad = grad
         total = torch.nn.utils.get_total_norm(list(grads.values()))
         kinds = {param.dtype for param in grads}
-        if len(kinds) > 1:
+        there = next((param.device for param in grads if param.device.type != "cpu"), None)
+        if len(kinds) > 1 or there is not None:
+            norms = [self._norm(param, grad) for param, grad in grads.items()]
             # torch takes norms dtype by dtype, and a loop over bf16 and fp32 gradients has two kinds.
             by_kind = torch.utils._foreach_utils._group_tensors_by_device_and_dtype(
                 [[param.detach() for param in grads]], True
             )
             order = [index for (_, (_, indices)) in by_kind.items() for index in indices]
-            values = list(grads.values())
-            total = torch.linalg.vector_norm(
-                torch.stack([torch.linalg.vector_norm(values[index]) for index in order])
-            )
+            total = torch.linalg.vector_norm(torch.stack([norms[index] for index in order]))
         torch.nn.utils.clip_grads_with_norm_(carriers, max_norm, total)
         self._clipped = grads
         return total
+
+    def _norm(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        """Of one gradient: taken where it was made, unless it was changed since; a scalar on the parameter's device."""
+        source = grad.to(param.device) if self._clipped is None else grad
+        return torch.linalg.vector_norm(source).to(param.device)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -126,7 +131,7 @@ class ReferenceAdamW:
     def _update(self, param: nn.Parameter, grad: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.states.get(param)
         if state is None:
-            master = param.detach().to(torch.float32, copy=True)
+            master = param.detach().to("cpu", torch.float32, copy=True)
             state = self.states[param] = State(master, torch.zeros_like(master), torch.zeros_like(master))
         state.step += 1
         self._apply(state, grad, group)

@@ -51,7 +51,7 @@ def evaluate(model: nn.Module, step: int) -> list[Any]:
     generate = getattr(model, "generate", None)
     if generate is not None and hasattr(getattr(model, "config", None), "vocab_size"):
         tokens = generate(
-            input_ids=BATCH["input_ids"], max_new_tokens=4, do_sample=False, num_beams=1 + step % 2
+            input_ids=models.beside(model, BATCH)["input_ids"], max_new_tokens=4, do_sample=False, num_beams=1 + step % 2
         )
         seen.append(tokens.tolist())
     with torch.inference_mode():

@@ -71,7 +71,7 @@ def reference(training: Training, *, warmup: int | None = None) -> harness.Resul
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
 
 
 def set_values(model: nn.Module, values: dict[str, torch.Tensor]) -> None:

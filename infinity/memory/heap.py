@@ -85,9 +85,9 @@ class Heap:
 
     def freed(self) -> None:
         """Large blocks were freed: give back what is free if it is too much. Tens of microseconds if it is not."""
-        began_s = time.monotonic()
-        if self._library is None or began_s < self._not_before_s:
+        if self._library is None or time.monotonic() < self._not_before_s:
             return
+        began_s = time.thread_time()
         excess = self._resident() - self._used(self._library) - self._base
         self._rest_after(began_s)
         if excess > self.spare_bytes:
@@ -95,14 +95,14 @@ class Heap:
 
     def _restart(self, library: ctypes.CDLL) -> None:
         library.malloc_trim(ctypes.c_size_t(0))
-        began_s = time.monotonic()
+        began_s = time.thread_time()
         self._base = self._resident() - self._used(library)
         self._rest_after(began_s)
 
     def _rest_after(self, began_s: float) -> None:
-        ended_s = time.monotonic()
-        took_s = ended_s - began_s
-        self._not_before_s = ended_s + took_s / SHARE_MAX if took_s > BRIEF_S else ended_s
+        # This thread's own time: on a busy machine a brief look may last long, and none for so much longer would cost memory.
+        took_s = time.thread_time() - began_s
+        self._not_before_s = time.monotonic() + (took_s / SHARE_MAX if took_s > BRIEF_S else 0.0)
 
     def _used(self, library: ctypes.CDLL) -> int:
         info = library.mallinfo2()

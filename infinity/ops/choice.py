@@ -35,7 +35,7 @@ OPS: Mapping[str, Op] = {
     for op in (
         Op("group_quantise", "values to int8 or int4 in groups with scales", bitwise=True),
         Op("group_dequantise", "and back", bitwise=True),
-        Op("unscale_norm", "cast, unscale, norm and finiteness of a gradient in one pass", bitwise=False),
+        Op("unscale_norm", "cast, unscale, norm and finiteness of a gradient in one pass", bitwise=True),
         Op("update", "the optimizer's pass over a chunk of states", bitwise=True),
         Op("int8_matmul", "matmul straight from int8 weights in groups", bitwise=False),
         Op("compact_matmul", "matmul straight from 24-bit masters", bitwise=False),

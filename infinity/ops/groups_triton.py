@@ -47,7 +47,7 @@ def quantise_triton(
     if numel:
         _quantise[(-(-groups // per_program),)](
             raw(flat), codes, raw(scales), codes if zeros is None else zeros,
-            numel, columns, stride_row, stride_column, signed(key or 0), element,
+            numel, codes.numel(), columns, stride_row, stride_column, signed(key or 0), element,
             BF16=values.dtype is torch.bfloat16, STRIDED=columns != 0, SYMMETRIC=symmetric, RANDOM=key is not None,
             LEVELS=(1 << bits - symmetric) - 1, BITS=bits, GROUP=group_numel, GROUPS=per_program,
             num_warps=4, enable_fp_fusion=False,
@@ -59,12 +59,13 @@ def dequantise_triton(quantised: Quantised, out: torch.Tensor) -> None:
     """The values into `out`, which has their shape."""
     flat, columns, stride_row, stride_column = addressed(out)
     numel = flat.numel()
+    groups, per_program = -(-numel // quantised.group_numel), max(1, BLOCK_NUMEL // quantised.group_numel)
     if numel:
-        _dequantise[(-(-numel // BLOCK_NUMEL),)](
+        _dequantise[(-(-groups // per_program),)](
             quantised.codes, raw(quantised.scales), quantised.codes if quantised.zeros is None else quantised.zeros, raw(flat),
-            numel, columns, stride_row, stride_column,
+            numel, quantised.codes.numel(), columns, stride_row, stride_column,
             BF16=out.dtype is torch.bfloat16, STRIDED=columns != 0, SYMMETRIC=quantised.symmetric, BITS=quantised.bits,
-            GROUP=quantised.group_numel, BLOCK=BLOCK_NUMEL, num_warps=4, enable_fp_fusion=False,
+            GROUP=quantised.group_numel, GROUPS=per_program, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     if flat.data_ptr() != out.data_ptr():
         out.copy_(flat.view(out.shape))
@@ -132,7 +133,8 @@ def _rounded(y: tl.tensor, key: tl.tensor, first: tl.tensor, index: tl.tensor, R
 @triton.jit(do_not_specialize=["key", "element"])
 def _quantise(
     x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor,
-    numel: tl.tensor, columns: tl.tensor, stride_row: tl.tensor, stride_column: tl.tensor, key: tl.tensor, element: tl.tensor,
+    numel: tl.tensor, code_numel: tl.tensor, columns: tl.tensor, stride_row: tl.tensor, stride_column: tl.tensor,
+    key: tl.tensor, element: tl.tensor,
     BF16: tl.constexpr, STRIDED: tl.constexpr, SYMMETRIC: tl.constexpr, RANDOM: tl.constexpr, LEVELS: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -178,29 +180,33 @@ def _quantise(
         nibble = tl.where(mask, code & 15, 0)
         low, high = tl.split(tl.reshape(nibble, (GROUPS * GROUP // 2, 2)))
         byte = first // 2 + tl.arange(0, GROUPS * GROUP // 2)
-        tl.store(codes_ptr + byte, (low | (high << 4)).to(tl.uint8), mask=byte * 2 < numel)
+        tl.store(codes_ptr + byte, (low | (high << 4)).to(tl.uint8), mask=byte < code_numel)
 
 
 @triton.jit
 def _dequantise(
     codes_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, out_ptr: tl.tensor,
-    numel: tl.tensor, columns: tl.tensor, stride_row: tl.tensor, stride_column: tl.tensor,
+    numel: tl.tensor, code_numel: tl.tensor, columns: tl.tensor, stride_row: tl.tensor, stride_column: tl.tensor,
     BF16: tl.constexpr, STRIDED: tl.constexpr, SYMMETRIC: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first_group = tl.program_id(0).to(tl.int64) * GROUPS
+    group = first_group + tl.arange(0, GROUPS)
+    index = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = index < numel
+    in_range = group * GROUP < numel
     if BITS == 8:
         code = tl.load(codes_ptr + index, mask=mask, other=0).to(tl.int32)
     else:
-        byte = tl.load(codes_ptr + index // 2, mask=mask, other=0).to(tl.int32)
-        code = (byte >> ((index % 2) * 4).to(tl.int32)) & 15
+        at = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+        byte = tl.load(codes_ptr + at, mask=at < code_numel, other=0).to(tl.int32)
+        code = tl.reshape(tl.join(byte & 15, byte >> 4), (GROUPS, GROUP))
         if SYMMETRIC:
             code = code - ((code >> 3) << 4)
-    group = index // GROUP
     if not SYMMETRIC:
-        code = code - tl.load(zeros_ptr + group, mask=mask, other=0).to(tl.int32)
-    value = code.to(tl.float32) * float_of_bf16(tl.load(scales_ptr + group, mask=mask, other=0))
+        code = code - tl.load(zeros_ptr + group, mask=in_range, other=0).to(tl.int32)[:, None]
+    scale = float_of_bf16(tl.load(scales_ptr + group, mask=in_range, other=0))
+    value = code.to(tl.float32) * scale[:, None]
     value = tl.where(value > VALUE_MOST, VALUE_MOST, value)
     value = tl.where(value < -VALUE_MOST, -VALUE_MOST, value)
     store_float(out_ptr + place(index, columns, stride_row, stride_column, STRIDED), value, mask, BF16)

@@ -6,7 +6,7 @@
 infinity/ops/loss_tiles.py has the contract, the torch reference and the loop over tiles.
 
 **Order of sums.** A program goes through _SPAN columns, _BLOCK at a time, and keeps a running maximum and sum; columns within a
-block are added by `row_sums`, spans in order. _BLOCK, _SPAN and BLOCK_K are fixed, so the configurations that are measured give
+block are added by `row_sums`, spans by torch. _BLOCK, _SPAN and BLOCK_K are fixed, so the configurations that are measured give
 the same bits. Spans are what makes enough programs: 1,024 rows by 8,192 columns are 64 or 128 of them.
 """
 
@@ -212,7 +212,7 @@ _dlogits_narrow = Tuned(_dlogits, configs(torch.bfloat16))
 def tile_partials(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, *, start: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(row_max, row_sum_exp, target_logit, logit_sum), fp32 [rows] each: `linear_cross_entropy.tile_partials`.
+    """(row_max, row_sum_exp, target_logit, logit_sum), fp32 [rows] each: `loss_tiles.tile_partials`.
 
     hidden [rows, features] and weight [tile, features], of one dtype (bf16, fp16, fp32), bias [tile], target int64 [rows], any
     strides. Beside the result it holds 12 bytes per row and 1,024 columns.
@@ -237,10 +237,8 @@ def tile_partials(
     )
     row_max = found[:, 0].amax(0)
     shift = row_max.masked_fill(row_max == float("-inf"), 0.0)
-    row_sum_exp, logit_sum = torch.zeros_like(row_max), torch.zeros_like(row_max)
-    for span in range(spans):  # one after the other: a fixed order, whatever sums torch's reductions make
-        row_sum_exp.addcmul_(found[span, 1], found[span, 0].sub(shift).exp_())
-        logit_sum.add_(found[span, 2])
+    row_sum_exp = (found[:, 0] - shift).exp_().mul_(found[:, 1]).sum(0)
+    logit_sum = found[:, 2].sum(0)
     return row_max, row_sum_exp, target_logit, logit_sum
 
 
@@ -256,7 +254,7 @@ def tile_dlogits(
     label_smoothing: float,
     vocabulary: int,
 ) -> torch.Tensor:
-    """[rows, tile] in the dtype of `hidden`, contiguous: `linear_cross_entropy.tile_dlogits`. lse, scale: fp32 [rows]."""
+    """[rows, tile] in the dtype of `hidden`, contiguous: `loss_tiles.tile_dlogits`. lse, scale: fp32 [rows]."""
     (rows, features), columns = hidden.shape, weight.shape[0]
     _check(hidden, weight, bias, target)
     out = torch.empty((rows, columns), dtype=hidden.dtype, device=hidden.device)

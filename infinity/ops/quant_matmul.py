@@ -76,20 +76,21 @@ def int8_matmul(
     group_numel: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ W^T + bias, for W in int8: [..., out] in the dtype of x.
+    """x @ W^T + bias, for W in int8: [..., out] in the dtype of x, which under autocast is autocast's.
 
     x: [..., in], bf16, fp16 or fp32, any strides. codes: int8 [out, in], any strides. scales: bf16 or fp32, per `group_numel`
     (a multiple of 32) elements along a row: [out, ceil(in / group_numel)], or the same flat where groups fill rows exactly.
     bias: [out] of any float dtype. Gradients: x and bias. Raises: ValueError for what is none of these.
     """
     weight = _int8_weight(codes, scales, group_numel)
+    x = _autocast(x)
     _check(x, codes, scales, bias)
     out: torch.Tensor = _QuantMatmul.apply(x, bias, "int8_matmul", *weight)
     return out
 
 
 def compact_matmul(x: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ W^T + bias, for W as a 24-bit master: [..., out] in the dtype of x.
+    """x @ W^T + bias, for W as a 24-bit master: [..., out] in the dtype of x, which under autocast is autocast's.
 
     x: [..., in], bf16, fp16 or fp32, any strides. hi: [out, in], bf16 or its bits as int16 or uint16; lo: int8 [out, in]; any
     strides. bias: [out] of any float dtype. Gradients: x and bias. Raises: ValueError for what is none of these.
@@ -98,9 +99,17 @@ def compact_matmul(x: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor, bias: to
         raise ValueError(f"hi is {hi.dtype} and lo is {lo.dtype}: pass bfloat16 (or its bits as int16 or uint16) and int8")
     if hi.dim() != 2 or hi.shape != lo.shape:
         raise ValueError(f"hi is {list(hi.shape)} and lo {list(lo.shape)}: both are [out, in]")
+    x = _autocast(x)
     _check(x, hi, lo, bias)
     out: torch.Tensor = _QuantMatmul.apply(x, bias, "compact_matmul", hi.detach().view(torch.int16), lo)
     return out
+
+
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype in which a linear would compute here."""
+    if x.dtype in DTYPES and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
 
 
 def _int8_weight(codes: torch.Tensor, scales: torch.Tensor, group_numel: int) -> Int8Weight:
@@ -165,7 +174,7 @@ def multiply(
     name: str, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, transposed: bool = False
 ) -> torch.Tensor:
     """x [rows, in] @ W^T + bias, or x [rows, out] @ W if `transposed`, in the dtype of x, by what `choice` says. No graph."""
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         if choice.implementation(name, x.device) == "triton":
             from infinity.ops import quant_matmul_triton
 

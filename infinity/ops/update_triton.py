@@ -2,9 +2,9 @@
 
     sections, gradient -> fp32 in registers -> the algorithm -> the format's encoding -> sections
 
-One launch updates all segments of a chunk, whatever their hypers: a program takes BLOCK_NUMEL elements of one segment and
-reads from tables on the device which, and by which HYPER record. Its elements are [groups, QUANT_GROUP], so that the scales
-of 8-bit moments are reductions of rows.
+One launch updates all segments of a chunk, whatever their hypers (one per algorithm and gradient dtype, if these differ): a
+program takes BLOCK_NUMEL elements of one segment and reads from tables on the device which, and by which HYPER record. Its
+elements are [groups, QUANT_GROUP], so that the scales of 8-bit moments are reductions of rows.
 
 Every operation rounds once to fp32, in the order of native/update_body.h. On a GPU this relies on three things: launches say
 `enable_fp_fusion=False` (else a product and the sum that follows become one FMA, in LLVM and again in ptxas), `tl.div_rn` and
@@ -15,6 +15,7 @@ tests/unit/ops/test_triton_compiles.py looks for all three in the PTX.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ from infinity.ops.random_triton import (
 BLOCK_NUMEL = 1024
 
 GROUP = tl.constexpr(QUANT_GROUP)
-COLUMNS = tl.constexpr(6)
+COLUMNS = tl.constexpr(7)
 WORDS = tl.constexpr(HYPER.itemsize // 4)
 SPLIT8, MASTER_FP32, MASTER_FP16 = (tl.constexpr(int(m)) for m in (Master.SPLIT8, Master.FP32, Master.FP16))
 MOMENTS_FP32, MOMENTS_BF16, MOMENTS_Q8 = (tl.constexpr(int(m)) for m in (Moments.FP32, Moments.BF16, Moments.Q8))
@@ -74,37 +75,69 @@ _MOMENT_DTYPES = {
 }
 
 
-def update_triton(
-    state_format: Format,
-    sections: Sequence[torch.Tensor],
-    segs: npt.NDArray[np.void],
-    hypers: npt.NDArray[np.void],
-) -> None:
-    """The update of the segments, in place, in one launch per pair of algorithm and gradient dtype.
+class Launches:
+    """A step's launches: per chunk one for each pair of algorithm and gradient dtype. Their tables lie on the device."""
 
-    Arguments as `chunk_update.update_chunk` has checked them; every segment has elements and an address of its gradient, whose
-    dtype is not SECTION. Two small tables are copied to the device, without waiting for it.
-    """
-    device = sections[0].device
-    algorithms = hypers["algorithm"][segs["hyper"]]
-    views = _typed(state_format, sections)
-    records = torch.from_numpy(np.ascontiguousarray(hypers).view(np.int32)).to(device, non_blocking=True)
-    for algorithm, grad_dtype in sorted({(int(a), int(g)) for a, g in zip(algorithms, segs["grad_dtype"], strict=True)}):
-        mine = segs[(algorithms == algorithm) & (segs["grad_dtype"] == grad_dtype)]
-        counts = -(-mine["numel"] // BLOCK_NUMEL)
-        table = np.empty((len(mine), COLUMNS.value), np.int64)
-        for column, name in enumerate(("start", "numel", "element", "grad", "hyper")):
-            table[:, column] = mine[name].astype(np.int64)
-        table[:, 5] = np.cumsum(counts) - counts
-        rows = np.repeat(np.arange(len(mine), dtype=np.int64), counts)
-        tables = torch.from_numpy(np.concatenate([table.reshape(-1), rows])).to(device, non_blocking=True)
-        _update[(len(rows),)](
-            *views, tables, tables[table.size :], records,
-            MASTER=int(state_format.master), MOMENTS=int(state_format.moments), COUNT=state_format.count,
-            ALGORITHM=algorithm, GRAD=grad_dtype, GROUPS=BLOCK_NUMEL // QUANT_GROUP,
-            ALIGNED=bool((mine["start"] % 16 == 0).all() and (mine["grad"] % 16 == 0).all()),
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    def __init__(
+        self,
+        state_format: Format,
+        chunks: Sequence[npt.NDArray[np.void]],
+        hypers: npt.NDArray[np.void],
+        device: torch.device,
+    ) -> None:
+        """Arguments as `chunk_update.UpdatePlan` has checked and resolved them. Two copies to the device, without waiting."""
+        self._format = state_format
+        self._launches: list[list[_Launch]] = []
+        words: list[npt.NDArray[np.int64]] = []
+        at = 0
+        for segs in chunks:
+            algorithms = hypers["algorithm"][segs["hyper"]]
+            pairs = sorted({(int(a), int(g)) for a, g in zip(algorithms, segs["grad_dtype"], strict=True)})
+            self._launches.append([])
+            for algorithm, grad_dtype in pairs:
+                table, rows, aligned = _table(segs[(algorithms == algorithm) & (segs["grad_dtype"] == grad_dtype)])
+                self._launches[-1].append(
+                    _Launch(algorithm, grad_dtype, at, at + table.size, len(rows), aligned)
+                )
+                words += [table.reshape(-1), rows]
+                at += table.size + len(rows)
+        packed = np.concatenate(words) if words else np.zeros(0, np.int64)
+        self._tables = torch.from_numpy(packed).to(device, non_blocking=True)
+        self._hypers = torch.from_numpy(np.ascontiguousarray(hypers).view(np.int32)).to(device, non_blocking=True)
+
+    def run(self, index: int, sections: Sequence[torch.Tensor], base: int) -> None:
+        """The update of chunk `index`, in place. base: the address that relative gradients count from."""
+        kind, views = self._format, _typed(self._format, sections)
+        for launch in self._launches[index]:
+            _update[(launch.programs,)](
+                *views, self._tables[launch.table :], self._tables[launch.rows :], self._hypers, base,
+                MASTER=int(kind.master), MOMENTS=int(kind.moments), COUNT=kind.count,
+                ALGORITHM=launch.algorithm, GRAD=launch.grad_dtype, GROUPS=BLOCK_NUMEL // QUANT_GROUP,
+                ALIGNED=launch.aligned and base % 16 == 0,
+                num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+
+
+class _Launch(NamedTuple):
+    algorithm: int
+    grad_dtype: int
+    table: int
+    """Where its table begins in the words on the device, and its programs' rows."""
+    rows: int
+    programs: int
+    aligned: bool
+    """Every segment and gradient begins at a multiple of 16 elements, 16 bytes."""
+
+
+def _table(segs: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], bool]:
+    """A row per segment, the row of each program, and whether all is aligned."""
+    counts = -(-segs["numel"] // BLOCK_NUMEL)
+    table = np.empty((len(segs), COLUMNS.value), np.int64)
+    for column, name in enumerate(("start", "numel", "element", "grad", "hyper", "relative")):
+        table[:, column] = segs[name].astype(np.int64)
+    table[:, 6] = np.cumsum(counts) - counts  # its first program
+    rows = np.repeat(np.arange(len(segs), dtype=np.int64), counts)
+    return table, rows, bool((segs["start"] % 16 == 0).all() and (segs["grad"] % 16 == 0).all())
 
 
 def _typed(state_format: Format, sections: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -127,28 +160,28 @@ def _typed(state_format: Format, sections: Sequence[torch.Tensor]) -> list[torch
     ]
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
+@triton.jit(do_not_specialize=["base"], do_not_specialize_on_alignment=["table_ptr", "rows_ptr"])
 def _update(
     s0: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor, scales: tl.tensor,
-    table_ptr: tl.tensor, rows_ptr: tl.tensor, hypers_ptr: tl.tensor,
+    table_ptr: tl.tensor, rows_ptr: tl.tensor, hypers_ptr: tl.tensor, base: tl.tensor,
     MASTER: tl.constexpr, MOMENTS: tl.constexpr, COUNT: tl.constexpr, ALGORITHM: tl.constexpr, GRAD: tl.constexpr,
     GROUPS: tl.constexpr, ALIGNED: tl.constexpr,
 ) -> None:  # fmt: skip
     program = tl.program_id(0)
     table = table_ptr + tl.load(rows_ptr + program) * COLUMNS
     start, numel, element = tl.load(table), tl.load(table + 1), tl.load(table + 2)
-    address, hyper = tl.load(table + 3), hypers_ptr + tl.load(table + 4) * WORDS
-    done = (program - tl.load(table + 5)) * (GROUPS * GROUP)
+    hyper = hypers_ptr + tl.load(table + 4) * WORDS
+    address = tl.load(table + 3) + tl.load(table + 5) * base.to(tl.int64)
+    done = (program - tl.load(table + 6)) * (GROUPS * GROUP)
     if ALIGNED:
         start = tl.multiple_of(start, 16)
-        address = tl.multiple_of(address, 16)
     left = numel - done
     if left >= GROUPS * GROUP:  # whole: no masks, so that loads and stores are as wide as they can be
         _block(s0, s1, s2, s3, scales, start + done, address, done, element + done, left, hyper,
-               MASTER, MOMENTS, COUNT, ALGORITHM, GRAD, GROUPS, WHOLE=True)  # fmt: skip
+               MASTER, MOMENTS, COUNT, ALGORITHM, GRAD, ALIGNED, GROUPS, WHOLE=True)  # fmt: skip
     else:
         _block(s0, s1, s2, s3, scales, start + done, address, done, element + done, left, hyper,
-               MASTER, MOMENTS, COUNT, ALGORITHM, GRAD, GROUPS, WHOLE=False)  # fmt: skip
+               MASTER, MOMENTS, COUNT, ALGORITHM, GRAD, ALIGNED, GROUPS, WHOLE=False)  # fmt: skip
 
 
 @triton.jit
@@ -156,14 +189,14 @@ def _block(
     s0: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor, scales: tl.tensor,
     at: tl.tensor, address: tl.tensor, done: tl.tensor, element: tl.tensor, left: tl.tensor, hyper: tl.tensor,
     MASTER: tl.constexpr, MOMENTS: tl.constexpr, COUNT: tl.constexpr, ALGORITHM: tl.constexpr, GRAD: tl.constexpr,
-    GROUPS: tl.constexpr, WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr, GROUPS: tl.constexpr, WHOLE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Elements [at, at + left) of the chunk, or as many as a block has; [done, ...) of the segment."""
     within = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = within < left
     groups = at // GROUP + tl.arange(0, GROUPS)
     in_groups = tl.arange(0, GROUPS) * GROUP < left
-    g = _gradient(address, done, within, mask, hyper, GRAD, WHOLE)
+    g = _gradient(address, done, within, mask, hyper, GRAD, ALIGNED, WHOLE)
     p = _load_master(s0, s1, at + within, mask, MASTER, WHOLE)
     if COUNT > 0:
         m = _load_moment(s2, scales, at + within, groups, mask, in_groups, 0, MOMENTS, COUNT, WHOLE)
@@ -202,15 +235,19 @@ def _scalar(hyper: tl.tensor, WORD: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _gradient(
     address: tl.tensor, done: tl.tensor, within: tl.tensor, mask: tl.tensor, hyper: tl.tensor,
-    GRAD: tl.constexpr, WHOLE: tl.constexpr,
+    GRAD: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """In fp32, with the log replayed."""
     if GRAD == GRAD_BF16:
-        g = float_of_bf16(_load(address.to(tl.pointer_type(tl.int16)) + done + within, mask, WHOLE))
+        pointer = address.to(tl.pointer_type(tl.int16))
     elif GRAD == GRAD_FP16:
-        g = _load(address.to(tl.pointer_type(tl.float16)) + done + within, mask, WHOLE).to(tl.float32)
+        pointer = address.to(tl.pointer_type(tl.float16))
     else:
-        g = _load(address.to(tl.pointer_type(tl.float32)) + done + within, mask, WHOLE)
+        pointer = address.to(tl.pointer_type(tl.float32))
+    if ALIGNED:  # said of the pointer: what is known of a number is lost when it becomes one
+        pointer = tl.multiple_of(pointer, 16)
+    g = _load(pointer + done + within, mask, WHOLE)
+    g = float_of_bf16(g) if GRAD == GRAD_BF16 else g.to(tl.float32)
     count, index = tl.load(hyper + LOG_COUNT), 0
     while index < count:
         value = tl.load(hyper + LOG_VALUE + index).to(tl.float32, bitcast=True)

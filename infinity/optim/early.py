@@ -24,6 +24,7 @@ from infinity.aio import Ticket
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid
 from infinity.ops.finite import all_finite
 from infinity.optim.plans import Work
+from infinity.optim.staging import LAG_UNITS, Staging
 from infinity.optim.step import Pipeline, guard
 from infinity.params.drain import Drain
 from infinity.params.residency import UnitResidency
@@ -87,6 +88,7 @@ class EarlyUpdates:
         self._flights: deque[_Flight] = deque()
         self._taken: set[Param] = set()  # updated since the last step
         self._captured: weakref.WeakKeyDictionary[Holder, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
+        self._staging = Staging(units, residency.device, drain.dtype) if residency.device.copies else None
         self._deferred = pipeline.submit_all
         self.accumulating = False
         self.fresh_bytes_peak = 0
@@ -108,6 +110,8 @@ class EarlyUpdates:
         """Let go of gradients that updates have read. Nothing may be pending."""
         self._ready.clear()
         self._flights.clear()
+        if self._staging is not None:
+            self._staging.close()
 
     # -- gradients come ------------------------------------------------------------------------------------------------
 
@@ -135,7 +139,7 @@ class EarlyUpdates:
             )
         if state is SlotState.HELD:
             slot.accumulate(grad)
-            ready[param] = slot.tensor if slot.home is None else None
+            ready[param] = slot.storage if slot.home is None else None
         else:
             fresh = grad.detach().reshape(-1).to(slot.dtype).contiguous()
             ready[param] = fresh
@@ -161,7 +165,7 @@ class EarlyUpdates:
     def _idle(self, unit: Unit) -> None:
         # Outside of backward (a state_dict after one that broke off) what waits here is not whole.
         if self._ready.get(unit) and graph_task_id() != NO_TASK and self._residency.passes.all_ended(unit):
-            self._update(unit)
+            self._complete(unit)
 
     def _backward_start(self) -> None:
         if not self.accumulating:
@@ -169,12 +173,26 @@ class EarlyUpdates:
 
     def _backward_end(self) -> None:
         for unit in list(self._ready):
-            if self._ready[unit]:
-                self._update(unit)
+            if self._ready[unit] and (self._staging is None or unit not in self._staging):
+                self._complete(unit)
+        while self._staging is not None and (due := self._staging.next(0)) is not None:
+            self._update(due)
         self._ready.clear()
+
+    def _complete(self, unit: Unit) -> None:
+        """All gradients of the unit have come: update it; or, where they have yet to leave the device, units before it."""
+        if self._staging is None:
+            self._update(unit)
+            return
+        self._ready[unit] = self._staging.send(unit, self._ready[unit], lambda param: _slot_state(param) is SlotState.CONSUMED)
+        while (due := self._staging.next(LAG_UNITS)) is not None:
+            self._update(due)
 
     def _update(self, unit: Unit) -> None:
         ready = self._ready[unit]
+        for param in ready:
+            assert param.grad is not None
+            param.grad.arrive()
         self._check_finite(ready)
         del self._ready[unit]
         if None in ready.values():
@@ -186,6 +204,8 @@ class EarlyUpdates:
         in_place = self._residency.can_update_in_place(unit)
         targets = self._residency.targets(unit) if in_place else ()
         ticket = self._pipeline.start(unit, work, gradients, targets=targets)
+        if self._staging is not None:
+            self._staging.taken(unit, ticket)
         self._flights.append(_Flight(ticket, fresh, sum(grad.numel() * grad.element_size() for grad in fresh)))
         for param in ready:
             assert param.grad is not None
@@ -273,6 +293,8 @@ class EarlyUpdates:
     def _reset(self) -> None:
         """A backward broke off."""
         self._ready.clear()
+        if self._staging is not None:
+            self._staging.reset()
         self._fresh_bytes = sum(flight.size_bytes for flight in self._flights)
         if self._taken:
             self._pipeline.fail(

@@ -24,6 +24,7 @@ from infinity._torch_compat import NO_TASK, graph_task_id
 from infinity.aio import Ticket
 from infinity.optim.early import Holder
 from infinity.optim.plans import Work
+from infinity.optim.staging import LAG_UNITS
 from infinity.optim.step import Pipeline, guard, slot_gradients, waits_for
 from infinity.optim.transaction import Transaction
 from infinity.params.drain import Drain
@@ -87,6 +88,7 @@ class Speculation:
         self._drain = drain
         self._holder_of = holder_of
         self._ready: set[Unit] = set()  # units that got gradients in this backward
+        self._due: deque[Unit] = deque()  # whose gradients are on their way from the device
         self._ahead: dict[Unit, _Ahead] = {}
         self._backwards = 0  # since the last step
         self._expected = 0  # backwards of the step before; 0: none was taken yet
@@ -127,6 +129,7 @@ class Speculation:
         self.withdraw()
         self._looked = False
         self._ready.clear()
+        self._due.clear()
         self._backwards += 1
         self._counted = False
         self._marked = self._marked or self.accumulating
@@ -138,6 +141,8 @@ class Speculation:
             self._pipeline.read_ahead(Phase.TRAIN, given=False)
 
     def _backward_end(self) -> None:
+        while self._due:
+            self._speculate(self._due.popleft())
         for unit in list(self._ready):
             self._speculate(unit)
         self._ready.clear()
@@ -146,7 +151,10 @@ class Speculation:
     def _idle(self, unit: Unit) -> None:
         if unit in self._ready and graph_task_id() != NO_TASK and self._residency.passes.all_ended(unit):
             self._ready.discard(unit)
-            self._speculate(unit)
+            self._due.append(unit)
+            # Waiting for the last one's gradients would let the device run dry.
+            while len(self._due) > (LAG_UNITS if self._residency.device.copies else 0):
+                self._speculate(self._due.popleft())
 
     def _speculate(self, unit: Unit) -> None:
         if not (self._is_last and self.history.speculates) or unit in self._ahead:
@@ -221,6 +229,7 @@ class Speculation:
     def _reset(self) -> None:
         """A backward broke off."""
         self._ready.clear()
+        self._due.clear()
         self.withdraw()
 
     # -- the step ------------------------------------------------------------------------------------------------------

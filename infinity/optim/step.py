@@ -26,12 +26,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from infinity._torch_compat import profiled
 from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.aio.executor import MASK_GIVEN
 from infinity.aio.plan import JobKind
 from infinity.comm.collectives import Comm
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid, StepUndone
-from infinity.optim.plans import FlatPlan, Work, plan_flat, plan_unit
+from infinity.optim.plans import FlatPlan, Submission, Work, plan_flat, plan_unit
 from infinity.optim.transaction import Transaction
 from infinity.params.residency import UnitResidency
 from infinity.params.rest import Rest
@@ -200,7 +201,8 @@ class Pipeline:
         self.on_step(self.steps)
         self.stepping = optimizer
         try:
-            self.submit_all(by_unit)
+            with profiled("infinity: step"):
+                self.submit_all(by_unit)
         except BaseException as error:
             if by_unit and not isinstance(error, StepUndone):
                 self.fail(half_done(error))
@@ -260,6 +262,14 @@ class Pipeline:
         if ids:
             self._executor.preread(np.array(ids[:READ_AHEAD_MAX], dtype=np.int32), given=given)
 
+    def plan_of(self, unit: Unit, work: Mapping[Param, Work], gradients: Gradients) -> Submission:
+        """The jobs that do `work` in a unit; see `plan_unit`."""
+        return plan_unit(unit, self._plans, work, gradients)
+
+    def pend(self, ticket: Ticket) -> None:
+        """An update was submitted past `start`: wait for it, and raise its fault, like the others."""
+        self._pending.append(ticket)
+
     def _prune(self) -> None:
         """Forget updates that are done, whenever there are twice as many: a constant cost per update. Raises the sticky fault."""
         if len(self._pending) >= self._pending_max:
@@ -285,15 +295,18 @@ class Pipeline:
         self._rest.will_write(unit.flats)
         plan = plan_unit(unit, self._plans, work, gradients)
         jobs = plan.jobs
-        if gate is None:
+        if gate is not None:
+            jobs["mask"] |= self._residency.device.mask
+        else:
             jobs = jobs[jobs["kind"] == JobKind.UPDATE]
             if targets:
                 jobs["ptr"][:, 0] += np.array(targets, dtype=np.uint64)[jobs["base"]]
                 jobs["ptr"][:, 1] = jobs["ptr"][:, 0]
-                jobs["mask"] |= MASK_GIVEN
+                jobs["mask"] |= MASK_GIVEN | self._residency.device.mask
             else:
                 jobs["ptr"][:, 0] = 0
             jobs["base"] = -1
+        self._residency.device.behind()
         # Nothing may raise once it is submitted: only the caller keeps what threads then read and write.
         self._prune()
         ticket = self._executor.submit(jobs, plan.segs, plan.hypers, priority=Priority.WRITEBACK, gate=gate)

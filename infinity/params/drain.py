@@ -15,7 +15,7 @@ import torch
 from infinity.comm.collectives import Comm
 from infinity.params.gradients import GradientMemory
 from infinity.params.stand_in import GradBook, GradSlot
-from infinity.params.unit import Param, Unit
+from infinity.params.unit import Flat, Param, Unit
 
 
 class Drain:
@@ -34,6 +34,10 @@ class Drain:
         self.fresh_bytes_peak = 0  # the most that autograd's gradients took here at once
         self.take: Callable[[Param, torch.Tensor], None] = self.accumulate
         self.before_assign: Callable[[Param], None] = lambda _param: None  # raises where it would come too late
+
+    def dtype(self, flat: Flat) -> torch.dtype:
+        """The dtype in which gradients of this flat wait."""
+        return self._gradients.dtype(flat)
 
     def slot(self, param: Param) -> GradSlot:
         """The gradient slot of a parameter; made when it is first wanted."""

@@ -13,6 +13,8 @@ it meets torch's own "modified by an inplace operation" error instead of new val
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from infinity._torch_compat import (
@@ -24,6 +26,7 @@ from infinity._torch_compat import (
     storage_size,
 )
 from infinity.errors import WeightWritten
+from infinity.memory.device import Device
 from infinity.memory.layout import FlatLayout
 from infinity.params.unit import Flat, Param, Unit
 
@@ -67,10 +70,11 @@ def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
         evict(unit)
 
 
-def allocate(unit: Unit) -> None:
+def allocate(unit: Unit, device: Device | None = None) -> None:
     """Give the unit's flats their memory. Contents are undefined until they are filled. Does not block."""
-    for flat in unit.flats:
-        resize_storage(flat.tensor, flat.size_bytes)
+    with device.allocation() if device is not None else contextlib.nullcontext():
+        for flat in unit.flats:
+            resize_storage(flat.tensor, flat.size_bytes)
 
 
 def mark_filled(unit: Unit) -> None:

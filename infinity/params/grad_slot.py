@@ -17,18 +17,21 @@ from __future__ import annotations
 
 import enum
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-NORM_PIECE_NUMEL = 1 << 24  # 64 MiB of fp32 scratch per model, however large its embedding is
+from infinity.aio import Ticket
+from infinity.memory.device import Leaving
+from infinity.params.grad_norms import NORM_PIECE_NUMEL, LogEntry, norm_there, replay, to_fp32
+
+if TYPE_CHECKING:
+    from infinity.params.slot_book import SlotBook
+
 _SMALL_NUMEL = 1 << 16  # up to here a norm may allocate its fp32 copy instead of taking the scratch
 LOG_MAX = 8  # entries that the update kernels replay (`hyper.log_kind` of native/infinity.h)
 
-LogEntry = tuple[str, float]
-SumReduce = Callable[[list[float]], list[float]]
 
 
 class SlotState(enum.Enum):
@@ -69,6 +72,8 @@ class GradSlot:
         self.state = SlotState.EMPTY
         self.log: list[LogEntry] = []
         self.before_mutation: Callable[[], None] | None = None
+        self._arriving: Ticket | None = None  # the copy from the device that fills the storage
+        self._device_norm: torch.Tensor | None = None  # on the device: what `_part_norm` will be
         self._norm: float | None = None  # over all ranks; valid together with `_part_norm`
         self._part_norm: float | None = None  # this rank's part
         self._raw_norm: float | None = None  # this rank's part before the log; valid while there is a log
@@ -82,6 +87,7 @@ class GradSlot:
 
         Spilled: read back if need be, and valid until another slot's is asked for.
         """
+        self.arrive()
         return self._tensor if self.home is None else self.home.bring(self)
 
     @tensor.setter
@@ -93,8 +99,14 @@ class GradSlot:
         self._small = self.numel <= _SMALL_NUMEL
 
     @property
+    def storage(self) -> torch.Tensor:
+        """The storage of a slot that has no home, before a gradient that is on its way has arrived."""
+        return self._tensor
+
+    @property
     def _shaped(self) -> torch.Tensor:
         """The storage as torch would see it: its reductions may not order a 1-D sum as a 2-D one."""
+        self.arrive()
         if self.home is None:
             return self._own_shaped
         tensor = self.home.bring(self)
@@ -106,6 +118,12 @@ class GradSlot:
         self.home, self.tensor = home, tensor
         if values is not None:
             (tensor if home is None else home.bring_to_write(self)).copy_(values)
+
+    def arrive(self) -> None:
+        """Return when a gradient that is on its way from the device is here. Raises: DeviceCopyError."""
+        if self._arriving is not None:
+            self._arriving.wait_filled()
+            self._arriving = None
 
     # -- filling ---------------------------------------------------------------------------------------------------
 
@@ -157,6 +175,9 @@ class GradSlot:
             )
         source = grad.detach() if grad.requires_grad else grad
         self._will_mutate()
+        if self.book.leaving is not None and source.device == self.stand_in.device:
+            self._leave(source, self.book.leaving)
+            return
         target = self._shaped
         if source.shape != target.shape:
             source = source.reshape(target.shape)
@@ -169,10 +190,27 @@ class GradSlot:
                 self._bake()
             target.add_(source if source.device == target.device else source.to(target.device))
             self._drains += 1
-        self._norm = self._part_norm = None
+        self._forget_norms()
         # The last drain of this step, if it is like the previous step: the data is hot now.
         if self._drains >= self._drains_before or self.home is not None:
             self._part_norm = self._compute_norm(2.0)
+
+    def _leave(self, source: torch.Tensor, leaving: Leaving) -> None:
+        """`accumulate` on a device with memory of its own: it adds, takes the norm, and what comes of it goes on its way."""
+        if self.state is SlotState.EMPTY:
+            total = source.to(self.dtype)
+            self.state, self._drains = SlotState.HELD, 1
+        else:
+            if self.log:
+                self._bake()
+            total = self.tensor.to(source.device, copy=True, non_blocking=True).add_(source.reshape(-1))
+            self._drains += 1
+        self._forget_norms()
+        self._device_norm = norm_there(total.view(self.shape) if self.whole else total.reshape(-1))
+        self._arriving = leaving.send(total, self.tensor)
+
+    def _forget_norms(self) -> None:
+        self._norm = self._part_norm = self._device_norm = None
 
     def empty(self) -> None:
         """Forget the gradient, as `p.grad = None` does. The storage is left alone: an update may still read it."""
@@ -181,7 +219,7 @@ class GradSlot:
         self.state = SlotState.EMPTY
         self._drains = 0
         self.log.clear()
-        self._norm = self._part_norm = None
+        self._forget_norms()
         self._lost = False
 
     def lose(self) -> None:
@@ -203,6 +241,7 @@ class GradSlot:
         self.tensor.zero_()
         self.log.clear()
         self._drains_before, self._drains = max(1, self._drains), 0
+        self._forget_norms()
         self._norm = self._part_norm = 0.0
 
     def scale(self, kind: str, value: float) -> None:
@@ -217,9 +256,9 @@ class GradSlot:
                 "first and scale once"
             )
         if not self.log:
-            self._raw_norm = self._part_norm
+            self._raw_norm = self._known_norm()
         self.log.append((kind, value))
-        self._norm = self._part_norm = None
+        self._forget_norms()
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -245,7 +284,7 @@ class GradSlot:
         for kind, value in self.log:
             if not math.isfinite(value) or (kind == "div" and value == 0.0):
                 return False
-            bound = _to_fp32(abs(bound * value if kind == "mul" else bound / value))
+            bound = to_fp32(abs(bound * value if kind == "mul" else bound / value))
             if not math.isfinite(bound):
                 return False
         return True
@@ -254,8 +293,15 @@ class GradSlot:
         """The norm of this rank's part after the log, in fp32; that of order 2 is cached."""
         if order != 2.0:
             return self._compute_norm(order)
-        if self._part_norm is None:
+        if self._known_norm() is None:
             self._part_norm = self._compute_norm(order)
+        assert self._part_norm is not None
+        return self._part_norm
+
+    def _known_norm(self) -> float | None:
+        """The 2-norm of this rank's part, if it was taken. Blocks while the device takes it."""
+        if self._device_norm is not None:
+            self._part_norm, self._device_norm = float(self._device_norm), None
         return self._part_norm
 
     def materialize(self) -> torch.Tensor:
@@ -272,7 +318,7 @@ class GradSlot:
         end. Never communicates."""
         self._require_held("reading")
         end = None if numel is None else start + numel
-        return _replay(self.tensor[start:end].to(torch.float32, copy=True), self.log)
+        return replay(self.tensor[start:end].to(torch.float32, copy=True), self.log)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -312,7 +358,7 @@ class GradSlot:
             if part.dtype is not torch.float32 or self.log:
                 scratch = self.book.scratch(part.numel())
                 scratch.copy_(part)
-                part = _replay(scratch, self.log)
+                part = replay(scratch, self.log)
             yield part.view(self.shape) if part.numel() == self.shape.numel() else part
 
     def _compute_norm(self, order: float) -> float:
@@ -325,105 +371,3 @@ class GradSlot:
         return (
             float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float32), order)) if norms else 0.0
         )
-
-
-class SlotBook:
-    """The gradient slots of one model: the fp32 scratch that they share, and their norms over all ranks.
-
-    `reduce_sum` adds a list of floats over the ranks in a fixed order and is called with the same length on all; None
-    on one rank.
-    """
-
-    def __init__(self, reduce_sum: SumReduce | None = None) -> None:
-        self.slots: list[GradSlot] = []
-        self.scratch_lock = threading.Lock()  # gradients may be drained by one thread per device
-        self._reduce_sum = reduce_sum
-        self._scratch = torch.empty(0, dtype=torch.float32)
-        self._factor: tuple[torch.Tensor, int, float] | None = None
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the scratch that the largest slot needs; `reserve` allocates them."""
-        return 4 * min(NORM_PIECE_NUMEL, max((slot.numel for slot in self.slots), default=0))
-
-    def reserve(self) -> None:
-        """Allocate the scratch, so that no step does."""
-        self._scratch = torch.empty(self.scratch_bytes // 4, dtype=torch.float32)
-
-    def release(self) -> None:
-        """Free the scratch; a norm that is asked for later takes what it needs."""
-        with self.scratch_lock:
-            self._scratch = torch.empty(0, dtype=torch.float32)
-
-    def scratch(self, numel: int) -> torch.Tensor:
-        """The first `numel` elements of the scratch; hold `scratch_lock`."""
-        if self._scratch.numel() < numel:
-            self._scratch = torch.empty(numel, dtype=torch.float32)
-        return self._scratch[:numel]
-
-    def norms(self, slots: Sequence[GradSlot], order: float = 2.0) -> list[float]:
-        """The norms of whole gradients, fp32 values. One reduction for all of them, and for later calls: with
-        several ranks the 2-norms of every slot are reduced together, so one norm at a time costs no more.
-
-        Raises: RuntimeError for orders that do not add up over pieces (0, negative; on several ranks inf).
-        """
-        if not order > 0:
-            raise_unsupported(slots[0].name, f"a norm of order {order}")
-        if self._reduce_sum is None:
-            return [slot.part_norm(order) for slot in slots]
-        if math.isinf(order):
-            raise_unsupported(slots[0].name, "an inf-norm while it is split over ranks")
-        if order != 2.0:
-            sums = self._reduce_sum([slot.part_norm(order) ** order for slot in slots])
-            return [_to_fp32(total ** (1.0 / order)) for total in sums]
-        if any(slot._norm is None for slot in slots):
-            # All slots, also the empty ones: the reduction then has the same length on every rank.
-            parts = [slot.part_norm() if slot.state is SlotState.HELD else 0.0 for slot in self.slots]
-            for slot, total in zip(
-                self.slots, self._reduce_sum([part * part for part in parts]), strict=True
-            ):
-                slot._norm = _to_fp32(math.sqrt(total)) if total >= 0 else math.nan
-        return [slot._norm for slot in slots if slot._norm is not None]
-
-    def finite(self, slots: Sequence[GradSlot]) -> bool:
-        """Whether these gradients are finite on every rank. With several ranks a collective."""
-        mine = all(slot.finite() for slot in slots)
-        if self._reduce_sum is None:
-            return mine
-        return self._reduce_sum([0.0 if mine else 1.0])[0] == 0.0
-
-    def factor(self, value: torch.Tensor | float) -> float:
-        """A scaling factor as the fp32 number that torch would use. Reads a device scalar once, however often asked."""
-        if not isinstance(value, torch.Tensor):
-            return _to_fp32(float(value))
-        cached = self._factor
-        if cached is not None and cached[0] is value and cached[1] == value._version:
-            return cached[2]
-        number = value.detach().to(torch.float32).item()
-        self._factor = (value, value._version, number)
-        return number
-
-
-def _replay(value: torch.Tensor, log: Sequence[LogEntry]) -> torch.Tensor:
-    """Apply the log in place to an fp32 tensor, one rounding per entry."""
-    for kind, factor in log:
-        value.mul_(factor) if kind == "mul" else value.div_(factor)
-    return value
-
-
-def _to_fp32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))
-
-
-def raise_unsupported(name: str, operation: str) -> NoReturn:
-    """Raise the error of an operation that a stand-in cannot answer, with the way that works."""
-    if "clamp" in operation or "clip" in operation:
-        way = "clip by norm (torch.nn.utils.clip_grad_norm_), or assign p.grad.materialize().clamp(...) to p.grad"
-    elif "addc" in operation or "lerp" in operation or "_fused_" in operation or "foreach_add" in operation:
-        way = "step with infinity's AdamW, SGD, Lion or Elementwise, which take the gradients where they rest"
-    else:
-        way = (
-            "it answers norms, `*=`, `/=`, zero_ and GradScaler; p.grad.materialize() returns its values on the CPU, and "
-            "a tensor assigned to p.grad takes their place"
-        )
-    raise RuntimeError(f"{name}.grad rests in CPU memory and does not support {operation}: {way}")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from infinity.aio import Slab
+from infinity.memory.device import Device
 from infinity.params.rest import Rest
 from infinity.params.spill import SpilledGradients
 from infinity.params.unit import Flat, Param, Unit
@@ -22,8 +23,9 @@ from infinity.sizes import round_up
 class GradientMemory:
     """Gradient storage of a model on this rank. Elements are of `grad_dtype`, or of the parameter's dtype."""
 
-    def __init__(self, rank: int, grad_dtype: torch.dtype | None) -> None:
+    def __init__(self, rank: int, grad_dtype: torch.dtype | None, device: Device | None = None) -> None:
         self._rank = rank
+        self._device = device or Device(torch.device("cpu"))
         self._grad_dtype = grad_dtype
         self._slabs: list[Slab] = []
         self._shards: dict[Flat, torch.Tensor] = {}
@@ -47,6 +49,7 @@ class GradientMemory:
             return
         slab = Slab(size_bytes)
         self._slabs.append(slab)
+        self._device.pin(slab)
         self.size_bytes += size_bytes
         # By way of numpy, whose arrays keep the slab mapped while a view lives; torch.frombuffer's do not.
         memory = torch.from_numpy(slab.array(np.uint8))
@@ -66,7 +69,9 @@ class GradientMemory:
         if not dtypes:
             return
         if self._spilled is None:
-            self._spilled = SpilledGradients(rest, self._rank, dtypes, count=window_count, size_bytes=window_bytes)
+            self._spilled = SpilledGradients(
+                rest, self._rank, dtypes, count=window_count, size_bytes=window_bytes, device=self._device
+            )
         else:
             self._spilled.extend(dtypes, count=window_count, size_bytes=window_bytes)
 
@@ -140,6 +145,7 @@ class GradientMemory:
         self._settled.clear()
         self._shards.clear()
         for slab in self._slabs:
+            self._device.unpin(slab)
             slab.close()
         self._slabs.clear()
         self.size_bytes = 0

@@ -21,13 +21,15 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from infinity._torch_compat import graph_is_kept
+from infinity._torch_compat import graph_is_kept, profiled
 from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.comm.collectives import Comm
 from infinity.errors import AioError
+from infinity.memory.device import Device
 from infinity.params import gathered
 from infinity.params.drain import Drain
 from infinity.params.passes import Passes
+from infinity.params.quiet import quiesce
 from infinity.params.rest import Rest
 from infinity.params.schedule import AHEAD_MAX, NEVER, Phase, Schedule
 from infinity.params.shadow import Shadow
@@ -64,6 +66,7 @@ class UnitResidency:
         comm: Comm,
         keep: bool,
         timeline: Timeline,
+        device: Device | None = None,
     ) -> None:
         self.units = units
         self.schedule = Schedule()
@@ -73,6 +76,7 @@ class UnitResidency:
         self._executor = executor
         self.gradients = gradients
         self._comm = comm
+        self.device = device or Device(torch.device("cpu"))
         self._keep = keep
         self._timeline = timeline
         self._fills: dict[Unit, list[Ticket]] = {}
@@ -101,7 +105,8 @@ class UnitResidency:
         self.demands += 1
         self._current = unit
         try:
-            self._demand(unit)
+            with profiled(f"infinity: gather {unit.name}"):
+                self._demand(unit)
         finally:
             self._current = None
 
@@ -143,7 +148,7 @@ class UnitResidency:
         newest: with what rests, although an update is delayed and computing goes on with the values before it.
         """
         self._make_room(unit.size_bytes, NEVER)
-        gathered.allocate(unit)
+        gathered.allocate(unit, self.device)
         self._held.add(unit)
         self._held_bytes += unit.size_bytes
         self.gathered_bytes_peak = max(self.gathered_bytes_peak, self._held_bytes)
@@ -158,11 +163,12 @@ class UnitResidency:
         update = self._updates.get(unit)
         if update is not None and not update.opened:
             update.opened = True
+            self.device.behind()
             if update.gate.open(self.targets(unit)):
                 self._fills[unit] = [update.ticket]
                 return
         self._fills[unit] = [
-            self._rest.fetch(flat, 0, self._target(flat), priority=priority)
+            self._rest.fetch(flat, 0, self._target(flat), priority=priority, there=True)
             for flat in unit.flats
             if newest or shadow is None or flat not in shadow  # from the shadow `_finish_fill` copies
         ]
@@ -192,7 +198,7 @@ class UnitResidency:
                 for flat in unit.flats:
                     self._comm.all_gather(flat.tensor, flat.layout.shard_numel)
         except BaseException as error:
-            self._quiesce(tickets)
+            quiesce(tickets)
             self._forget(unit)
             if isinstance(error, AioError):
                 self.on_demand(unit)  # if it was an update that failed, this says so and what helps
@@ -204,23 +210,8 @@ class UnitResidency:
             self._timeline.add("wait", unit.name, start_ns, end_ns)
         gathered.mark_filled(unit)
 
-    @staticmethod
-    def _quiesce(tickets: list[Ticket]) -> KeyboardInterrupt | None:
-        """Wait until nothing is on its way into the buffers of these fills, whatever became of them. Returns an interrupt that
-        came meanwhile, to be raised once the memory is freed. Faults are not lost: updates' are sticky, reads are made anew."""
-        interrupt = None
-        for ticket in tickets:
-            ticket.cancel()  # reads that no drive has begun are not made for nobody
-            while not ticket.filled:
-                try:
-                    with contextlib.suppress(AioError):
-                        ticket.wait_filled()
-                except KeyboardInterrupt as error:
-                    interrupt = error
-        return interrupt
-
     def _forget(self, unit: Unit) -> None:
-        interrupt = self._quiesce(self._fills.pop(unit, []))
+        interrupt = quiesce(self._fills.pop(unit, []))
         self._held.discard(unit)
         self._newest.discard(unit)
         self._held_bytes -= unit.size_bytes
@@ -272,6 +263,7 @@ class UnitResidency:
     def forward_start(self) -> None:
         """The outermost forward begins: a training forward when gradients are enabled."""
         if not self.passes.in_backward:
+            self._rest.pin()
             trains = torch.is_grad_enabled()
             self.passes.forward_start(trains=trains)
             self.clock.enter("forward" if trains else "evaluation", quiet=trains and not self.updates_pending())
@@ -315,13 +307,14 @@ class UnitResidency:
     def _marks(self) -> Marks:
         """What the clock divides into phases."""
         grads = self._rest.grads_read_bytes, self._rest.grads_written_bytes
-        return Marks.of(self._executor.stats().drives, self._rest.params_read_bytes, self.wait_s + self.update_wait_s, grads)
+        return Marks.of(self._executor.stats(), self._rest.params_read_bytes, self.wait_s + self.update_wait_s, grads)
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
     def drain(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]."""
-        self.gradients.drain(param, grad)
+        with profiled(f"infinity: drain {param.name}"):
+            self.gradients.drain(param, grad)
 
     def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
         """Make `grad` [param.shape] the parameter's whole gradient."""
@@ -342,6 +335,7 @@ class UnitResidency:
             return
         self._abandon(unit)
         update.opened = True
+        self.device.behind()
         if gate.open(self.targets(unit)):
             self._fills[unit] = [ticket]
         else:  # it escaped while this thread was held up: read the values that the update left at rest
@@ -361,6 +355,14 @@ class UnitResidency:
         if in_place:
             gathered.invalidate(unit)
             self._fills[unit] = [ticket]
+        else:
+            self.renew(unit)
+
+    def rewritten(self, unit: Unit, *, in_place: bool) -> None:
+        """The unit's values were replaced; in_place: in its buffers, too."""
+        unit.generation += 1
+        if in_place:
+            gathered.mark_filled(unit)
         else:
             self.renew(unit)
 
@@ -388,7 +390,7 @@ class UnitResidency:
     def _abandon(self, unit: Unit) -> None:
         """What is gathered of the unit, or on its way, nobody wants any more. The memory stays allocated."""
         gathered.invalidate(unit)
-        interrupt = self._quiesce(self._fills.pop(unit, []))
+        interrupt = quiesce(self._fills.pop(unit, []))
         if interrupt is not None:
             raise interrupt
 

@@ -18,6 +18,7 @@ import torch
 from infinity.aio import Executor, Priority, Slab, Ticket
 from infinity.aio.plan import JOB, Format, JobKind, Master
 from infinity.errors import AioError
+from infinity.memory.device import Device
 from infinity.memory.heap import give_back
 from infinity.memory.swap_space import Place, SwapSpace
 from infinity.params.flat_rest import FlatRest, sections_carried, sections_in_common, unplaced
@@ -48,8 +49,11 @@ class Rest:
         sums_on: bool,
         generations: int = 1,
         layers: tuple[int, int] = (0, 0),
+        device: Device | None = None,
     ) -> None:
         self._executor = executor
+        self._device = device or Device(torch.device("cpu"))
+        self._unpinned: list[Slab] = []
         self._space = space
         self._sums_on = sums_on
         self._generations = generations
@@ -124,13 +128,23 @@ class Rest:
         self.writes += 1
         self.before_write(flats)
 
-    def fetch(self, flat: Flat, section: int, address: int, *, priority: Priority) -> Ticket:
-        """Start copying one section of the shard to `address`, which holds shard_numel elements. Does not block."""
+    def pin(self) -> None:
+        """Pin what rests in RAM, for copies to the device; not what has lost parts of itself to the system. Blocks, once."""
+        for slab in self._unpinned:
+            if self._slabs.get(slab) == slab.size_bytes:
+                self._device.pin(slab)
+        self._unpinned.clear()
+
+    def fetch(self, flat: Flat, section: int, address: int, *, priority: Priority, there: bool = False) -> Ticket:
+        """Start copying one section of the shard to `address`, which holds shard_numel elements; there: on the device. Does not
+        block."""
         rest = self._flats[flat]
         if section == 0:
             on_nvme = rest.records["section_at"][:, 0] >= 0
             self.params_read_bytes += int(rest.records["numel"][on_nvme].sum()) * rest.sections[0].itemsize
-        return self._move(rest, JobKind.FETCH, section, address, priority)
+        if there:
+            self._device.behind()
+        return self._move(rest, JobKind.FETCH, section, address, priority, self._device.mask if there else 0)
 
     def store(self, flat: Flat, section: int, address: int) -> Ticket:
         """Start writing one section of the shard from `address` (0: zeros). Does not block."""
@@ -255,16 +269,17 @@ class Rest:
         """Forget the chunks and free the resident memory. The executor must be idle or closed."""
         self._flats.clear()
         for slab in self._slabs:
+            self._device.unpin(slab)
             slab.close()
         self._slabs.clear()
 
     def _move(
-        self, rest: FlatRest, kind: JobKind, section: int, address: int, priority: Priority
+        self, rest: FlatRest, kind: JobKind, section: int, address: int, priority: Priority, flags: int = 0
     ) -> Ticket:
         jobs = np.zeros(len(rest.ids), dtype=JOB)
         jobs["chunk"] = rest.ids
         jobs["kind"] = kind
-        jobs["mask"] = 1 << section
+        jobs["mask"] = 1 << section | flags
         jobs["base"] = -1
         if address:
             kind_of = rest.sections[section]
@@ -297,6 +312,7 @@ class Rest:
             undo.pop_all()
         self.nvme_bytes += sum(place.size_bytes for place in places)
         if slab is not None:
+            self._unpinned.append(slab)
             self._slabs[slab] = slab.size_bytes
             self.resident_bytes += slab.size_bytes
         return made
@@ -389,6 +405,7 @@ class Rest:
         slab = next(slab for slab in self._slabs if slab.address <= address < slab.address + slab.size_bytes)
         self.resident_bytes -= size_bytes
         self._slabs[slab] -= size_bytes
+        self._device.unpin(slab)
         if self._slabs[slab]:
             give_back(address, size_bytes)
         else:

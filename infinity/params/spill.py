@@ -22,6 +22,7 @@ import torch
 from infinity.aio import Priority, Slab, Ticket
 from infinity.aio.plan import ALIGNMENT_BYTES
 from infinity.errors import AioError
+from infinity.memory.device import Device
 from infinity.params.grad_slot import GradSlot, SlotState
 from infinity.params.rest import Rest
 from infinity.params.unit import Flat, Param, Unit
@@ -47,13 +48,15 @@ class SpilledGradients:
     What moves over the drives is added to `rest.grads_read_bytes` and `grads_written_bytes`, reads by updates included.
     """
 
-    def __init__(self, rest: Rest, rank: int, dtypes: dict[Flat, torch.dtype], *, count: int, size_bytes: int) -> None:
+    def __init__(self, rest: Rest, rank: int, dtypes: dict[Flat, torch.dtype], *, count: int, size_bytes: int, device: Device):
         """dtypes: of the gradients of each flat that spills. count, size_bytes: of the windows, as planned."""
         self._rest = rest
+        self._device = device
         self._rank = rank
         self._dtypes = dict(dtypes)
         self._params: dict[GradSlot, Param] = {}
         self._slab, self._windows = _make_windows(count, size_bytes)
+        device.pin(self._slab)
         self._at: dict[Flat, _Window] = {}
         self._turn = 0
         self._due: list[Flat] = []  # their unit was done before all of their gradients came
@@ -80,7 +83,9 @@ class SpilledGradients:
             made = _make_windows(count, size_bytes)
             for window in self._windows:
                 self._let_go(window)
+            self._device.pin(made[0])
             before, (self._slab, self._windows) = self._slab, made
+            self._device.unpin(before)
             before.close()
         self._dtypes.update(dtypes)
 
@@ -167,6 +172,7 @@ class SpilledGradients:
         self._params.clear()
         self._at.clear()
         self._windows.clear()
+        self._device.unpin(self._slab)
         self._slab.close()
 
     # -- windows -------------------------------------------------------------------------------------------------------
@@ -252,6 +258,9 @@ class SpilledGradients:
             return
         window.dirty = False
         if self._is_wanted(flat):
+            for param in flat.params:
+                if param.grad is not None:
+                    param.grad.arrive()  # from the device
             window.writing = self._rest.store(flat, self._section(flat), window.memory.data_ptr())
             self._rest.grads_written_bytes += self._moved_bytes(flat)
             self._fresh.add(flat)

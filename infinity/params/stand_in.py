@@ -15,14 +15,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from infinity.params.grad_slot import (
-    LOG_MAX,
-    NORM_PIECE_NUMEL,
-    GradSlot,
-    SlotBook,
-    SlotState,
-    raise_unsupported,
-)
+from infinity.params.grad_norms import NORM_PIECE_NUMEL, raise_unsupported
+from infinity.params.grad_slot import LOG_MAX, GradSlot, SlotState
+from infinity.params.slot_book import SlotBook
 
 __all__ = ["LOG_MAX", "NORM_PIECE_NUMEL", "GradBook", "GradSlot", "GradStandIn", "SlotState"]
 

@@ -95,7 +95,9 @@ class Activations:
         model: torch.nn.Module,
         units: Sequence[Unit],
         timeline: Timeline,
+        device: torch.device | None = None,
     ) -> None:
+        self._device = device or torch.device("cpu")
         self.running: Callable[[], bool] = lambda: False  # whether a forward of the model runs in this thread
         self._shelf = shelf
         self._names = {module: name for name, module in model.named_modules()}
@@ -197,7 +199,7 @@ class Activations:
 
     def _moves(self, tensor: torch.Tensor) -> bool:
         """Whether taking the tensor away frees memory worth the way, and its bytes are all there is to it."""
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return False
         if tensor.numel() * tensor.element_size() < SMALLEST_BYTES or span_numel(tensor) > 2 * tensor.numel():
             return False
@@ -277,7 +279,7 @@ class Activations:
             return
         assert boundary.shelved is not None
         with torch.inference_mode(False):
-            target = torch.empty(boundary.lead + boundary.span, dtype=boundary.dtype)
+            target = torch.empty(boundary.lead + boundary.span, dtype=boundary.dtype, device=self._device)
         boundary.target, boundary.handed = target, False
         self._back[id(boundary)] = boundary
         self._hold(boundary.span_bytes)

@@ -77,12 +77,14 @@ class OpenSource(abc.ABC):
                     out = (
                         torch.empty_like(buffer.value, device=device)
                         if buffer.value.is_meta
-                        else buffer.value
+                        else buffer.value.to(device)
                     )
                     self.fill_buffer(buffer.names, out, was_meta=buffer.value.is_meta)
                     buffer.module._buffers[buffer.attr] = out
                 elif buffer.value.is_meta:
                     lost.append(buffer)
+                else:
+                    buffer.module._buffers[buffer.attr] = buffer.value.to(device)
             _recompute(self._model, lost, device)
 
 

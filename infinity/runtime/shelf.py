@@ -1,4 +1,4 @@
-"""Where boundary activations rest on NVMe: plain bytes in chunks of the swap files, moved by the engine's executor.
+"""Where boundary activations rest: plain bytes in chunks of the swap files, or in pinned CPU memory, moved by the executor.
 
     put(address, bytes) -> Shelved      fetch(shelved, address) -> Ticket      give_back(shelved)
 
@@ -8,15 +8,19 @@ waits, by size, for the next of the same size, and goes back to the swap files w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from infinity.aio import Executor, Priority, Ticket
+from infinity.aio import Executor, Priority, Slab, Ticket
 from infinity.aio.plan import ALIGNMENT_BYTES, CHUNK, CHUNK_NUMEL, JOB, JobKind
+from infinity.errors import AioError
+from infinity.memory.device import Device
 from infinity.memory.swap_space import Place, SwapSpace
 from infinity.sizes import round_up
 
@@ -32,10 +36,6 @@ class Shelved:
     """`size_bytes` bytes at rest, or on their way there. `stored`: tells when their source may go."""
 
     size_bytes: int
-    ids: npt.NDArray[np.int32]  # [chunks]
-    starts: npt.NDArray[np.uint64]  # [chunks] byte at which each chunk starts
-    places: list[Place]
-    sums: npt.NDArray[np.uint32]
     stored: Ticket
     fetches: list[Ticket] = dataclasses.field(default_factory=list)
 
@@ -43,6 +43,28 @@ class Shelved:
     def idle(self) -> bool:
         """Whether nothing moves from or to it."""
         return self.stored.done and all(ticket.done for ticket in self.fetches)
+
+    @property
+    def broken(self) -> bool:
+        """Whether something that moved from or to it failed."""
+        return self.stored.failed or any(ticket.failed for ticket in self.fetches)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class OnDrives(Shelved):
+    """Shelved on NVMe."""
+
+    ids: npt.NDArray[np.int32]  # [chunks]
+    starts: npt.NDArray[np.uint64]  # [chunks] byte at which each chunk starts
+    places: list[Place]
+    sums: npt.NDArray[np.uint32]
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class InMemory(Shelved):
+    """Shelved in pinned CPU memory."""
+
+    slab: Slab
 
 
 class Shelf(Protocol):
@@ -52,13 +74,13 @@ class Shelf(Protocol):
     fetched_bytes: int
     rest_bytes_peak: int
 
-    def put(self, address: int, size_bytes: int) -> Shelved:
-        """Start taking `size_bytes` at `address`, which must live until `stored.filled`."""
+    def put(self, address: int, size_bytes: int) -> Any:
+        """Start taking `size_bytes` at `address`, which must live until `stored.filled`. Returns its `Shelved`."""
 
-    def fetch(self, shelved: Shelved, address: int, priority: Priority) -> Ticket:
+    def fetch(self, shelved: Any, address: int, priority: Priority) -> Ticket:
         """Start bringing the bytes to `address`."""
 
-    def give_back(self, shelved: Shelved) -> None:
+    def give_back(self, shelved: Any) -> None:
         """The bytes are wanted no more."""
 
     def mend(self) -> None:
@@ -69,21 +91,25 @@ class Shelf(Protocol):
 
 
 class DriveShelf:
-    """A shelf on NVMe. Not safe from several threads at once. sums_on: keep checksums, which the executor then verifies."""
+    """A shelf on NVMe. Not safe from several threads at once. sums_on: keep checksums, which the executor then verifies.
 
-    def __init__(self, executor: Executor, space: SwapSpace, *, sums_on: bool) -> None:
+    device: where the bytes come from and go to.
+    """
+
+    def __init__(self, executor: Executor, space: SwapSpace, *, sums_on: bool, device: Device | None = None) -> None:
         self._executor = executor
+        self._device = device or Device(torch.device("cpu"))
         self._space = space
         self._sums_on = sums_on
-        self._free: dict[int, list[Shelved]] = {}  # idle, by size, the size that was last used last
-        self._leaving: list[Shelved] = []  # given back while something still moved
+        self._free: dict[int, list[OnDrives]] = {}  # idle, by size, the size that was last used last
+        self._leaving: list[OnDrives] = []  # given back while something still moved
         self._key = _FIRST_KEY
         self._rest_bytes = 0
         self.stored_bytes = 0
         self.fetched_bytes = 0
         self.rest_bytes_peak = 0
 
-    def put(self, address: int, size_bytes: int) -> Shelved:
+    def put(self, address: int, size_bytes: int) -> OnDrives:
         """See `Shelf.put`. Raises: SwapFullError when the drives have no room."""
         self._collect()
         if size_bytes in self._free:
@@ -95,18 +121,18 @@ class DriveShelf:
             self._make_room(size_bytes)
             ids, starts, places, sums = self._define(size_bytes)
             stored = self._move(JobKind.STORE, ids, starts, address, Priority.WRITEBACK)
-            shelved = Shelved(size_bytes, ids, starts, places, sums, stored)
+            shelved = OnDrives(size_bytes, stored, ids=ids, starts=starts, places=places, sums=sums)
         self.stored_bytes += size_bytes
         return shelved
 
-    def fetch(self, shelved: Shelved, address: int, priority: Priority) -> Ticket:
+    def fetch(self, shelved: OnDrives, address: int, priority: Priority) -> Ticket:
         """See `Shelf.fetch`. What is still being stored is read after that."""
         ticket = self._move(JobKind.FETCH, shelved.ids, shelved.starts, address, priority)
         shelved.fetches.append(ticket)
         self.fetched_bytes += shelved.size_bytes
         return ticket
 
-    def give_back(self, shelved: Shelved) -> None:
+    def give_back(self, shelved: OnDrives) -> None:
         """See `Shelf.give_back`."""
         self._leaving.append(shelved)
 
@@ -125,7 +151,7 @@ class DriveShelf:
         for shelved in leaving:
             if not shelved.idle:
                 self._leaving.append(shelved)
-            elif shelved.stored.failed or any(ticket.failed for ticket in shelved.fetches):
+            elif shelved.broken:
                 self._forget(shelved)
             else:
                 # Newest size last: what is forgotten first is what was not wanted for longest.
@@ -140,14 +166,14 @@ class DriveShelf:
             self._forget(shelved)
             size_bytes -= shelved.size_bytes
 
-    def _take_free(self, size_bytes: int) -> Shelved:
+    def _take_free(self, size_bytes: int) -> OnDrives:
         free = self._free[size_bytes]
         shelved = free.pop()
         if not free:
             del self._free[size_bytes]
         return shelved
 
-    def _forget(self, shelved: Shelved) -> None:
+    def _forget(self, shelved: OnDrives) -> None:
         self._executor.drop(shelved.ids)
         for place in shelved.places:
             self._space.free(place)
@@ -188,10 +214,105 @@ class DriveShelf:
         jobs = np.zeros(len(ids), dtype=JOB)
         jobs["chunk"] = ids
         jobs["kind"] = kind
-        jobs["mask"] = 1
+        jobs["mask"] = 1 | self._device.mask
         jobs["base"] = -1
         jobs["ptr"][:, 0] = starts + np.uint64(address)
+        self._device.behind()
         return self._executor.submit(jobs, priority=priority)
+
+
+class HostShelf:
+    """A shelf in pinned CPU memory, for a device with memory of its own. Not safe from several threads at once.
+
+    It grows in the first steps, to what they need: how much that is depends on the batch. Places are used again, by size; those
+    of sizes that are not wanted any more go when others are.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: dict[int, list[InMemory]] = {}  # idle, by size, the size that was last used last
+        self._used: set[InMemory] = set()
+        self._leaving: list[InMemory] = []
+        self._rest_bytes = 0
+        self.stored_bytes = 0
+        self.fetched_bytes = 0
+        self.rest_bytes_peak = 0
+
+    def put(self, address: int, size_bytes: int) -> InMemory:
+        """See `Shelf.put`. Raises: MemoryError when the machine has no room, DeviceCopyError when it cannot be pinned."""
+        self._collect()
+        slab = self._place(size_bytes)
+        stored = self._device.copy(slab.address, address, size_bytes, out=False)
+        shelved = InMemory(size_bytes, stored, slab=slab)
+        self._used.add(shelved)
+        self.stored_bytes += size_bytes
+        return shelved
+
+    def fetch(self, shelved: InMemory, address: int, priority: Priority) -> Ticket:  # noqa: ARG002 - there is no queue
+        """See `Shelf.fetch`."""
+        while not shelved.stored.filled:  # the two directions do not wait for each other
+            shelved.stored.wait_filled()
+        ticket = self._device.copy(address, shelved.slab.address, shelved.size_bytes, out=True)
+        shelved.fetches.append(ticket)
+        self.fetched_bytes += shelved.size_bytes
+        return ticket
+
+    def give_back(self, shelved: InMemory) -> None:
+        """See `Shelf.give_back`."""
+        self._used.discard(shelved)
+        self._leaving.append(shelved)
+
+    def mend(self) -> None:
+        """See `Shelf.mend`. There is nothing to try: the next copy tells."""
+
+    def settle(self) -> None:
+        """See `Shelf.settle`."""
+        for shelved in (*self._used, *self._leaving):
+            for ticket in (shelved.stored, *shelved.fetches):
+                with contextlib.suppress(AioError):
+                    ticket.wait()
+
+    def close(self) -> None:
+        """Free all of it. Nothing may be under way."""
+        for shelved in (*self._used, *self._leaving, *(one for kept in self._free.values() for one in kept)):
+            self._drop(shelved)
+        self._used.clear()
+        self._leaving.clear()
+        self._free.clear()
+
+    def _place(self, size_bytes: int) -> Slab:
+        free = self._free.get(size_bytes)
+        if free:
+            found = free.pop()
+            if not free:
+                del self._free[size_bytes]
+            return found.slab
+        while self._free:
+            for shelved in self._free.pop(next(iter(self._free))):
+                self._drop(shelved)
+        slab = Slab(size_bytes)
+        try:
+            self._device.pin(slab)
+        except BaseException:
+            slab.close()
+            raise
+        self._rest_bytes += slab.size_bytes
+        self.rest_bytes_peak = max(self.rest_bytes_peak, self._rest_bytes)
+        return slab
+
+    def _collect(self) -> None:
+        leaving, self._leaving = self._leaving, []
+        for shelved in leaving:
+            if not shelved.idle:
+                self._leaving.append(shelved)
+                continue
+            kept = self._free.pop(shelved.size_bytes, [])
+            self._free[shelved.size_bytes] = [*kept, shelved]
+
+    def _drop(self, shelved: InMemory) -> None:
+        self._device.unpin(shelved.slab)
+        shelved.slab.close()
+        self._rest_bytes -= shelved.size_bytes
 
 
 def _records(sizes: Sequence[int], key: int) -> npt.NDArray[Any]:

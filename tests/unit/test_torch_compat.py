@@ -310,3 +310,13 @@ def test_where_a_tensor_lies_in_a_distributed_checkpoint_is_noted_as_torch_notes
     info = compat.dcp_storage_info("__0_0.distcp", 3, 5)
     assert (info.relative_path, info.offset, info.length, info.transform_descriptors) == ("__0_0.distcp", 3, 5, None)
     assert pickle.loads(pickle.dumps(info)) == info
+
+
+def test_ranges_are_in_a_profile_and_cost_nothing_outside_of_one() -> None:
+    with compat.profiled("outside"):
+        torch.zeros(2) + 1
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, compat.profiled("a range of ours"):
+        torch.zeros(2) + 1
+    names = {event.key for event in profile.key_averages()}
+    assert "a range of ours" in names
+    assert "outside" not in names

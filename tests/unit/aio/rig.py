@@ -126,6 +126,7 @@ class Rig:
         self.chunks = np.concatenate([self.chunk_record(i, checksums=checksums) for i in range(chunk_count)])
         self.ids = self.executor.define(self.chunks)
         self._keep: list[Any] = []
+        self.flags = 0  # MASK_DEVICE: callers' memory is on a device
 
     def chunk_record(self, index: int, *, checksums: bool) -> Array:
         """The CHUNK record of one chunk; its run holds what is not resident."""
@@ -172,7 +173,7 @@ class Rig:
             job["chunk"], job["kind"], job["mask"], job["base"] = (
                 self.ids[index],
                 plan.JobKind.STORE,
-                mask,
+                mask | self.flags,
                 -1,
             )
             job["ptr"][: len(arrays)] = [array.ctypes.data for array in arrays]
@@ -189,7 +190,7 @@ class Rig:
             job["chunk"], job["kind"], job["mask"], job["base"] = (
                 self.ids[index],
                 plan.JobKind.FETCH,
-                mask,
+                mask | self.flags,
                 -1,
             )
             job["ptr"][: len(arrays)] = [array.ctypes.data for array in arrays]
@@ -225,6 +226,7 @@ class Rig:
                 jobs[n]["ptr"][0] = n * 2 * NUMEL + (0 if gate is not None else target.ctypes.data)
             if given and index in given:
                 jobs[n]["mask"], jobs[n]["ptr"][1] = aio.MASK_GIVEN, given[index].ctypes.data
+            jobs[n]["mask"] |= self.flags
             segs[n]["numel"] = NUMEL
             if grad is None:
                 segs[n]["grad_dtype"] = plan.GradDtype.SECTION

@@ -7,7 +7,6 @@ since the interpreter and the compiler do not live in one.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
@@ -66,18 +65,22 @@ def groups() -> None:
     from infinity.ops.groups import quantise
     from infinity.ops.groups_triton import dequantise_triton, quantise_triton
 
-    cases = itertools.product((8, 4), (64, 1024), (True, False), (None, 7), (torch.zeros(4096), torch.zeros(64, 64).t()))
-    for bits, group_numel, symmetric, key, values in cases:
-        values = values.to(torch.bfloat16 if symmetric else torch.float32)
+    plain, strided = torch.zeros(4096, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.float16).t()
+    for bits, group_numel, symmetric, key, values in [
+        (8, 256, True, None, plain),
+        (8, 1024, False, 7, plain.float()),
+        (4, 128, True, 7, plain),
+        (4, 64, False, None, strided),
+    ]:
         quantise_triton(values, bits, group_numel, symmetric, key, 0)
         q = quantise(values, bits=bits, group_numel=group_numel, symmetric=symmetric, key=key)
-        if key is None:
-            dequantise_triton(q, values)
+        dequantise_triton(q, values)
 
 
 def update() -> None:
-    from infinity.aio.plan import HYPER, SEG, Algorithm, Format, GradDtype, Master, Moments
-    from infinity.ops.update_triton import update_triton
+    from infinity.aio.plan import HYPER, Algorithm, Format, GradDtype, Master, Moments
+    from infinity.ops.chunk_update import RESOLVED
+    from infinity.ops.update_triton import Launches
 
     cases = [
         (Format.SPLIT, Algorithm.ADAMW, GradDtype.BF16),
@@ -91,12 +94,21 @@ def update() -> None:
     ]
     for state_format, algorithm, grad_dtype in cases:
         sections = [torch.zeros(kind.size_bytes(4096), dtype=torch.uint8) for kind in state_format.sections]
-        grad, segs, hypers = torch.zeros(4096), np.zeros(1, SEG), np.zeros(1, HYPER)
+        grad, segs, hypers = torch.zeros(4096), np.zeros(1, RESOLVED), np.zeros(1, HYPER)
         segs["numel"], segs["grad"], segs["grad_dtype"], hypers["algorithm"] = 4096, grad.data_ptr(), grad_dtype, algorithm
-        update_triton(state_format, sections, segs, hypers)
+        Launches(state_format, [segs], hypers, torch.device("cpu")).run(0, sections, 1 << 40)
 
 
-OPS: dict[str, Callable[[], None]] = {"groups": groups, "update": update}
+def unscale_norm() -> None:
+    from infinity.ops.unscale_norm_triton import unscale_norm_triton
+
+    grad = torch.zeros(256, 256)
+    for source, target in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (torch.float32, torch.float16)):
+        unscale_norm_triton(grad.to(source), grad.to(target), 0.5, False)
+    unscale_norm_triton(grad.t(), grad, torch.ones(()), True)
+
+
+OPS: dict[str, Callable[[], None]] = {"groups": groups, "update": update, "unscale_norm": unscale_norm}
 
 
 def main() -> None:

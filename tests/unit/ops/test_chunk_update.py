@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from infinity.aio.plan import HYPER, SEG, Format, GradDtype, GradSection, Master, Moments
 from infinity.ops import choice
-from infinity.ops.chunk_update import update_chunk
+from infinity.ops.chunk_update import UpdatePlan, update_chunk
 from infinity.ops.update import update_numpy_sections
 from tests.unit.native.test_update_kernels import CASES, ROWS, as_bf16, assert_same_sections, states
 
@@ -79,7 +79,7 @@ def test_every_algorithm_on_every_format_gives_the_bits_of_the_reference(
     for seed, (numel, odd) in enumerate([(1000, True), (1, False), (64, True), (2048 + 17, False), (1024, True)]):
         sections, grad = states(state_format, numel, seed, odd=odd)
         segs = segs_of((0, numel, 64 * seed, 0))
-        gradient = grads_of(grad)[seed % 3]
+        gradient = grads_of(grad)[CASES.index((name, state_format)) % 3]
         expected = [section.copy() for section in sections]
         reference(state_format, expected, gradient, segs, hypers)
         assert_same_sections(state_format, ours(which, device, state_format, sections, gradient, segs, hypers), expected)
@@ -145,6 +145,28 @@ def test_gradients_may_lie_anywhere_in_several_dtypes(device: torch.device, whic
 
 
 @pytest.mark.parametrize("which", choice.IMPLEMENTATIONS)
+def test_one_plan_serves_all_chunks_of_a_step_through_the_same_buffers(device: torch.device, which: str) -> None:
+    hypers = np.array([ROWS["adamw"][1], ROWS["adamw logged"][1]], HYPER)
+    chunks = [segs_of((0, 1500, 0, 0), (1536, 500, 0, 1)), segs_of(), segs_of((0, 700, 512, 1)), segs_of((64, 2000, 0, 0))]
+    buffers = [torch.zeros(kind.size_bytes(2064), dtype=torch.uint8, device=device) for kind in COMPACT.sections]
+    staging = torch.zeros(2064 + 1, dtype=torch.float16, device=device)
+    with choice.forced(update=which):
+        plan = UpdatePlan(COMPACT, chunks, hypers, device=device, grad_dtype=torch.float16)
+    for seed, segs in enumerate(chunks):
+        sections, grad = states(COMPACT, 2064, seed, odd=False)
+        gradient = grad.astype(np.float16)
+        for buffer, section in zip(buffers, sections, strict=True):
+            buffer.copy_(on_device(section, device))
+        into = staging[seed % 2 :][:2064]  # an address that is a multiple of 16, and one that is not
+        into.copy_(torch.from_numpy(gradient))
+        plan.run(seed, buffers, into)
+        expected = [section.copy() for section in sections]
+        reference(COMPACT, expected, gradient, segs, hypers)
+        after = [buffer.cpu().numpy().view(section.dtype) for buffer, section in zip(buffers, sections, strict=True)]
+        assert_same_sections(COMPACT, after, expected)
+
+
+@pytest.mark.parametrize("which", choice.IMPLEMENTATIONS)
 def test_ten_steps_of_the_compact_state_stay_equal(device: torch.device, which: str) -> None:
     sections, _ = states(COMPACT, 1500, 3, odd=False)
     expected = [section.copy() for section in sections]
@@ -164,9 +186,10 @@ def test_what_the_kernels_do_not_know_is_refused() -> None:
     hypers, gradient = np.array([ROWS["adamw"][1]], HYPER), torch.from_numpy(grad)
     for segs, changed, message in [
         (segs_of((0, 128, 0, 1)), {}, "names hyper 1 of 1"),
-        (segs_of((5, 10, 0, 0)), {}, "start 5"),
-        (segs_of((64, 128, 0, 0)), {}, "exceed the section hi"),
-        (segs_of((0, 128, 0, 0)), {"grad": gradient[:64]}, "segments go beyond"),
+        (segs_of((5, 10, 0, 0)), {}, "begin a group of 64"),
+        (segs_of((0, 10, -64, 0)), {}, "before its chunk"),
+        (segs_of((64, 128, 0, 0)), {}, "section hi has 256 bytes"),
+        (segs_of((0, 128, 0, 0)), {"grad": gradient[:64]}, "segments go to 128"),
         (segs_of((0, 128, 0, 0)), {"grad": gradient.double()}, "bfloat16, float16 or float32"),
         (segs_of((0, 128, 0, 0)), {"sections": placed[:-1]}, "has 5 sections, 4 were given"),
         (segs_of((0, 128, 0, 0)), {"sections": [tensor.view(torch.int8) for tensor in placed]}, "uint8"),
@@ -179,3 +202,6 @@ def test_what_the_kernels_do_not_know_is_refused() -> None:
     segs["grad_dtype"] = int(GradDtype.SECTION)
     with pytest.raises(ValueError, match="has none"):
         update_chunk(COMPACT, placed, segs, hypers)
+    plan = UpdatePlan(COMPACT, [segs_of((0, 128, 0, 0))], hypers, device=torch.device("cpu"), grad_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"is given a gradient"):
+        plan.run(0, placed)

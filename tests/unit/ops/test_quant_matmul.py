@@ -204,6 +204,21 @@ def test_flat_scales_are_taken_where_groups_fill_rows(device: torch.device) -> N
         int8_matmul(x[:, :96], codes[:, :96], scales.reshape(-1)[:9], group_numel=group)
 
 
+@both
+def test_under_autocast_it_computes_as_a_linear_would(device: torch.device, which: str) -> None:
+    """x is cast, also for the reference, and its gradient comes back in its own dtype."""
+    codes, scales, group = int8_weight(16, 64, 64, device, 3, exact=True)
+    x = whole((4, 64), torch.float32, device, generators(4)).requires_grad_()
+    with torch.autocast(device.type, torch.bfloat16), choice.forced(int8_matmul=which):
+        y = int8_matmul(x, codes, scales, group_numel=group)
+    y.sum().backward()
+    dense = codes.float() * scales.float()
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, (x @ dense.t()).bfloat16())
+    assert x.grad is not None
+    assert torch.equal(x.grad, dense.sum(0).bfloat16().float().expand(4, 64))
+
+
 def test_nothing_to_multiply_is_nothing(device: torch.device) -> None:
     codes, scales, group = int8_weight(6, 64, 32, device, 3)
     for which in IMPLEMENTATIONS:

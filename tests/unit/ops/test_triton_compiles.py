@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-BITWISE = ("groups", "update")
+BITWISE = ("groups", "update", "unscale_norm")
 """Operations of which choice.OPS says that the bits are torch's."""
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton here")

@@ -1,0 +1,76 @@
+"""A device for machines without one: tests/sim_driver.c, compiled, as a `DeviceDriver` and what tests ask of it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from infinity.aio import DeviceDriver
+
+SOURCE = Path(__file__).with_name("sim_driver.c")
+
+
+@functools.cache
+def library() -> str:
+    """Path of the compiled driver."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    path = Path(tempfile.mkdtemp(prefix="infinity-sim-")) / "sim_driver.so"
+    flags = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
+    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(path)], check=True)
+    return str(path)
+
+
+class Simulated:
+    """The device. Memory is ordinary; copies come late, by up to `delay_us`; races are found whatever the timing."""
+
+    def __init__(self, *, seed: int = 0, delay_us: int = 500) -> None:
+        self._sim = ctypes.CDLL(library())
+        for name in ("sim_copied", "sim_live", "sim_pinned"):
+            getattr(self._sim, name).restype = ctypes.c_uint64
+        self._sim.sim_race.restype = ctypes.c_char_p
+        self._sim.sim_reset(ctypes.c_uint64(seed), ctypes.c_int(delay_us))
+
+    def driver(self) -> DeviceDriver:
+        """The driver, for an executor."""
+        return DeviceDriver(0, library())
+
+    def kernel(self, address: int, size_bytes: int, *, writes: bool, what: str) -> None:
+        """A kernel is submitted to the compute stream that reads, or writes, this memory."""
+        self._touch("sim_kernel", address, size_bytes, writes, what)
+
+    def host(self, address: int, size_bytes: int, *, writes: bool, what: str) -> None:
+        """The host itself reads or writes this memory."""
+        self._touch("sim_host", address, size_bytes, writes, what)
+
+    def _touch(self, call: str, address: int, size_bytes: int, writes: bool, what: str) -> None:
+        word = _WORDS.setdefault(what, what.encode())
+        getattr(self._sim, call)(
+            ctypes.c_uint64(address), ctypes.c_size_t(size_bytes), ctypes.c_int(writes), ctypes.c_char_p(word)
+        )
+
+    def fail(self, nth: int) -> None:
+        """The n-th copy from now on (1: the next) fails as an illegal address does."""
+        self._sim.sim_fail(ctypes.c_int(nth))
+
+    def races(self) -> list[str]:
+        """What was not ordered."""
+        return [self._sim.sim_race(index).decode() for index in range(min(self._sim.sim_races(), 64))]
+
+    def copied(self) -> tuple[int, int]:
+        """Bytes copied to the device, and from it."""
+        return int(self._sim.sim_copied(0)), int(self._sim.sim_copied(1))
+
+    def live(self) -> tuple[int, int, int]:
+        """Streams, events and bytes pinned that exist."""
+        return int(self._sim.sim_live(0)), int(self._sim.sim_live(1)), int(self._sim.sim_pinned())
+
+
+_WORDS: dict[str, bytes] = {}  # the library keeps pointers to them

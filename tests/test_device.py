@@ -1,0 +1,160 @@
+"""A device with memory of its own, simulated: the same bits as on the CPU, nothing unordered, nothing left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import infinity as inf
+from infinity.aio import Seam
+from infinity.errors import DeviceCopyError
+from tests import harness, models
+from tests.device import simulated
+from tests.simulated import Simulated
+from tests.unit.aio.rig import BACKENDS
+
+pytestmark = pytest.mark.skipif(BACKENDS == ["python"], reason="copies to a device need the native extension")
+
+NVME = {"params": "nvme", "optim": "nvme"}
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "device": {"params": "device"},
+    "cpu": {},
+    "min": {**NVME, "ram": "min"},
+    "compact": {**NVME, "ram": "min", "state": "compact"},
+    "spilled": {**NVME, "grads": "nvme", "ram": "2800KiB"},
+    "fp32 gradients": {**NVME, "ram": "min", "grad_dtype": torch.float32},
+    "backward": {**NVME, "ram": "min", "update": "backward"},
+    "backward in RAM": {"update": "backward"},
+    "speculative": {**NVME, "ram": "min", "update": "backward", "generations": 2},
+    "delayed": {**NVME, "ram": "min", "update": "delayed", "delayed_warmup": 1},
+    "two generations": {**NVME, "ram": "min", "generations": 2},
+    "updated there": {**NVME, "ram": "min", "update_on": "device"},
+    "updated there, in RAM": {"update_on": "device"},
+    "updated there, compact": {**NVME, "ram": "min", "update_on": "device", "state": "compact"},
+    "updated there, spilled": {**NVME, "grads": "nvme", "ram": "2800KiB", "update_on": "device"},
+    "updated there, in transactions": {**NVME, "ram": "min", "update_on": "device", "generations": 2},
+    "unverified": {**NVME, "ram": "min", "verify": "off"},
+}
+
+
+def train(training: harness.Training, given: dict[str, Any], directory: Path, *, seam: Seam | None = None) -> harness.Result:
+    nvme = {"nvme": directory} if "nvme" in given.values() else {}
+    return harness.offloaded(training, inf.Policy(**given, **nvme), seam=seam)
+
+
+def alike(given: dict[str, Any]) -> harness.Training:
+    """What this policy can train: update="backward" alone neither clips nor adds up without `no_sync`."""
+    early = given.get("update") == "backward" and "generations" not in given
+    options = {"max_norm": None, "accumulation": 1} if early else {}
+    return harness.Training(models.llama, steps=3, **options)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_same_bits_as_on_the_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = POLICIES[name]
+    expected = _on_the_cpu(name, tmp_path)
+    with simulated(monkeypatch, seed=len(name)) as device:
+        found = train(alike(given), given, tmp_path, seam=Seam(seed=len(name), delay_us_max=1000))
+        assert device.live() == (0, 0, 0)
+        to_device, from_device = device.copied()
+    harness.assert_equal(found, expected)
+    assert (found.stats.h2d_bytes, found.stats.d2h_bytes) == (to_device, from_device)
+    assert from_device > 0
+    assert to_device > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_activations_leave_the_device(tier: str, reentrant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinity.runtime import activations
+
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
+    training = harness.Training(lambda: models.llama(layers=6), steps=2, checkpointing=reentrant)
+    expected = train(training, {}, tmp_path)
+    with simulated(monkeypatch) as device:
+        monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
+        found = train(training, {**NVME, "ram": "min", "activations": tier}, tmp_path)
+        assert device.live() == (0, 0, 0)
+    harness.assert_equal(found, expected)
+    assert found.stats.activations.stored_bytes > 0
+    assert found.stats.activations.fetched_bytes > 0
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(sorted(POLICIES)), seed=st.integers(0, 99), delay_us=st.sampled_from([0, 300, 5000]),
+    drive_us=st.sampled_from([0, 2000]),
+)  # fmt: skip
+def test_whatever_the_timing(
+    name: str, seed: int, delay_us: int, drive_us: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = POLICIES[name]
+    expected = _on_the_cpu(name, tmp_path)
+    with simulated(monkeypatch, seed=seed, delay_us=delay_us):
+        found = train(alike(given), given, tmp_path, seam=Seam(seed=seed, delay_us_max=drive_us))
+    harness.assert_equal(found, expected)
+
+
+_KNOWN: dict[str, harness.Result] = {}
+
+
+def _on_the_cpu(name: str, directory: Path) -> harness.Result:
+    if name not in _KNOWN:
+        _KNOWN[name] = train(alike(POLICIES[name]), {**POLICIES[name], "update_on": "cpu"}, directory)
+    return _KNOWN[name]
+
+
+@pytest.mark.parametrize("name", ["cpu", "min", "backward", "updated there"])
+def test_a_copy_that_fails_is_told_and_closing_still_works(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = POLICIES[name]
+    with simulated(monkeypatch) as device:
+        _fails_at(40, device)
+        with pytest.raises((DeviceCopyError, RuntimeError), match="device"):
+            train(alike(given), given, tmp_path)
+        assert device.live() == (0, 0, 0)
+
+
+def _fails_at(nth: int, device: Simulated) -> None:
+    device.fail(nth)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Lion"])
+def test_other_optimizers_are_updated_there(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = (("momentum", 0.9),) if optimizer == "SGD" else ()
+    training = harness.Training(models.llama, steps=3, optimizer=optimizer, options=options, lr=1e-3)
+    given = {**NVME, "ram": "min"}
+    expected = train(training, given, tmp_path)
+    with simulated(monkeypatch):
+        found = train(training, {**given, "update_on": "device"}, tmp_path)
+    harness.assert_equal(found, expected)
+
+
+def test_what_cannot_be_updated_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"inside opt\.step"):
+        inf.Policy(update_on="device", update="backward")
+    with pytest.raises(ValueError, match="computes on the CPU"):
+        inf.offload(models.make(models.llama), inf.Policy(update_on="device"))
+    with simulated(monkeypatch):
+        model = inf.offload(models.make(models.llama), inf.Policy(update_on="device"))
+        with pytest.raises(ValueError, match="AdamW, SGD and Lion"):
+            inf.Elementwise(torch.optim.Adagrad, model.parameters(), lr=1e-2)
+        inf.handle(model).close()
+
+
+def test_a_device_that_is_not_there_is_a_users_error() -> None:
+    model = models.make(models.llama)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no CUDA device"):
+            inf.offload(model, inf.Policy(device="cuda"))
+    with pytest.raises(ValueError, match="give 'cpu', 'cuda'"):
+        inf.Policy(device="gpu")
+    with pytest.raises(ValueError, match="'cpu' and 'cuda'"):
+        inf.offload(model, inf.Policy(device="meta"))
