@@ -47,8 +47,8 @@ FLUSH_BYTES = 256 << 20
 class Case:
     """One operation at one size.
 
-    arms: what to run, by name: "triton", torch's alternatives ("torch" and names that begin so), and bounds, which do less than is
-    asked for and take no part in the ratio ("bound: ..."). traffic_bytes: what it must read and write at least; flops:
+    arms: what to run, by name: "triton", torch's alternatives ("torch" and names that begin so), and bounds ("bound: ..."), which
+    do less than is asked for and take no part in the ratio. traffic_bytes: what it must read and write at least; flops:
     multiplications and additions of a matmul, else 0.
     """
 

@@ -1,6 +1,7 @@
 """Matmul straight from weights that are kept in fewer bits: int8 in groups, or 24-bit masters. Differentiable by what they meet.
 
-    y = int8_matmul(x, codes, scales, group_numel=128, bias=bias)       # a frozen base in int8 under LoRA
+    q = groups.quantise(weight, bits=8, group_numel=128)
+    y = int8_matmul(x, q.codes.view(q.shape), q.scales, group_numel=128, bias=bias)     # a frozen base in int8 under LoRA
     y = compact_matmul(x, hi, lo, bias)                                 # the `compact` state's master, all 24 bits of it
 
     forward    y  = x @ W^T + bias         W is dequantised block by block in the load: it never exists as a whole
@@ -9,7 +10,8 @@
 **What multiplies.** int8: code * scale, rounded to the dtype of x, as if W had been dequantised to it first. 24-bit masters:
 bf16 x meets W = hi + low, where `low`, what lo adds to hi, has 8 significant bits and so is a bf16 exactly; two products, summed
 in fp32, use all of the master. fp16 x meets W rounded to fp16, fp32 x meets W. (Whoever wants the bf16 parameter alone
-multiplies by `hi.view(torch.bfloat16)`: that is a plain matmul.) Sums are fp32, and rounded once, to the dtype of x, with the bias.
+multiplies by `hi.view(torch.bfloat16)`: that is a plain matmul.) Sums are fp32 and, with the bias, rounded once, to the dtype
+of x.
 
 The reference dequantises W as a whole and calls torch's matmul. Which of the two runs: infinity/ops/choice.py, as
 `int8_matmul` and `compact_matmul`. They add in another order, so they round alike only where sums are exact.
@@ -125,7 +127,8 @@ def _int8_weight(codes: torch.Tensor, scales: torch.Tensor, group_numel: int) ->
         scales = scales.view(rows, groups)
     if scales.shape != (rows, groups):
         raise ValueError(
-            f"scales are {list(scales.shape)}: codes {list(codes.shape)} in groups of {group_numel} along rows take [{rows}, {groups}]; "
+            f"scales are {list(scales.shape)}: codes {list(codes.shape)} in groups of {group_numel} along rows take "
+            f"[{rows}, {groups}]; "
             "groups that run on from one row into the next cannot be multiplied, quantise with a group that divides the row"
         )
     return Int8Weight(codes, scales.detach(), group_numel)
@@ -140,7 +143,7 @@ def _check(x: torch.Tensor, codes: torch.Tensor, more: torch.Tensor, bias: torch
         raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}: pass floating point [{codes.shape[0]}]")
     for tensor in (codes, more, bias):
         if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"x is on {x.device}, and a part of the weight or the bias on {tensor.device}: bring them together first")
+            raise ValueError(f"x is on {x.device}, and a part of weight or bias on {tensor.device}: bring them together first")
 
 
 class _QuantMatmul(torch.autograd.Function):

@@ -56,10 +56,12 @@ def _scales(
     feature_inside, inner_inside = features < feature_count, inner < inner_count
     # One return at the end: Triton wants the same shape of all.
     if BY_ROWS:
-        found = tl.load(scale_ptr + features * stride_feature + first_inner // GROUP * stride_inner, mask=feature_inside, other=0.0)
+        pointers = scale_ptr + features * stride_feature + first_inner // GROUP * stride_inner
+        found = tl.load(pointers, mask=feature_inside, other=0.0)
         scale = widened(found, INTERPRETED)[:, None]
     elif GROUP % BLOCK_N == 0:
-        found = tl.load(scale_ptr + inner * stride_inner + first_feature // GROUP * stride_feature, mask=inner_inside, other=0.0)
+        pointers = scale_ptr + inner * stride_inner + first_feature // GROUP * stride_feature
+        found = tl.load(pointers, mask=inner_inside, other=0.0)
         scale = widened(found, INTERPRETED)[None, :]
     else:
         pointers = scale_ptr + (features // GROUP)[:, None] * stride_feature + inner[None, :] * stride_inner
@@ -118,10 +120,10 @@ def _multiply(
             high_bits = codes.to(tl.int32) << 16
             weight = (high_bits + (lo.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
             if dtype == tl.bfloat16:
-                high = high_bits.to(tl.float32, bitcast=True)
-                low = tl.where(lo == 0, 0.0, weight - high)  # infinity less infinity is not asked for
-                total = tl.dot(operand(rounded(high, dtype, INTERPRETED), INTERPRETED), x, total, input_precision=PRECISION)
-                weight = low  # 8 significant bits: rounding to bf16 changes nothing
+                high = codes.to(tl.bfloat16, bitcast=True)
+                total = tl.dot(operand(high, INTERPRETED), x, total, input_precision=PRECISION)
+                # What is left has 8 significant bits: rounding it to bf16 changes nothing. Infinity less infinity is not asked for.
+                weight = tl.where(lo == 0, 0.0, weight - high_bits.to(tl.float32, bitcast=True))
         else:
             scale = _scales(
                 more_ptr, features, inner, feature_count, inner_count, block_n * BLOCK_N, start,
@@ -138,7 +140,7 @@ def _multiply(
 
 
 def weight_configs(dtype: torch.dtype) -> list[Any]:
-    """`triton.Config`s for x of this dtype; BLOCK_N: features, never below 64. The first takes 48 KiB of shared memory at most."""
+    """`triton.Config`s for x of this dtype; BLOCK_N: features, never below 64. The first takes no more than 48 KiB."""
     sizes = [(64, 64, 4, 2), (64, 16, 4, 3), (64, 128, 4, 3)]
     if dtype != torch.float32:
         sizes += [(128, 16, 4, 4), (128, 64, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3), (128, 256, 8, 3)]

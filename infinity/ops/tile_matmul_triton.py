@@ -8,7 +8,8 @@ cuBLAS can add to an output of the operands' dtype only, which rounds the runnin
 from the first tile to the last, and bias and rounding happen once, where the last product is still in registers.
 
 The sum goes on where the tile before left it, step by step of BLOCK_K elements: tiles whose size is a multiple of BLOCK_K
-(64; fp32: 32) give the bits of one product over all of them. No two programs share an element of the output: no atomics, one order.
+(64; fp32: 32) give the bits of one product over all of them. No two programs share an element of the output: no atomics, one
+order.
 Source: memory-centric tiling, ZeRO-Infinity §5.1.3.
 """
 

@@ -1,16 +1,17 @@
-"""What the Triton matmuls share: values widened and rounded alike everywhere, sums in a fixed order, block sizes tuned on the device.
+"""What the Triton matmuls share: values rounded alike everywhere, sums in a fixed order, block sizes tuned on the device.
 
     product = Tuned(kernel, configs(torch.bfloat16), restore=("out_ptr",))
     product(grid, device, *arguments, BLOCK_K=block_k(torch.bfloat16))
 
 **What is tuned may not round.** Measurements choose between configurations of BLOCK_M, BLOCK_N, warps and stages only. What
 orders a sum is fixed: BLOCK_K by the dtype (`block_k`), sums over columns by `row_sums`, and no kernel splits K between
-programs. Every configuration keeps BLOCK_M and BLOCK_N at 64 or more and whole warp groups, so that all of them compile to the
-same matrix instruction of a device. Tests run every configuration on the same operands and compare bits.
+programs. Every configuration has 4 or 8 warps and at least 64 rows of the first operand, so that all of them compile to the same
+matrix instruction of a device (a test looks). Tests run every configuration on the same operands and compare bits.
 
-Measured once per kind of device, dtypes, transposes and shape (dimensions rounded up to powers of two), kept on disk in Triton's cache directory
-(`TRITON_CACHE_DIR`) where this Triton can (`cache_results`, looked up in its signature), else for the life of the process.
-A measurement runs the kernel several times: what it adds to is put back (`restore`), which takes a copy of it meanwhile.
+Measured once per kind of device, dtypes, transposes and shape (dimensions rounded up to powers of two), kept on disk in
+Triton's cache directory (`TRITON_CACHE_DIR`) where this Triton can (`cache_results`, looked up in its signature), else for the
+life of the process. A measurement runs the kernel several times: what it adds to is put back (`restore`), which takes a copy of
+it meanwhile. It cannot happen while a CUDA graph is captured: run such a step once before.
 
 In the interpreter the first configuration runs. Its bf16 casts truncate and its dot takes bf16 for integers; `widened` and
 `rounded` do there by bits what the hardware does.
@@ -29,6 +30,9 @@ import triton
 import triton.language as tl
 
 from infinity.ops import choice
+
+Grid = Callable[[dict[str, Any]], tuple[int, ...]]
+"""From a kernel's arguments to how many programs run it."""
 
 CONFIGS_MAX = 8
 """Configurations of a kernel, at most: each is compiled and measured once."""
@@ -86,7 +90,14 @@ def row_sums(values: tl.tensor, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr) 
 
 
 @triton.jit
-def block_of(pid: tl.tensor, rows: tl.tensor, columns: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr) -> tl.tensor:
+def block_of(
+    pid: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+) -> tl.tensor:
     """(row block, column block) of a program: GROUP_M row blocks beside each other share what they read of the columns in L2."""
     row_blocks = tl.cdiv(rows, BLOCK_M)
     in_group = GROUP_M * tl.cdiv(columns, BLOCK_N)
@@ -154,7 +165,7 @@ class Tuned:
         self._restore = list(restore)
         self._autotuner: Any = None
 
-    def __call__(self, grid: Callable[[dict[str, Any]], tuple[int, ...]], device: torch.device, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, grid: Grid, device: torch.device, *args: Any, **kwargs: Any) -> None:
         """Run it; `grid`: its number of programs from the kernel's arguments, block sizes among them."""
         with contextlib.ExitStack() as stack:
             if device.type == "cuda":

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.ops import choice, tiled_loss
 from infinity.ops import loss_tiles as contract
 from tests.unit.ops.operands import (
     DTYPES,
@@ -123,6 +124,24 @@ def test_every_configuration_gives_the_same_bits(device: torch.device, dtype: to
     ]
     assert len(grads) > 1
     assert all(torch.equal(grads[0], other) for other in grads)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_whole_loss_on_it_is_torch_s(device: torch.device, reduction: str) -> None:
+    """Three tiles of a vocabulary of 300, ignored rows among others: the loss and all gradients."""
+    hidden, weight, bias, _ = operands(40, 50, 300, torch.float32, device, 4)
+    target = torch.randint(0, 300, (40,), generator=generators(5)).to(device)
+    target[::5] = -100
+    parts = [values.requires_grad_() for values in (hidden, weight, bias)]
+    settings = {"label_smoothing": 0.1, "reduction": reduction}
+    with choice.forced(linear_cross_entropy="triton", tile_matmul="triton"):
+        found = tiled_loss.linear_cross_entropy(hidden, weight, target, bias, vocabulary_tile=128, **settings)
+        grads = torch.autograd.grad(found.sum(), parts)
+    wide = [values.detach().double().requires_grad_() for values in parts]
+    expected = F.cross_entropy(wide[0] @ wide[1].t() + wide[2], target, **settings)
+    wanted = torch.autograd.grad(expected.sum(), wide)
+    for one, other in zip((found, *grads), (expected, *wanted), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
 def test_infinite_logits_do_as_in_torch(device: torch.device) -> None:

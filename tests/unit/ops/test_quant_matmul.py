@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from infinity.aio.plan import Format, Master, Moments
 from infinity.ops import choice, codec
+from infinity.ops.groups import dequantise, quantise
 from infinity.ops.quant_matmul import CompactWeight, Int8Weight, compact_matmul, int8_matmul, multiply
 from tests.unit.ops.operands import (
     DTYPES,
@@ -202,6 +203,19 @@ def test_flat_scales_are_taken_where_groups_fill_rows(device: torch.device) -> N
     assert torch.equal(flat, int8_matmul(x, codes, scales, group_numel=group))
     with pytest.raises(ValueError, match="group that divides the row"):
         int8_matmul(x[:, :96], codes[:, :96], scales.reshape(-1)[:9], group_numel=group)
+
+
+@both
+def test_quantised_groups_multiply_as_if_dequantised(device: torch.device, which: str) -> None:
+    """Codes and scales as `groups.quantise` makes them; x picks single weights, so nothing else rounds."""
+    values = torch.randn(24, 128, generator=generators(10)).to(device)
+    q = quantise(values, bits=8, group_numel=64)
+    with choice.forced(int8_matmul=which, group_dequantise="torch"):
+        found = int8_matmul(
+            torch.eye(128, device=device, dtype=torch.bfloat16), q.codes.view(q.shape), q.scales, group_numel=q.group_numel
+        )
+        expected = dequantise(q, dtype=torch.bfloat16)
+    assert torch.equal(found, expected.t())
 
 
 @both

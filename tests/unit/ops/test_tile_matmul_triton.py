@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from infinity.ops import choice
 from infinity.ops.tile_matmul import reference
 from infinity.ops.tile_matmul import tile_matmul as dispatched
+from infinity.ops.tiled_linear import TiledLinear
 from tests.unit.ops.operands import (
     DTYPES,
     assert_summed_in_fp32,
@@ -132,6 +133,37 @@ def test_the_dispatch_reaches_it(device: torch.device) -> None:
         with choice.forced(tile_matmul=which):
             dispatched(a, b, found[which])
     assert torch.equal(found["torch"], found["triton"])
+
+
+@pytest.mark.parametrize("tiles", [(2, 1), (3, 2)])
+def test_a_tiled_linear_runs_on_it_forward_and_backward(device: torch.device, tiles: tuple[int, int]) -> None:
+    """Whole numbers: what it computes, and all three gradients, are exact."""
+    numbers = generators(3)
+    x = whole((21, 130), torch.bfloat16, device, numbers).requires_grad_()
+    weight, bias = whole((70, 130), torch.bfloat16, device, numbers), whole((70,), torch.bfloat16, device, numbers)
+    plain = torch.nn.Linear(130, 70, device=device, dtype=torch.bfloat16)
+    plain.load_state_dict({"weight": weight, "bias": bias})
+    tiled = TiledLinear.from_linear(plain, tiles)
+    dy = whole((21, 70), torch.bfloat16, device, numbers)
+    with choice.forced(tile_matmul="triton"):
+        y = tiled(x)
+        y.backward(dy)
+    assert torch.equal(y, (x.double() @ weight.double().t() + bias.double()).bfloat16())
+    assert x.grad is not None
+    assert torch.equal(x.grad, (dy.double() @ weight.double()).bfloat16())
+    for parameter, (rows, columns) in tile_places(tiled):
+        assert parameter.grad is not None
+        expected = dy[:, slice(*rows)].double().t() @ x[:, slice(*columns)].double()
+        assert torch.equal(parameter.grad, expected.bfloat16())
+
+
+def tile_places(tiled: TiledLinear) -> list[tuple[torch.nn.Parameter, tuple[tuple[int, int], tuple[int, int]]]]:
+    """Each tile's parameter with its rows and columns."""
+    found = []
+    for name, row, column in tiled.grid.names():
+        place = tiled.grid.place(row, column)
+        found.append((tiled.get_submodule(name).weight, (place.rows, place.columns)))
+    return found
 
 
 def test_what_does_not_go_together_is_said(device: torch.device) -> None:
