@@ -139,7 +139,7 @@ def tensors_of(
     if not held:
         return
     if len(held) < len(whole.params):
-        raise ValueError(f"the optimizer holds some tiles of {whole.name} and not the others; give it all, or export with opt=None")
+        raise ValueError(f"the optimizer holds some tiles of {whole.name}, not all; give it the others, or export with opt=None")
     for state in (*held[0].tensors, *held[0].numbers):
         if state == MASTER and not with_master:
             continue

@@ -9,6 +9,7 @@ from typing import Any
 from infinity.checkpoint.manifest import OptimizerEntry
 from infinity.checkpoint.reader import Checkpoint, SavedParam
 from infinity.checkpoint.values import dtype_name, from_json
+from infinity.ops.tiles import whole_name
 from infinity.optim.base import Optimizer
 from infinity.params.unit import Param
 
@@ -29,7 +30,9 @@ def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param,
     if missing or unexpected:
         parts = [f"{_listed(missing)} missing in it"] if missing else []
         parts += [f"{_listed(unexpected)} not in the model"] if unexpected else []
-        raise ValueError(f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(parts)}")
+        tiles = any(whole_name(name) for name in (*missing, *unexpected))
+        hint = ". Tile the model as it was (inf.tile_linears), or go by `infinity checkpoint export` and load=" if tiles else ""
+        raise ValueError(f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(parts)}{hint}")
     for param, saved in found.items():
         if tuple(param.shape) != saved.entry.shape:
             raise ValueError(

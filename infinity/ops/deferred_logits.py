@@ -1,8 +1,8 @@
 """Logits that are not computed: what a head returns to a model that computes logits and their loss itself.
 
-A TiledHead returns DeferredLogits, which hold the hidden states. What models do to logits on the way to the loss (a cast, a slice of the
-leading dimensions, a view as [rows, vocabulary]) is done to the hidden states; `cross_entropy` of them is the tiled loss of the
-head. Whatever else is asked of them makes the logits, in full, as an ordinary head would have: right, and large.
+A TiledHead returns DeferredLogits, which hold the hidden states. What models do to logits on the way to the loss (a cast, a
+slice of the leading dimensions, a view as [rows, vocabulary]) is done to the hidden states; `cross_entropy` of them is the tiled
+loss of the head. Whatever else is asked of them makes the logits, in full, as an ordinary head would have: right, and large.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class TiledHead(TiledLinear):
         return DeferredLogits(self, self.entering(x))
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """The logits [..., out_features], in full."""
-        found: torch.Tensor = self(x, instead=lambda: TiledLinear.forward(self, x))
+        """The logits [..., out_features], in full. x: in the dtype that computes, which autocast chose if it was on then."""
+        found: torch.Tensor = self(x, instead=lambda: self.multiply(x))
         return found
 
     def say_computed(self, what: str, size_bytes: int) -> None:
@@ -188,7 +188,7 @@ def _cross_entropy(
         given.get("label_smoothing", 0.0),
         given.get("reduction", "mean"),
     )
-    return head_loss(logits._head, logits.infinity_inputs[0], target, settings).to(logits.dtype)
+    return head_loss(logits._head, logits.infinity_inputs[0], target, settings, cast=False).to(logits.dtype)
 
 
 _HANDLERS: dict[Any, Handler] = {

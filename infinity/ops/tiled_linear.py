@@ -16,8 +16,8 @@ A token is made from the link before it, so its gradient is complete when that l
 one tile before they gather the next.
 
 Numerics: with one tile along the inputs an output is torch's own linear of its rows of the weight. With several, they are summed
-in order in fp32 (fp64 for fp64), the bias is added, and the sum is rounded once. The input's gradient is summed in fp32 over rows of
-tiles, the last first. Weight gradients and the bias's are torch's own. None of it depends on where the weights rest.
+in order in fp32 (fp64 for fp64), the bias is added, and the sum is rounded once. The input's gradient is summed in fp32 over rows
+of tiles, the last first. Weight gradients and the bias's are torch's own. None of it depends on where the weights rest.
 Source: ZeRO-Infinity §5.1.3; there the tiles' outputs are rounded before they are summed.
 """
 
@@ -97,9 +97,10 @@ class TiledLinear(TiledModule):
         instead: another computation with these tiles (the loss), made inside this module's call, whose result is returned.
         Raises: RuntimeError for another dtype or number of features, as torch's linear does.
         """
-        if instead is not None:
-            return instead()
-        x = self.entering(x)
+        return instead() if instead is not None else self.multiply(self.entering(x))
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """The product. x: [..., in_features] in the dtype that computes."""
         rows = x.reshape(-1, self.in_features)
         bias = self.bias
         out = torch.empty(rows.shape[0], self.out_features, dtype=x.dtype, device=x.device)
@@ -170,8 +171,8 @@ def token(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A `backward` whose own gradients are refused. (torch's once_differentiable lets pass, without a word, what only the weights'
-    gradients depend on: a gradient penalty would lose a part.)"""
+    """A `backward` whose own gradients are refused. (torch's once_differentiable lets pass, without a word, what depends on the
+    weights alone: a gradient penalty would lose a part.)"""
 
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:

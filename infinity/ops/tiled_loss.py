@@ -132,15 +132,21 @@ def head_rows(head: nn.Module) -> int:
     return head.out_features
 
 
-def head_loss(head: TiledLinear, hidden: torch.Tensor, target: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """The loss of a tiled head, by way of its own call: hooks on it see one call of the module."""
-    loss: torch.Tensor = head(hidden, instead=lambda: _chain(head, hidden, target, settings))
+def head_loss(
+    head: TiledLinear, hidden: torch.Tensor, target: torch.Tensor, settings: Settings, *, cast: bool = True
+) -> torch.Tensor:
+    """The loss of a tiled head, by way of its own call: hooks on it see one call of the module.
+
+    cast: False where the hidden states have the dtype that computes already.
+    """
+    loss: torch.Tensor = head(hidden, instead=lambda: _chain(head, hidden, target, settings, cast=cast))
     return loss
 
 
-def _chain(head: TiledLinear, hidden: torch.Tensor, target: torch.Tensor, settings: Settings) -> torch.Tensor:
-    rows, targets = check_call(hidden, target, head.in_features, settings)
-    rows = head.entering(rows)
+def _chain(
+    head: TiledLinear, hidden: torch.Tensor, target: torch.Tensor, settings: Settings, *, cast: bool
+) -> torch.Tensor:
+    rows, targets = check_call(head.entering(hidden) if cast else hidden, target, head.in_features, settings)
     running = _Running(rows.detach(), targets, settings)
     sums, lines = _Enter.apply(rows, head.anchor(rows))
     input_grad = rows.requires_grad
@@ -174,7 +180,8 @@ class _Running:
             return losses, lse, share
         if settings.reduction == "mean":
             count = share.sum()
-            return losses.sum() / count, lse, share.div_(count.clamp(min=1.0))  # without valid rows: NaN, and no gradient, as torch
+            # Without valid rows the loss is NaN, and its gradient 0, as torch has it.
+            return losses.sum() / count, lse, share.div_(count.clamp(min=1.0))
         return losses.sum(), lse, share
 
 

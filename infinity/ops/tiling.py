@@ -54,8 +54,8 @@ def tile_loss(model: M, *, tiles: int | None = None, head: str | None = None) ->
     """Have `model` compute its loss without the logits, in place, and return it: before the optimizer and before `inf.offload`.
 
     The head becomes a tiled linear whose output is computed only when it is needed. Where the model, or the training loop,
-    passes it to `cross_entropy` (casts, shifts and views on the way included), the loss is computed a tile of the vocabulary at a time,
-    forward and backward: `infinity.ops.tiled_loss` has the numerics. Any other use computes the logits in full, as before
+    passes it to `cross_entropy` (casts, shifts and views on the way included), the loss is computed a tile of the vocabulary at a
+    time, forward and backward: `infinity.ops.tiled_loss` has the numerics. Any other use computes the logits in full, as before
     (`generate`, metrics); in a training pass that is logged once. Works with the causal LMs of Hugging Face as they are.
 
     tiles: along the vocabulary; None: as many as make a tile 8,192 classes or less. head: the name of the head; None:

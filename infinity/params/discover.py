@@ -27,7 +27,7 @@ from infinity.aio.plan import CHUNK_NUMEL
 from infinity.memory.layout import plan_flat
 from infinity.ops.tiles import tile_modules
 from infinity.params.gathered import empty_flat
-from infinity.params.unit import Flat, Param, Unit
+from infinity.params.unit import Flat, Param, Unit, keys_of, place_at
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are never called: hooks on them never run, so no unit can belong to one."""
@@ -50,6 +50,17 @@ class ParamEntry:
     def size_bytes(self) -> int:
         """Bytes of its values."""
         return self.parameter.numel() * self.parameter.element_size()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Its names in state dicts: those of the whole weight if it is a tile."""
+        return keys_of(self.names, place_at(self.sites))
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of what has these keys."""
+        place = place_at(self.sites)
+        return tuple(self.parameter.shape) if place is None else place.whole_shape
 
 
 @dataclasses.dataclass(eq=False)

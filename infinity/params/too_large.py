@@ -37,8 +37,8 @@ def check_gatherable(
 ) -> None:
     """Refuse a unit that the device can never hold, and name linears that are larger than `unit_bytes_max`.
 
-    device_bytes: all memory of the device that computes. A linear larger than `unit_bytes_max` is logged: it works, and takes that
-    much memory. Raises: ValueError naming what is largest, its size and the fix.
+    device_bytes: all memory of the device that computes. A linear larger than `unit_bytes_max` is logged: it works, and takes
+    that much memory. Raises: ValueError naming what is largest, its size and the fix.
     """
     for spec in specs:
         if sum(entry.size_bytes for entry in spec.entries) > device_bytes:

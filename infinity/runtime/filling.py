@@ -25,7 +25,7 @@ from torch import nn
 
 from infinity.ops.tiles import Place
 from infinity.params.discover import find_parameters
-from infinity.params.unit import Flat, Param, Unit, keys_of, place_at
+from infinity.params.unit import Flat, Param, Unit
 
 Source = Callable[[str, torch.Tensor], object] | Mapping[str, torch.Tensor] | str | os.PathLike[str]
 """What `inf.offload(load=...)` takes."""
@@ -126,12 +126,11 @@ class _ModuleSource(OpenSource):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        entries = find_parameters(model)
-        meta = [keys_of(entry.names, place_at(entry.sites))[0] for entry in entries if entry.parameter.is_meta]
+        meta = list(dict.fromkeys(entry.keys[0] for entry in find_parameters(model) if entry.parameter.is_meta))
         meta += [b.names[0] for b in find_buffers(model) if b.value.is_meta and b.persistent]
         if meta:
             raise ValueError(
-                f"{_listed(list(dict.fromkeys(meta)))} on the meta device without values; say where they come from: "
+                f"{_listed(meta)} on the meta device without values; say where they come from: "
                 "inf.offload(model, policy, load=directory, mapping or callable)"
             )
 
@@ -216,12 +215,7 @@ class _NamedSource(OpenSource):
         """Compare names and shapes before anything is filled."""
         missing: list[str] = []
         expected: set[str] = set()
-        wanted: list[tuple[tuple[str, ...], tuple[int, ...], bool]] = []
-        for entry in find_parameters(self._model):
-            place = place_at(entry.sites)
-            shape = tuple(entry.parameter.shape) if place is None else place.whole_shape
-            wanted.append((keys_of(entry.names, place), shape, True))
-        wanted = list(dict.fromkeys(wanted))
+        wanted = list(dict.fromkeys((entry.keys, entry.whole_shape, True) for entry in find_parameters(self._model)))
         wanted += [(b.names, tuple(b.value.shape), b.persistent and b.value.is_meta) for b in find_buffers(self._model)]
         for names, shape, required in wanted:
             expected.update(names)

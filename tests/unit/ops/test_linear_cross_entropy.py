@@ -273,6 +273,23 @@ def test_deferred_logits_are_the_logits_whatever_is_done_to_them(name: str) -> N
     torch.testing.assert_close(found + 0, expected)
 
 
+def test_autocast_may_end_before_the_loss() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 13))
+    plain = nn.Linear(8, 13)
+    plain.load_state_dict({name.removeprefix("0."): value for name, value in model.state_dict().items()})
+    inf.tile_loss(model, tiles=3, head="0")
+    x, target = torch.randn(5, 8), torch.randint(0, 13, (5,))
+    with torch.autocast("cpu", torch.bfloat16):
+        deferred, real = model(x), plain(x)
+    assert deferred.dtype == torch.bfloat16
+    loss = functional.cross_entropy(deferred.float(), target)
+    torch.testing.assert_close(loss, functional.cross_entropy(real.float(), target), rtol=1e-2, atol=0)
+    loss.backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())  # type: ignore[union-attr]
+    torch.testing.assert_close(deferred + 0, real)
+
+
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum", "label_smoothing": 0.2, "ignore_index": 3}, {"weight": torch.rand(13)}])
 def test_cross_entropy_of_deferred_logits_is_torchs(options: dict[str, Any]) -> None:
     deferred, real = logits()

@@ -1,0 +1,25 @@
+"""Tiles on two ranks: each is split over them, and gathered alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import harness, test_tiling
+from tests.dist.test_two_ranks import PLACEMENTS, WORLD, Train, assert_ranks_agree, mean_losses, on_two_ranks
+from tests.harness import Training
+
+TILED = Training(test_tiling.llama, steps=3, rows=4, lr=2e-3)
+
+
+def test_two_ranks_agree_with_one_and_are_bit_equal_among_placements(tmp_path: Path) -> None:
+    runs = tuple((TILED, PLACEMENTS[name]) for name in ("cpu", "nvme"))
+    by_placement = list(zip(*on_two_ranks(Train(runs), tmp_path / "run"), strict=True))
+    for results in by_placement:
+        assert_ranks_agree(results)
+        for rank in range(WORLD):
+            harness.assert_equal(results[rank], by_placement[0][rank])
+    one = harness.reference(TILED)
+    assert mean_losses(by_placement[0]) == pytest.approx(one.losses, rel=2e-3)
+    assert by_placement[0][0].norms == pytest.approx(one.norms, rel=1e-2)
