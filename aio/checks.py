@@ -37,7 +37,7 @@ JOB_WRONG = {
     7: "needs a larger slot than the pools have",
     8: "updates a chunk that has no optimizer state",
     9: "has MASK_GIVEN, and is no UPDATE with the address of what is given in ptr[1]",
-    10: "has MASK_DEVICE, and no device is attached, or it STOREs a versioned chunk",
+    10: "has MASK_DEVICE, and no device is attached",
     11: "is a COPY that has a chunk, a gate or another mask, or lacks an address or a size",
 }
 

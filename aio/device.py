@@ -31,7 +31,7 @@ FUNCTIONS = {
     "host_unregister": "cuMemHostUnregister",
 }
 
-_REGISTER_PORTABLE = 1
+_REGISTER = 1 | 2  # portable, and mapped: kernels may read it
 
 
 @final
@@ -81,7 +81,7 @@ class DeviceDriver:
         """
         self._call("cuCtxSetCurrent", ctypes.c_void_p(self.context))
         self._call(
-            "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), ctypes.c_uint(_REGISTER_PORTABLE)
+            "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), ctypes.c_uint(_REGISTER)
         )
         self._pinned[address] = size_bytes
 

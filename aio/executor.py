@@ -77,7 +77,7 @@ MASK_MOVE_ONLY = 0x8000_0000
 #: the ticket is `filled`), and not verified; it is written with the rest. ptr[0] may be the same memory. Without effect
 #: where section 0 is resident: what is resident is what would be given.
 MASK_GIVEN = 0x4000_0000
-#: In a job's mask: ptr[] are addresses on the attached device (`Executor.attach_device`). Versioned chunks are not STOREd so.
+#: In a job's mask: ptr[] are addresses on the attached device (`Executor.attach_device`).
 MASK_DEVICE = 0x2000_0000
 #: In the mask of a COPY, beside MASK_DEVICE: ptr[0] is on the device. Else ptr[1] is.
 MASK_COPY_OUT = 1

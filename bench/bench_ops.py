@@ -21,6 +21,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ import torch
 
 from infinity.aio.plan import HYPER, QUANT_GROUP, SEG, Format, Master, Moments, chunk_numel
 from infinity.ops import choice
+from infinity.ops import loss_tiles as heads
+from infinity.ops import quant_matmul as quantised
+from infinity.ops import tile_matmul as tiles
 from infinity.ops.adamw import hyper_row
 from infinity.ops.chunk_update import UpdatePlan
 from infinity.ops.groups import Quantised, dequantise, quantise
@@ -43,7 +47,8 @@ FLUSH_BYTES = 256 << 20
 class Case:
     """One operation at one size.
 
-    arms: what to run, by name; "triton", and the others torch's. traffic_bytes: what it must read and write at least; flops:
+    arms: what to run, by name: "triton", torch's alternatives ("torch" and names that begin so), and bounds, which do less than is
+    asked for and take no part in the ratio ("bound: ..."). traffic_bytes: what it must read and write at least; flops:
     multiplications and additions of a matmul, else 0.
     """
 
@@ -65,6 +70,74 @@ def both(op: str, run: Callable[[], object]) -> dict[str, Callable[[], object]]:
         return arm
 
     return {which: forced(which) for which in choice.IMPLEMENTATIONS}
+
+
+def product_sizes(smoke: bool) -> list[tuple[int, int, int]]:
+    """(rows of x, inputs, outputs) of linears: few tokens, a square one, an MLP's at many tokens."""
+    return [(40, 64, 96)] if smoke else [(16, 4096, 14336), (512, 8192, 8192), (4096, 4096, 4096), (8192, 4096, 14336)]
+
+
+def tile_matmul(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """The three products of a linear's tile, each added to an fp32 sum. The bound is the product alone, rounded to bf16."""
+    for rows, inner, outer in product_sizes(smoke):
+        x, w, dy = (
+            torch.randn(shape, device=device).to(torch.bfloat16) for shape in ((rows, inner), (outer, inner), (rows, outer))
+        )
+        for form, a, b in (("forward", x, w.t()), ("input gradient", dy, w), ("weight gradient", dy.t(), x)):
+            total = torch.zeros((a.shape[0], b.shape[1]), device=device)
+
+            def run(a: torch.Tensor = a, b: torch.Tensor = b, total: torch.Tensor = total) -> None:
+                tiles.tile_matmul(a, b, total, accumulator=total)
+
+            def bound(a: torch.Tensor = a, b: torch.Tensor = b) -> torch.Tensor:
+                return a @ b
+
+            traffic = 2 * (a.numel() + b.numel()) + 8 * total.numel()
+            arms = {**both("tile_matmul", run), "bound: bf16 product": bound}
+            yield Case("tile_matmul", f"{form} {rows} x {inner} x {outer}", traffic, arms, 2 * rows * inner * outer)
+
+
+def linear_cross_entropy(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """One tile of the vocabulary: its partials, and the gradient of its logits. The bound is the logits alone, in bf16."""
+    rows, features, columns = (40, 64, 96) if smoke else (4096, 4096, heads.VOCABULARY_TILE)
+    hidden, weight = (torch.randn((n, features), device=device).to(torch.bfloat16) for n in (rows, columns))
+    target = torch.randint(0, columns, (rows,), device=device)
+    lse, scale = torch.full((rows,), 70.0, device=device), torch.full((rows,), 1 / rows, device=device)
+    settings: dict[str, Any] = {"start": 0, "lse": lse, "scale": scale, "label_smoothing": 0.0, "vocabulary": columns}
+    runs: dict[str, Callable[[], object]] = {
+        "partials": lambda: heads.tile_partials(hidden, weight, None, target, start=0),
+        "gradient of the logits": lambda: heads.tile_dlogits(hidden, weight, None, target, **settings),
+    }
+    for form, run in runs.items():
+        traffic = 2 * (hidden.numel() + weight.numel()) + (2 * rows * columns if form != "partials" else 16 * rows)
+        arms = {**both("linear_cross_entropy", run), "bound: bf16 logits": lambda: hidden @ weight.t()}
+        what = f"{form}, {rows} x {features} x {columns}"
+        yield Case("linear_cross_entropy", what, traffic, arms, 2 * rows * features * columns)
+
+
+def quant_matmul(name: str, device: torch.device, smoke: bool) -> Iterator[Case]:
+    """From weights at rest, and the input gradient. The bound is the product with a bf16 weight that is there already."""
+    for rows, inner, outer in product_sizes(smoke):
+        bits = [torch.randint(-127, 128, (outer, inner), device=device, dtype=torch.int8) for _ in range(2)]
+        dense = torch.randn((outer, inner), device=device).to(torch.bfloat16)
+        weight: quantised.Weight = quantised.CompactWeight(dense.view(torch.int16), bits[1])
+        if name == "int8_matmul":
+            group = 32 if smoke else 128
+            scales = torch.rand((outer, inner // group), device=device).to(torch.bfloat16)
+            weight = quantised.Int8Weight(bits[0], scales, group)
+        at_rest = sum(part.numel() * part.element_size() for part in weight[:2])
+        for form, transposed in (("forward", False), ("input gradient", True)):
+            x = torch.randn((rows, outer if transposed else inner), device=device).to(torch.bfloat16)
+
+            def run(x: torch.Tensor = x, weight: quantised.Weight = weight, transposed: bool = transposed) -> torch.Tensor:
+                return quantised.multiply(name, x, weight, transposed=transposed)
+
+            def bound(x: torch.Tensor = x, dense: torch.Tensor = dense, transposed: bool = transposed) -> torch.Tensor:
+                return x @ (dense if transposed else dense.t())
+
+            arms = {**both(name, run), "bound: bf16 weight": bound}
+            what = f"{form} {rows} x {inner} x {outer}"
+            yield Case(name, what, at_rest + 2 * rows * (inner + outer), arms, 2 * rows * inner * outer)
 
 
 def _large(device: torch.device) -> bool:
@@ -150,6 +223,10 @@ def unscale(device: torch.device, smoke: bool) -> Iterator[Case]:
 
 
 CASES: dict[str, Callable[[torch.device, bool], Iterator[Case]]] = {
+    "tile_matmul": tile_matmul,
+    "linear_cross_entropy": linear_cross_entropy,
+    "int8_matmul": partial(quant_matmul, "int8_matmul"),
+    "compact_matmul": partial(quant_matmul, "compact_matmul"),
     "group_quantise": group_quantise,
     "group_dequantise": group_dequantise,
     "update": update,
@@ -180,7 +257,7 @@ def measure_case(case: Case, flush: torch.Tensor, *, rounds: int) -> dict[str, A
         for name in names if index % 2 == 0 else reversed(names):
             times[name].append(_milliseconds(case.arms[name], flush))
     medians = {name: statistics.median(values) for name, values in times.items()}
-    of_torch = min(value for name, value in medians.items() if name != "triton")
+    of_torch = min(value for name, value in medians.items() if name.startswith("torch"))
     return {
         "op": case.op,
         "what": case.what,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         load_deepspeed,
         load_safetensors,
     )
+    from infinity.ops.tiling import tile_linears, tile_loss
     from infinity.optim.adamw import AdamW
     from infinity.optim.elementwise import Elementwise
     from infinity.optim.lion import Lion
@@ -41,6 +42,8 @@ _HOMES = {
     "load_deepspeed": "infinity.interchange",
     "load_safetensors": "infinity.interchange",
     "save": "infinity.checkpoints",
+    "tile_linears": "infinity.ops.tiling",
+    "tile_loss": "infinity.ops.tiling",
     "restore": "infinity.checkpoints",
     "Save": "infinity.checkpoints",
     "Restored": "infinity.checkpoints",
@@ -65,6 +68,8 @@ __all__ = [
     "offload",
     "restore",
     "save",
+    "tile_linears",
+    "tile_loss",
 ]
 
 

@@ -103,6 +103,34 @@ def make_wrapper(
     return made
 
 
+def _getters(names: Sequence[str]) -> set[Any]:
+    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
+
+
+_PROPERTIES = """
+    shape dtype device requires_grad grad is_leaf grad_fn layout ndim is_cuda is_cpu is_meta is_sparse is_sparse_csr
+    is_quantized is_mkldnn is_xpu is_mps is_xla is_ipu is_maia is_mtia is_vulkan is_ort is_hpu is_nested itemsize nbytes
+    output_nr name names retains_grad grad_dtype _version _grad_fn _grad _backward_hooks _post_accumulate_grad_hooks
+"""
+_METHODS = """
+    size stride dim ndimension numel nelement element_size is_contiguous is_floating_point is_complex is_signed is_conj
+    is_neg is_inference is_same_size storage_offset get_device __len__ dim_order has_names is_coalesced is_distributed
+    _is_view _is_zerotensor _has_symbolic_sizes_strides
+"""
+_FUNCTIONS = """
+    numel is_floating_point is_complex is_conj is_neg is_inference is_signed is_same_size
+    _has_compatible_shallow_copy_type
+"""
+
+METADATA: frozenset[Any] = frozenset(
+    _getters(_PROPERTIES.split())
+    | {getattr(_TENSOR, name) for name in _METHODS.split() if hasattr(_TENSOR, name)}
+    | {getattr(torch, name) for name in _FUNCTIONS.split()}
+    | {_TENSOR.grad.__delete__, _TENSOR.grad_dtype.__set__}
+)
+"""Functions that ask a tensor for metadata only, as `__torch_function__` of a subclass without storage gets them."""
+
+
 def separate_version(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the same storage with a version counter of its own, and no autograd history."""
     separate: torch.Tensor = _TENSOR.data.__get__(tensor)

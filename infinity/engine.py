@@ -39,6 +39,7 @@ from infinity.params.drain import Drain
 from infinity.params.gradients import GradientMemory
 from infinity.params.residency import UnitResidency
 from infinity.params.stand_in import GradBook
+from infinity.params.too_large import check_gatherable, device_memory_bytes
 from infinity.params.unit import Flat, Param, Unit
 from infinity.placing import Placing, chunk_numel_of
 from infinity.runtime.filling import Source, fill_unit, open_source
@@ -141,6 +142,7 @@ class Handle:
         self.rank = self._comm.rank
         alone = self._comm.world == 1
         specs = find_units(model, units=policy.units, unit_bytes_max=int(policy.unit_bytes_max), nested=alone)
+        check_gatherable(model, specs, int(policy.unit_bytes_max), device, device_memory_bytes(device))
         self.units: list[Unit] = build(
             model, specs, device, self._comm.world, lambda dtype: chunk_numel_of(policy.state, dtype)
         )
@@ -222,6 +224,7 @@ class Handle:
             residency=self.residency,
             drain=self._drain,
             rest=self._rest,
+            executor=self._executor,
             rank=self.rank,
             holder_of=self._holding.holder_of,
             make_gradients=self._holding.make_gradients,

@@ -31,6 +31,7 @@ from infinity.checkpoint.deepspeed import DeepSpeedWeights
 from infinity.checkpoint.describing import buffers_of
 from infinity.checkpoint.incoming import Incoming, Loaded, check_idle, match, take_in
 from infinity.checkpoint.safetensors import read_value, write_safetensors
+from infinity.checkpoint.wholes import wholes_of
 from infinity.comm.collectives import Comm
 from infinity.engine import Handle, handle
 from infinity.optim.base import Optimizer
@@ -115,11 +116,11 @@ def export_dcp(
                     for key, value in values:
                         writer.put(key, value)
 
-        for param in (param for unit in of.units for param in unit.params):
-            put([((keys[0], param.name), read_value(of, param, masters=masters and param in every))])
-            if param in every:
-                for pair in tensors_of(every[param], keys, with_master=not masters):
-                    put([pair])
+        for whole in wholes_of(param for unit in of.units for param in unit.params):
+            value = whole.merged(lambda param: read_value(of, param, masters=masters and param in every))
+            put([((keys[0], whole.name), value)])
+            for pair in tensors_of(whole, every, keys, with_master=not masters):
+                put([pair])
         put(((keys[0], name), value) for name, value in buffers_of(model).items())
         put(groups_of(opt, keys[1]) if opt is not None else ())
         with agreed(comm, f"finishing {target}"):

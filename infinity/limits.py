@@ -16,10 +16,12 @@ no part of the formulas.
 Seconds per step, for a model whose passes compute for some time, on drives with bandwidths B_r and B_w:
 
     io(r, w)   = r / B_r + w / B_w where reads and writes share a drive's time, else max(r / B_r, w / B_w)
-    floor      = max(compute, io of everything, what other links and the CPU need)   no schedule is faster
+    floor      = max(compute, io of everything, what links and the CPU's memory need)   no schedule is faster
     deferred   = max(first forward, io of states) + max(rest, io of the rest)   no update before backward ends
     backward   = max(last backward + first forward, io of states and of their two passes) + max(rest, io of the rest)
     delayed    = floor
+
+What links to GPUs (`infinity.copies`) and the CPU's memory need in each of the two parts is one more term of that part's max.
 
 A deferred update is bettered by reading states ahead and writing them late, beside backward, as far as memory allows:
 `movable_bytes`. η is a limit over what was measured.
@@ -31,6 +33,8 @@ import dataclasses
 import sys
 from collections.abc import Iterable
 from typing import Protocol
+
+from infinity.copies import Spent
 
 UPDATES = ("deferred", "backward", "delayed")
 """When states are updated; `Policy.update` has these names."""
@@ -337,30 +341,33 @@ def limits(
     *,
     movable_bytes: float = 0.0,
     update_s: float = 0.0,
-    others_s: Iterable[float] = (),
+    others: Iterable[Spent] = (),
 ) -> Limits:
     """The limits of a step. drives None: nothing rests on NVMe.
 
-    update_s: time of the update itself, beside the I/O of states. others_s: times of `pcie_s`, `dram_s` and the like, which
-    may overlap with everything.
+    update_s: time of the update itself, beside the I/O of states. others: what is busy besides (links between CPU and GPUs, the
+    CPU's memory), each beside everything else of the same part of the step.
     movable_bytes: how many bytes of states memory lets move beside backward instead of beside the first forward.
     """
-    other_s = max(*others_s, update_s, 0.0)
+    others = tuple(others)
+    other_s = max([update_s, *(other.total_s for other in others)])
+    window_s = max([0.0, *(other.beside_states_s for other in others)])
+    beyond_s = max([0.0, *(other.rest_s for other in others)])
     drives = drives or Drives(sys.float_info.max, sys.float_info.max)
     io_s = drives.io_s(moved.total)
     floor_s = max(compute.total_s, io_s, other_s)
     if update == "delayed":
         schedule_s = floor_s
     elif update == "backward":
-        window_s = compute.first_forward_s + compute.last_backward_s
+        window_s = max(window_s, compute.first_forward_s + compute.last_backward_s)
         states_s = max(drives.io_s(moved.beside_states), update_s)
-        schedule_s = max(window_s, states_s) + max(compute.between_s, drives.io_s(moved.rest))
+        schedule_s = max(window_s, states_s) + max(compute.between_s, beyond_s, drives.io_s(moved.rest))
     else:
         schedule_s = deferred_s(
             states_s=max(drives.io_s(moved.beside_states), update_s),
             rest_io_s=drives.io_s(moved.rest),
-            first_forward_s=compute.first_forward_s,
-            rest_s=compute.rest_s,
+            first_forward_s=max(compute.first_forward_s, window_s),
+            rest_s=max(compute.rest_s, beyond_s),
             movable_s=_movable_s(moved, drives, movable_bytes),
         )
     return Limits(floor_s, max(schedule_s, floor_s), compute.total_s, io_s, other_s)
@@ -386,39 +393,7 @@ def _movable_s(moved: Traffic, drives: Drives, movable_bytes: float) -> float:
     return drives.io_s(moved.states) * min(movable_bytes / states, 1.0)
 
 
-# -- other terms, for planning (a machine with GPUs; research: the larger of them bounds a step too) ------------------------
-
-
-def pcie_s(
-    gathered_bytes: float, grads_bytes: float, micro_batches: int, bytes_per_s: float, *, activations: float = 0.0
-) -> float:
-    """Time on the links between CPU and GPUs, `bytes_per_s` in each direction and all of them together, update on the CPU.
-
-    gathered_bytes: parameters that go to the GPUs in a step: twice per micro-batch, or once where they stay. Gradients come back
-    once per micro-batch; the activations of each, where they wait elsewhere, go both ways.
-    """
-    down = gathered_bytes + micro_batches * activations
-    up = micro_batches * (grads_bytes + activations)
-    return max(down, up) / bytes_per_s
-
-
-def dram_s(
-    states_bytes: float,
-    moved: Moved,
-    gathered_bytes: float,
-    grads_bytes: float,
-    micro_batches: int,
-    bytes_per_s: float,
-    *,
-    activations: float = 0.0,
-) -> float:
-    """Time on the CPU's memory: drives (once in, once out), the update (every state read and written once, gradients read),
-    parameters to the GPUs, gradients from them and, from the second micro-batch on, added to what waits (read and written),
-    activations of a micro-batch, where they wait elsewhere, from the GPUs and back.
-    """
-    update = 2 * states_bytes + grads_bytes
-    links = gathered_bytes + micro_batches * (grads_bytes + 2 * activations) + 2 * (micro_batches - 1) * grads_bytes
-    return (moved.read + moved.written + update + links) / bytes_per_s
+# -- for planning ------------------------------------------------------------------------------------------------------------
 
 
 def compute_flops(

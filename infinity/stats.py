@@ -147,7 +147,8 @@ class Stats:
     training on all drives, None before the first step; phases: where the time went, and what moved meanwhile, by the names of
     `telemetry.PHASES`; updates_ahead: units that were updated in backward ahead of their step and kept, updates_withdrawn: those
     that the step forbade; steps_undone: by faults (the last three with two generations);
-    commit_s: time that commits of a durable run took;
+    commit_s: time that commits of a durable run took; h2d_bytes, d2h_bytes: copied to a GPU that computes and from it, h2d_s,
+    d2h_s: while at least one such copy was under way (all four 0 where the CPU computes);
     activations: see `ActivationFigures`; terms: a step against its limits, None before there were two;
     drives: bytes and more for each drive.
     """
@@ -200,6 +201,10 @@ class Stats:
     updates_withdrawn: int
     steps_undone: int
     commit_s: float
+    h2d_bytes: int
+    d2h_bytes: int
+    h2d_s: float
+    d2h_s: float
     phases: Mapping[str, PhaseFigures]
     terms: StepTerms | None
     activations: ActivationFigures
@@ -235,6 +240,13 @@ class Stats:
             )
         if self.activations.calls:
             lines.append(str(self.activations))
+        if self.h2d_bytes or self.d2h_bytes:
+            ways = [("to", self.h2d_bytes, self.h2d_s), ("from", self.d2h_bytes, self.d2h_s)]
+            told = [
+                f"{format_size(size)} {way} the GPU" + (f" at {size / seconds / 1e9:.1f} GB/s" if seconds > 0 else "")
+                for way, size, seconds in ways
+            ]
+            lines.append(f"copied {' and '.join(told)}")
         return "\n".join([*lines, *map(str, self.drives)])
 
     @classmethod
@@ -299,6 +311,10 @@ class Stats:
             updates_withdrawn=pipeline.updates_withdrawn,
             steps_undone=pipeline.steps_undone,
             commit_s=pipeline.transaction.commit_s if pipeline.transaction is not None else 0.0,
+            h2d_bytes=executor.to_device_bytes,
+            d2h_bytes=executor.from_device_bytes,
+            h2d_s=executor.to_device_s,
+            d2h_s=executor.from_device_s,
             phases=residency.clock.totals(),
             terms=StepTerms.collect(
                 residency.clock, executor, update=update, bandwidths=bandwidths or {}, frozen_bytes=frozen_bytes

@@ -15,6 +15,7 @@ from typing import Any
 
 from infinity.aio import DriveStats, ExecutorStats
 from infinity.aio.endurance import BUSY_SHARE_MIN, SAMPLE_BYTES_MIN
+from infinity.copies import Copied, Copies, Link, measured_copies
 from infinity.limits import Compute, Drives, Limits, Moved, Traffic, limits, measured_traffic
 from infinity.sizes import format_size
 from infinity.telemetry import PHASES, PhaseClock, PhaseFigures
@@ -35,7 +36,9 @@ class StepTerms:
     step_s: seconds, evaluations left out; phases: of them and of bytes, by `telemetry.PHASES`; moved: bytes by kind;
     loop, alone: compute with and without interference in the first forward (alone: None when it was never seen);
     bandwidths: None when nothing moved, and when they are not known (`drives_known`); limits: with `alone` where it is known,
-    else with `loop`, and of compute alone where drives are not known; limits_loop: with `loop`.
+    else with `loop`, and of compute alone where drives are not known; limits_loop: with `loop`. copied: between the CPU and a GPU
+    that computes, by the executor (not what torch copies itself: sums of gradients that go up to be added to, and with
+    update="delayed" parameters); link: what it gave to that, bytes over the time in which a copy was under way, None without.
     """
 
     steps: int
@@ -49,6 +52,8 @@ class StepTerms:
     bandwidths: Bandwidths | None
     limits: Limits
     limits_loop: Limits
+    copied: Copies
+    link: Link | None
 
     @property
     def drives_known(self) -> bool:
@@ -115,6 +120,15 @@ class StepTerms:
         alone = _compute(phases, quiet.compute_s / quiet.count) if quiet.count else None
         measured = bandwidths_of(executor.drives, bandwidths) if moved.read + moved.written else None
         drives = measured.drives if measured else None
+        copied = measured_copies(
+            Copied(total.h2d_bytes, total.d2h_bytes),
+            update,
+            count,
+            # On a GPU they go by way of the link, wherever they wait.
+            activations=Copied(total.activations_read_bytes, total.activations_written_bytes),
+        )
+        link = _link(total)
+        links = [link.spent(copied)] if link is not None else []
         return cls(
             steps=steps,
             micro_batches=count,
@@ -125,8 +139,10 @@ class StepTerms:
             loop=loop,
             alone=alone,
             bandwidths=measured,
-            limits=limits(traffic, alone or loop, drives, update),
-            limits_loop=limits(traffic, loop, drives, update),
+            limits=limits(traffic, alone or loop, drives, update, others=links),
+            limits_loop=limits(traffic, loop, drives, update, others=links),
+            copied=copied,
+            link=link,
         )
 
     def __str__(self) -> str:
@@ -166,9 +182,17 @@ class StepTerms:
                 f"drives: read {drives.read_bytes_per_s / 1e9:.2f}, write {drives.write_bytes_per_s / 1e9:.2f} GB/s "
                 f"({self.bandwidths.source})"
             )
+        between = ""
+        if self.link is not None:
+            total, link = self.copied.total, self.link
+            rows.append(
+                f"link to the GPU: {format_size(total.h2d)} there at {link.h2d_bytes_per_s / 1e9:.2f}, {format_size(total.d2h)} "
+                f"back at {link.d2h_bytes_per_s / 1e9:.2f} GB/s (bytes over copying time of this run)"
+            )
+            between = f", link {limit.other_s:.3f}"
         eta = limit.eta(self.step_s)
         rows.append(
-            f"limits: any schedule {limit.floor_s:.3f} s (compute {limit.compute_s:.3f}, drives {limit.io_s:.3f}), "
+            f"limits: any schedule {limit.floor_s:.3f} s (compute {limit.compute_s:.3f}, drives {limit.io_s:.3f}{between}), "
             f"η {eta[0]:.2f}; {self.update} {limit.schedule_s:.3f} s, η {eta[1]:.2f}; compute {self._told()}"
         )
         if self.alone is not None:
@@ -193,6 +217,16 @@ def _compute(phases: Mapping[str, PhaseFigures], first_forward_s: float) -> Comp
     backward = phases["backward"]
     last_s = backward.compute_s / max(backward.count, 1)
     return Compute(first_forward_s, last_s, phases["forward"].compute_s + backward.compute_s - last_s)
+
+
+def _link(total: PhaseFigures) -> Link | None:
+    """What the link gave in each direction; a direction in which nothing was copied is as fast as the other."""
+    rates = [
+        size / seconds
+        for size, seconds in ((total.h2d_bytes, total.h2d_s), (total.d2h_bytes, total.d2h_s))
+        if size > 0 and seconds > 0
+    ]
+    return Link(rates[0], rates[-1]) if rates else None
 
 
 def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, bool] | None:

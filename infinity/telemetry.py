@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -247,6 +247,7 @@ class Marks(NamedTuple):
 
     bytes_read, bytes_written: what the drives confirmed, of everything; params_read: of parameters for a gather, grads_*: of
     spilled gradients, activations_*: of activations, whose reading or writing has begun; drives_busy_s: mean over the drives.
+    h2d, d2h: copied to a GPU and from it; h2d_s, d2h_s: while such a copy was under way.
     """
 
     bytes_read: int = 0
@@ -258,13 +259,28 @@ class Marks(NamedTuple):
     grads_written: int = 0
     activations_read: int = 0
     activations_written: int = 0
+    h2d: int = 0
+    d2h: int = 0
+    h2d_s: float = 0.0
+    d2h_s: float = 0.0
 
     @classmethod
-    def of(cls, drives: Sequence[Any], params_read: int, wait_s: float, grads: tuple[int, int] = (0, 0)) -> Marks:
-        """From the counters of an executor's drives (`aio.DriveStats`), and others. grads: (read, written)."""
-        busy_s = sum(drive.busy_s for drive in drives) / max(len(drives), 1)
-        moved = sum(drive.bytes_read for drive in drives), sum(drive.bytes_written for drive in drives)
-        return cls(*moved, params_read, wait_s, busy_s, *grads)
+    def of(cls, executor: Any, params_read: int, wait_s: float, grads: tuple[int, int] = (0, 0)) -> Marks:
+        """From the counters of an executor (`aio.ExecutorStats`), and others. grads: (read, written)."""
+        drives = executor.drives
+        return cls(
+            bytes_read=sum(drive.bytes_read for drive in drives),
+            bytes_written=sum(drive.bytes_written for drive in drives),
+            params_read=params_read,
+            wait_s=wait_s,
+            drives_busy_s=sum(drive.busy_s for drive in drives) / max(len(drives), 1),
+            grads_read=grads[0],
+            grads_written=grads[1],
+            h2d=executor.to_device_bytes,
+            d2h=executor.from_device_bytes,
+            h2d_s=executor.to_device_s,
+            d2h_s=executor.from_device_s,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +290,7 @@ class PhaseFigures:
     wait_s: the part of `seconds` in which the training thread waited for a unit or for updates. bytes_read, bytes_written:
     what the drives confirmed, of whatever was in flight; params_read_bytes, grads_*, activations_*: what was begun of parameters
     for a gather, spilled gradients, activations (the rest of what a run moves are states). drives_busy_s: with a request in
-    flight, mean over the drives.
+    flight, mean over the drives. h2d_bytes, d2h_bytes: copied to a GPU and from it; h2d_s, d2h_s: with such a copy under way.
     """
 
     count: int = 0
@@ -288,6 +304,10 @@ class PhaseFigures:
     grads_written_bytes: int = 0
     activations_read_bytes: int = 0
     activations_written_bytes: int = 0
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    h2d_s: float = 0.0
+    d2h_s: float = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -374,6 +394,10 @@ class PhaseClock:
             marks.grads_written - at.grads_written,
             marks.activations_read - at.activations_read,
             marks.activations_written - at.activations_written,
+            marks.h2d - at.h2d,
+            marks.d2h - at.d2h,
+            marks.h2d_s - at.h2d_s,
+            marks.d2h_s - at.d2h_s,
         )
         self._totals[phase] += passed
         if self._quiet and phase in ("first forward", "forward") and self._steps:

@@ -16,11 +16,12 @@ uint8_t *inf_section_address(const inf_run *run, int32_t section) {
     return pointer(other ? chunk->other_ptr[section] : chunk->section_ptr[section]);
 }
 
-/* The new version of resident sections begins as the live one. */
+/* The new version of resident sections begins as the live one, but for what came from the device. */
 static void bring(const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
     for (int32_t s = 0; run->moves && s < chunk->section_count; s++) {
-        if (chunk->other_ptr[s] == 0) continue;
+        bool is_there = run->brought && run->job.kind == INF_JOB_STORE && (run->job.mask >> s & 1u);
+        if (chunk->other_ptr[s] == 0 || is_there) continue;
         memcpy(pointer(chunk->other_ptr[s]), pointer(chunk->section_ptr[s]), (size_t)inf_section_bytes(chunk, s));
     }
 }

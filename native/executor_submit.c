@@ -121,7 +121,6 @@ static int32_t job_wrong(const struct inf_executor *ex, const inf_job *job, int3
     const inf_chunk_record *record = inf_chunk_of(ex, job->chunk);
     if (record == NULL) return BAD_CHUNK;
     const inf_chunk *chunk = &record->plan;
-    if (on_device && job->kind == INF_JOB_STORE && inf_chunk_versioned(chunk)) return BAD_DEVICE;
     if (job->kind < INF_JOB_FETCH || job->kind > INF_JOB_UPDATE) return BAD_KIND;
     uint32_t flags = INF_MASK_MOVE_ONLY | INF_MASK_DEVICE;
     uint32_t known = inf_sections_all(chunk) | flags;

@@ -18,6 +18,7 @@ from torch import nn
 import infinity as inf
 from infinity.aio import Seam
 from infinity.engine import offload
+from infinity.ops.tiles import whole_name
 from tests import models
 from tests.reference import ReferenceAdamW, ReferenceLion, ReferenceScaler, ReferenceSGD, ReferenceTorch
 
@@ -152,8 +153,7 @@ def reference(training: Training) -> Result:
         losses, norms, seen = _loop(
             training, model, optimizer, lambda: optimizer.clip(training.max_norm or 0.0), scaler
         )
-        params = {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
-        return Result(losses, norms, seen, params)
+        return Result(losses, norms, seen, _values(model))
 
 
 def offloaded(
@@ -173,12 +173,18 @@ def offloaded(
                 scale, interval = training.scaler
                 scaler = torch.amp.GradScaler(training.device, init_scale=scale, growth_interval=interval)
             losses, norms, seen = _loop(training, model, optimizer, clip, scaler)
-            state = model.state_dict()
-            names = [name for name, _ in model.named_parameters()]
+            values = _values(model)
             handle.flush()  # what is still being written is not counted yet
-            return Result(losses, norms, seen, {name: state[name].clone() for name in names}, handle.stats())
+            return Result(losses, norms, seen, values, handle.stats())
         finally:
             handle.close()
+
+
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters by their names in the state dict, where the tiles of a weight are one."""
+    state = model.state_dict()
+    names = dict.fromkeys(whole_name(name) or name for name, _ in model.named_parameters())
+    return {name: state[name].detach().to("cpu", copy=True) for name in names}
 
 
 def _clip(model: nn.Module, max_norm: float | None) -> torch.Tensor:

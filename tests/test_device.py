@@ -34,6 +34,11 @@ POLICIES: dict[str, dict[str, Any]] = {
     "speculative": {**NVME, "ram": "min", "update": "backward", "generations": 2},
     "delayed": {**NVME, "ram": "min", "update": "delayed", "delayed_warmup": 1},
     "two generations": {**NVME, "ram": "min", "generations": 2},
+    "updated there": {**NVME, "ram": "min", "update_on": "device"},
+    "updated there, in RAM": {"update_on": "device"},
+    "updated there, compact": {**NVME, "ram": "min", "update_on": "device", "state": "compact"},
+    "updated there, spilled": {**NVME, "grads": "nvme", "ram": "2800KiB", "update_on": "device"},
+    "updated there, in transactions": {**NVME, "ram": "min", "update_on": "device", "generations": 2},
     "unverified": {**NVME, "ram": "min", "verify": "off"},
 }
 
@@ -53,7 +58,7 @@ def alike(given: dict[str, Any]) -> harness.Training:
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_same_bits_as_on_the_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = POLICIES[name]
-    expected = train(alike(given), given, tmp_path)
+    expected = _on_the_cpu(name, tmp_path)
     with simulated(monkeypatch, seed=len(name)) as device:
         found = train(alike(given), given, tmp_path, seam=Seam(seed=len(name), delay_us_max=1000))
         assert device.live() == (0, 0, 0)
@@ -101,11 +106,11 @@ _KNOWN: dict[str, harness.Result] = {}
 
 def _on_the_cpu(name: str, directory: Path) -> harness.Result:
     if name not in _KNOWN:
-        _KNOWN[name] = train(alike(POLICIES[name]), POLICIES[name], directory)
+        _KNOWN[name] = train(alike(POLICIES[name]), {**POLICIES[name], "update_on": "cpu"}, directory)
     return _KNOWN[name]
 
 
-@pytest.mark.parametrize("name", ["cpu", "min", "backward"])
+@pytest.mark.parametrize("name", ["cpu", "min", "backward", "updated there"])
 def test_a_copy_that_fails_is_told_and_closing_still_works(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +124,29 @@ def test_a_copy_that_fails_is_told_and_closing_still_works(
 
 def _fails_at(nth: int, device: Simulated) -> None:
     device.fail(nth)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Lion"])
+def test_other_optimizers_are_updated_there(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = (("momentum", 0.9),) if optimizer == "SGD" else ()
+    training = harness.Training(models.llama, steps=3, optimizer=optimizer, options=options, lr=1e-3)
+    given = {**NVME, "ram": "min"}
+    expected = train(training, given, tmp_path)
+    with simulated(monkeypatch):
+        found = train(training, {**given, "update_on": "device"}, tmp_path)
+    harness.assert_equal(found, expected)
+
+
+def test_what_cannot_be_updated_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"inside opt\.step"):
+        inf.Policy(update_on="device", update="backward")
+    with pytest.raises(ValueError, match="computes on the CPU"):
+        inf.offload(models.make(models.llama), inf.Policy(update_on="device"))
+    with simulated(monkeypatch):
+        model = inf.offload(models.make(models.llama), inf.Policy(update_on="device"))
+        with pytest.raises(ValueError, match="AdamW, SGD and Lion"):
+            inf.Elementwise(torch.optim.Adagrad, model.parameters(), lr=1e-2)
+        inf.handle(model).close()
 
 
 def test_a_device_that_is_not_there_is_a_users_error() -> None:

@@ -9,14 +9,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from infinity.checkpoint.dcp_reading import DCPFiles
 from infinity.checkpoint.dcp_writing import Key
-from infinity.checkpoint.incoming import Loaded, explain
+from infinity.checkpoint.incoming import LastRead, Loaded, explain
+from infinity.checkpoint.wholes import Whole
 from infinity.optim.base import Optimizer
 from infinity.optim.state import OptimizerState
 from infinity.params.unit import Param
@@ -80,28 +81,29 @@ def match_states(files: DCPFiles, key: str, every: Sequence[Held], *, strict: bo
     wrong: list[str] = []
     for held in every:
         wanted = (*held.tensors, *held.numbers)
-        roots = [f"{prefix}{name}." for name in held.param.names]
+        roots = [f"{prefix}{name}." for name in held.param.keys]
         root = next((root for root in roots if any(root + state in there for state in wanted)), roots[0])
         for state in wanted:
             name = root + state
             if name in there:
                 found.append((held, state, name))
-                wrong += _problems(files, name, held.param.shape if state in held.tensors else None)
+                wrong += _problems(files, name, held.param.whole_shape if state in held.tensors else None)
             elif state != MASTER:
                 missing.append(name)
     unexpected = sorted(there - {name for _, _, name in found})
+    missing, wrong = list(dict.fromkeys(missing)), list(dict.fromkeys(wrong))  # the tiles of a weight say the same
     if wrong or (strict and (missing or unexpected)):
         raise ValueError(explain(files.label, missing if strict else [], unexpected if strict else [], wrong))
     return MatchedStates(found, Loaded(tuple(missing), tuple(unexpected)))
 
 
-def _problems(files: DCPFiles, name: str, shape: torch.Size | None) -> list[str]:
+def _problems(files: DCPFiles, name: str, shape: tuple[int, ...] | None) -> list[str]:
     if name in files.objects:
         return [f"{name} is no tensor there"] if shape is not None else []
     if shape is None:
         return [] if files.shape(name) in ((), (1,)) else [f"{name} is no number there"]
-    if files.shape(name) != tuple(shape) or not files.is_floating_point(name):
-        return [f"{name} is a {files.tensors[name].dtype} tensor of shape {files.shape(name)} there, and of {tuple(shape)} here"]
+    if files.shape(name) != shape or not files.is_floating_point(name):
+        return [f"{name} is a {files.tensors[name].dtype} tensor of shape {files.shape(name)} there, and of {shape} here"]
     return []
 
 
@@ -110,26 +112,44 @@ def take_in_states(files: DCPFiles, matched: MatchedStates) -> None:
 
     Raises: what reading or writing meets, ValueError for a number that it cannot be; then some states have been written.
     """
-    for held, state, name in matched.names:
-        value = files.read(name) if name in files.tensors else files.read_object(name)
+    # By the names in the file: the tiles of a weight take their parts of one tensor, which is read once.
+    read = LastRead(files.read)
+    order = {name: index for index, (_, _, name) in reversed(list(enumerate(matched.names)))}
+    for held, state, name in sorted(matched.names, key=lambda match: order[match[2]]):
+        value = read(name) if name in files.tensors else files.read_object(name)
         if state in held.numbers:
             value = value.item() if isinstance(value, torch.Tensor) else value
             if state == "step" and isinstance(value, float) and value.is_integer():
                 value = int(value)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ValueError(f"{name} of {files.label} is {value!r}, which is no number")
-        held.state[state] = value
+        place = held.param.place
+        held.state[state] = place.of(value) if place is not None and state in held.tensors else value
 
 
-def tensors_of(held: Held, keys: tuple[str, str], *, with_master: bool) -> Iterator[tuple[Key, torch.Tensor]]:
-    """The states of one parameter as a checkpoint has them, one at a time. Collective. Blocks."""
-    for state in (*held.tensors, *held.numbers):
+def tensors_of(
+    whole: Whole, every: Mapping[Param, Held], keys: tuple[str, str], *, with_master: bool
+) -> Iterator[tuple[Key, torch.Tensor]]:
+    """The states of one parameter, or of a weight in tiles, as a checkpoint has them, one at a time. Collective. Blocks.
+
+    every: the parameters that an optimizer holds; of one that it does not hold there are none. Numbers are the first tile's.
+    Raises: ValueError where an optimizer holds some tiles of a weight and not the others.
+    """
+    held = [every[param] for param in whole.params if param in every]
+    if not held:
+        return
+    if len(held) < len(whole.params):
+        raise ValueError(f"the optimizer holds some tiles of {whole.name} and not the others; give it all, or export with opt=None")
+    for state in (*held[0].tensors, *held[0].numbers):
         if state == MASTER and not with_master:
             continue
-        value = held.state[state]
-        # torch.optim keeps step counts as tensors of fp32; whole numbers up to 2^24 are exact in it.
-        tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float32)
-        yield (keys[1], "state", held.param.name, state), tensor
+        if state in held[0].tensors:
+            tensor = whole.merged(lambda param, state=state: every[param].state[state])  # type: ignore[misc]
+        else:
+            value = held[0].state[state]
+            # torch.optim keeps step counts as tensors of fp32; whole numbers up to 2^24 are exact in it.
+            tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float32)
+        yield (keys[1], "state", whole.name, state), tensor
 
 
 def groups_of(optimizer: Optimizer, key: str) -> Iterator[tuple[Key, Any]]:
@@ -139,7 +159,7 @@ def groups_of(optimizer: Optimizer, key: str) -> Iterator[tuple[Key, Any]]:
     for index, group in enumerate(optimizer.param_groups):
         for name, value in {**defaults, **group}.items():
             if name == "params":
-                value = [param.infinity_link.param.name for param in value]
+                value = list(dict.fromkeys(param.infinity_link.param.keys[0] for param in value))
             elif isinstance(value, torch.Tensor):
                 value = value.item()
             yield (key, "param_groups", index, name), value

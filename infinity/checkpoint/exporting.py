@@ -24,6 +24,7 @@ from infinity.checkpoint.reader import Bytes, Checkpoint, ChunkRef, SavedParam, 
 from infinity.checkpoint.safetensors import WeightFiles, group_units, shard_name
 from infinity.checkpoint.values import dtype_of
 from infinity.ops.codec import decode_sections
+from infinity.ops.tiles import tile_index, whole_name
 from infinity.sizes import round_up
 
 _DTYPES = {
@@ -45,13 +46,18 @@ class Exported:
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """One tensor of a file: a parameter of the checkpoint, or a buffer in memory."""
+    """One tensor of a file: a parameter of the checkpoint, the tiles of a weight (rows of tiles), or a buffer in memory."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    saved: SavedParam | None
+    saved: tuple[tuple[SavedParam, ...], ...]
     value: torch.Tensor | None = None
+
+    @property
+    def parts(self) -> Iterator[SavedParam]:
+        """The parameters of the checkpoint that it is made of, in order."""
+        return itertools.chain.from_iterable(self.saved)
 
     @property
     def size_bytes(self) -> int:
@@ -78,12 +84,10 @@ class Exporting:
         self._progress: Callable[[int], object] = lambda _size: None
         data = checkpoint.attachment("buffers", 0)
         buffers = read_buffers(data) if data is not None else {}
-        self._buffers = [_Tensor(name, value.dtype, tuple(value.shape), None, value) for name, value in buffers.items()]
+        self._buffers = [_Tensor(name, value.dtype, tuple(value.shape), (), value) for name, value in buffers.items()]
         saved = [SavedParam(entry, index, flat) for index, flat in enumerate(checkpoint.flats) for entry in flat.params]
-        self._units = [
-            [_Tensor(each.entry.name, self._dtype_of(each), each.entry.shape, each) for each in unit]
-            for _, unit in itertools.groupby(saved, key=lambda each: each.flat.unit)
-        ]
+        units = itertools.groupby(saved, key=lambda each: whole_name(each.entry.name) or each.flat.unit)
+        self._units = [self._tensors_of(list(unit)) for _, unit in units]
         everything = [*self._buffers, *itertools.chain.from_iterable(self._units)]
         wrong = next((tensor for tensor in everything if tensor.dtype not in _DTYPES), None)
         if wrong is not None:
@@ -118,6 +122,19 @@ class Exporting:
             files.finish()
         return Exported(files.files, count, self.size_bytes)
 
+    def _tensors_of(self, unit: Sequence[SavedParam]) -> list[_Tensor]:
+        """The tensors of the parameters of a unit; of all tiles of a weight, that weight."""
+        name = whole_name(unit[0].entry.name)
+        if name is None:
+            return [_Tensor(each.entry.name, self._dtype_of(each), each.entry.shape, ((each,),)) for each in unit]
+        rows: dict[int, list[SavedParam]] = {}
+        for each in unit:
+            rows.setdefault(tile_index(each.entry.name)[0], []).append(each)
+        grid = tuple(tuple(row) for row in rows.values())
+        shape = (sum(row[0].entry.shape[0] for row in grid), sum(each.entry.shape[1] for each in grid[0]))
+        dtypes = [self._dtype_of(each) for each in unit]
+        return [_Tensor(name, functools.reduce(torch.promote_types, dtypes), shape, grid)]
+
     def _dtype_of(self, saved: SavedParam) -> torch.dtype:
         own = torch.float32 if self._has_master(saved) else dtype_of(saved.flat.dtype)
         return self._dtype if self._dtype is not None and own.is_floating_point else own
@@ -144,36 +161,54 @@ class Exporting:
         ahead = self._ahead(tensors)
         upcoming = list(itertools.islice(ahead, STAGES))
         for tensor in tensors:
-            if tensor.saved is None:
-                assert tensor.value is not None
+            if tensor.value is not None:
                 _append(out, tensor.value)
                 self._progress(tensor.size_bytes)
                 continue
-            for piece in self._checkpoint.pieces(tensor.saved, 0, tensor.saved.entry.numel):
-                reader.start(upcoming)
-                arrays = reader.get(upcoming.pop(0))
-                upcoming += itertools.islice(ahead, 1)
-                value = self._value(tensor, arrays, piece.start, piece.numel)
-                _append(out, value)
-                self._progress(value.nbytes)
+            for row in tensor.saved:
+                tiles = []
+                for saved in row:
+                    values = self._values(saved, tensor.dtype, reader, upcoming, ahead)
+                    if len(row) == 1:
+                        for value in values:
+                            _append(out, value)
+                    else:  # tiles beside each other: their rows alternate in the file
+                        tiles.append(torch.cat(list(values)).view(saved.entry.shape))
+                if tiles:
+                    _append(out, torch.cat(tiles, dim=1))
+
+    def _values(
+        self,
+        saved: SavedParam,
+        dtype: torch.dtype,
+        reader: StateReader,
+        upcoming: list[ChunkRef],
+        ahead: Iterator[ChunkRef],
+    ) -> Iterator[torch.Tensor]:
+        """The elements of a parameter as they are written, a chunk's at a time."""
+        for piece in self._checkpoint.pieces(saved, 0, saved.entry.numel):
+            reader.start(upcoming)
+            arrays = reader.get(upcoming.pop(0))
+            upcoming += itertools.islice(ahead, 1)
+            value = self._value(saved, dtype, arrays, piece.start, piece.numel)
+            yield value
+            self._progress(value.nbytes)
 
     def _ahead(self, tensors: Sequence[_Tensor]) -> Iterator[ChunkRef]:
-        for tensor in tensors:
-            if tensor.saved is not None:
-                for piece in self._checkpoint.pieces(tensor.saved, 0, tensor.saved.entry.numel):
-                    yield ChunkRef(piece.rank, tensor.saved.flat_index, piece.chunk)
+        for saved in itertools.chain.from_iterable(tensor.parts for tensor in tensors):
+            for piece in self._checkpoint.pieces(saved, 0, saved.entry.numel):
+                yield ChunkRef(piece.rank, saved.flat_index, piece.chunk)
 
-    def _value(self, tensor: _Tensor, arrays: Sequence[Bytes], start: int, numel: int) -> torch.Tensor:
+    def _value(self, saved: SavedParam, dtype: torch.dtype, arrays: Sequence[Bytes], start: int, numel: int) -> torch.Tensor:
         """Elements of a chunk as they are written."""
-        assert tensor.saved is not None
-        flat = tensor.saved.flat
+        flat = saved.flat
         held = flat.state_format
-        if self._has_master(tensor.saved):
+        if self._has_master(saved):
             given = [slice_of(flat.sections[s], arrays[s], start, numel) for s in range(held.master_count)]
             found = torch.from_numpy(decode_sections(Format(held.master, Moments.FP32, 0), given)[0])
         else:
             found = torch.from_numpy(slice_of(flat.sections[0], arrays[0], start, numel)).view(dtype_of(flat.dtype))
-        return found.to(tensor.dtype)
+        return found.to(dtype)
 
     def _sections(self) -> range:
         """The sections that are read."""

@@ -8,7 +8,7 @@ computes was equal before. One without gets the value rounded to its own dtype. 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -86,15 +86,16 @@ def match(model: torch.nn.Module, units: Iterable[Unit], source: Incoming, *, st
         if name is None:
             missing.append(names[0])
             return None
-        if source.shape(name) != tuple(like.shape):
-            wrong.append(f"{name} has shape {source.shape(name)} there and {tuple(like.shape)} here")
+        shape = like.whole_shape if isinstance(like, Param) else tuple(like.shape)
+        if source.shape(name) != shape:
+            wrong.append(f"{name} has shape {source.shape(name)} there and {shape} here")
         elif source.is_floating_point(name) != is_floating:
             there = "whole" if is_floating else "floating"
             wrong.append(f"{name} is a tensor of {there} numbers there, {like.dtype} here")
         return name
 
     for param in (param for unit in units for param in unit.params):
-        name = found(param.names, param, is_floating=param.dtype.is_floating_point)
+        name = found(param.keys, param, is_floating=param.dtype.is_floating_point)
         if name is not None:
             params.append((param, name))
     persistent: dict[int, tuple[torch.Tensor, list[str]]] = {}
@@ -108,6 +109,7 @@ def match(model: torch.nn.Module, units: Iterable[Unit], source: Incoming, *, st
         if name is not None:
             buffers.append((value, name))
     unexpected = sorted(known - expected)
+    missing, wrong = list(dict.fromkeys(missing)), list(dict.fromkeys(wrong))  # the tiles of a weight say the same
     if wrong or (strict and (missing or unexpected)):
         raise ValueError(explain(source.label, missing if strict else [], unexpected if strict else [], wrong))
     return Matched(params, buffers, Loaded(tuple(missing), tuple(unexpected)))
@@ -148,13 +150,30 @@ def write_param(of: Receiver, param: Param, value: torch.Tensor) -> None:
         of.residency.write(param, value)
 
 
+class LastRead:
+    """Reads named tensors, and keeps the last one: the tiles of a weight come one after the other."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+        self._read = read
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """The tensor of this name. Blocks."""
+        if self._last is None or self._last[0] != name:
+            self._last = None  # the one before goes first
+            self._last = name, self._read(name)
+        return self._last[1]
+
+
 def take_in(of: Receiver, source: Incoming, matched: Matched) -> None:
     """Write what was matched, one tensor in memory at a time. Calls no collective. Blocks.
 
     Raises: what reading or writing meets; then some tensors have been written and others not.
     """
     with torch.inference_mode(False), torch.no_grad():
+        read = LastRead(source.read)
         for param, name in matched.params:
-            write_param(of, param, source.read(name))
+            place, value = param.place, read(name)
+            write_param(of, param, value if place is None else place.of(value))
         for buffer, name in matched.buffers:
             buffer.copy_(source.read(name))

@@ -19,6 +19,7 @@ from infinity.checkpoint.agreement import agreed
 from infinity.checkpoint.describing import buffers_of
 from infinity.checkpoint.incoming import has_master
 from infinity.checkpoint.syncing import publish, sync_directory, sync_file
+from infinity.checkpoint.wholes import Whole, wholes_of
 from infinity.comm.collectives import Comm
 from infinity.optim.state import States
 from infinity.params.unit import Param, Unit
@@ -59,13 +60,17 @@ def write_safetensors(
     """
     comm = Comm()
     files = WeightFiles(Path(directory), writes=comm.rank == 0)
-    sizes = [_unit_bytes(of, unit, masters=masters) for unit in of.units]
-    groups = group_units(sizes, parse_size(shard_bytes_max))
+    parts = _parts(of)
+    groups = group_units([_part_bytes(of, part, masters=masters) for part in parts], parse_size(shard_bytes_max))
+
+    def read(param: Param) -> torch.Tensor:
+        return read_value(of, param, masters=masters)
+
     with files:
         with agreed(comm, f"making {directory}"):
             files.begin()
         for index, group in enumerate(groups):
-            tensors = {param.name: read_value(of, param, masters=masters) for unit in group for param in of.units[unit].params}
+            tensors = {whole.name: whole.merged(read) for part in group for whole in parts[part]}
             if index == 0:
                 tensors.update(buffers_of(model))
             file = shard_name(index, len(groups))
@@ -174,9 +179,18 @@ def shard_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _unit_bytes(of: Exporter, unit: Unit, *, masters: bool) -> int:
+def _parts(of: Exporter) -> list[list[Whole]]:
+    """The tensors of each unit; the tiles of a weight, units of their own, are one part together."""
+    wholes = {whole.params[0]: whole for whole in wholes_of(param for unit in of.units for param in unit.params)}
+    parts = [[wholes[param] for param in unit.params if param in wholes] for unit in of.units]
+    return [part for part in parts if part] or [[]]
+
+
+def _part_bytes(of: Exporter, part: Sequence[Whole], *, masters: bool) -> int:
     return sum(
-        param.numel * (4 if masters and has_master(of.states, param) else param.dtype.itemsize) for param in unit.params
+        param.numel * (4 if masters and has_master(of.states, param) else param.dtype.itemsize)
+        for whole in part
+        for param in whole.params
     )
 
 

@@ -112,9 +112,19 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `infinity plan`."""
     parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face model directory, or its config.json")
     parser.add_argument("--tokens-per-step", type=int, required=True, metavar="N", help="tokens of an optimizer step, all GPUs")
+    _add_machine(parser)
+    _add_job(parser)
+    parser.add_argument("--no-changes", action="store_true", help="do not work out what one change would buy")
+    parser.add_argument("--json", type=Path, metavar="FILE", help='write everything as JSON, too; "-": to standard output only')
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    """What `infinity plan` is told of the machine."""
     machine = parser.add_argument_group("machine (sizes as 80GiB, rates in GB/s)")
     machine.add_argument("--gpus", type=int, default=1, help="GPUs of the node; 0: the CPU computes (1)")
-    machine.add_argument("--gpu-mem", metavar="SIZE", help="memory of one GPU (80GiB)")
+    machine.add_argument("--gpu", metavar="KIND", help="rtx3090, rtx4090, rtx5090, a100, h100 or h200, for what is not given "
+                         "below (by --gpu-mem, else h100)")  # fmt: skip
+    machine.add_argument("--gpu-mem", metavar="SIZE", help="memory of one GPU")
     machine.add_argument("--ram", required=True, metavar="SIZE", help="CPU memory that offloading may hold, all ranks together")
     machine.add_argument("--nvme-read", metavar="GB/s", help="all drives together, reading")
     machine.add_argument("--nvme-write", metavar="GB/s", help="all drives together, writing")
@@ -124,8 +134,17 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--separable", action="store_true", help="reads and writes do not slow each other on these drives")
     machine.add_argument("--tbw", type=float, metavar="TB", help="terabytes written that one drive is rated for")
     machine.add_argument("--flops", type=float, metavar="TFLOP/s", help="what one GPU sustains in training")
-    machine.add_argument("--pcie", metavar="GB/s", help="link of one GPU, each way")
+    machine.add_argument("--flops-peak", type=float, metavar="TFLOP/s", help="what one GPU can do at most, for MFU")
+    machine.add_argument("--pcie", metavar="GB/s", help="link of one GPU to the CPU, each way")
+    machine.add_argument("--pcie-host", metavar="GB/s", help="all GPUs' links to the CPU together, each way (more than two GPUs: "
+                         "half of their sum)")  # fmt: skip
+    machine.add_argument("--peers", metavar="GB/s", help="between GPUs, of one, each way (NVLink where the kind has it, else "
+                         "through the CPU's memory)")  # fmt: skip
     machine.add_argument("--dram", metavar="GB/s", help="bandwidth of the CPU's memory")
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    """What `infinity plan` is told of the training."""
     job = parser.add_argument_group("training")
     job.add_argument("--micro-batches", type=int, help="per step (the fewest whose activations fit a GPU)")
     job.add_argument("--seq", type=int, help="tokens of a sequence (4096, or what the model has)")
@@ -136,6 +155,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
                      "undone if it fails; clipping then goes with --update backward, too (1)")  # fmt: skip
     job.add_argument("--durable", action="store_true", help="after a crash the run goes on from the last step: two generations "
                      "of everything on the drives, nothing resident")  # fmt: skip
+    job.add_argument("--update-on", choices=("cpu", "device"), default="cpu", help="where states are updated; device: the GPUs "
+                     "(cpu)")  # fmt: skip
     tiers = ("device", "cpu", "nvme")
     job.add_argument("--params", choices=tiers, default="nvme", help="the lowest tier of parameters (nvme)")
     job.add_argument("--optim", choices=tiers[1:], default="nvme", help="the lowest tier of optimizer states (nvme)")
@@ -144,9 +165,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--resident", action="append", metavar="KIND=PART", help="how much of a state on NVMe rests in memory all "
                      "the same, for each process: params=0.5 or optim=8GiB; repeat for both (what --ram leaves)")  # fmt: skip
     job.add_argument("--grad-dtype", choices=("bfloat16", "float32"), help="in which gradients wait (that of the parameters)")
+    job.add_argument("--tile-linears", type=int, default=1, metavar="N", help="every linear in N tiles: inf.tile_linears (1)")
+    job.add_argument("--tile-loss", type=int, default=1, metavar="N", help="the head and its loss in N tiles: inf.tile_loss (1)")
     job.add_argument("--no-checkpointing", action="store_true", help="keep all activations instead of recomputing them")
-    parser.add_argument("--no-changes", action="store_true", help="do not work out what one change would buy")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='write everything as JSON, too; "-": to standard output only')
 
 
 CHECKPOINT = (

@@ -87,6 +87,7 @@ def findings(directories: Sequence[str] | None = None) -> Iterator[Finding]:
     if executor is not None:
         yield _pools(engine, executor)
     yield _gpu()
+    yield _operations()
     versions = ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name)))
     yield Finding("versions", f"Python {platform.python_version()}, {versions}")
     yield Finding("machine", f"{hardware.cpu_model()}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}")
@@ -234,6 +235,32 @@ def _gpu() -> Finding:
         for index in range(torch.cuda.device_count())
     ]
     return Finding("GPU", "; ".join(names))
+
+
+def _operations() -> Finding:
+    """Which implementation runs each operation of infinity/ops on the device that computes, a line each, and why."""
+    try:
+        import torch
+    except ImportError:
+        return Finding("operations", "unknown")  # the line on the GPU says why
+    from infinity.ops import choice
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    lines, warnings = [], []
+    for op in choice.OPS.values():
+        try:
+            chosen = choice.implementation(op.name, device)
+            reason = choice.why(op.name, device)
+        except ValueError as error:
+            lines.append(f"{op.name}: none")
+            warnings.append(str(error))
+            continue
+        other = "" if chosen == "torch" or op.bitwise else ", which rounds in its own way"
+        lines.append(f"{op.name}: {chosen} ({reason}){other}")
+        if chosen == "triton" and not _version("triton"):
+            warnings.append(f"{op.name} runs on Triton, which is not installed: pip install triton, or unset {choice.VARIABLE}")
+    # Of operations that fail alike the first stands for all: the lines above name each.
+    return Finding("operations", "\n".join(lines), warnings[0] if warnings else "")
 
 
 def _version(package: str) -> str:

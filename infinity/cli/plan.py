@@ -21,7 +21,7 @@ from infinity.aio.settings import IoSettings
 from infinity.cli import hf_model
 from infinity.cli.arguments import parse_resident
 from infinity.cli.plan_tables import as_record, show_plan
-from infinity.planning.changes import fewest_micro_batches, one_change
+from infinity.planning.changes import fewest_micro_batches, one_change, where_updates_run
 from infinity.planning.job import Job
 from infinity.planning.machine import Machine, describe_machine
 from infinity.planning.predict import predict
@@ -44,11 +44,12 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
         changes = [] if options.no_changes else one_change(
             shape, prediction, choose_micro_batches=options.micro_batches is None
         )
+        sides = where_updates_run(shape, prediction)
     except ValueError as error:
         console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
     if options.json is not None:
-        text = json.dumps(as_record(shape, prediction, changes), indent=2) + "\n"
+        text = json.dumps(as_record(shape, prediction, changes, sides), indent=2) + "\n"
         if to_stdout:
             sys.stdout.write(text)
             return 0 if prediction.fits else 1
@@ -58,7 +59,7 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
             text = f"--json {escape(str(options.json))}: {error.strerror}"
             console.print(f"[red]error:[/red] {text}", highlight=False, soft_wrap=True)
             return 2
-    show_plan(console, shape, prediction, changes)
+    show_plan(console, shape, prediction, changes, sides)
     return 0 if prediction.fits else 1
 
 
@@ -97,20 +98,24 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
 
 def read_machine(options: argparse.Namespace) -> Machine:
     """The machine that the arguments describe. Raises: ValueError naming argument, value and fix."""
-    for name in ("flops", "tbw"):
+    for name in ("flops", "flops_peak", "tbw"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{name} {value}: give a positive number")
+            raise ValueError(f"--{name.replace('_', '-')} {value}: give a positive number")
     bench = IoSettings.load(options.bench) if options.bench is not None else None
     return describe_machine(
         gpus=options.gpus,
+        gpu=options.gpu,
         gpu_mem_bytes=_size(options.gpu_mem, "--gpu-mem"),
         ram_bytes=_size(options.ram, "--ram") or 0.0,
         drives=options.drives,
         read_bytes_per_s=_rate(options.nvme_read, "--nvme-read"),
         write_bytes_per_s=_rate(options.nvme_write, "--nvme-write"),
         flops_per_gpu=options.flops * 1e12 if options.flops is not None else None,
+        flops_peak_per_gpu=options.flops_peak * 1e12 if options.flops_peak is not None else None,
         pcie_per_gpu=_rate(options.pcie, "--pcie"),
+        pcie_host=_rate(options.pcie_host, "--pcie-host"),
+        peers_per_gpu=_rate(options.peers, "--peers"),
         dram_bytes_per_s=_rate(options.dram, "--dram"),
         tbw_per_drive=options.tbw * 1e12 if options.tbw is not None else None,
         nvme_bytes=_size(options.nvme_size, "--nvme-size"),
@@ -141,6 +146,12 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         )
     if options.activations == "cpu" and not machine.gpus:
         raise ValueError("--activations cpu with --gpus 0: they are in CPU memory already; use 'nvme', or 'device' (they stay)")
+    if options.update_on == "device" and not machine.gpus:
+        raise ValueError("--update-on device with --gpus 0: there is no other device than the CPU; leave it out")
+    for name in ("tile_linears", "tile_loss"):
+        value = getattr(options, name)
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
     tiers = {"params": options.params, "optim": options.optim}
     policy = inf.Policy(  # checks and parses
         **tiers, nvme=["."], resident=parse_resident(options.resident), update=options.update, generations=options.generations,
@@ -161,6 +172,9 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         checkpointing=not options.no_checkpointing,
         generations=policy.generations,
         durable=options.durable,
+        update_on=options.update_on,
+        tiles=options.tile_linears,
+        loss_tiles=options.tile_loss,
     )
     if options.micro_batches is not None:
         return job

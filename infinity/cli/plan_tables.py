@@ -13,25 +13,26 @@ from rich.table import Table
 
 from infinity.limits import AtRest
 from infinity.planning.changes import Change
-from infinity.planning.predict import EFFICIENCY, Need, Prediction
+from infinity.planning.device_memory import Need
+from infinity.planning.predict import EFFICIENCY, Prediction
 from infinity.planning.shape import ModelShape
 from infinity.sizes import format_size
 
 SCHEMA = "infinity.plan/1"
 
 
-def show_plan(console: Console, shape: ModelShape, found: Prediction, changes: Sequence[Change]) -> None:
-    """Print the answer: does it fit, where things go, how long a step is, what a change would buy, what was assumed."""
-    job, machine = found.job, found.machine
-    console.print(
-        f"[bold]{escape(shape.name)}[/bold]: {_count(shape.params)} parameters in {len(shape.units)} units, the largest "
-        f"{format_size(shape.largest_unit_bytes)}; {job.tokens:,} tokens per step in {_batches(job.micro_batches)} of "
-        f"{job.micro_batch_tokens(machine.ranks):,} tokens on each of {machine.ranks} "
-        f"{'GPU' if machine.gpus else 'CPU'}{'s' if machine.ranks > 1 else ''}, sequences of {job.sequence:,}, "
-        f"{'checkpointed' if job.checkpointing else 'not checkpointed'}; state {job.state}, update {job.update}"
-        f"{', durable' if job.durable else ', two generations' if job.generations > 1 else ''}",
-        highlight=False,
-    )
+NOT_BUILT = "not built yet, so a forecast"
+SAME_MAX = 0.005  # a gain or loss that is none
+
+
+def show_plan(
+    console: Console, shape: ModelShape, found: Prediction, changes: Sequence[Change], sides: Sequence[Prediction] = ()
+) -> None:
+    """Print the answer: does it fit, where things go, how long a step is, what a change would buy, what was assumed.
+
+    sides: the same with updates on the CPU and on the GPUs.
+    """
+    console.print(_head(shape, found), highlight=False)
     if found.fits:
         console.print("[bold green]It fits.[/bold green]")
     else:
@@ -41,15 +42,40 @@ def show_plan(console: Console, shape: ModelShape, found: Prediction, changes: S
     console.print(_needs(found))
     console.print(_places(found))
     console.print(_step(found))
-    if changes:
-        console.print(_changes(found, changes))
-    assumed = [(name, source) for name, source in machine.sources.items() if source != "given"]
+    if sides:
+        console.print(_sides(sides))
+        console.print(
+            "Updates run on the CPU unless you set update_on='device'. No plan and no budget decides it: where the two round "
+            "differently, it is part of a run's numerics.",
+            highlight=False,
+        )
+    _show_changes(console, found, changes)
+    assumed = [(name, source) for name, source in found.machine.sources.items() if source != "given"]
     if assumed:
-        console.print("Not given: " + "; ".join(f"{name} {source}" for name, source in assumed), highlight=False)
+        console.print("Not given, and so taken to be:")
+        for name, source in assumed:
+            option = {"read": "nvme-read", "write": "nvme-write"}.get(name, name.replace("_", "-"))
+            console.print(f"  --{option}: {source}", highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"s/step is the limit divided by {EFFICIENCY}: the share of it that this project demands of itself. Activations and "
-        "operations are estimated from the configuration. This release computes on the CPU; GPU figures are a forecast.",
+        "operations are estimated from the configuration. It is a forecast: nothing was measured.",
         highlight=False,
+    )
+
+
+def _head(shape: ModelShape, found: Prediction) -> str:
+    """What is planned, in a sentence."""
+    job, machine = found.job, found.machine
+    tiled = f", linears in {job.tiles} tiles" if job.tiles > 1 else ""
+    tiled += f", the loss in {job.loss_tiles}" if job.loss_tiles > 1 else ""
+    return (
+        f"[bold]{escape(shape.name)}[/bold]: {_count(shape.params)} parameters in {len(shape.units)} units, the largest "
+        f"{format_size(shape.largest_unit_bytes)}; {job.tokens:,} tokens per step in {_batches(job.micro_batches)} of "
+        f"{job.micro_batch_tokens(machine.ranks):,} tokens on each of {machine.ranks} "
+        f"{'GPU' if machine.gpus else 'CPU'}{'s' if machine.ranks > 1 else ''}, sequences of {job.sequence:,}, "
+        f"{'checkpointed' if job.checkpointing else 'not checkpointed'}{tiled}; state {job.state}, update {job.update}"
+        f"{', durable' if job.durable else ', two generations' if job.generations > 1 else ''}"
+        f"{', on the GPU' if job.update_on == 'device' else ''}"
     )
 
 
@@ -61,14 +87,15 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _needs(found: Prediction) -> Table:
-    table = _table("Does it fit", "memory", "needed", "there is", "")
-    table.columns[3].justify = "left"
+    table = _table("Does it fit", "memory", "needed", "there is")
     names = {"one GPU" if found.machine.gpus else "device (CPU memory)": found.gpu, "RAM": found.ram, "NVMe": found.nvme}
     for name, need in names.items():
+        if not need.parts:
+            continue
         there = format_size(need.there_is) if need.there_is is not None else "not given"
-        parts = ", ".join(f"{part} {format_size(size)}" for part, size in need.parts.items())
-        style = "" if need.fits else "red"
-        table.add_row(name, format_size(need.bytes), there, parts or "-", style=style)
+        table.add_row(name, format_size(need.bytes), there, style="bold" if need.fits else "bold red")
+        for part, size in need.parts.items():
+            table.add_row(f"  {part}", format_size(size), "")
     return table
 
 
@@ -88,15 +115,27 @@ def _step(found: Prediction) -> Table:
     table = _table("A step", "", "")
     table.show_header = False
     total, eta = found.moved.total, found.limits.eta(found.step_s)
-    table.add_row("read from NVMe", f"{format_size(total.read)}, {_per_param(found, total.read)}")
-    table.add_row("written to NVMe", f"{format_size(total.written)}, {_per_param(found, total.written)}")
-    terms = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in found.terms_s.items() if seconds)
-    table.add_row("seconds, each alone", terms)
+    if total.read or total.written:
+        table.add_row("read from NVMe", f"{format_size(total.read)}, {_per_param(found, total.read)}")
+        table.add_row("written to NVMe", f"{format_size(total.written)}, {_per_param(found, total.written)}")
+    copied = found.copied
+    if copied.total:
+        table.add_row("copied to GPUs", f"{format_size(copied.h2d)}, {_per_param(found, copied.h2d)}")
+        table.add_row("copied from GPUs", f"{format_size(copied.d2h)}, {_per_param(found, copied.d2h)}")
+    for name, seconds in found.terms_s.items():
+        if seconds:
+            table.add_row(f"{name}, alone", f"{_seconds(seconds)} s")
     table.add_row("limit of any schedule", f"{_seconds(found.limits.floor_s)} s")
     table.add_row(f"limit of update {found.job.update}", f"{_seconds(found.limits.schedule_s)} s")
     reached = f"η {eta[0]:.2f} of any schedule, {eta[1]:.2f} of this"
     table.add_row("s/step expected", f"[bold]{_seconds(found.step_s)}[/bold] ({reached})")
     table.add_row("tokens per second", f"{found.tokens_per_s:,.0f}, bound by {found.bottleneck}")
+    if found.mfu is not None:
+        peak = found.machine.flops_peak_per_gpu / 1e12
+        rate = f"{found.flops_per_gpu / 1e12:,.1f} TFLOP/s of the model"
+        if found.machine.gpus > 1:
+            table.add_row("of each GPU", f"{found.tokens_per_s / found.machine.gpus:,.0f}")
+        table.add_row("MFU", f"{found.mfu:.1%}: {rate} on each GPU, of {peak:,.0f}")
     if found.moved.total.written:
         table.add_row("written per day", f"{found.written_per_day / 1e12:,.1f} TB")
         drives = found.machine.drives
@@ -106,7 +145,9 @@ def _step(found: Prediction) -> Table:
 
 
 def _seconds(value: float) -> str:
-    """Two decimals, or three digits where those would say nothing."""
+    """Two decimals; none above a thousand, and three digits where two decimals would say nothing."""
+    if value >= 1000:
+        return f"{value:,.0f}"
     return f"{value:.2f}" if value >= 1 or not value else f"{value:.3g}"
 
 
@@ -131,17 +172,46 @@ def _days(days: float) -> str:
     return f"{days:,.1f} days" if days < 10 else f"{days:,.0f} days"
 
 
-def _changes(found: Prediction, changes: Sequence[Change]) -> Table:
-    table = _table("What one change would buy", "change", "fits", "s/step", "tokens/s", "gain", "TB/day")
+def _sides(sides: Sequence[Prediction]) -> Table:
+    """What a step takes with updates on the CPU, and on the GPUs."""
+    where = {"cpu": "'cpu'", "device": f"'device' ({NOT_BUILT})"}
+    table = _table("Where updates run", "update_on", *(where[side.job.update_on] for side in sides))
+    table.add_row("s/step expected", *(_seconds(side.step_s) for side in sides))
+    table.add_row("copied to GPUs", *(format_size(side.copied.h2d) for side in sides))
+    table.add_row("copied from GPUs", *(format_size(side.copied.d2h) for side in sides))
+    for name in dict.fromkeys(name for side in sides for name in side.terms_s):
+        if name not in ("compute", "drives"):  # the same for both
+            terms = [side.terms_s.get(name, 0.0) for side in sides]
+            table.add_row(f"{name}, alone", *(f"{_seconds(term)} s" if term else "-" for term in terms))
+    table.add_row("GPU memory, each", *(format_size(side.gpu.bytes) for side in sides))
+    return table
+
+
+def _show_changes(console: Console, found: Prediction, changes: Sequence[Change]) -> None:
+    """A row for each change that changes something; the names of the others."""
+    same, rows, never = [], [], []
     for change in changes:
-        other = change.prediction
-        if not other.fits:  # its times would be those of more memory than there is
-            table.add_row(change.name, "no", "-", "-", "-", "-")
-            continue
-        gain = _gain(found, other)
+        gain = _gain(found, change.prediction)
+        if not change.prediction.fits:
+            never.append(change.name)
+        elif gain is not None and abs(gain - 1) < SAME_MAX:
+            same.append(change.name)
+        else:
+            rows.append(change)
+    if rows:
+        console.print(_changes(found, rows))
+    for names, told in ((same, "No faster and no slower"), (never, "Would not fit" if found.fits else "Would not fit either")):
+        if names:
+            console.print(f"{told}: {'; '.join(names)}", highlight=False, markup=False)
+
+
+def _changes(found: Prediction, changes: Sequence[Change]) -> Table:
+    title = "What one change would buy" if found.fits else "One change with which it fits"
+    table = _table(title, "change", "s/step", "tokens/s", "gain", "TB/day")
+    for change in changes:
+        other, gain = change.prediction, _gain(found, change.prediction)
         table.add_row(
             change.name,
-            "yes",
             _seconds(other.step_s),
             f"{other.tokens_per_s:,.0f}",
             "-" if gain is None else f"{gain:.2f}x",
@@ -155,8 +225,10 @@ def _gain(found: Prediction, other: Prediction) -> float | None:
     return other.tokens_per_s / found.tokens_per_s if found.fits and other.fits else None
 
 
-def as_record(shape: ModelShape, found: Prediction, changes: Sequence[Change]) -> dict[str, Any]:
-    """Everything, ready for JSON. Infinite figures are None."""
+def as_record(
+    shape: ModelShape, found: Prediction, changes: Sequence[Change], sides: Sequence[Prediction] = ()
+) -> dict[str, Any]:
+    """Everything, ready for JSON. Infinite figures are None. sides: as in `show_plan`."""
     model = {
         name: getattr(shape, name)
         for name in ("name", "params", "trainable", "active_params", "layers", "width", "vocabulary", "largest_unit_bytes")
@@ -166,6 +238,7 @@ def as_record(shape: ModelShape, found: Prediction, changes: Sequence[Change]) -
         "model": model | {"units": len(shape.units)},
         "machine": found.machine.as_dict(),
         "plan": _record(found),
+        "update_on": {side.job.update_on: _record(side) for side in sides},
         "changes": [
             {"change": change.name, "gain": _gain(found, change.prediction), **_record(change.prediction)} for change in changes
         ],
@@ -185,6 +258,8 @@ def _record(found: Prediction) -> dict[str, Any]:
         "on_nvme": dataclasses.asdict(found.on_nvme),
         "read_bytes": found.moved.total.read,
         "written_bytes": found.moved.total.written,
+        "h2d_bytes": found.copied.h2d,
+        "d2h_bytes": found.copied.d2h,
         "terms_s": found.terms_s,
         "limit_floor_s": found.limits.floor_s,
         "limit_schedule_s": found.limits.schedule_s,
@@ -193,6 +268,9 @@ def _record(found: Prediction) -> dict[str, Any]:
         "eta_floor": eta[0],
         "eta_schedule": eta[1],
         "tokens_per_s": found.tokens_per_s,
+        "model_flops": found.model_flops,
+        "model_flops_per_s_per_gpu": found.flops_per_gpu if found.machine.gpus else None,
+        "mfu": found.mfu,
         "bound_by": found.bottleneck,
         "written_bytes_per_day": found.written_per_day,
         "drive_days": None if math.isinf(found.days) else found.days,

@@ -6,7 +6,7 @@
 
 What native/update.c does to a chunk in RAM, for chunks whose sections are tensors, on a GPU above all. Both implementations take
 the records of infinity/aio/plan.py as they are; which one runs is for infinity/ops/choice.py to say (`update`), and changes
-no bit: infinity/ops/update.py is the reference of both. All that a step's updates need besides the chunks is copied to the device
+no bit (but of a NaN's payload in an fp32 section, which is nobody's value): infinity/ops/update.py is the reference. All that a step's updates need besides the chunks is copied to the device
 once, when the plan is made.
 """
 
@@ -53,7 +53,8 @@ class UpdatePlan:
 
         hypers: HYPER records, that segs["hyper"] counts in. grad_dtype: of the tensor that `run` is given; None: each segment
         says where its gradient lies, in the chunk's `grad` section, or at an address that the device can read, and that
-        stays valid until the device has done the update. Copies to the device, without waiting for it.
+        stays valid until the device has done the update. Copies to the device, without waiting for it; on a GPU in the
+        current stream, which that of `run` must wait for. The plan stays until the device is done with it.
         Raises: ValueError for what the kernels do not know.
         """
         self.format = Format.of(state_format)

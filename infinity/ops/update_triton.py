@@ -175,14 +175,13 @@ def _update(
     done = (program - tl.load(table + 6)) * (GROUPS * GROUP)
     if ALIGNED:
         start = tl.multiple_of(start, 16)
-        address = tl.multiple_of(address, 16)
     left = numel - done
     if left >= GROUPS * GROUP:  # whole: no masks, so that loads and stores are as wide as they can be
         _block(s0, s1, s2, s3, scales, start + done, address, done, element + done, left, hyper,
-               MASTER, MOMENTS, COUNT, ALGORITHM, GRAD, GROUPS, WHOLE=True)  # fmt: skip
+               MASTER, MOMENTS, COUNT, ALGORITHM, GRAD, ALIGNED, GROUPS, WHOLE=True)  # fmt: skip
     else:
         _block(s0, s1, s2, s3, scales, start + done, address, done, element + done, left, hyper,
-               MASTER, MOMENTS, COUNT, ALGORITHM, GRAD, GROUPS, WHOLE=False)  # fmt: skip
+               MASTER, MOMENTS, COUNT, ALGORITHM, GRAD, ALIGNED, GROUPS, WHOLE=False)  # fmt: skip
 
 
 @triton.jit
@@ -190,14 +189,14 @@ def _block(
     s0: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor, scales: tl.tensor,
     at: tl.tensor, address: tl.tensor, done: tl.tensor, element: tl.tensor, left: tl.tensor, hyper: tl.tensor,
     MASTER: tl.constexpr, MOMENTS: tl.constexpr, COUNT: tl.constexpr, ALGORITHM: tl.constexpr, GRAD: tl.constexpr,
-    GROUPS: tl.constexpr, WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr, GROUPS: tl.constexpr, WHOLE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Elements [at, at + left) of the chunk, or as many as a block has; [done, ...) of the segment."""
     within = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = within < left
     groups = at // GROUP + tl.arange(0, GROUPS)
     in_groups = tl.arange(0, GROUPS) * GROUP < left
-    g = _gradient(address, done, within, mask, hyper, GRAD, WHOLE)
+    g = _gradient(address, done, within, mask, hyper, GRAD, ALIGNED, WHOLE)
     p = _load_master(s0, s1, at + within, mask, MASTER, WHOLE)
     if COUNT > 0:
         m = _load_moment(s2, scales, at + within, groups, mask, in_groups, 0, MOMENTS, COUNT, WHOLE)
@@ -236,15 +235,19 @@ def _scalar(hyper: tl.tensor, WORD: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _gradient(
     address: tl.tensor, done: tl.tensor, within: tl.tensor, mask: tl.tensor, hyper: tl.tensor,
-    GRAD: tl.constexpr, WHOLE: tl.constexpr,
+    GRAD: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """In fp32, with the log replayed."""
     if GRAD == GRAD_BF16:
-        g = float_of_bf16(_load(address.to(tl.pointer_type(tl.int16)) + done + within, mask, WHOLE))
+        pointer = address.to(tl.pointer_type(tl.int16))
     elif GRAD == GRAD_FP16:
-        g = _load(address.to(tl.pointer_type(tl.float16)) + done + within, mask, WHOLE).to(tl.float32)
+        pointer = address.to(tl.pointer_type(tl.float16))
     else:
-        g = _load(address.to(tl.pointer_type(tl.float32)) + done + within, mask, WHOLE)
+        pointer = address.to(tl.pointer_type(tl.float32))
+    if ALIGNED:  # said of the pointer: what is known of a number is lost when it becomes one
+        pointer = tl.multiple_of(pointer, 16)
+    g = _load(pointer + done + within, mask, WHOLE)
+    g = float_of_bf16(g) if GRAD == GRAD_BF16 else g.to(tl.float32)
     count, index = tl.load(hyper + LOG_COUNT), 0
     while index < count:
         value = tl.load(hyper + LOG_VALUE + index).to(tl.float32, bitcast=True)

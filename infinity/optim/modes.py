@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
+from infinity.aio import Executor
 from infinity.config import Policy
 from infinity.memory.device import Device
 from infinity.optim.delayed import DelayedUpdates
 from infinity.optim.early import EarlyUpdates, Holder
+from infinity.optim.on_device import DeviceUpdates
 from infinity.optim.speculative import Speculation
 from infinity.optim.staging import Staging
 from infinity.optim.step import Pipeline
@@ -132,6 +135,16 @@ class EarlyMode(UpdateMode):
         self._updates.close()
 
 
+class OnDeviceMode(UpdateMode):
+    """update_on="device"."""
+
+    def __init__(self, updates: DeviceUpdates) -> None:
+        self._updates = updates
+
+    def close(self) -> None:
+        self._updates.close()
+
+
 class SpeculativeMode(UpdateMode):
     """update="backward" with two generations. Gradients wait, as with update="deferred"."""
 
@@ -155,11 +168,17 @@ def open_mode(
     residency: UnitResidency,
     drain: Drain,
     rest: Rest,
+    executor: Executor,
     rank: int,
     holder_of: Callable[[Param], Holder | None],
     make_gradients: Callable[[], None],
 ) -> UpdateMode:
-    """The mode that the policy names, wired to the engine's parts."""
+    """The mode that the policy names, wired to the engine's parts. Raises: ValueError where the model cannot have it."""
+    if policy.update_on == "device":
+        if not residency.device.copies:
+            raise ValueError("update_on='device': the model computes on the CPU, which updates already; use update_on='cpu'")
+        parts: dict[str, Any] = {"pipeline": pipeline, "residency": residency, "rest": rest, "executor": executor}
+        return OnDeviceMode(DeviceUpdates(**parts, device=residency.device))
     if policy.update == "delayed":
         return DelayedMode(policy, units, pipeline, residency, rest, rank)
     if policy.update == "backward" and pipeline.transaction is not None:

@@ -9,7 +9,7 @@ The units in between keep the device busy: who waited for the last one's gradien
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,9 +23,15 @@ from infinity.sizes import round_up
 LAG_UNITS = 2
 """So many units' backward may have ended before a unit's update is submitted."""
 
-_WINDOWS = LAG_UNITS + 2  # one that fills, one whose update still reads it
+WINDOW_UNITS = LAG_UNITS + 2
+"""Windows, of a unit each: besides those that lag, one that fills and one whose update still reads it."""
 
 _ALIGNMENT_BYTES = 64
+
+
+def window_bytes(sizes: Iterable[int]) -> int:
+    """Bytes of a window for gradients of these sizes."""
+    return sum(round_up(size_bytes, _ALIGNMENT_BYTES) for size_bytes in sizes)
 
 
 class Staging:
@@ -35,11 +41,11 @@ class Staging:
         self._dtype_of = dtype_of
         self._window_bytes = max((self._needs(unit) for unit in units), default=0)
         self._device = device
-        self._leaving = Leaving(device, _WINDOWS * self._window_bytes)
+        self._leaving = Leaving(device, WINDOW_UNITS * self._window_bytes)
         self._slab: Slab | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._turn = 0
-        self._reads: list[Ticket | None] = [None] * _WINDOWS  # of each window, the update that reads it
+        self._reads: list[Ticket | None] = [None] * WINDOW_UNITS  # of each window, the update that reads it
         self._at: dict[Unit, int] = {}
         self._due: deque[Unit] = deque()
         self._tickets: dict[Unit, list[Ticket]] = {}
@@ -47,7 +53,7 @@ class Staging:
     @property
     def size_bytes(self) -> int:
         """Bytes of all windows."""
-        return _WINDOWS * self._window_bytes
+        return WINDOW_UNITS * self._window_bytes
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._tickets
@@ -59,7 +65,7 @@ class Staging:
 
         Blocks while an update still reads the window.
         """
-        index = self._turn = (self._turn + 1) % _WINDOWS
+        index = self._turn = (self._turn + 1) % WINDOW_UNITS
         memory = self._window(index)
         found: dict[Param, torch.Tensor | None] = {}
         tickets, at = [], 0
@@ -123,8 +129,6 @@ class Staging:
         return self._memory[index * self._window_bytes : (index + 1) * self._window_bytes]
 
     def _needs(self, unit: Unit) -> int:
-        return sum(
-            round_up(param.numel * self._dtype_of(param.flat).itemsize, _ALIGNMENT_BYTES)
-            for param in unit.params
-            if param.flat.trainable
+        return window_bytes(
+            param.numel * self._dtype_of(param.flat).itemsize for param in unit.params if param.flat.trainable
         )

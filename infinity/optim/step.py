@@ -32,7 +32,7 @@ from infinity.aio.executor import MASK_GIVEN
 from infinity.aio.plan import JobKind
 from infinity.comm.collectives import Comm
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid, StepUndone
-from infinity.optim.plans import FlatPlan, Work, plan_flat, plan_unit
+from infinity.optim.plans import FlatPlan, Submission, Work, plan_flat, plan_unit
 from infinity.optim.transaction import Transaction
 from infinity.params.residency import UnitResidency
 from infinity.params.rest import Rest
@@ -261,6 +261,14 @@ class Pipeline:
                 break
         if ids:
             self._executor.preread(np.array(ids[:READ_AHEAD_MAX], dtype=np.int32), given=given)
+
+    def plan_of(self, unit: Unit, work: Mapping[Param, Work], gradients: Gradients) -> Submission:
+        """The jobs that do `work` in a unit; see `plan_unit`."""
+        return plan_unit(unit, self._plans, work, gradients)
+
+    def pend(self, ticket: Ticket) -> None:
+        """An update was submitted past `start`: wait for it, and raise its fault, like the others."""
+        self._pending.append(ticket)
 
     def _prune(self) -> None:
         """Forget updates that are done, whenever there are twice as many: a constant cost per update. Raises the sticky fault."""

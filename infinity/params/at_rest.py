@@ -10,12 +10,12 @@ deepcopy, `autograd.grad`) always raises: each was a silent loss or a segfault.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
-from infinity._torch_compat import DisableTorchFunctionSubclass, make_wrapper, parse_to
+from infinity._torch_compat import METADATA, DisableTorchFunctionSubclass, make_wrapper, parse_to
 from infinity.errors import EngineClosed, ParameterReleased
 
 if TYPE_CHECKING:
@@ -371,33 +371,6 @@ def _forbid(operation: str, instead: str) -> Handler:
 def _false(_func: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
     return False
 
-
-def _getters(names: Sequence[str]) -> set[Any]:
-    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
-
-
-_PROPERTIES = """
-    shape dtype device requires_grad grad is_leaf grad_fn layout ndim is_cuda is_cpu is_meta is_sparse is_sparse_csr
-    is_quantized is_mkldnn is_xpu is_mps is_xla is_ipu is_maia is_mtia is_vulkan is_ort is_hpu is_nested itemsize nbytes
-    output_nr name names retains_grad grad_dtype _version _grad_fn _grad _backward_hooks _post_accumulate_grad_hooks
-"""
-_METHODS = """
-    size stride dim ndimension numel nelement element_size is_contiguous is_floating_point is_complex is_signed is_conj
-    is_neg is_inference is_same_size storage_offset get_device __len__ dim_order has_names is_coalesced is_distributed
-    _is_view _is_zerotensor _has_symbolic_sizes_strides
-"""
-_FUNCTIONS = """
-    numel is_floating_point is_complex is_conj is_neg is_inference is_signed is_same_size
-    _has_compatible_shallow_copy_type
-"""
-
-METADATA: frozenset[Any] = frozenset(
-    _getters(_PROPERTIES.split())
-    | {getattr(_TENSOR, name) for name in _METHODS.split() if hasattr(_TENSOR, name)}
-    | {getattr(torch, name) for name in _FUNCTIONS.split()}
-    | {_GRAD.__delete__, _TENSOR.grad_dtype.__set__}
-)
-"""What is answered as on any tensor."""
 
 _WRITE = "write its values with `with inf.handle(model).gather(parameter): parameter.copy_(...)`"
 

@@ -7,6 +7,7 @@
     too large  a block of more than `unit_bytes_max` gives up the children of the ModuleLists inside it (the experts of a
                ModuleList MoE, so that only routed ones are gathered), then, if it is still too large, its children.
                A module that cannot be split is one unit, however large: it streams in chunks.
+    tiles      every tile of a tiled linear or embedding is a unit of its own, whatever its size and wherever it is.
 
 A parameter belongs to one unit: that of the first module, in registration order, that holds it. Other modules that hold
 it too (tied weights) are served by the same unit, which is gathered for each of them.
@@ -24,6 +25,7 @@ from torch import nn
 
 from infinity.aio.plan import CHUNK_NUMEL
 from infinity.memory.layout import plan_flat
+from infinity.ops.tiles import tile_modules
 from infinity.params.gathered import empty_flat
 from infinity.params.unit import Flat, Param, Unit
 
@@ -145,6 +147,7 @@ class _Finder:
         if units is None and not blocks:
             blocks = list(self._list_children(self._model))
         self._blocks = {id(block) for block in blocks}
+        self._claim_tiles(blocks)
         self._visit(self._model, self._model)
         self._serve_other_sites()
         order = self._order
@@ -213,6 +216,21 @@ class _Finder:
         self._claim(module, caller, self._own(module))
         for child in module.children():
             self._visit(child, caller)
+
+    def _claim_tiles(self, blocks: list[nn.Module]) -> None:
+        """Make a unit of every tile."""
+        if not self._nested:
+            for block in blocks:
+                for inner in block.modules():
+                    tile = next(tile_modules(inner), None) if isinstance(inner, _CONTAINERS) else None
+                    if tile is not None:
+                        raise ValueError(
+                            f"{self._names[id(tile)]} is a tile of one of several modules in a list (an expert): ranks may call "
+                            "them in different orders, and would wait for each other; leave those out of "
+                            "inf.tile_linears(names=...), or train on one rank"
+                        )
+        for tile in tile_modules(self._model):
+            self._claim(tile, tile, self._own(tile))
 
     def _has_block(self, module: nn.Module) -> bool:
         return any(id(child) in self._blocks for child in module.modules())

@@ -307,7 +307,7 @@ class UnitResidency:
     def _marks(self) -> Marks:
         """What the clock divides into phases."""
         grads = self._rest.grads_read_bytes, self._rest.grads_written_bytes
-        return Marks.of(self._executor.stats().drives, self._rest.params_read_bytes, self.wait_s + self.update_wait_s, grads)
+        return Marks.of(self._executor.stats(), self._rest.params_read_bytes, self.wait_s + self.update_wait_s, grads)
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
@@ -355,6 +355,14 @@ class UnitResidency:
         if in_place:
             gathered.invalidate(unit)
             self._fills[unit] = [ticket]
+        else:
+            self.renew(unit)
+
+    def rewritten(self, unit: Unit, *, in_place: bool) -> None:
+        """The unit's values were replaced; in_place: in its buffers, too."""
+        unit.generation += 1
+        if in_place:
+            gathered.mark_filled(unit)
         else:
             self.renew(unit)
 

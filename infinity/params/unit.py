@@ -8,11 +8,13 @@ gathered parameters are views of it. What the module and the optimizer hold is `
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from infinity.memory.layout import FlatLayout
+from infinity.ops.tiles import Place, Tile, whole_name
 
 if TYPE_CHECKING:
     from infinity.params.at_rest import AtRestParameter
@@ -38,6 +40,33 @@ class Param:
     at_rest: AtRestParameter = dataclasses.field(init=False)
     gathered: GatheredParameter = dataclasses.field(init=False)
     grad: GradSlot | None = None
+
+    @property
+    def place(self) -> Place | None:
+        """Where it lies in the weight that it is a tile of; None for an ordinary parameter."""
+        return place_at(self.sites)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Its names in state dicts and files: those of the whole weight if it is a tile."""
+        return keys_of(self.names, self.place)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of what has these keys."""
+        place = self.place
+        return tuple(self.shape) if place is None else place.whole_shape
+
+
+def place_at(sites: list[tuple[torch.nn.Module, str]]) -> Place | None:
+    """The place of a parameter that these (module, attribute) hold, if it is a tile."""
+    module = sites[0][0]
+    return module.place if isinstance(module, Tile) else None
+
+
+def keys_of(names: Iterable[str], place: Place | None) -> tuple[str, ...]:
+    """The names in state dicts of a parameter with these names in the module tree; place: see `place_at`."""
+    return tuple(names) if place is None else tuple(whole_name(name) or name for name in names)
 
 
 @dataclasses.dataclass(eq=False)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from infinity.copies import UPDATES_ON
+from infinity.planning.device_memory import gpu_need, loss_tiles, ways_to_fit
 from infinity.planning.job import Job
 from infinity.planning.machine import Machine
-from infinity.planning.predict import Prediction, gpu_need, predict
+from infinity.planning.predict import Prediction, predict
 from infinity.planning.shape import ModelShape
 
 MICRO_BATCHES_MAX = 1024
@@ -43,12 +45,7 @@ def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool
     tried += [(name, machine, other) for name, other in _other_steps(job)]
     if job.grads == "cpu" and machine.drives and not now.ram.fits:
         tried.append(("gradients spill (--grads nvme)", machine, dataclasses.replace(job, grads="nvme")))
-    if machine.gpus and job.activations == "device" and job.checkpointing:
-        tried.append(("activations on the CPU", machine, dataclasses.replace(job, activations="cpu")))
-    if not now.gpu.fits and not job.checkpointing:
-        tried.append(("gradient checkpointing", machine, dataclasses.replace(job, checkpointing=True)))
-    if not now.gpu.fits and job.tokens >= 2 * job.micro_batches * machine.ranks:
-        tried.append(("twice the micro-batches", machine, dataclasses.replace(job, micro_batches=2 * job.micro_batches)))
+    tried += [(name, machine, other) for name, other in _other_memory(shape, machine, job, now.gpu.fits)]
     found = []
     for name, changed, other in tried:
         if other.tokens < changed.ranks * (1 if choose_micro_batches else other.micro_batches):
@@ -59,6 +56,32 @@ def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool
             name = f"{name.partition(' (twice the micro')[0]}, {count}"
         found.append(Change(name, predict(shape, changed, chosen)))
     return sorted(found, key=lambda change: (not change.prediction.fits, -change.prediction.tokens_per_s))
+
+
+def _other_memory(shape: ModelShape, machine: Machine, job: Job, fits: bool) -> list[tuple[str, Job]]:
+    """What makes a job fit its GPUs; where it does, what leaves room for more tokens at once."""
+    if not fits:
+        return [(way.name, way.job) for way in ways_to_fit(shape, machine, job)]
+    found = []
+    if machine.gpus and job.activations == "device" and job.checkpointing:
+        found.append(("activations on the CPU", dataclasses.replace(job, activations="cpu")))
+    tiles = loss_tiles(shape)
+    if machine.gpus and tiles > job.loss_tiles and shape.logits_bytes_per_token(job.loss_tiles) > shape.block_bytes_per_token:
+        found.append((f"the loss in {tiles} tiles (rounds)", dataclasses.replace(job, loss_tiles=tiles)))
+    return found
+
+
+def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
+    """The same with updates on the CPU, and on the GPUs; nothing where the CPU computes.
+
+    Which of them a run uses is no matter of their times: `Policy.update_on` is "cpu" unless its user says otherwise, on every
+    machine. Where the two round differently that is part of a run's numerics, and numerics are never chosen from a budget or a
+    measurement; and the default needs no memory of a GPU.
+    """
+    if not now.machine.gpus:
+        return []
+    jobs = [dataclasses.replace(now.job, update_on=where) for where in UPDATES_ON]
+    return [now if job == now.job else predict(shape, now.machine, job) for job in jobs]
 
 
 def _other_steps(job: Job) -> list[tuple[str, Job]]:

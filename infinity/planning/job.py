@@ -14,6 +14,8 @@ class Job:
 
     resident, grad_dtype: as in `inf.Policy`, sizes in bytes of each process. compute_s: measured (forward, backward) seconds of
     one micro-batch, where they are better known than from FLOP/s. durable: with two generations, and nothing resident.
+    update_on: "cpu", or "device" for GPUs. tiles: of every linear (`inf.tile_linears`). loss_tiles: of the head and its loss
+    along the vocabulary (`inf.tile_loss`); 1: whole logits.
     """
 
     tokens: int
@@ -31,6 +33,9 @@ class Job:
     compute_s: tuple[float, float] | None = None
     generations: int = 1
     durable: bool = False
+    update_on: str = "cpu"
+    tiles: int = 1
+    loss_tiles: int = 1
 
     def __post_init__(self) -> None:
         if self.durable:

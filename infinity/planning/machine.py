@@ -7,17 +7,22 @@ from typing import Any
 
 from infinity.aio.settings import IoSettings
 from infinity.limits import EXAMPLE_TBW, Drives
-from infinity.sizes import GIB
+from infinity.planning.gpus import KINDS, GpuKind, guess_kind, host_links
+from infinity.sizes import GIB, format_size
 
 ASSUMED: dict[str, tuple[float, str]] = {
-    "flops_per_gpu": (400e12, "sustained FLOP/s of one GPU: a large model's bf16 on an H100-class one"),
-    "pcie_per_gpu": (50e9, "bytes/s to and from one GPU, each way: PCIe 5 x16"),
-    "dram": (200e9, "bytes/s of the CPU's memory: one socket with 8 channels"),
-    "tbw_per_drive": (EXAMPLE_TBW * 1e12, "bytes written that one drive is rated for: a consumer drive of 1 TB"),
-    "read": (6.8e9, "bytes/s read from one drive: PCIe 4"),
-    "write": (5.0e9, "bytes/s written to one drive: PCIe 4"),
+    "dram": (200e9, "one socket with 8 channels"),
+    "dram of several GPUs": (400e9, "two sockets with 8 channels each, where there are more than 2 GPUs"),
+    "tbw": (EXAMPLE_TBW * 1e12, "a consumer drive of 1 TB"),
+    "read": (6.8e9, "PCIe 4 drives"),
+    "write": (5.0e9, "PCIe 4 drives"),
 }
-"""What is taken where a figure is not given: (value, what it is)."""
+"""What is taken where a figure is not given: (value, what it is of). Those of GPUs are `infinity.planning.gpus.KINDS`."""
+
+POSITIVE = (
+    "gpu_mem_bytes", "ram_bytes", "flops_per_gpu", "flops_peak_per_gpu", "pcie_per_gpu", "pcie_host", "peers_per_gpu",
+    "hbm_per_gpu", "dram_bytes_per_s", "tbw_per_drive",
+)  # fmt: skip
 
 CPU_FLOPS = 200e9
 """FLOP/s that are assumed where the CPU computes."""
@@ -28,9 +33,11 @@ class Machine:
     """One node. `gpu_mem_bytes` is of one GPU; bandwidths are those of all drives together, and `shared` says that reads and
     writes take each other's time. gpus 0: the CPU computes, and device memory is the machine's own.
 
-    drives: how many there are, for wear and for what another one would give. busiest_share: of the data, on the drive that has
-    most of it; data follows bandwidth. None: they are equal. nvme_bytes: room for states, None: not known.
-    sources: for each figure "given", "measured (...)" or "assumed".
+    flops_per_gpu: sustained; flops_peak_per_gpu: what MFU is of. pcie_per_gpu: of its link to the CPU, each way; pcie_host: of
+    all these links together, None: two GPUs share one where there are more than two. peers_per_gpu: between GPUs, each way, None:
+    they go through the CPU's memory. hbm_per_gpu: of a GPU's memory. drives: how many there are, for wear and what another one
+    would give. busiest_share: of the data, on the drive that has most of it; data follows bandwidth. None: they are equal.
+    nvme_bytes: room for states, None: not known. sources: for each figure "given", "measured (...)", or what is assumed.
     """
 
     gpus: int
@@ -46,6 +53,10 @@ class Machine:
     nvme_bytes: float | None = None
     shared: bool = True
     busiest_share: float | None = None
+    flops_peak_per_gpu: float = KINDS["h100"].flops_peak
+    hbm_per_gpu: float = KINDS["h100"].hbm_bytes_per_s
+    peers_per_gpu: float | None = None
+    pcie_host: float | None = None
     sources: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
@@ -61,7 +72,8 @@ class Machine:
     @property
     def pcie_bytes_per_s(self) -> float:
         """Bytes per second between CPU and all GPUs, each way; 0.0 where the CPU computes."""
-        return self.gpus * self.pcie_per_gpu
+        shared = self.pcie_host if self.pcie_host is not None else host_links(self.gpus) * self.pcie_per_gpu
+        return min(self.gpus * self.pcie_per_gpu, shared)
 
     @property
     def bandwidths(self) -> Drives | None:
@@ -96,13 +108,17 @@ class Machine:
 def describe_machine(
     *,
     gpus: int = 1,
+    gpu: str | None = None,
     gpu_mem_bytes: float | None = None,
     ram_bytes: float = 64 * GIB,
     drives: int | None = None,
     read_bytes_per_s: float | None = None,
     write_bytes_per_s: float | None = None,
     flops_per_gpu: float | None = None,
+    flops_peak_per_gpu: float | None = None,
     pcie_per_gpu: float | None = None,
+    pcie_host: float | None = None,
+    peers_per_gpu: float | None = None,
     dram_bytes_per_s: float | None = None,
     tbw_per_drive: float | None = None,
     nvme_bytes: float | None = None,
@@ -110,42 +126,91 @@ def describe_machine(
     bench: IoSettings | None = None,
     bench_name: str = "",
 ) -> Machine:
-    """A machine of what is given; the rest is measured (`bench`) or assumed, and `Machine.sources` says which.
+    """A machine of what is given; the rest is of the kind of GPU (`gpu`), measured (`bench`) or assumed, and `Machine.sources`
+    says which.
 
     read_bytes_per_s, write_bytes_per_s: of all drives together. Raises: ValueError naming the figure and a fix.
     """
     sources: dict[str, str] = {}
-
-    def figure(name: str, given: float | None, key: str) -> float:
-        if given is not None:
-            sources[name] = "given"
-            return given
-        value, what = ASSUMED[key]
-        sources[name] = f"assumed ({what})"
-        return value
-
+    if gpu is not None and gpu not in KINDS:
+        raise ValueError(f"--gpu {gpu} is not known; use {', '.join(KINDS)}, or --gpu-mem, --flops, --flops-peak and --pcie")
+    kind = KINDS[gpu] if gpu is not None else guess_kind(gpu_mem_bytes)
+    figures = _of_gpus(
+        gpus, kind, sources, told=gpu is not None, mem=gpu_mem_bytes, flops=flops_per_gpu, peak=flops_peak_per_gpu,
+        pcie=pcie_per_gpu, host=pcie_host, peers=peers_per_gpu,
+    )  # fmt: skip
     count, read, write, busiest = _drives(drives, read_bytes_per_s, write_bytes_per_s, bench, bench_name, sources)
-    flops = flops_per_gpu
-    if gpus == 0 and flops is None:
-        flops, sources["flops"] = CPU_FLOPS, "assumed (FLOP/s of the CPU, which computes where there is no GPU)"
+    dram, what = ASSUMED["dram of several GPUs" if gpus > 2 else "dram"]
+    sources["dram"] = "given" if dram_bytes_per_s is not None else f"{_rate(dram)}, assumed: {what}"
+    tbw, what = ASSUMED["tbw"]
+    if count:
+        sources["tbw"] = "given" if tbw_per_drive is not None else f"{tbw / 1e12:g} TB, assumed: {what}"
     machine = Machine(
         gpus=gpus,
-        gpu_mem_bytes=gpu_mem_bytes if gpu_mem_bytes is not None else 80 * GIB,
         ram_bytes=ram_bytes,
         drives=count,
         read_bytes_per_s=read,
         write_bytes_per_s=write,
-        flops_per_gpu=flops if "flops" in sources and flops is not None else figure("flops", flops, "flops_per_gpu"),
-        pcie_per_gpu=figure("pcie", pcie_per_gpu, "pcie_per_gpu") if gpus else ASSUMED["pcie_per_gpu"][0],
-        dram_bytes_per_s=figure("dram", dram_bytes_per_s, "dram"),
-        tbw_per_drive=figure("tbw", tbw_per_drive, "tbw_per_drive") if count else ASSUMED["tbw_per_drive"][0],
+        dram_bytes_per_s=dram if dram_bytes_per_s is None else dram_bytes_per_s,
+        tbw_per_drive=tbw if tbw_per_drive is None else tbw_per_drive,
         nvme_bytes=nvme_bytes,
         shared=shared,
         busiest_share=busiest,
-        sources=sources | {"gpu_mem": "given" if gpu_mem_bytes is not None else "assumed (80 GiB)"},
+        sources=sources,
+        **figures,
     )
     _check(machine)
     return machine
+
+
+def _of_gpus(
+    gpus: int,
+    kind: GpuKind,
+    sources: dict[str, str],
+    *,
+    told: bool,
+    mem: float | None,
+    flops: float | None,
+    peak: float | None,
+    pcie: float | None,
+    host: float | None,
+    peers: float | None,
+) -> dict[str, Any]:
+    """The figures of the GPUs, as fields of a `Machine`; writes where each comes from to `sources`."""
+    whence = f"of {kind.name} ({kind.told})" if told else f"assumed: {kind.told}"
+
+    def figure(name: str, given: float | None, default: float, text: str) -> float:
+        sources[name] = "given" if given is not None else f"{text}, {whence}"
+        return default if given is None else given
+
+    if not gpus:
+        sources["flops"] = "given" if flops is not None else f"{CPU_FLOPS / 1e12:g} TFLOP/s, assumed: the CPU computes"
+        return {
+            "gpu_mem_bytes": figure("gpu_mem", mem, 80.0 * GIB, "80 GiB of the CPU's memory"),
+            "flops_per_gpu": CPU_FLOPS if flops is None else flops,
+            "pcie_per_gpu": kind.pcie_bytes_per_s,
+        }
+    found: dict[str, Any] = {
+        "gpu_mem_bytes": figure("gpu_mem", mem, kind.mem_bytes, format_size(kind.mem_bytes)),
+        "flops_per_gpu": figure("flops", flops, kind.flops, f"{kind.flops / 1e12:g} TFLOP/s sustained"),
+        "flops_peak_per_gpu": figure("flops_peak", peak, kind.flops_peak, f"{kind.flops_peak / 1e12:g} TFLOP/s"),
+        "pcie_per_gpu": figure("pcie", pcie, kind.pcie_bytes_per_s, f"{_rate(kind.pcie_bytes_per_s)} each way"),
+        "hbm_per_gpu": kind.hbm_bytes_per_s,
+        "peers_per_gpu": kind.peers_bytes_per_s if peers is None else peers,
+        "pcie_host": host,
+    }
+    if gpus > 1:
+        between = kind.peers_bytes_per_s
+        figure("peers", peers, 0.0, f"{_rate(between)} each way" if between else "through the CPU's memory")
+    if gpus > 2:
+        links = host_links(gpus) * found["pcie_per_gpu"]
+        assumed = f"{_rate(links)} each way, assumed: two GPUs share a link to the CPU"
+        sources["pcie_host"] = "given" if host is not None else assumed
+    return found
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:g} GB/s"
 
 
 def _drives(
@@ -167,7 +232,7 @@ def _drives(
             raise ValueError("--drives 0 beside --nvme-read, --nvme-write or --bench: leave one or the other out")
         return 0, 0.0, 0.0, None
     if drives is None and not measured:
-        sources["drives"] = "assumed (1)"
+        sources["drives"] = "1, assumed"
     found, busiest = [], None
     if measured:
         speeds = [2 / (1 / pair[0] + 1 / pair[1]) for pair in measured]  # as the engine divides the data
@@ -176,10 +241,12 @@ def _drives(
         value, source = given, "given"
         if value is None and measured:
             scaled = f", scaled from {len(measured)} drives to {count}" if count != len(measured) else ""
-            value, source = sum(pair[index] for pair in measured) * count / len(measured), f"measured ({told}{scaled})"
+            value = sum(pair[index] for pair in measured) * count / len(measured)
+            source = f"measured ({told}{scaled})"
         elif value is None:
             value, what = ASSUMED[name]
-            value, source = value * count, f"assumed ({what})"
+            value *= count
+            source = f"{_rate(value)}, assumed: {what}"
         found.append(value)
         sources[name] = source
     return count, found[0], found[1], busiest
@@ -188,7 +255,8 @@ def _drives(
 def _check(machine: Machine) -> None:
     if machine.gpus < 0 or machine.drives < 0:
         raise ValueError(f"--gpus {machine.gpus}, --drives {machine.drives}: give numbers of 0 or more")
-    for name in ("gpu_mem_bytes", "ram_bytes", "flops_per_gpu", "pcie_per_gpu", "dram_bytes_per_s", "tbw_per_drive"):
+    figures = [name for name in POSITIVE if getattr(machine, name) is not None]
+    for name in figures:
         value = getattr(machine, name)
         if not value > 0 or value == float("inf"):
             raise ValueError(f"{name}={value}: give a positive number")

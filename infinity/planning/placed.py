@@ -16,6 +16,7 @@ from infinity.limits import AtRest
 from infinity.memory.layout import FlatLayout, plan_flat
 from infinity.memory.needs import FlatNeed, Load
 from infinity.memory.placement import Plan, plan_placement
+from infinity.optim.staging import WINDOW_UNITS, window_bytes
 from infinity.params.stand_in import NORM_PIECE_NUMEL
 from infinity.placing import state_format
 from infinity.planning.job import Job
@@ -32,6 +33,7 @@ def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[l
     needs = _needs(shape, machine, job, _grain(shape, machine.ranks, job.state))
     largest = max((numel for flat in shape.flats if flat.trainable for numel in flat.numels), default=0)
 
+    staging = _staging_bytes(shape, machine, job)
     bandwidths = machine.read_bytes_per_s, machine.write_bytes_per_s
     load = Load("deferred" if job.speculates else job.update, job.micro_batches, bandwidths)
 
@@ -40,7 +42,7 @@ def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[l
             which,
             ram_bytes,
             drive_count=machine.drives,
-            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL),
+            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + staging,
             resident=job.resident,
             load=load,
             spill=spill,
@@ -66,6 +68,17 @@ def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[l
         larger = plan(needs, budget + found.pool_bytes - chunked(found).pool_bytes)
         found = larger if larger.pool_bytes else found
     return needs, chunked(found)
+
+
+def _staging_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
+    """Pinned memory by way of which gradients leave a GPU for updates during backward, as `optim.staging` has it."""
+    if not machine.gpus or job.update != "backward" or job.speculates:
+        return 0
+    windows = (
+        window_bytes(numel * job.grad_itemsize(flat.dtype) for flat in unit.flats if flat.trainable for numel in flat.numels)
+        for unit in shape.units
+    )
+    return WINDOW_UNITS * max(windows, default=0)
 
 
 def _with_pools(plan: Plan, fine: Plan) -> Plan:

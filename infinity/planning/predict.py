@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from infinity.copies import UPDATES_ON, Copied, Copies, Held, Link, Spent, copies, dram_s, exchanges
 from infinity.limits import (
     AtRest,
     Compute,
@@ -14,15 +15,12 @@ from infinity.limits import (
     Traffic,
     compute_flops,
     days_of_life,
-    dram_s,
     limits,
     passes,
-    pcie_s,
     traffic,
 )
 from infinity.memory.placement import Plan
-from infinity.optim.early import UNITS_AHEAD
-from infinity.params.residency import AHEAD
+from infinity.planning.device_memory import Need, gpu_need, least_need, ways_to_fit
 from infinity.planning.job import Job
 from infinity.planning.machine import Machine
 from infinity.planning.placed import place, rests
@@ -36,25 +34,13 @@ PASS_SHARE = 0.5
 """What share of the memory's bandwidth the engine's own passes reach where the CPU computes: they also compute checksums and
 updates, and share the cores with forward and backward. Measured on two cores (`bench/predict.py`)."""
 
-@dataclasses.dataclass(frozen=True)
-class Need:
-    """How much of something a plan takes, of how much there is (None: not known), and what it consists of."""
-
-    bytes: float
-    there_is: float | None
-    parts: dict[str, float]
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is enough."""
-        return self.there_is is None or self.bytes <= self.there_is
-
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     """What one job on one machine will need and give. Bytes over all ranks, but gpu: of one GPU. Seconds per step.
 
-    at_rest: all states by kind; on_nvme: of them on drives. why_not: what does not fit and what would help, empty where all does;
+    at_rest: all states by kind; on_nvme: of them on drives. copied: between the CPU and all GPUs; model_flops: what the model's
+    forward and backward take, without recomputing. why_not: what does not fit and what would help, empty where all does;
     the times are then those of the least that would work. days: until the drives had their rating.
     """
 
@@ -66,6 +52,8 @@ class Prediction:
     at_rest: AtRest
     on_nvme: AtRest
     moved: Traffic
+    copied: Copied
+    model_flops: float
     limits: Limits
     terms_s: dict[str, float]
     step_s: float
@@ -80,6 +68,16 @@ class Prediction:
     def tokens_per_s(self) -> float:
         """Tokens per second."""
         return self.job.tokens / self.step_s
+
+    @property
+    def flops_per_gpu(self) -> float:
+        """Of the model, per second and GPU."""
+        return self.model_flops / self.step_s / self.machine.ranks
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP/s utilisation: of what the GPUs could do at most. None where the CPU computes."""
+        return self.flops_per_gpu / self.machine.flops_peak_per_gpu if self.machine.gpus else None
 
     @property
     def written_per_day(self) -> float:
@@ -113,15 +111,16 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     on_nvme = sum((nvme for _, nvme in found_rests), AtRest()).scaled(params=ranks, optim=ranks, grads=ranks)
     moved = traffic(on_nvme, job.update, job.micro_batches, activations=boundary if job.activations == "nvme" else 0)
     compute = _compute(shape, machine, job, at_rest.states)
+    held = _held(shape, job, at_rest, boundary if job.activations != "device" else 0)
+    copied = _copies(machine, job, held)
+    spent = _spent(machine, job, held, moved, copied)
     terms = {
         "compute": compute.total_s,
         "drives": machine.bandwidths.io_s(moved.total) if machine.bandwidths else 0.0,
-        "PCIe": _pcie_s(shape, machine, job, boundary),
-        "CPU memory": _dram_s(shape, machine, job, at_rest, moved, boundary),
+        **{name: each.total_s for name, each in spent.items()},
     }
-    update_s = (2 * at_rest.states + _grad_bytes(shape)) / machine.dram_bytes_per_s
-    others = (terms["PCIe"], terms["CPU memory"])
-    found = limits(moved, compute, machine.bandwidths, job.update, update_s=update_s, others_s=others)
+    update_s = 0.0 if machine.gpus else (2 * held.states + held.grads) / machine.dram_bytes_per_s
+    found = limits(moved, compute, machine.bandwidths, job.update, update_s=update_s, others=spent.values())
     ram, gpu = _ram(plan, machine, waiting), gpu_need(shape, machine, job)
     nvme = _nvme(on_nvme, machine, job, boundary if job.activations == "nvme" else 0)
     return Prediction(
@@ -133,10 +132,12 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
         at_rest=at_rest,
         on_nvme=on_nvme,
         moved=moved,
+        copied=copied.total if machine.gpus else Copied(),
+        model_flops=sum(_flops(shape, job, recompute=False)),
         limits=found,
         terms_s=terms,
         step_s=found.schedule_s / EFFICIENCY,
-        why_not=_why_not(gpu, ram, nvme, machine, job),
+        why_not=_why_not(shape, gpu, ram, nvme, machine, job),
     )
 
 
@@ -155,6 +156,14 @@ def _check(job: Job, machine: Machine) -> None:
             f"{', '.join(below)} may rest on NVMe and the machine has no drive; give it one, or tiers above 'nvme'"
         )
     passes(job.update, job.micro_batches)  # checks the mode
+    if job.update_on not in UPDATES_ON:
+        raise ValueError(f"update_on={job.update_on!r} is not known; use {' or '.join(map(repr, UPDATES_ON))}")
+    if job.update_on == "device" and not machine.gpus:
+        raise ValueError("update_on='device' is for GPUs; here the CPU computes and updates: leave it out")
+    for name in ("tiles", "loss_tiles"):
+        value = getattr(job, name)
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
     if job.generations not in (1, 2):
         raise ValueError(f"generations={job.generations} must be 1 or 2")
     if job.generations == 2 and job.update == "delayed":
@@ -194,15 +203,22 @@ def _beside(shape: ModelShape, machine: Machine, states: float) -> tuple[float, 
 def _passes(shape: ModelShape, machine: Machine, job: Job) -> Compute:
     if job.compute_s is not None:
         return Compute.of(*job.compute_s, job.micro_batches)
-    forward, backward = compute_flops(
+    forward, backward = _flops(shape, job, recompute=job.checkpointing)
+    return Compute.of(
+        forward / job.micro_batches / machine.flops, backward / job.micro_batches / machine.flops, job.micro_batches
+    )
+
+
+def _flops(shape: ModelShape, job: Job, *, recompute: bool) -> tuple[float, float]:
+    """Operations of a step's (forwards, backwards)."""
+    return compute_flops(
         shape.active_params,
-        job.tokens / job.micro_batches,
-        recompute=job.checkpointing,
+        job.tokens,
+        recompute=recompute,
         layers=shape.layers,
         attention_width=shape.attention_width,
         sequence=job.sequence,
     )
-    return Compute.of(forward / machine.flops, backward / machine.flops, job.micro_batches)
 
 
 def _grad_bytes(shape: ModelShape) -> float:
@@ -213,36 +229,55 @@ def _param_bytes(shape: ModelShape) -> float:
     return float(sum(flat.size_bytes for flat in shape.flats))
 
 
-def _gathers(machine: Machine, job: Job) -> float:
-    """How often a step brings the parameters to the device: for each pass, or once, as updated, where they stay there."""
-    return 1 if job.params == "device" and machine.gpus else 2 * job.micro_batches
+def _held(shape: ModelShape, job: Job, at_rest: AtRest, activations: float) -> Held:
+    """What is copied, over all ranks: gathered values as they compute, states at rest, gradients as they wait."""
+    trained = [flat for flat in shape.flats if flat.trainable]
+    params = float(sum(flat.size_bytes for flat in trained))
+    return Held(
+        params=params,
+        states=at_rest.states,
+        grads=float(sum(flat.numel * job.grad_itemsize(flat.dtype) for flat in trained)),
+        frozen=_param_bytes(shape) - params,
+        activations=activations,
+    )
 
 
-def _pcie_s(shape: ModelShape, machine: Machine, job: Job, boundary: float) -> float:
+def _copies(machine: Machine, job: Job, held: Held) -> Copies:
+    """Between the CPU and all GPUs, what these have from each other by way of the CPU's memory included."""
+    stay = job.params == "device" and machine.gpus > 0
+    found = copies(
+        held, job.update, job.micro_batches, update_on=job.update_on, params_stay=stay, grads_kept=job.speculates
+    )
+    if machine.gpus > 1 and machine.peers_per_gpu is None:
+        found += exchanges(held, job.update, job.micro_batches, machine.gpus, params_stay=stay).scaled(machine.gpus)
+    return found
+
+
+def _spent(machine: Machine, job: Job, held: Held, moved: Traffic, copied: Copies) -> dict[str, Spent]:
+    """Seconds of links and memories, by name."""
+    updated = 2 * held.states + held.grads
+    on_cpu = job.update_on == "cpu"
+    # A GPU adds up the gradients of micro-batches itself; where the CPU computes, it does.
+    added = 0.0 if machine.gpus else (job.micro_batches - 1) * held.grads
+    early = updated if on_cpu else 0.0
+    window, rest = moved.beside_states, moved.rest
+    found = {
+        "CPU memory": Spent.sum_of(
+            dram_s(window.read + window.written, copied.beside_states.total, early, machine.dram_bytes_per_s),
+            dram_s(rest.read + rest.written, copied.rest.total, 0.0, machine.dram_bytes_per_s, added_bytes=added),
+        )
+    }
     if not machine.gpus:
-        return 0.0
-    spilled = boundary if job.activations != "device" else 0.0
-    return pcie_s(
-        _gathers(machine, job) * _param_bytes(shape),
-        _grad_bytes(shape),
-        job.micro_batches,
-        machine.pcie_bytes_per_s,
-        activations=spilled,
-    )
-
-
-def _dram_s(
-    shape: ModelShape, machine: Machine, job: Job, at_rest: AtRest, moved: Traffic, boundary: float
-) -> float:
-    return dram_s(
-        at_rest.states,
-        moved.total,
-        _gathers(machine, job) * _param_bytes(shape),
-        _grad_bytes(shape),
-        job.micro_batches,
-        machine.dram_bytes_per_s,
-        activations=boundary if job.activations != "device" else 0.0,
-    )
+        return found
+    pcie = machine.pcie_bytes_per_s
+    found = {"PCIe": Link(pcie, pcie).spent(copied)} | found
+    if machine.gpus > 1 and machine.peers_per_gpu is not None:
+        stay = job.params == "device"
+        peers = exchanges(held, job.update, job.micro_batches, machine.gpus, params_stay=stay)
+        found["links between GPUs"] = Link(machine.peers_per_gpu, machine.peers_per_gpu).spent(peers)
+    if not on_cpu:
+        found["update in GPU memory"] = Spent.sum_of(updated / machine.gpus / machine.hbm_per_gpu)
+    return found
 
 
 # -- what is needed ----------------------------------------------------------------------------------------------------------
@@ -254,21 +289,6 @@ def _ram(plan: Plan, machine: Machine, waiting: float) -> Need:
     if waiting:
         found["activations"] = waiting
     return Need(sum(found.values()), machine.ram_bytes, found)
-
-
-def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
-    """Device memory of one GPU: units gathered and ahead, fresh gradients of the one in backward, activations."""
-    tokens = job.micro_batch_tokens(machine.ranks)
-    if job.params == "device":
-        gathered = float(sum(unit.size_bytes for unit in shape.units))
-    else:
-        gathered = float((AHEAD + 1) * shape.largest_unit_bytes)
-    activations = shape.activation_bytes(
-        tokens, checkpointing=job.checkpointing, boundaries_on_device=job.activations == "device"
-    )
-    fresh = float((UNITS_AHEAD if job.update == "backward" and not job.speculates else 1) * shape.largest_unit_bytes)
-    parts = {"gathered units": gathered, "fresh gradients": fresh, "activations (estimated)": activations}
-    return Need(sum(parts.values()), machine.gpu_mem_bytes, parts)
 
 
 def _nvme(on_nvme: AtRest, machine: Machine, job: Job, waiting: float) -> Need:
@@ -285,14 +305,11 @@ def _nvme(on_nvme: AtRest, machine: Machine, job: Job, waiting: float) -> Need:
     return Need(sum(found.values()), machine.nvme_bytes if machine.drives else 0.0, found)
 
 
-def _why_not(gpu: Need, ram: Need, nvme: Need, machine: Machine, job: Job) -> tuple[str, ...]:
+def _why_not(shape: ModelShape, gpu: Need, ram: Need, nvme: Need, machine: Machine, job: Job) -> tuple[str, ...]:
     found = []
     if not gpu.fits:
         what = "GPU memory" if machine.gpus else "device memory (the CPU's)"
-        less = ["more micro-batches"]
-        less += [] if job.checkpointing else ["gradient checkpointing"]
-        less += ["activations on the CPU"] if machine.gpus and job.activations == "device" else []
-        found.append(f"{what}: {_lacks(gpu, ' on each')}; {_join(less)}")
+        found.append(f"{what}: {_lacks(gpu, ' on each')}; {_what_fits(shape, machine, job)}")
     if not ram.fits:
         less = [] if job.grads == "nvme" else ["spilled gradients (--grads nvme)"]
         if job.generations > 1:
@@ -308,6 +325,16 @@ def _why_not(gpu: Need, ram: Need, nvme: Need, machine: Machine, job: Job) -> tu
         less += ["one generation"] if job.generations > 1 else []
         found.append(f"NVMe: {_lacks(nvme)}; {_join(less)}")
     return tuple(text.removesuffix("; ") for text in found)
+
+
+def _what_fits(shape: ModelShape, machine: Machine, job: Job) -> str:
+    """Which single change makes it fit, with what it then needs; the least of all of them where none does."""
+    ways = ways_to_fit(shape, machine, job)
+    if ways:
+        return "it fits with " + ", or ".join(f"{way.name} ({way.how}): {format_size(way.need.bytes)}" for way in ways)
+    least = least_need(shape, machine, job)
+    enough = "enough" if least.fits else "too much still; shorter sequences need less"
+    return f"no single change of the job is enough: all that there are together need {round_size(least.bytes)}, {enough}"
 
 
 def _lacks(need: Need, where: str = "") -> str:

@@ -7,16 +7,18 @@ are estimated from the sizes that a configuration names, with the formulas below
     boundary activations        layers x width x itemsize per token: what checkpointed blocks keep
     a block's own activations   (12 x width + 4 x MLP width x experts) x itemsize per token: recomputed, or kept for every layer
     logits                      10 B per token and word: as computed, their fp32 copy, its gradient; 8 B in fp32, without the copy
+                                with the loss by tiles: of a tile's words, and 4 B x width, the hidden states' gradient in fp32
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from infinity.memory.layout import plan_flat
 from infinity.params.discover import UnitSpec, find_units
 
 UNIT_BYTES_MAX = 512 << 20  # Policy's default
@@ -37,21 +39,44 @@ class FlatShape:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the gathered values."""
-        return self.numel * self.dtype.itemsize
+        """Bytes of the gathered values, on one rank, with the padding that its layout puts between them."""
+        return plan_flat(self.numels, self.dtype.itemsize, 1).numel * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearShape:
+    """The weight of a linear that can be tiled, shared with others and with embeddings or not, and in which of a unit's flats it
+    is."""
+
+    name: str
+    flat: int
+    out_features: int
+    in_features: int
 
 
 @dataclasses.dataclass(frozen=True)
 class UnitShape:
-    """Flats that are gathered together."""
+    """Flats that are gathered together. linears: what of them can be tiled."""
 
     name: str
     flats: tuple[FlatShape, ...]
+    linears: tuple[LinearShape, ...] = ()
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the gathered values."""
         return sum(flat.size_bytes for flat in self.flats)
+
+    def largest_tiled_bytes(self, tiles_of: Callable[[LinearShape], int]) -> int:
+        """Bytes of the largest unit that it becomes with its linears in so many tiles, each a unit of its own."""
+        found = [self.size_bytes]
+        for linear in self.linears:
+            tiles = tiles_of(linear)
+            if tiles > 1:
+                row = linear.in_features * self.flats[linear.flat].dtype.itemsize
+                found[0] -= linear.out_features * row
+                found.append(-(-linear.out_features // tiles) * row)
+        return max(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,14 +122,26 @@ class ModelShape:
         """Inputs of all checkpointed blocks."""
         return self.itemsize * self.layers * self.width
 
-    def activation_bytes(self, tokens: int, *, checkpointing: bool, boundaries_on_device: bool) -> float:
-        """Device memory of activations for a micro-batch of `tokens` tokens on one device (an estimate, see the module)."""
-        block = self.itemsize * (12 * self.width + 4 * self.mlp_width)
-        logits = (8 if self.itemsize == 4 else self.itemsize + 8) * self.vocabulary
-        kept = self.boundary_bytes_per_token if boundaries_on_device else 2 * self.itemsize * self.width
-        if not checkpointing:
-            return tokens * float(self.layers * block + logits)
-        return tokens * float(kept + max(block, logits))
+    @property
+    def block_bytes_per_token(self) -> int:
+        """What a block computes and keeps for its own backward."""
+        return self.itemsize * (12 * self.width + 4 * self.mlp_width)
+
+    def logits_bytes_per_token(self, loss_tiles: int = 1) -> int:
+        """Logits and what the loss makes of them; in so many tiles of the vocabulary, of which one exists at a time."""
+        per_word = 8 if self.itemsize == 4 else self.itemsize + 8
+        if loss_tiles == 1:
+            return per_word * self.vocabulary
+        return per_word * -(-self.vocabulary // loss_tiles) + 4 * self.width
+
+    def largest_tiled_bytes(self, tiles: int, loss_tiles: int = 1) -> int:
+        """Bytes of the largest unit with every linear in so many tiles (`inf.tile_linears`), and the head in as many as the
+        loss (`inf.tile_loss`); all along their outputs."""
+
+        def tiles_of(linear: LinearShape) -> int:
+            return max(tiles, loss_tiles) if linear.out_features == self.vocabulary else tiles
+
+        return max((unit.largest_tiled_bytes(tiles_of) for unit in self.units), default=0)
 
 
 def shape_of(model: torch.nn.Module, *, name: str = "", nested: bool = True, frozen: bool = False) -> ModelShape:
@@ -123,9 +160,11 @@ def shape_of(model: torch.nn.Module, *, name: str = "", nested: bool = True, fro
     routed = _number(text, "num_experts_per_tok", "num_experts_per_token") if experts else 0
     mlp = _number(text, "moe_intermediate_size") if experts else 0
     mlp = mlp or _number(text, "intermediate_size", "n_inner", "d_ff", "ffn_dim") or 4 * width
+    linears = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    embeddings = {name for name, module in model.named_modules() if type(module) is torch.nn.Embedding}
     return ModelShape(
         name=name or type(model).__name__,
-        units=tuple(UnitShape(spec.name, _flats(spec, frozen)) for spec in specs),
+        units=tuple(_unit(spec, linears, embeddings, frozen) for spec in specs),
         active_params=_active(model, specs, routed / experts if experts else 1.0),
         layers=_layers(text),
         width=width,
@@ -145,14 +184,20 @@ def _layers(config: Any) -> int:
     return _number(config, "num_hidden_layers", "n_layer", "num_layers")
 
 
-def _flats(spec: UnitSpec, frozen: bool) -> tuple[FlatShape, ...]:
-    """Grouped as `discover.build` groups them: by dtype and by whether they are trained."""
+def _unit(spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool) -> UnitShape:
+    """Grouped as `discover.build` groups them: by dtype and by whether they are trained. linears, embeddings: their names."""
     groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    found = []
     for entry in spec.entries:
         parameter = entry.parameter
         key = (parameter.dtype, parameter.requires_grad and not frozen)
-        groups.setdefault(key, []).append(parameter.numel())
-    return tuple(FlatShape(tuple(numels), dtype, trainable) for (dtype, trainable), numels in groups.items())
+        numels = groups.setdefault(key, [])
+        holders = {name.removesuffix(".weight") for name in entry.names}
+        if holders & linears and holders <= linears | embeddings:
+            found.append(LinearShape(entry.names[0], list(groups).index(key), parameter.shape[0], parameter.shape[1]))
+        numels.append(parameter.numel())
+    flats = tuple(FlatShape(tuple(numels), dtype, trainable) for (dtype, trainable), numels in groups.items())
+    return UnitShape(spec.name, flats, tuple(found))
 
 
 def _active(model: torch.nn.Module, specs: Sequence[UnitSpec], routed_share: float) -> int:

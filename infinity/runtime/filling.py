@@ -5,6 +5,7 @@
     load=mapping              name -> tensor
     load=directory or file    safetensors, sharded or single, read one tensor at a time
 
+A source knows whole weights; a tile of one is filled with its part (a callable is asked for the whole, once).
 One flat of one unit is in memory at a time, so a model on the meta device is never in memory as a whole. Names, shapes
 and kinds of dtype are checked against the source before anything is filled. A tied parameter is filled once, from
 whichever of its names the source has.
@@ -22,8 +23,9 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
+from infinity.ops.tiles import Place
 from infinity.params.discover import find_parameters
-from infinity.params.unit import Flat, Param, Unit
+from infinity.params.unit import Flat, Param, Unit, keys_of, place_at
 
 Source = Callable[[str, torch.Tensor], object] | Mapping[str, torch.Tensor] | str | os.PathLike[str]
 """What `inf.offload(load=...)` takes."""
@@ -124,11 +126,12 @@ class _ModuleSource(OpenSource):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        meta = [entry.names[0] for entry in find_parameters(model) if entry.parameter.is_meta]
+        entries = find_parameters(model)
+        meta = [keys_of(entry.names, place_at(entry.sites))[0] for entry in entries if entry.parameter.is_meta]
         meta += [b.names[0] for b in find_buffers(model) if b.value.is_meta and b.persistent]
         if meta:
             raise ValueError(
-                f"{_listed(meta)} on the meta device without values; say where they come from: "
+                f"{_listed(list(dict.fromkeys(meta)))} on the meta device without values; say where they come from: "
                 "inf.offload(model, policy, load=directory, mapping or callable)"
             )
 
@@ -148,9 +151,20 @@ class _CallableSource(OpenSource):
     def __init__(self, model: nn.Module, load: Callable[[str, torch.Tensor], object]) -> None:
         super().__init__(model)
         self._load = load
+        self._whole: tuple[str, torch.Tensor] | None = None  # the weight whose tiles are being filled
 
     def fill(self, param: Param, out: torch.Tensor) -> None:
-        self._call(param.name, out)
+        place, key = param.place, param.keys[0]
+        if place is None:
+            self._whole = None
+            self._call(key, out)
+            return
+        if self._whole is None or self._whole[0] != key:
+            self._whole = None  # the one before goes first
+            whole = torch.empty(place.whole_shape, dtype=out.dtype)
+            self._call(key, whole)
+            self._whole = key, whole
+        out.copy_(place.of(self._whole[1]))
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         if was_meta:
@@ -177,9 +191,9 @@ class _NamedSource(OpenSource):
         self._check()
 
     def fill(self, param: Param, out: torch.Tensor) -> None:
-        name = self._name_of(param.names)
+        name = self._name_of(param.keys)
         assert name is not None, param.name
-        self._copy(name, out)
+        self._copy(name, out, param.place)
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         name = self._name_of(names)
@@ -187,13 +201,13 @@ class _NamedSource(OpenSource):
         if name is not None:
             self._copy(name, out)
 
-    def _copy(self, name: str, out: torch.Tensor) -> None:
+    def _copy(self, name: str, out: torch.Tensor, place: Place | None = None) -> None:
         value = self._tensors.read(name)
         if value.is_floating_point() != out.is_floating_point():
             raise ValueError(
                 f"{self._tensors.label} has {name} as {value.dtype}; the model wants {out.dtype}"
             )
-        out.copy_(value)
+        out.copy_(value if place is None else place.of(value))
 
     def _name_of(self, names: Iterable[str]) -> str | None:
         return next((name for name in names if name in self._known), None)
@@ -202,22 +216,23 @@ class _NamedSource(OpenSource):
         """Compare names and shapes before anything is filled."""
         missing: list[str] = []
         expected: set[str] = set()
-        wanted: list[tuple[tuple[str, ...], torch.Tensor, bool]] = [
-            (tuple(entry.names), entry.parameter, True) for entry in find_parameters(self._model)
-        ]
-        wanted += [(b.names, b.value, b.persistent and b.value.is_meta) for b in find_buffers(self._model)]
-        for names, tensor, required in wanted:
+        wanted: list[tuple[tuple[str, ...], tuple[int, ...], bool]] = []
+        for entry in find_parameters(self._model):
+            place = place_at(entry.sites)
+            shape = tuple(entry.parameter.shape) if place is None else place.whole_shape
+            wanted.append((keys_of(entry.names, place), shape, True))
+        wanted = list(dict.fromkeys(wanted))
+        wanted += [(b.names, tuple(b.value.shape), b.persistent and b.value.is_meta) for b in find_buffers(self._model)]
+        for names, shape, required in wanted:
             expected.update(names)
             name = self._name_of(names)
             if name is None:
                 if required:
                     missing.append(names[0])
                 continue
-            shape = tuple(self._tensors.shape(name))
-            if shape != tuple(tensor.shape):
-                raise ValueError(
-                    f"{self._tensors.label} has {name} of shape {shape}; the model wants {tuple(tensor.shape)}"
-                )
+            found = tuple(self._tensors.shape(name))
+            if found != shape:
+                raise ValueError(f"{self._tensors.label} has {name} of shape {found}; the model wants {shape}")
         unexpected = sorted(self._known - expected)
         if missing or unexpected:
             raise ValueError(self._explain(missing, unexpected))

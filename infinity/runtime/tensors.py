@@ -34,7 +34,7 @@ def in_output(output: Any) -> list[torch.Tensor]:
 
     None may be missed: backward gathers the unit when it reaches one of them.
     """
-    if isinstance(output, torch.Tensor):
+    if type(output) is torch.Tensor:
         return [output]
     found: list[torch.Tensor] = []
     seen: set[int] = set()
@@ -42,6 +42,7 @@ def in_output(output: Any) -> list[torch.Tensor]:
     for value in pending:
         if isinstance(value, torch.Tensor):
             found.append(value)
+            found.extend(getattr(value, "infinity_inputs", ()))  # of logits that are not computed: the way to their graph
             continue
         if type(value) in _ATOMS or id(value) in seen or len(seen) > _OBJECTS_MAX:
             continue

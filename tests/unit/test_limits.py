@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity.copies import Spent
 from infinity.limits import (
     UPDATES,
     AtRest,
@@ -19,11 +20,9 @@ from infinity.limits import (
     compute_flops,
     days_of_life,
     deferred_s,
-    dram_s,
     limits,
     measured_traffic,
     passes,
-    pcie_s,
     traffic,
     turning_bytes_max,
 )
@@ -193,23 +192,22 @@ def test_reading_ahead_betters_the_deferred_limit_until_one_side_is_full() -> No
 
 
 def test_without_drives_a_step_is_its_computation_and_the_other_terms() -> None:
-    found = limits(traffic(AtRest(), "deferred", 1), Compute(0.5, 1.0), None, others_s=[0.1, 7.0])
+    found = limits(traffic(AtRest(), "deferred", 1), Compute(0.5, 1.0), None, others=[Spent.sum_of(0.1), Spent.sum_of(3.0, 4.0)])
     assert found.floor_s == found.schedule_s == 7.0
     assert found.binds == "other"
 
 
-def test_links_carry_parameters_twice_and_gradients_once() -> None:
-    assert pcie_s(4, 2, 1, 1.0) == 4
-    assert pcie_s(32, 2, 8, 1.0) == 32
-    assert pcie_s(2, 2, 8, 1.0) == 16  # parameters that stay go there once, gradients come back eight times
-    assert pcie_s(4, 2, 1, 2.0, activations=10) == 7
-
-
-def test_memory_carries_drives_updates_and_links() -> None:
-    # 26 with the drives, 24 + 2 by the update, 4 to and 2 from the device.
-    assert dram_s(12, Moved(14, 12), 4, 2, 1, 1.0) == 58
-    assert dram_s(12, Moved(), 8, 2, 2, 1.0) == 26 + 8 + 4 + 4
-    assert dram_s(12, Moved(), 8, 2, 2, 1.0, activations=3) == 26 + 8 + 4 + 4 + 12
+def test_links_and_memory_take_their_time_in_each_part_of_a_step() -> None:
+    compute, moved = Compute(0.5, 1.0), traffic(EXACT, "deferred", 1)
+    busy = Spent(4.0, 0.1, 4.1)
+    assert limits(moved, compute, DRIVES, others=[busy]).schedule_s == pytest.approx(4.0 + 1.0)
+    busy = Spent(1.0, 5.0, 5.0)  # less than its parts: what fills one direction first, and then the other
+    found = limits(moved, compute, DRIVES, others=[busy])
+    assert (found.floor_s, found.other_s) == (5.0, 5.0)
+    assert found.schedule_s == pytest.approx(3.2 + 5.0)
+    two = limits(traffic(EXACT, "backward", 2), Compute.of(0.5, 1.0, 2), DRIVES, "backward", others=[busy])
+    assert two.schedule_s == pytest.approx(3.4 + 5.0)
+    assert limits(moved, compute, DRIVES, "delayed", others=[busy]).schedule_s == 5.0
 
 
 def test_operations_count_six_per_parameter_and_token_and_eight_with_recompute() -> None:

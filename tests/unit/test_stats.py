@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -249,6 +250,14 @@ def test_spilled_gradients_and_activations_are_no_states(tmp_path: Path, update:
     told = str(stats)
     assert ("of spilled gradients" in told) == bool(spilled)
     assert "of activations" in told
+
+
+def test_copies_to_a_gpu_are_shown_where_there_were_any(tmp_path: Path) -> None:
+    stats, _ = train(tmp_path, steps=1)
+    assert (stats.h2d_bytes, stats.d2h_bytes, stats.h2d_s, stats.d2h_s) == (0, 0, 0.0, 0.0)
+    assert "the GPU" not in str(stats)
+    copied = dataclasses.replace(stats, h2d_bytes=6 << 30, d2h_bytes=3 << 30, h2d_s=0.25)
+    assert "copied 6 GiB to the GPU at 25.8 GB/s and 3 GiB from the GPU" in str(copied)
 
 
 def test_frozen_parameters_are_known_as_such(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from infinity.aio.stats import Window
+from infinity.copies import Copied, Copies, Held, copies
 from infinity.limits import AtRest, Drives, traffic
+from infinity.sizes import format_size
 from infinity.step_terms import Bandwidths, StepTerms, bandwidths_of, fit_drives
 from infinity.telemetry import Marks, PhaseClock, Timeline
 from tests.drives import drive_stats, executor_stats
@@ -88,6 +91,70 @@ def test_where_nothing_moves_no_drive_needs_to_be_known() -> None:
     assert known.drives_known
     assert known.eta_schedule is not None
     assert "GB/s" in str(known)
+
+
+def with_gpu(update: str, held: Held, micro_batches: int) -> tuple[StepTerms, Copies]:
+    """Steps that copy what the formulas say, up at 50 and down at 25 MiB per second, and read and write nothing."""
+    planned = copies(held, update, micro_batches)
+    sums = (micro_batches - 1) * held.grads  # torch brings them up, and the executor counts them not
+    if update == "delayed":
+        planned = Copies(planned.total + Copied(-sums))
+    else:
+        early = held.grads if update == "backward" and sums else 0
+        planned = Copies(planned.beside_states + Copied(-early), planned.rest + Copied(early - sums))
+    now = executor_stats()
+    clock = PhaseClock(Timeline(), lambda: Marks.of(now, 0, 0.0))
+    out = round(micro_batches * held.activations)
+    shelved = [0]
+    clock.activations = lambda: (shelved[0], shelved[0])
+    for _step in range(3):
+        for _ in range(micro_batches):
+            for phase in ("forward", "idle", "backward", "idle"):
+                clock.enter(phase)
+        clock.enter("step")
+        up, down = round(planned.total.h2d), round(planned.total.d2h)
+        shelved[0] += out
+        now = dataclasses.replace(
+            now,
+            to_device_bytes=now.to_device_bytes + up,
+            from_device_bytes=now.from_device_bytes + down,
+            to_device_s=now.to_device_s + up / (50 * MIB),
+            from_device_s=now.from_device_s + down / (25 * MIB),
+        )
+        clock.enter("idle")
+    found = StepTerms.collect(clock, now, update=update, bandwidths={})
+    assert found is not None
+    return found, planned
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward", "delayed"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_copies_to_a_gpu_are_a_term_of_the_limits(update: str, micro_batches: int) -> None:
+    found, planned = with_gpu(update, Held(params=600 * MIB, grads=600 * MIB, frozen=60 * MIB), micro_batches)
+    assert found.link is not None
+    assert (found.link.h2d_bytes_per_s, found.link.d2h_bytes_per_s) == (pytest.approx(50 * MIB), pytest.approx(25 * MIB))
+    for mine, other in ((found.copied.total, planned.total), (found.copied.rest, planned.rest)):
+        assert (mine.h2d, mine.d2h) == (pytest.approx(other.h2d, abs=4), pytest.approx(other.d2h, abs=4))
+    spent = found.link.spent(planned)
+    assert found.limits.other_s == found.limits.floor_s == pytest.approx(spent.total_s)
+    windows_s = spent.total_s if update == "delayed" else spent.beside_states_s + spent.rest_s
+    assert found.limits.schedule_s == pytest.approx(windows_s, rel=1e-3)  # no compute to speak of
+    told = str(found)
+    assert f"link to the GPU: {format_size(planned.total.h2d)} there at 0.05, {format_size(planned.total.d2h)} back at 0.03" in told
+    assert f"link {spent.total_s:.3f}), η" in told
+
+
+def test_activations_that_wait_elsewhere_are_no_gradients() -> None:
+    found, planned = with_gpu("deferred", Held(params=64 * MIB, grads=64 * MIB, activations=5 * MIB), 2)
+    assert found.copied.beside_states.d2h == pytest.approx(planned.beside_states.d2h) == 5 * MIB
+    assert found.copied.beside_states.h2d == pytest.approx(64 * MIB)
+
+
+def test_without_a_gpu_there_is_no_link() -> None:
+    found = collected(AtRest(MIB, 5 * MIB), 1, BUSY)
+    assert (found.link, found.copied.total) == (None, Copied())
+    assert "link" not in str(found)
+    assert json.loads(json.dumps(found.as_dict()))["link"] is None
 
 
 # -- bandwidths of a run -----------------------------------------------------------------------------------------------

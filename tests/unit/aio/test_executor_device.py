@@ -153,6 +153,28 @@ def test_a_store_comes_from_the_device(make, rng):
     assert same(rig.read(0), value)
 
 
+@pytest.mark.parametrize("resident", [(), (1,), (0, 1, 2, 3)])
+def test_a_version_comes_from_the_device_whole_or_in_part(make, rng, resident):
+    rig, _ = make(resident=resident, versioned=True)
+    driver = rig._keep[0]
+    for memory in rig.other_memory:
+        driver.pin(memory.ctypes.data, memory.nbytes)
+    first, second, third = (random_chunk(rng) for _ in range(3))
+    rig.store({0: first}).wait(20)
+    rig.executor.commit(rig.ids[:1])
+    rig.flags = aio.MASK_DEVICE
+    rig.store({0: second}).wait(20)
+    rig.store({0: third}, mask=0b0101).wait(20)
+    rig.flags = 0
+    assert same(rig.read(0), [third[0], second[1], third[2], second[3]])
+    rig.executor.rollback(rig.ids[:1])
+    assert same(rig.read(0), first)
+    rig.flags = aio.MASK_DEVICE
+    rig.store({0: third}, mask=0b0101).wait(20)  # the rest comes from the committed place
+    rig.flags = 0
+    assert same(rig.read(0), [third[0], first[1], third[2], first[3]])
+
+
 def copy_job(to: np.ndarray, source: np.ndarray, *, out: bool) -> np.ndarray:
     job = np.zeros(1, dtype=plan.JOB)
     job["kind"], job["chunk"], job["base"] = plan.JobKind.COPY, -1, -1
@@ -248,10 +270,8 @@ def test_many_jobs_at_once_with_a_device_and_closing_amid_them(make, rng):
 
 
 def test_jobs_for_a_device_that_cannot_be_are_refused(make, rng, tmp_path):
-    rig, device = make(versioned=True)
+    rig, device = make()
     rig.flags = aio.MASK_DEVICE
-    with pytest.raises(ValueError, match="versioned"):
-        rig.store({0: random_chunk(rng)})
     with pytest.raises(ValueError, match="attached"):
         rig.executor.attach_device(device.driver())
     job = copy_job(np.zeros(4), np.zeros(4), out=True)

@@ -6,11 +6,13 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from infinity.aio import memory_limits
 from infinity.aio.drive_limits import DriveLimits
 from infinity.aio.probe import ExecutorProbe, probe_directory, probe_engine
 from infinity.cli import doctor
+from infinity.ops import choice
 from tests.unit.aio.child import run_python
 from tests.unit.aio.disks import overlay_without_direct
 from tests.unit.aio.rig import BACKENDS
@@ -101,3 +103,34 @@ def test_pools_that_did_not_get_huge_pages_or_cannot_be_opened_are_warned_of() -
     assert "no room" in doctor._pools(engine, ExecutorProbe(error="no room")).warning
     found = doctor._pools(engine, ExecutorProbe(backend="threads", pool_bytes=8, huge_bytes=8, backend_reason="ENOMEM"))
     assert found.warning == "ENOMEM"
+
+
+def test_every_operation_is_shown_with_what_runs_it_and_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = finding("operations", [str(tmp_path)])
+    assert found.warning == ""
+    assert found.value.splitlines() == [f"{name}: torch (the CPU computes)" for name in choice.OPS]
+    monkeypatch.setenv(choice.VARIABLE, "update=torch")
+    assert "update: torch (forced)" in doctor._operations().value.splitlines()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv(choice.VARIABLE, "update=triton,int8_matmul=triton")
+    lines = doctor._operations().value.splitlines()
+    assert "update: triton (forced)" in lines, "its bits are torch's"
+    assert "int8_matmul: triton (forced), which rounds in its own way" in lines
+
+
+def test_operations_that_cannot_run_as_forced_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv(choice.VARIABLE, "update=triton")
+    found = doctor._operations()
+    assert "update: none" in found.value.splitlines()
+    assert "int8_matmul: torch (the CPU computes)" in found.value.splitlines()
+    assert "set TRITON_INTERPRET=1" in found.warning
+    monkeypatch.setenv(choice.VARIABLE, "updates=torch")
+    assert "there is no operation 'updates'" in doctor._operations().warning
+    monkeypatch.setenv(choice.VARIABLE, "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(doctor, "_version", lambda package: "")
+    assert "which is not installed: pip install triton" in doctor._operations().warning

@@ -64,10 +64,52 @@ def test_the_answer_says_what_fits_where_it_rests_how_long_it_takes_and_what_wou
     for wanted in (
         "It fits", "one GPU", "NVMe", "gradients", "optimizer states", "read from NVMe", "s/step expected", "η",
         "tokens per second", "written per day", "the drives last", "twice the RAM", "one more drive", "state compact",
-        "twice the tokens", "one more GPU", "Not given", "assumed", "tbw", "drives assumed (1)", "sequences of 2,048, checkpointed",
+        "twice the tokens", "one more GPU", "Not given", "assumed", "tbw", "--drives: 1, assumed", "sequences of 2,048, checkpointed",
     ):  # fmt: skip
         assert wanted in shown, wanted
-    assert "read assumed" not in shown
+    assert "--nvme-read" not in shown
+
+
+def test_what_gpus_need_is_shown_part_by_part_and_where_updates_could_run(small: Path, tmp_path: Path) -> None:
+    arguments = [*MACHINE, "--ram", "1GiB", "--gpus", "8", "--gpu", "rtx4090", "--micro-batches", "1", "--tokens-per-step", "16384"]
+    status, shown = plan(small, *arguments, "--json", tmp_path / "plan.json")
+    assert status == 0, shown
+    for wanted in (
+        "gathered units", "fresh gradients", "inputs of blocks", "logits and loss (estimated)", "CUDA and libraries (assumed)",
+        "copied to GPUs", "copied from GPUs", "PCIe, alone", "MFU", "Where updates run", "'device' (not built yet, so a forecast)",
+        "Updates run on the CPU unless you set update_on='device'.", "--gpu-mem: 23.6 GiB, of rtx4090 (GeForce RTX 4090, 24 GB)",
+        "--pcie-host: 100 GB/s each way, assumed: two GPUs share a link to the CPU", "--peers: through the CPU's memory",
+    ):  # fmt: skip
+        assert wanted in shown, wanted
+    record = json.loads((tmp_path / "plan.json").read_text())
+    assert record["update_on"]["cpu"] == record["plan"]
+    assert record["update_on"]["device"]["job"]["update_on"] == "device"
+    assert record["plan"]["gpu"]["bytes"] == sum(record["plan"]["gpu"]["parts"].values())
+    assert record["plan"]["mfu"] == pytest.approx(record["plan"]["model_flops_per_s_per_gpu"] / 165e12)
+    _, other = plan(small, *arguments, "--update-on", "device", "--tile-linears", "4", "--tile-loss", "8", "--pcie-host", "50")
+    for wanted in ("linears in 4 tiles, the loss in 8;", "update deferred, on the GPU", "states in update"):
+        assert wanted in other, wanted
+    assert "--pcie-host" not in other
+    assert "Where updates run" not in plan(small, *MACHINE, "--gpus", "0")[1]
+
+
+def test_a_model_too_large_for_its_gpus_says_what_would_do(small: Path) -> None:
+    arguments = ["--gpu-mem", "1250MiB", "--tokens-per-step", "32768", "--micro-batches", "2"]
+    status, shown = plan(small, *MACHINE, *arguments)
+    assert status == 1
+    # Of 16,384 tokens: 192 MiB of inputs and 640 MiB of logits; 30.7 MiB of units and gradients, 640 MiB of CUDA. With
+    # half of the logits a block's 368 MiB are the larger.
+    assert "GPU memory: 1.5 GiB is needed on each, 1.2 GiB is there; it fits with the loss in 2 tiles" in shown
+    assert "(inf.tile_loss(model, tiles=2)): 1.2 GiB, or 4 micro-batches (8,192 tokens in each, not 16,384): 1.1 GiB" in shown
+    assert "One change with which it fits" in shown
+    assert plan(small, *MACHINE, *arguments, "--tile-loss", "2")[0] == 0
+
+
+def test_changes_that_change_nothing_are_one_line(small: Path) -> None:
+    status, shown = plan(small, *MACHINE, "--ram", "64GiB", "--tokens-per-step", "1000000")
+    assert status == 0, shown
+    assert "No faster and no slower: " in shown
+    assert "twice the RAM; " in shown.partition("No faster and no slower: ")[2]
 
 
 def test_two_generations_and_durable_runs_show_their_room(small: Path, tmp_path: Path) -> None:
@@ -155,6 +197,13 @@ def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
         (["--flops", "nan"], "--flops nan"),
         (["--tbw", "-1"], "--tbw -1"),
         (["--pcie", "quick"], "--pcie quick: give GB/s as a number"),
+        (["--gpu", "b300"], "--gpu b300 is not known; use rtx3090"),
+        (["--flops-peak", "0"], "--flops-peak 0.0: give a positive number"),
+        (["--pcie-host", "none"], "--pcie-host none: give GB/s"),
+        (["--peers", "-1"], "--peers -1: give GB/s"),
+        (["--update-on", "device", "--gpus", "0"], "there is no other device than the CPU"),
+        (["--tile-linears", "0"], "--tile-linears 0 must be at least 1"),
+        (["--tile-loss", "0"], "--tile-loss 0 must be at least 1"),
         (["--activations", "cpu", "--no-checkpointing"], "leave --no-checkpointing out"),
         (["--activations", "cpu", "--gpus", "0"], "in CPU memory already"),
         (["--bench", "/nowhere.json"], "/nowhere.json"),

@@ -52,6 +52,7 @@ def compile_instead_of_launching(report: Callable[[dict[str, Any]], None]) -> No
                 "inexact": re.findall(r"\S*\.(?:ftz|approx|full)\S*", ptx),
                 "loads": len(re.findall(r"ld\.global", ptx)),
                 "vector_loads": len(re.findall(r"ld\.global[^;]*\.v[248]", ptx)),
+                "matrix": sorted(set(re.findall(r"\b(wgmma\.mma_async|mma\.sync)\.[a-z.]*m\d+n\d+(k\d+)", ptx))),
                 "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
             }
         )

@@ -1,0 +1,228 @@
+"""What a step copies between the CPU and its GPUs, by when it may move, and how long a link takes: pure arithmetic.
+
+Bytes to the GPUs (h2d) and from them (d2h), all GPUs together, for parameters of P bytes that an update writes, gradients of G,
+states of S in all (P among them), with M micro-batches:
+
+    update on                 h2d                              d2h
+    "cpu"                     2M P + (M - 1) G                 M G
+    "device"                  2M P + M G + (S - P)             M G + S
+    "device", "backward"      2M P + (M - 1) G + (S - P)       (M - 1) G + S
+
+A forward and a backward gather once each, so M of both gather 2M times; recomputing in backward uses what backward gathered. An
+update's parameters go up as the next forward's gather: they count once. Gradients of further micro-batches are added on the GPU:
+the sum so far goes up, the new one down. With "backward" the last micro-batch's gradient never leaves a GPU that updates. In
+exact (P 2, G 2, S 12 bytes) and M = 1 that is 4 up and 2 down for each parameter with the update on the CPU, 16 up and 14 down on
+the GPU, 14 and 12 with "backward".
+
+Several GPUs: each copies its share over its own link, and has the others' from them (`exchanges`). GPUs without links of their
+own do that through the CPU's memory, over the same PCIe links: then it counts here too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+UPDATES_ON = ("cpu", "device")
+"""Where states are updated; `Policy.update_on` has these names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Copied:
+    """Bytes copied to GPUs (h2d) and from them (d2h)."""
+
+    h2d: float = 0.0
+    d2h: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Both directions."""
+        return self.h2d + self.d2h
+
+    def __add__(self, other: Copied) -> Copied:
+        return Copied(self.h2d + other.h2d, self.d2h + other.d2h)
+
+    def scaled(self, factor: float) -> Copied:
+        """So many times as much."""
+        return Copied(self.h2d * factor, self.d2h * factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """What a step copies: in the window of the updates (as `limits.Traffic.beside_states`), and in the rest of the step."""
+
+    beside_states: Copied = Copied()
+    rest: Copied = Copied()
+
+    @property
+    def total(self) -> Copied:
+        """Everything that is copied."""
+        return self.beside_states + self.rest
+
+    def __add__(self, other: Copies) -> Copies:
+        return Copies(self.beside_states + other.beside_states, self.rest + other.rest)
+
+    def scaled(self, factor: float) -> Copies:
+        """So many times as much."""
+        return Copies(self.beside_states.scaled(factor), self.rest.scaled(factor))
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Bytes per second of a link, or of several together. Directions do not slow each other: PCIe has lanes for each, and a GPU
+    a copy engine for each."""
+
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
+            value = getattr(self, name)
+            if not value > 0 or value == float("inf"):
+                raise ValueError(f"{name}={value} must be a positive number of bytes per second")
+
+    def busy_s(self, copied: Copied) -> float:
+        """The least time that this takes."""
+        return max(copied.h2d / self.h2d_bytes_per_s, copied.d2h / self.d2h_bytes_per_s)
+
+    def spent(self, copies: Copies) -> Spent:
+        """The least time of each part of a step."""
+        return Spent(self.busy_s(copies.beside_states), self.busy_s(copies.rest), self.busy_s(copies.total))
+
+
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """Seconds that something is busy in a step at least: in the window of the updates, in the rest, and if all of the step were
+    one window (less than the two together where one is full in one direction and the other in the other one)."""
+
+    beside_states_s: float
+    rest_s: float
+    total_s: float
+
+    @classmethod
+    def sum_of(cls, beside_states_s: float, rest_s: float = 0.0) -> Spent:
+        """Of what has no directions."""
+        return cls(beside_states_s, rest_s, beside_states_s + rest_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Bytes of a model that a step copies, over all GPUs: parameters that an update writes, its states in all (parameters among
+    them), gradients as they wait, parameters that no optimizer holds, activations of a micro-batch that wait in the CPU's
+    memory or on drives."""
+
+    params: float = 0.0
+    states: float = 0.0
+    grads: float = 0.0
+    frozen: float = 0.0
+    activations: float = 0.0
+
+
+def copies(
+    held: Held,
+    update: str,
+    micro_batches: int,
+    *,
+    update_on: str = "cpu",
+    params_stay: bool = False,
+    grads_kept: bool = False,
+) -> Copies:
+    """What one step copies (the module's table). params_stay: parameters rest on the GPUs. grads_kept: with update="backward"
+    gradients wait all the same, for a step that decides otherwise.
+
+    >>> exact = copies(Held(params=2, states=12, grads=2), "deferred", 1)
+    >>> exact.total.h2d, exact.total.d2h
+    (4, 2)
+
+    Raises: ValueError for an unknown `update_on`.
+    """
+    if update_on not in UPDATES_ON:
+        raise ValueError(f"update_on={update_on!r} is not known; use {' or '.join(repr(name) for name in UPDATES_ON)}")
+    more = micro_batches - 1
+    on_device = update_on == "device"
+    waits = not on_device or update != "backward" or grads_kept  # whether the last micro-batch's gradients leave
+    states = _states(held, update, params_stay) if on_device else Copied()
+    if on_device and update != "backward":
+        states += Copied(held.grads)  # they waited, and come back
+    gathered = held.params + held.frozen
+    if params_stay:
+        # As they were updated: by the CPU, else they are there.
+        first, gathers = Copied() if on_device else Copied(held.params), 0
+    else:
+        first, gathers = Copied(gathered), 2 * micro_batches - 1
+    grads = Copied(more * held.grads, (more + waits) * held.grads)
+    activations = Copied(held.activations, held.activations)
+    total = first + Copied(gathers * gathered) + grads + activations.scaled(micro_batches) + states
+    if update == "delayed":
+        return Copies(total)
+    if update == "backward":
+        # The last backward and the next forward: a gather each, one micro-batch's gradients and activations.
+        window = first + states + activations + Copied(gathered if gathers else 0.0)
+        window += Copied(held.grads if more else 0.0, held.grads if waits else 0.0)
+    else:
+        window = first + states + Copied(0.0, held.activations)
+    return _divided(total, window)
+
+
+def _states(held: Held, update: str, params_stay: bool) -> Copied:
+    """What an update on the GPU takes from the CPU and gives back, but for the gather that it saves.
+
+    A delayed update has its parameters from their place at rest; the passes gather those of the step before.
+    """
+    saved = held.params if update != "delayed" or params_stay else 0.0
+    return Copied(held.states - saved, held.states - (held.params if params_stay else 0.0))
+
+
+def exchanges(held: Held, update: str, micro_batches: int, gpus: int, *, params_stay: bool = False) -> Copies:
+    """What one of several GPUs has from the others (h2d) and gives them (d2h): all but its share of what is gathered, and of
+    every micro-batch's gradients to be summed. Nothing for one."""
+    share = (gpus - 1) / gpus if gpus else 0.0
+    gathered = share * (held.params if params_stay else held.params + held.frozen)
+    grads = share * held.grads
+    gathers = 1 if params_stay else 2 * micro_batches
+    total = gathers * gathered + micro_batches * grads
+    if update == "backward":
+        window = min(gathers, 2) * gathered + grads
+    else:
+        window = total if update == "delayed" else gathered
+    return _divided(Copied(total, total), Copied(window, window))
+
+
+def measured_copies(
+    copied: Copied,
+    update: str,
+    micro_batches: int,
+    *,
+    activations: Copied = Copied(),
+    states: Copied = Copied(),
+    sums_h2d: float = 0.0,
+) -> Copies:
+    """`copies` of a step whose bytes were counted. activations, states: of `copied`, what those took (states of updates on the
+    GPU, gradients of these included); sums_h2d: sums of gradients that went up to be added to. The rest is taken for gathers and
+    gradients."""
+    back, up = (min(part, copied.h2d) for part in (activations.h2d, states.h2d))
+    out, down = (min(part, copied.d2h) for part in (activations.d2h, states.d2h))
+    grads = max(copied.d2h - out - down, 0.0) / micro_batches
+    sums = min(sums_h2d, copied.h2d)
+    gathers = max(copied.h2d - back - up - sums, 0.0)
+    if update == "delayed":
+        return Copies(copied)
+    if update == "backward":
+        last = sums / (micro_batches - 1) if micro_batches > 1 else 0.0
+        window = Copied(up + (gathers + back) / micro_batches + last, down + grads + out / micro_batches)
+    else:
+        window = Copied(up + gathers / (2 * micro_batches), down + out / micro_batches)
+    return _divided(copied, window)
+
+
+def _divided(total: Copied, window: Copied) -> Copies:
+    """`window` of `total`, and the rest of it, which is never less than nothing."""
+    window = Copied(min(window.h2d, total.h2d), min(window.d2h, total.d2h))
+    return Copies(window, Copied(total.h2d - window.h2d, total.d2h - window.d2h))
+
+
+def dram_s(
+    drive_bytes: float, copied_bytes: float, updated_bytes: float, bytes_per_s: float, *, added_bytes: float = 0.0
+) -> float:
+    """Time on the CPU's memory: what drives move goes in or out of it once, and so does what is copied; an update on the CPU
+    reads and writes every state and reads gradients (updated_bytes: 2 S + G). added_bytes: of gradients that the CPU adds up."""
+    return (drive_bytes + copied_bytes + updated_bytes + added_bytes) / bytes_per_s
