@@ -161,10 +161,12 @@ def test_any_grid_trains_as_without_an_engine(width: int, tiles: tuple[int, int]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("state", ["bf16", "compact"])
-def test_rounding_at_random_does_not_depend_on_where_tiles_rest(state: str, tmp_path: Path) -> None:
-    chosen = [{"params": "cpu", "optim": "cpu"}, PLACEMENTS["nvme min"]]
-    results = [harness.offloaded(LLAMA, policy(tmp_path, state=state, **values)) for values in chosen]
+@pytest.mark.parametrize(
+    "values", [{"state": "bf16"}, {"state": "compact"}, {"update": "delayed"}, {"update": "backward", "generations": 2}], ids=str
+)
+def test_every_numerics_is_the_same_wherever_tiles_rest(values: dict[str, Any], tmp_path: Path) -> None:
+    places = [{"params": "cpu", "optim": "cpu"}, PLACEMENTS["nvme min"]]
+    results = [harness.offloaded(LLAMA, policy(tmp_path, **place, **values)) for place in places]
     harness.assert_equal(*results)
 
 
