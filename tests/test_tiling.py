@@ -469,3 +469,47 @@ def test_tiles_of_experts_are_refused_on_several_ranks() -> None:
     with pytest.raises(ValueError, match=r"tile_0_0 is a tile of one of several modules in a list"):
         find_units(model, unit_bytes_max=1 << 30, nested=False)
     assert any(isinstance(module, TiledModule) for module in model.modules())
+
+
+def test_a_head_outside_of_the_models_forward_gathers_tiles_itself_and_a_whole_one_is_gathered_by_the_user() -> None:
+    torch.manual_seed(0)
+    hidden, target = torch.randn(5, 8), torch.randint(0, 12, (5,))
+    found = []
+    for tiles in (None, 3):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 12))
+        model.load_state_dict({name: torch.arange(value.numel()).view(value.shape) % 7 / 7 for name, value in model.state_dict().items()})
+        if tiles is not None:
+            inf.tile_linears(model, tiles=tiles, names="1")
+        inf.offload(model, inf.Policy(params="cpu", optim="cpu", ram=RAM))
+        loss = LinearCrossEntropy(model[1])  # type: ignore[arg-type]
+        handle = inf.handle(model)
+        if tiles is None:
+            with pytest.raises(ParameterReleased, match=r"1.weight is on cpu"):
+                loss(hidden, target)
+            with handle.gather(model[1].parameters()):
+                value = loss(hidden, target)
+                value.backward()
+        else:
+            value = loss(hidden, target)
+            value.backward()
+        grads = [handle.full_grad(parameter) for parameter in model[1].parameters()]
+        whole = grads[0] if tiles is None else torch.cat([grad for grad in grads if grad is not None and grad.ndim == 2])
+        found.append([value.detach(), whole])
+        assert sum(unit.refs for unit in handle.units) == 0
+        handle.close()
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_an_error_in_the_middle_of_the_tiles_leaves_all_released() -> None:
+    model = Huge((4, 2), head=False)
+    inf.offload(model, inf.Policy(params="cpu", optim="cpu", ram=RAM))
+    units = inf.handle(model).units
+    tile = model.huge.get_submodule("tile_2_1")
+    broken = tile.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(8, 16), torch.zeros(8))
+    broken.remove()
+    model(torch.randn(8, 16), torch.zeros(8)).backward()
+    assert sum(unit.refs for unit in units) == 0
+    assert all(parameter.grad is not None for parameter in model.parameters())
