@@ -513,3 +513,26 @@ def test_an_error_in_the_middle_of_the_tiles_leaves_all_released() -> None:
     model(torch.randn(8, 16), torch.zeros(8)).backward()
     assert sum(unit.refs for unit in units) == 0
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_code_is_compiled_around_tiles(whole: bool) -> None:
+    torch._dynamo.reset()
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = Net(24, (3, 2))
+        inf.offload(net, inf.Policy(params="cpu", optim="cpu", ram=RAM))
+        call: Any = net
+        if compiled and whole:
+            call = torch.compile(net, backend="aot_eager")
+        elif compiled:
+            net.forward = torch.compile(net.forward, backend="aot_eager")  # type: ignore[method-assign]
+        for _ in range(2):
+            loss = call(torch.linspace(-1, 1, 18).view(3, 6))
+            loss.backward()
+        found.append([loss.detach(), *(inf.handle(net).full_grad(parameter) for parameter in net.parameters())])
+        inf.handle(net).close()
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch._dynamo.reset()
