@@ -63,14 +63,14 @@ def planned_bytes(shape: Any, policy: Any, device: str, tokens: int, sequence: i
     """What `infinity plan` says that one GPU must have."""
     from infinity.planning.job import Job
     from infinity.planning.machine import describe_machine
-    from infinity.planning.predict import gpu_need
+    from infinity.planning.predict import predict
 
     machine = describe_machine(gpus=1, gpu_mem_bytes=gpu_device.memory_bytes(device), drives=1)
     job = Job(
         tokens=tokens, sequence=sequence, params=policy.params, optim=policy.optim, update=policy.update,
         activations=policy.activations, generations=policy.generations, checkpointing=True,
     )  # fmt: skip
-    return float(gpu_need(shape, machine, job).bytes)
+    return float(predict(shape, machine, job).gpu.bytes)
 
 
 def infinity_arm(workload: r1.Workload, device: str, values: dict[str, Any]) -> Arm:

@@ -46,8 +46,8 @@ class Policy:
         update); forwards without gradients, `state_dict()`, `gather()` and exports wait for it and take the updated ones.
     delayed_warmup: steps that update="delayed" takes as "deferred" first.
     seed: of random rounding.
-    device: where the model computes: "cpu", "cuda", "cuda:1" or a torch.device. None: where its parameters are ("cpu" for one that
-        is wholly on the meta device).
+    device: where the model computes: "cpu", "cuda", "cuda:1" or a torch.device. None: where its parameters are ("cpu" for one
+        that is wholly on the meta device).
     compute_dtype: None: as the module is.
     grad_dtype: the dtype in which gradients are accumulated and wait; None: the parameter's.
     reduce_dtype: the dtype in which gradients are summed over ranks; None: the gradient's.
@@ -72,8 +72,8 @@ class Policy:
         first step is taken.
     durable_every: commit every so many steps; a step in between overwrites the one before it, and a crash loses all of them.
     update_on: "cpu": updates run on the CPU, beside the next forward (or backward). "device": states stream through the GPU that
-        computes, inside `opt.step()`, with update="deferred". The two give the same bits; "cpu" is the default whatever the tiers,
-        since it moves a sixth of the bytes over the link, and `infinity plan` says what each would cost.
+        computes, inside `opt.step()`, with update="deferred". The two give the same bits; "cpu" is the default whatever the
+        tiers, since it moves a sixth of the bytes over the link, and `infinity plan` says what each would cost.
 
     Raises: ValueError naming field, value and fix.
     """
@@ -169,8 +169,8 @@ class Policy:
         self._check_durable()
         if self.update_on == "device" and self.update != "deferred":
             raise ValueError(
-                f"update_on='device' updates inside opt.step(), and update={self.update!r} at other times: use update='deferred', "
-                "or update_on='cpu'"
+                f"update_on='device' updates inside opt.step(), and update={self.update!r} at other times: use "
+                "update='deferred', or update_on='cpu'"
             )
         if self.update == "delayed" and self.generations > 1:
             raise ValueError(

@@ -153,9 +153,8 @@ class Handle:
         there = open_device(device)
         check_activations(policy, there)
         source, self._gradients = open_source(model, load), GradientMemory(self.rank, policy.grad_dtype, there)
-        self._placing = Placing(
-            policy, self._flats, self._gradients, ledger_owner=id(self), staging_bytes=staging_bytes(policy, self.units, there, self._gradients.dtype)
-        )
+        staging = staging_bytes(policy, self.units, there, self._gradients.dtype)
+        self._placing = Placing(policy, self._flats, self._gradients, ledger_owner=id(self), staging_bytes=staging)
         undo.callback(self._placing.close)
         plan = self._placing.first()
         self._storage = Storage(policy, plan, seam, undo, device=there, rank=self.rank)
@@ -168,6 +167,7 @@ class Handle:
         if there.copies:
             self._book.leaving = Leaving(there, LEAVING_UNITS * max((unit.size_bytes for unit in self.units), default=0))
             undo.callback(self._book.leaving.close)
+            self._gradients.leaving = self._book.leaving
         undo.callback(self._book.release)
         self._drain = Drain(self.units, gradients=self._gradients, book=self._book, comm=self._comm)
         self.residency = UnitResidency(

@@ -147,7 +147,10 @@ class Leaving:
 
 
 def compute_device(model: torch.nn.Module, wanted: Any) -> torch.device:
-    """The device that computes: the one that is wanted, or where the model is. Raises: ValueError when it is none that the engine knows."""
+    """The device that computes: the one that is wanted, or where the model is.
+
+    Raises: ValueError when it is none that the engine knows, or that is not there.
+    """
     if wanted is not None:
         device = torch.device(wanted)
     else:
@@ -155,8 +158,8 @@ def compute_device(model: torch.nn.Module, wanted: Any) -> torch.device:
         devices = parameters or {tensor.device for tensor in model.buffers() if not tensor.is_meta}
         if len(devices) > 1:
             raise ValueError(
-                f"the model's parameters are on {', '.join(sorted(map(str, devices)))}; an offloaded model computes on one device: "
-                "name it with Policy(device=...)"
+                f"the model's parameters are on {', '.join(sorted(map(str, devices)))}; an offloaded model computes on one "
+                "device: name it with Policy(device=...)"
             )
         device = next(iter(devices), torch.device("cpu"))
     if device.type not in ("cpu", "cuda"):

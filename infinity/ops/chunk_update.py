@@ -4,10 +4,10 @@
     for index in range(chunks):                      # chunks come and go through the same few buffers
         plan.run(index, sections, grad)
 
-What native/update.c does to a chunk in RAM, for chunks whose sections are tensors, on a GPU above all. Both implementations take
-the records of infinity/aio/plan.py as they are; which one runs is for infinity/ops/choice.py to say (`update`), and changes
-no bit (but of a NaN's payload in an fp32 section, which is nobody's value): infinity/ops/update.py is the reference. All that a step's updates need besides the chunks is copied to the device
-once, when the plan is made.
+What native/update.c does to a chunk in RAM, for chunks whose sections are tensors, on a GPU above all. Both implementations
+take the records of infinity/aio/plan.py as they are; which one runs is for infinity/ops/choice.py to say (`update`), and changes
+no bit (but of a NaN's payload in an fp32 section, which is nobody's value): infinity/ops/update.py is the reference. All that
+a step's updates need besides the chunks is copied to the device once, when the plan is made.
 """
 
 from __future__ import annotations

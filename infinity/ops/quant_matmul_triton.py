@@ -122,7 +122,7 @@ def _multiply(
             if dtype == tl.bfloat16:
                 high = codes.to(tl.bfloat16, bitcast=True)
                 total = tl.dot(operand(high, INTERPRETED), x, total, input_precision=PRECISION)
-                # What is left has 8 significant bits: rounding it to bf16 changes nothing. Infinity less infinity is not asked for.
+                # What is left has 8 significant bits, exactly a bf16. Infinity less infinity is not asked for.
                 weight = tl.where(lo == 0, 0.0, weight - high_bits.to(tl.float32, bitcast=True))
         else:
             scale = _scales(

@@ -109,7 +109,9 @@ class Elementwise(Optimizer):
                 f"'bf16' with {self.title}"
             )
         if policy.update_on != "cpu":
-            raise ValueError(f"update_on={policy.update_on!r} has kernels for AdamW, SGD and Lion; with {self.title} use update_on='cpu'")
+            raise ValueError(
+                f"update_on={policy.update_on!r} has kernels for AdamW, SGD and Lion; with {self.title} use update_on='cpu'"
+            )
         if policy.update != "deferred":
             raise ValueError(
                 f"update={policy.update!r} wants an update that runs beside Python; {self.title} does not: use "

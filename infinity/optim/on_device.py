@@ -4,8 +4,8 @@
                   chunk k       kernel: reads the gradient where it waits, in pinned memory
                   chunk k - 3   window --> RAM or NVMe
 
-Returns when the last kernel is launched; what it left is written behind the next forward. All sections of a chunk go over the link
-both ways (12 bytes per parameter of `exact`, against 2 of `hi` and 2 of the gradient when the CPU updates), which pays where
+Returns when the last kernel is launched; what it left is written behind the next forward. All sections of a chunk go over the
+link both ways (12 bytes per parameter of `exact`, against 2 of `hi` and 2 of the gradient when the CPU updates), which pays where
 the CPU's memory is the slower of the two.
 """
 

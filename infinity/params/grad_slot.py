@@ -73,6 +73,7 @@ class GradSlot:
         self.log: list[LogEntry] = []
         self.before_mutation: Callable[[], None] | None = None
         self._arriving: Ticket | None = None  # the copy from the device that fills the storage
+        self._back: tuple[Ticket, torch.Tensor] | None = None  # on its way back to the device, to be added to there
         self._device_norm: torch.Tensor | None = None  # on the device: what `_part_norm` will be
         self._norm: float | None = None  # over all ranks; valid together with `_part_norm`
         self._part_norm: float | None = None  # this rank's part
@@ -203,11 +204,34 @@ class GradSlot:
         else:
             if self.log:
                 self._bake()
-            total = self.tensor.to(source.device, copy=True, non_blocking=True).add_(source.reshape(-1))
+            total = self._summed_so_far(source.device).add_(source.reshape(-1))
             self._drains += 1
         self._forget_norms()
         self._device_norm = norm_there(total.view(self.shape) if self.whole else total.reshape(-1))
         self._arriving = leaving.send(total, self.tensor)
+
+    def _summed_so_far(self, device: torch.device) -> torch.Tensor:
+        """What the slot holds, as a new tensor on the device."""
+        if self._back is None:
+            return self.tensor.to(device, copy=True, non_blocking=True)
+        (ticket, there), self._back = self._back, None
+        ticket.wait_filled()
+        return there
+
+    def bring_back(self, leaving: Leaving) -> None:
+        """Another gradient will come: start taking the sum so far to the device. Nothing where it has a home, or a log."""
+        if self._back is not None or self.state is not SlotState.HELD or self.home is not None or self.log or not self.numel:
+            return
+        source = self.tensor
+        there = torch.empty(self.numel, dtype=self.dtype, device=self.stand_in.device)
+        ticket = leaving.device.copy(there.data_ptr(), source.data_ptr(), self.numel * self.dtype.itemsize, out=True)
+        self._back = (ticket, there)
+
+    def _leave_it_here(self) -> None:
+        """What is on its way back to the device is not wanted. Its memory is free when nothing comes to it any more."""
+        if self._back is not None:
+            (ticket, _there), self._back = self._back, None
+            ticket.wait_filled()
 
     def _forget_norms(self) -> None:
         self._norm = self._part_norm = self._device_norm = None
@@ -216,6 +240,7 @@ class GradSlot:
         """Forget the gradient, as `p.grad = None` does. The storage is left alone: an update may still read it."""
         if self.state is SlotState.HELD:
             self._drains_before = max(1, self._drains)
+        self._leave_it_here()
         self.state = SlotState.EMPTY
         self._drains = 0
         self.log.clear()
@@ -237,6 +262,7 @@ class GradSlot:
         if self.state is SlotState.EMPTY:
             return
         self._require_held("zero_")
+        self._leave_it_here()
         self._will_mutate()
         self.tensor.zero_()
         self.log.clear()
@@ -343,6 +369,7 @@ class GradSlot:
 
     def _bake(self) -> None:
         """Replay the log on the storage: in fp32, then rounded to the slot's dtype."""
+        self._leave_it_here()
         with self.book.scratch_lock:
             start = 0
             for piece in self._replayed():

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from infinity.aio import Slab
-from infinity.memory.device import Device
+from infinity.memory.device import Device, Leaving
 from infinity.params.rest import Rest
 from infinity.params.spill import SpilledGradients
 from infinity.params.unit import Flat, Param, Unit
@@ -32,6 +32,7 @@ class GradientMemory:
         self._spilled: SpilledGradients | None = None
         self._settled: set[Param] = set()  # whose slots rest in what was allocated
         self.size_bytes = 0
+        self.leaving: Leaving | None = None  # where the device has memory of its own
 
     def dtype(self, flat: Flat) -> torch.dtype:
         """The dtype in which gradients of this flat are accumulated and wait."""
@@ -110,12 +111,16 @@ class GradientMemory:
             raise
         self._settled.add(param)
 
-    # -- what backward tells, for those that spill -------------------------------------------------------------------
+    # -- what backward tells, for those that spill, or that a device adds up ----------------------------------------------
 
     def ahead(self, unit: Unit) -> None:
         """Backward will come to this unit. Does not block."""
         if self._spilled is not None:
             self._spilled.ahead(unit)
+        if self.leaving is not None:
+            for param in unit.params:
+                if param.grad is not None:
+                    param.grad.bring_back(self.leaving)
 
     def unit_done(self, unit: Unit) -> None:
         """A Use of the unit has ended, and its gradients are in their slots. Does not block."""

@@ -361,10 +361,7 @@ class UnitResidency:
     def rewritten(self, unit: Unit, *, in_place: bool) -> None:
         """The unit's values were replaced; in_place: in its buffers, too."""
         unit.generation += 1
-        if in_place:
-            gathered.mark_filled(unit)
-        else:
-            self.renew(unit)
+        gathered.mark_filled(unit) if in_place else self.renew(unit)
 
     def renew(self, unit: Unit) -> None:
         """The unit's values have changed: if it is gathered, start filling its buffers again."""

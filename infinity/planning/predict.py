@@ -333,7 +333,10 @@ def _what_fits(shape: ModelShape, machine: Machine, job: Job) -> str:
     if ways:
         return "it fits with " + ", or ".join(f"{way.name} ({way.how}): {format_size(way.need.bytes)}" for way in ways)
     least = least_need(shape, machine, job)
+    of_units = sum(size for name, size in least.parts.items() if name in ("gathered units", "fresh gradients"))
     enough = "enough" if least.fits else "too much still; shorter sequences need less"
+    if not least.fits and 2 * of_units > least.bytes:
+        enough = f"too much still; {format_size(of_units)} of it are units and gradients"
     return f"no single change of the job is enough: all that there are together need {round_size(least.bytes)}, {enough}"
 
 

@@ -68,7 +68,7 @@ def test_a_trace_without_spans_still_names_the_tracks(tmp_path: Path) -> None:
         for event in events_of(tmp_path / "trace.json")
         if event["name"] == "thread_name"
     ]  # type: ignore[index]
-    assert names == ["phases", "wait", "reads", "writes", "updates", "copies"]
+    assert names == ["phases", "wait", "reads", "writes", "updates", "copies", "to device", "from device"]
 
 
 def test_a_full_timeline_counts_what_it_drops() -> None:

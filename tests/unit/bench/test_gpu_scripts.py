@@ -201,3 +201,14 @@ def test_the_script_says_what_is_wrong_before_it_begins(stage: str, device: str,
     done = subprocess.run(command, env={**os.environ, **place}, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2
     assert why in done.stderr
+
+
+def test_a_stage_without_time_is_named_in_the_table_and_the_others_are_not_lost(tmp_path: Path) -> None:
+    place = {"DEVICE": "cpu", "PYTHON": sys.executable, "OUT": str(tmp_path / "out"), "SWAP": str(tmp_path / "swap"), "TOTAL_S": "0"}
+    command = ["bash", str(BENCH / "gpu.sh"), "linear", "copy"]
+    done = subprocess.run(command, env={**os.environ, **place}, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    page = (tmp_path / "out" / "table.md").read_text()
+    assert "| linear | out of time |" in page
+    assert "| copy | out of time |" in page
+    assert not (tmp_path / "swap").exists()

@@ -98,6 +98,24 @@ def test_triton_gives_the_bits_of_torch(device: torch.device, data: st.DataObjec
             torch.testing.assert_close(into.cpu(), reference, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_short_last_group_and_an_odd_last_element_leave_the_same_bits(
+    device: torch.device, bits: int, symmetric: bool, key: int | None
+) -> None:
+    for numel in (1, 2, 63, 65, 2047, 2049):
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) - 0.5
+        with choice.forced(group_quantise="torch"):
+            expected = quantise(values, bits=bits, group_numel=64, symmetric=symmetric, key=key)
+        with choice.forced(group_quantise="triton", group_dequantise="triton"):
+            ours = quantise(values.to(device), bits=bits, group_numel=64, symmetric=symmetric, key=key)
+            assert_same(ours, expected)
+            back = dequantise(ours)
+        with choice.forced(group_dequantise="torch"):
+            assert torch.equal(back.cpu(), dequantise(expected))
+
+
 @pytest.mark.gpu
 @quick
 @given(st.data())

@@ -139,6 +139,16 @@ def test_an_overflow_in_what_is_written_is_not_finite(device: torch.device, whic
         assert unscale_norm(grad, torch.empty(2, dtype=torch.bfloat16, device=device))[1]
 
 
+@pytest.mark.parametrize("which", choice.IMPLEMENTATIONS)
+def test_what_lies_past_the_end_of_a_gradient_is_no_part_of_its_sum(device: torch.device, which: str) -> None:
+    """Zeros there times infinity would be NaN."""
+    grad = torch.ones(100, device=device)
+    with choice.forced(unscale_norm=which):
+        squares, finite = unscale_norm(grad, torch.empty_like(grad), factor=math.inf)
+    assert squares.item() == math.inf
+    assert not finite
+
+
 def test_what_does_not_fit_together_is_refused() -> None:
     grad = torch.zeros(4)
     with pytest.raises(ValueError, match="float64"):

@@ -295,7 +295,10 @@ def test_where_no_change_alone_is_enough_all_together_are_told() -> None:
     assert least_need(llama("70b"), there, job).bytes == least
     assert least == pytest.approx(16.12 * GIB, rel=1e-3)
     tight = describe_machine(gpu="rtx4090", gpu_mem_bytes=8 * GIB, ram_bytes=512 * GIB)
-    assert "too much still; shorter sequences need less" in predict(llama("70b"), tight, job).why_not[0]
+    assert predict(llama("70b"), tight, job).why_not[0].endswith("too much still; 11.7 GiB of it are units and gradients")
+    small = describe_machine(gpu="rtx4090", gpu_mem_bytes=2 * GIB, ram_bytes=512 * GIB)
+    long = Job(tokens=65_536, sequence=65_536)
+    assert predict(llama("7b"), small, long).why_not[0].endswith("too much still; shorter sequences need less")
 
 
 def test_gradient_checkpointing_is_a_way_to_fit() -> None:
@@ -370,9 +373,11 @@ def test_the_engine_copies_holds_and_keeps_what_the_plan_says(
     assert stats.fresh_grad_bytes_peak <= found.gpu.parts["fresh gradients"]
     assert stats.terms is not None
     copied, planned = stats.terms.copied.total, found.copied
-    assert copied.d2h == pytest.approx(2 * shape.params * micro_batches, abs=1)  # without the padding of what is gathered
-    assert copied.d2h <= planned.d2h
+    assert planned.d2h == 2 * shape.params * micro_batches
+    assert copied.d2h == pytest.approx(planned.d2h, abs=4)  # the mean of each phase is rounded
     if update != "delayed":  # whose passes take parameters from their copy in RAM by torch, which the executor does not count
         # Nor does it count the sums of gradients that go up to be added to.
         gathers = planned.h2d - (micro_batches - 1) / micro_batches * planned.d2h
-        assert gathers - turning_bytes_max(kept, update, micro_batches) <= copied.h2d <= gathers
+        # What was gathered ahead by the end of the first step, and of the last, may fall on either side of what is counted.
+        edge = kept / stats.terms.steps
+        assert gathers - turning_bytes_max(kept, update, micro_batches) - edge <= copied.h2d <= gathers + edge
