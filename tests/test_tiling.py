@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -518,6 +519,7 @@ def test_an_error_in_the_middle_of_the_tiles_leaves_all_released() -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_compiled_code_is_compiled_around_tiles(whole: bool) -> None:
     torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     found = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -525,9 +527,9 @@ def test_compiled_code_is_compiled_around_tiles(whole: bool) -> None:
         inf.offload(net, inf.Policy(params="cpu", optim="cpu", ram=RAM))
         call: Any = net
         if compiled and whole:
-            call = torch.compile(net, backend="aot_eager")
+            call = torch.compile(net, backend=counter)
         elif compiled:
-            net.forward = torch.compile(net.forward, backend="aot_eager")  # type: ignore[method-assign]
+            net.forward = torch.compile(net.forward, backend=counter)  # type: ignore[method-assign]
         for _ in range(2):
             loss = call(torch.linspace(-1, 1, 18).view(3, 6))
             loss.backward()
@@ -535,4 +537,5 @@ def test_compiled_code_is_compiled_around_tiles(whole: bool) -> None:
         inf.handle(net).close()
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
+    assert counter.frame_count == 3  # before, between and behind the two tiled linears, and nothing of them
     torch._dynamo.reset()
