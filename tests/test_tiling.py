@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -161,10 +162,12 @@ def test_any_grid_trains_as_without_an_engine(width: int, tiles: tuple[int, int]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("state", ["bf16", "compact"])
-def test_rounding_at_random_does_not_depend_on_where_tiles_rest(state: str, tmp_path: Path) -> None:
-    chosen = [{"params": "cpu", "optim": "cpu"}, PLACEMENTS["nvme min"]]
-    results = [harness.offloaded(LLAMA, policy(tmp_path, state=state, **values)) for values in chosen]
+@pytest.mark.parametrize(
+    "values", [{"state": "bf16"}, {"state": "compact"}, {"update": "delayed"}, {"update": "backward", "generations": 2}], ids=str
+)
+def test_every_numerics_is_the_same_wherever_tiles_rest(values: dict[str, Any], tmp_path: Path) -> None:
+    places = [{"params": "cpu", "optim": "cpu"}, PLACEMENTS["nvme min"]]
+    results = [harness.offloaded(LLAMA, policy(tmp_path, **place, **values)) for place in places]
     harness.assert_equal(*results)
 
 
@@ -467,3 +470,72 @@ def test_tiles_of_experts_are_refused_on_several_ranks() -> None:
     with pytest.raises(ValueError, match=r"tile_0_0 is a tile of one of several modules in a list"):
         find_units(model, unit_bytes_max=1 << 30, nested=False)
     assert any(isinstance(module, TiledModule) for module in model.modules())
+
+
+def test_a_head_outside_of_the_models_forward_gathers_tiles_itself_and_a_whole_one_is_gathered_by_the_user() -> None:
+    torch.manual_seed(0)
+    hidden, target = torch.randn(5, 8), torch.randint(0, 12, (5,))
+    found = []
+    for tiles in (None, 3):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 12))
+        model.load_state_dict({name: torch.arange(value.numel()).view(value.shape) % 7 / 7 for name, value in model.state_dict().items()})
+        if tiles is not None:
+            inf.tile_linears(model, tiles=tiles, names="1")
+        inf.offload(model, inf.Policy(params="cpu", optim="cpu", ram=RAM))
+        loss = LinearCrossEntropy(model[1])  # type: ignore[arg-type]
+        handle = inf.handle(model)
+        if tiles is None:
+            with pytest.raises(ParameterReleased, match=r"1.weight is on cpu"):
+                loss(hidden, target)
+            with handle.gather(model[1].parameters()):
+                value = loss(hidden, target)
+                value.backward()
+        else:
+            value = loss(hidden, target)
+            value.backward()
+        grads = [handle.full_grad(parameter) for parameter in model[1].parameters()]
+        whole = grads[0] if tiles is None else torch.cat([grad for grad in grads if grad is not None and grad.ndim == 2])
+        found.append([value.detach(), whole])
+        assert sum(unit.refs for unit in handle.units) == 0
+        handle.close()
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_an_error_in_the_middle_of_the_tiles_leaves_all_released() -> None:
+    model = Huge((4, 2), head=False)
+    inf.offload(model, inf.Policy(params="cpu", optim="cpu", ram=RAM))
+    units = inf.handle(model).units
+    tile = model.huge.get_submodule("tile_2_1")
+    broken = tile.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(8, 16), torch.zeros(8))
+    broken.remove()
+    model(torch.randn(8, 16), torch.zeros(8)).backward()
+    assert sum(unit.refs for unit in units) == 0
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_code_is_compiled_around_tiles(whole: bool) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = Net(24, (3, 2))
+        inf.offload(net, inf.Policy(params="cpu", optim="cpu", ram=RAM))
+        call: Any = net
+        if compiled and whole:
+            call = torch.compile(net, backend=counter)
+        elif compiled:
+            net.forward = torch.compile(net.forward, backend=counter)  # type: ignore[method-assign]
+        for _ in range(2):
+            loss = call(torch.linspace(-1, 1, 18).view(3, 6))
+            loss.backward()
+        found.append([loss.detach(), *(inf.handle(net).full_grad(parameter) for parameter in net.parameters())])
+        inf.handle(net).close()
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert counter.frame_count == 3  # before, between and behind the two tiled linears, and nothing of them
+    torch._dynamo.reset()

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from infinity._torch_compat import make_wrapper
+from infinity._torch_compat import dynamo_disable, make_wrapper
 from infinity.errors import ParameterReleased
 
 Tiles = int | tuple[int, int]
@@ -281,6 +281,20 @@ def _name_whole(module: nn.Module, incompatible: Any) -> None:
 def tile_modules(model: nn.Module) -> Iterator[Tile]:
     """Every distinct tile of a model, in registration order."""
     return (module for module in model.modules() if isinstance(module, Tile))
+
+
+def keep_uncompiled(model: nn.Module) -> None:
+    """Have torch.compile leave the model's tiled modules alone: what is around them is compiled, up to and from them.
+
+    Each tile is gathered by hooks that cannot be compiled, so there is nothing to gain inside. Not done where tiled modules are
+    made: it imports torch's compiler, which takes long.
+    """
+    for kind in {type(module) for module in model.modules() if isinstance(module, TiledModule)}:
+        forward: Any = kind.forward
+        if not getattr(forward, "_infinity_uncompiled", False):
+            disabled: Any = dynamo_disable(forward)
+            disabled._infinity_uncompiled = True
+            kind.forward = disabled
 
 
 def copy_tiles(weight: torch.Tensor, grid: Grid) -> list[nn.Parameter]:

@@ -32,6 +32,7 @@ from infinity._torch_compat import (
     sequence_number,
 )
 from infinity.errors import EngineClosed, ParameterReleased
+from infinity.ops.tiles import keep_uncompiled
 from infinity.params.unit import Param, Residency, Unit
 from infinity.runtime import tensors
 from infinity.runtime.activations import Activations
@@ -125,6 +126,7 @@ class Lifecycle:
                     param.at_rest.register_post_accumulate_grad_hook(hook)
         self._hooked: dict[torch.nn.Module, list[UnitSlots]] = {}
         self._attributes: dict[torch.nn.Module, tensors.AttributeWatch] = {}
+        keep_uncompiled(model)
         self._handles: list[RemovableHandle] = self._hook_modules()
         self._handles += hook_state_dict(
             model, self._installed.owned, (param for unit in units for param in unit.params), residency, check_state_dict
