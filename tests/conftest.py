@@ -8,6 +8,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+# Before anything imports Triton, as several libraries do: what it is then, interpreter or compiler, it stays.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def _backends_missing() -> dict[str, str]:

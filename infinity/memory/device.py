@@ -112,6 +112,7 @@ class Leaving:
         self._flights: deque[tuple[Ticket, torch.Tensor]] = deque()
         self._bytes = 0
         self.bytes_peak = 0
+        self.backwards = 0  # that have ended
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> Ticket:
         """Start copying `source` (on the device) to `target` (pinned, contiguous), both of one dtype and size.

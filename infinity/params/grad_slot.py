@@ -73,6 +73,7 @@ class GradSlot:
         self.log: list[LogEntry] = []
         self.before_mutation: Callable[[], None] | None = None
         self._arriving: Ticket | None = None  # the copy from the device that fills the storage
+        self._left_in = -1  # the backward in which a gradient last left the device
         self._back: tuple[Ticket, torch.Tensor] | None = None  # on its way back to the device, to be added to there
         self._device_norm: torch.Tensor | None = None  # on the device: what `_part_norm` will be
         self._norm: float | None = None  # over all ranks; valid together with `_part_norm`
@@ -206,6 +207,7 @@ class GradSlot:
                 self._bake()
             total = self._summed_so_far(source.device).add_(source.reshape(-1))
             self._drains += 1
+        self._left_in = leaving.backwards
         self._forget_norms()
         self._device_norm = norm_there(total.view(self.shape) if self.whole else total.reshape(-1))
         self._arriving = leaving.send(total, self.tensor)
@@ -219,8 +221,10 @@ class GradSlot:
         return there
 
     def bring_back(self, leaving: Leaving) -> None:
-        """Another gradient will come: start taking the sum so far to the device. Nothing where it has a home, or a log."""
-        if self._back is not None or self.state is not SlotState.HELD or self.home is not None or self.log or not self.numel:
+        """Another gradient will come: start taking the sum so far to the device. Nothing where it has a home, or a log, or where
+        this backward has brought its gradient already."""
+        came = self._left_in == leaving.backwards
+        if came or self._back is not None or self.state is not SlotState.HELD or self.home is not None or self.log:
             return
         source = self.tensor
         there = torch.empty(self.numel, dtype=self.dtype, device=self.stand_in.device)

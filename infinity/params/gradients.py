@@ -119,7 +119,7 @@ class GradientMemory:
             self._spilled.ahead(unit)
         if self.leaving is not None:
             for param in unit.params:
-                if param.grad is not None:
+                if param.grad is not None and param.at_rest.grad is not None:  # else the loop has cleared it
                     param.grad.bring_back(self.leaving)
 
     def unit_done(self, unit: Unit) -> None:
@@ -129,11 +129,15 @@ class GradientMemory:
 
     def backward_end(self) -> None:
         """A backward has ended. Does not block."""
+        if self.leaving is not None:
+            self.leaving.backwards += 1
         if self._spilled is not None:
             self._spilled.backward_end()
 
     def reset(self) -> None:
         """A backward broke off."""
+        if self.leaving is not None:
+            self.leaving.backwards += 1
         if self._spilled is not None:
             self._spilled.reset()
 

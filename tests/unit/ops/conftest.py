@@ -1,20 +1,14 @@
 """Triton's kernels on whatever there is: in its interpreter on the CPU, and compiled on a GPU (marker `gpu`).
 
-TRITON_INTERPRET must be set before triton is first imported, so one process has either the interpreter or the compiler: with a
-CUDA device the compiler, unless the variable says otherwise.
+One process has either the interpreter or the compiler: tests/conftest.py decides.
 """
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 
 from infinity.ops.choice import interpreted
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

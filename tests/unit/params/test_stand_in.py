@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.params import grad_slot
+from infinity.params import grad_slot, slot_book
 from infinity.params.stand_in import GradBook, GradSlot, GradStandIn, SlotState
 
 SHAPES = ((5, 7), (130,), (64, 96), (3, 5, 7), (1,))
@@ -371,6 +371,7 @@ def test_a_part_of_no_elements_counts_nothing() -> None:
 def test_norms_of_large_gradients_use_a_bounded_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grad_slot, "_SMALL_NUMEL", 0)
     monkeypatch.setattr(grad_slot, "NORM_PIECE_NUMEL", 1000)
+    monkeypatch.setattr(slot_book, "NORM_PIECE_NUMEL", 1000)
     book = GradBook()
     slot = book.add("w", torch.Size((50, 101)), torch.empty(5050).bfloat16(), torch.device("cpu"))
     assert book.scratch_bytes == 4000
