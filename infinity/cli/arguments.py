@@ -74,6 +74,9 @@ def _add_numerics(parser: argparse.ArgumentParser) -> None:
                        "next step, which computes with the parameters before it (deferred)")  # fmt: skip
     group.add_argument("--generations", type=int, choices=(1, 2), default=1, help="2 keeps the step before beside the one that "
                        "is made: twice the room on the drives, and a step that fails is undone (1)")  # fmt: skip
+    group.add_argument("--device", metavar="DEVICE", help="where the model computes: cpu, cuda or cuda:1 (cuda, if there is one)")
+    group.add_argument("--update-on", choices=("cpu", "device"), default="cpu", help="device: states stream through the GPU that "
+                       "computes, with --update deferred; the same bits (cpu)")  # fmt: skip
     group.add_argument("--delayed-warmup", type=int, metavar="STEPS", help="steps that --update delayed takes as deferred first "
                        "(40)")  # fmt: skip
 

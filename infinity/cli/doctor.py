@@ -32,6 +32,7 @@ from infinity.aio.probe import (
     probe_executor,
 )
 from infinity.bench import hardware
+from infinity.errors import DeviceCopyError
 from infinity.memory.placement import LARGE_COUNT, SMALL_COUNT
 from infinity.sizes import GIB, format_size
 
@@ -234,7 +235,21 @@ def _gpu() -> Finding:
         f"{torch.cuda.get_device_name(index)}, {format_size(torch.cuda.get_device_properties(index).total_memory)}"
         for index in range(torch.cuda.device_count())
     ]
-    return Finding("GPU", "; ".join(names))
+    return Finding("GPU", "; ".join(names), _copies_fail(torch.cuda.device_count()))
+
+
+def _copies_fail(device_count: int) -> str:
+    """Why models cannot be offloaded from these GPUs; empty where they can."""
+    from infinity.aio.device import DeviceDriver
+    from infinity.aio.native_core import load_native
+
+    try:
+        load_native()
+        for ordinal in range(device_count):
+            DeviceDriver(ordinal)
+    except (ImportError, DeviceCopyError) as error:
+        return f"models that compute on a GPU cannot be offloaded: {error}"
+    return ""
 
 
 def _operations() -> Finding:

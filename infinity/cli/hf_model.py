@@ -119,9 +119,9 @@ def _load_whole(source: Pretrained, dtype: torch.dtype) -> Any:
     return model
 
 
-def continue_text(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
-    """`prompt` and the model's greedy continuation by at most `tokens` tokens."""
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+def continue_text(model: Any, tokenizer: Any, prompt: str, tokens: int, device: torch.device) -> str:
+    """`prompt` and the model's greedy continuation by at most `tokens` tokens, computed on `device`."""
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
     model.eval()
     with torch.no_grad():
         out = model.generate(

@@ -104,6 +104,8 @@ def policy_of(options: argparse.Namespace) -> inf.Policy:
         update=options.update,
         generations=options.generations,
         delayed_warmup=40 if options.delayed_warmup is None else options.delayed_warmup,
+        device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        update_on=options.update_on,
         seed=options.seed,
         io_backend=options.io_backend,
     )
@@ -160,6 +162,7 @@ class _Run:
             self.pretrained, self.policy, getattr(torch, options.dtype), checkpointing=options.checkpointing
         )
         self.handle = inf.handle(self.model)
+        self.device = torch.device(self.policy.device)
         stack.callback(self.handle.close)
         self.params = self.handle.stats().params
         self.optimizer = inf.AdamW(self.model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
@@ -254,12 +257,14 @@ class _Run:
         total = 0.0
         count = self.options.accumulate
         for index in range(count):
-            ids = next(batches)
+            ids = next(batches).to(self.device)
             waited, start = self.handle.stats().io_wait_s, time.monotonic()
             with nullcontext() if index == count - 1 else self.handle.no_sync():
                 loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+                self._synchronize()
                 forward_s = time.monotonic() - start - (self.handle.stats().io_wait_s - waited)
                 (loss / count).backward()
+                self._synchronize()
             waited = self.handle.stats().io_wait_s - waited
             passes_s = time.monotonic() - start - waited
             phase.compute_s += passes_s
@@ -270,12 +275,18 @@ class _Run:
             total += float(loss.detach())
         return phase, total / count
 
+    def _synchronize(self) -> None:
+        """What was launched has run: times are of work, not of launches."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def _measure_held_out(self, step: int) -> float:
         """Mean loss per window of the held-out part; recorded."""
         self.model.eval()
         total, count = 0.0, 0
         with torch.no_grad():
-            for ids in self.corpus.held_out_batches(self.options.batch):
+            for batch in self.corpus.held_out_batches(self.options.batch):
+                ids = batch.to(self.device)
                 total += float(self.model(input_ids=ids, labels=ids, use_cache=False).loss) * len(ids)
                 count += len(ids)
         self.model.train()
@@ -290,7 +301,7 @@ class _Run:
         if not self.options.prompt:
             return ""
         return hf_model.continue_text(
-            self.model, self.pretrained.tokenizer, self.options.prompt, self.options.prompt_tokens
+            self.model, self.pretrained.tokenizer, self.options.prompt, self.options.prompt_tokens, self.device
         )
 
     def _measure_drives(self) -> dict[str, float] | None:

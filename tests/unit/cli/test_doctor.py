@@ -134,3 +134,13 @@ def test_operations_that_cannot_run_as_forced_are_warned_of(monkeypatch: pytest.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(doctor, "_version", lambda package: "")
     assert "which is not installed: pip install triton" in doctor._operations().warning
+
+
+def test_a_gpu_whose_driver_cannot_be_had_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._copies_fail(0) == ""
+    if torch.cuda.is_available():
+        assert doctor._copies_fail(1) == ""
+    else:
+        assert "cannot be offloaded: the device's driver cannot be used" in doctor._copies_fail(1)
+    monkeypatch.setenv("INFINITY_NO_NATIVE", "1")
+    assert "INFINITY_NO_NATIVE=1 hides the native extension" in doctor._copies_fail(1)

@@ -21,6 +21,8 @@ from infinity.bench.swap import measure_swap  # noqa: E402
 from infinity.cli import train as command  # noqa: E402
 from infinity.cli.main import build_parser  # noqa: E402
 from infinity.cli.train import learning_rate, run_train  # noqa: E402
+from tests.device import simulated  # noqa: E402
+from tests.unit.aio.rig import BACKENDS  # noqa: E402
 
 TEXT = "In the beginning was the word, and the word was with the drive, and the drive was fast.\n" * 60
 
@@ -174,6 +176,23 @@ def test_every_part_of_the_policy_can_be_chosen_and_no_place_changes_a_loss(
     assert summary["state_bytes"] == pytest.approx(size * summary["params"])
 
 
+@pytest.mark.skipif(BACKENDS == ["python"], reason="copies to a device need the native extension")
+def test_updates_on_a_device_change_no_loss(
+    model_directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = []
+    with simulated(monkeypatch):
+        for where in ("device", "cpu"):
+            out = tmp_path / where
+            extra = ["--device", "cpu", "--update-on", where, "--no-trace", "--no-save", *on_nvme(tmp_path / "swap")]
+            status, shown = train(model_directory, "--text", text, "--out", out, *SMALL, *extra)
+            assert status == 0, shown
+            losses.append([row["loss"] for row in records(out, "step")])
+            (summary,) = records(out, "summary")
+            assert summary["engine"]["h2d_bytes"] > 0
+    assert losses[0] == losses[1]
+
+
 def test_gradients_spill_past_the_memory_that_is_given(model_directory: Path, text: Path, tmp_path: Path) -> None:
     # Deep enough for gradients to be more than what spilling them takes; and no state rests in RAM for having room there, or all
     # of a model as small as this would, and its gradients with them.
@@ -216,6 +235,8 @@ def test_gradients_spill_past_the_memory_that_is_given(model_directory: Path, te
         (["--activations", "cpu", "--checkpointing"], "in CPU memory already"),
         (["--grads", "nvme"], "nvme=[directories]"),
         (["--resident", "half"], "params=0.5"),
+        (["--device", "gpu"], "device='gpu'"),
+        (["--device", "cpu", "--update-on", "device"], "use update_on='cpu'"),
         (["--resident", "optim=0.5"], "set optim='nvme'"),
     ],
 )
