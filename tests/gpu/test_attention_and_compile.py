@@ -140,7 +140,7 @@ def compiled(backend: Any, factory: Callable[[], nn.Module], *, whole_block: boo
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("whole_block", [False, True], ids=["forward", "block"])
+@pytest.mark.parametrize("whole_block", [pytest.param(False, marks=pytest.mark.slow), True], ids=["forward", "block"])
 @pytest.mark.parametrize("checkpointing", [None, False], ids=["plain", "checkpointed"])
 def test_compiled_blocks_train_as_compiled_blocks_of_a_plain_loop(
     checkpointing: bool | None, whole_block: bool, device: str, tmp_path: Path

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -61,3 +63,8 @@ def assert_summed_in_fp32(found: torch.Tensor, exact: torch.Tensor, magnitude: t
     assert bool((error <= bound).all()), float((error - bound).max())
 
 
+
+
+def mostly_slow(values: Iterable[Any], quick: Any) -> list[Any]:
+    """Parameters of a test that takes long with each: all but one are run by `make slow` (and on a GPU) only."""
+    return [value if value == quick else pytest.param(value, marks=pytest.mark.slow) for value in values]

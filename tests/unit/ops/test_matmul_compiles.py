@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.ops.operands import mostly_slow
+
 ROOT = Path(__file__).resolve().parents[3]
 OPS = ("tile_matmul", "linear_cross_entropy", "int8_matmul", "compact_matmul")
 
@@ -28,7 +30,7 @@ def compiled(tmp_path: Path, capability: int, name: str, count: str) -> list[dic
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", mostly_slow(OPS, "tile_matmul"))
 def test_the_first_configuration_fits_any_gpu_and_no_sum_is_left_to_chance(tmp_path: Path, name: str) -> None:
     """48 KiB of shared memory; no atomics; matrix units for all but exact fp32."""
     launches = compiled(tmp_path, 86, name, "first")

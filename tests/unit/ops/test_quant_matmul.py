@@ -24,6 +24,7 @@ from tests.unit.ops.operands import (
     interpreted,
     laid_out,
     layouts,
+    mostly_slow,
     normal,
     seeds,
     sizes,
@@ -180,7 +181,7 @@ def test_lora_over_an_int8_base_learns_what_the_dense_base_would(device: torch.d
 
 
 @pytest.mark.skipif("triton" not in IMPLEMENTATIONS, reason="there is no Triton here")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", mostly_slow(DTYPES, torch.float32), ids=str)
 def test_every_configuration_gives_the_same_bits(device: torch.device, dtype: torch.dtype) -> None:
     from infinity.ops import quant_matmul_triton as kernels
     from tests.unit.ops.configurations import each_configuration

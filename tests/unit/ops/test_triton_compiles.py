@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.ops.operands import mostly_slow
+
 ROOT = Path(__file__).resolve().parents[3]
 BITWISE = ("groups", "update", "unscale_norm")
 """Operations of which choice.OPS says that the bits are torch's."""
@@ -29,7 +31,7 @@ def compiled(tmp_path: Path, capability: int, name: str) -> list[dict[str, Any]]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("name", BITWISE)
+@pytest.mark.parametrize("name", mostly_slow(BITWISE, "update"))
 def test_what_must_have_the_bits_of_torch_compiles_to_operations_that_round_once(tmp_path: Path, name: str) -> None:
     """No contraction to FMA, no denormal flushed, nothing approximate; vector loads; small enough for any GPU."""
     launches = compiled(tmp_path, 90, name)
