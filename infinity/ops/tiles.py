@@ -164,22 +164,22 @@ class TiledWeight(torch.Tensor):
         if func in METADATA and func != _TENSOR.grad.__get__:
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        _refuse(func)
+        raise _refusal(func)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
         """The net under `__torch_function__`, for calls from C++ that pass it by."""
-        _refuse(func)
+        raise _refusal(func)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"TiledWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
 
-def _refuse(func: Any) -> NoReturn:
+def _refusal(func: Any) -> ParameterReleased:
     owner = getattr(func, "__self__", None)  # of a property's getter or setter
-    raise ParameterReleased(
+    return ParameterReleased(
         f"{getattr(owner if owner is not None else func, '__name__', func)} of the weight of a tiled module, which exists as "
         "tiles only: call the module instead, use `tile_parameters()` (`.grad` included), read `state_dict()['weight']` for a "
         "copy, or leave the layer out of inf.tile_linears(names=...)"

@@ -373,3 +373,20 @@ def test_a_tiled_weight_freezes_its_tiles_and_refuses_what_needs_values_or_stora
 def test_the_operations_are_reached_from_the_package() -> None:
     code = "import infinity as inf; assert inf.ops.TiledLinear.__name__ == 'TiledLinear'"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_embedding_in_tiles_refuses_indices_that_torchs_refuses() -> None:
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20, bias=False))
+    model[1].weight = model[0].weight
+    inf.tile_linears(model, tiles=3)
+    for indices in (torch.tensor([1.5]), torch.tensor([True])):
+        with pytest.raises(RuntimeError, match="give int32 or int64"):
+            model[0](indices)
+
+
+@pytest.mark.parametrize("tiles", [0, -1, True, (2, 2), 2.0])
+def test_a_wrong_number_of_tiles_for_the_loss_leaves_the_model_as_it_was(tiles: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 20))
+    with pytest.raises(ValueError, match="is not a positive whole number"):
+        inf.tile_loss(model, tiles=tiles, head="0")
+    assert type(model[0]) is nn.Linear
