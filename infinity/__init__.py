@@ -76,6 +76,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "ops":  # inf.ops.TiledLinear
+        return importlib.import_module("infinity.ops")
     raise AttributeError(f"module 'infinity' has no attribute {name!r}")
 
 

@@ -430,6 +430,13 @@ def test_a_linear_too_large_for_the_device_is_refused_with_tiles_that_fit() -> N
         inf.offload(model, inf.Policy(ram=RAM), load=lambda _name, out: out.zero_())
 
 
+def test_a_tile_too_large_for_the_device_is_told_to_be_cut_smaller() -> None:
+    model = inf.tile_linears(nn.Sequential(nn.Linear(64, 4096, bias=False, device="meta")), tiles=2)
+    units = find_units(model, unit_bytes_max=1 << 20)
+    with pytest.raises(ValueError, match=r"a tile already; give inf.tile_linears 6 times as many tiles"):
+        check_gatherable(model, units, 1 << 20, torch.device("cpu"), 400_000)
+
+
 @given(
     rows=st.integers(1, 3000), columns=st.integers(1, 100), memory=st.integers(2000, 1 << 20), unit_max=st.integers(1000, 1 << 20)
 )

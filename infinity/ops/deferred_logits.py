@@ -40,8 +40,7 @@ class TiledHead(TiledLinear):
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         """The logits [..., out_features], in full. x: in the dtype that computes, which autocast chose if it was on then."""
-        found: torch.Tensor = self(x, instead=lambda: self.multiply(x))
-        return found
+        return self.call(x, lambda: self.multiply(x))
 
     def say_computed(self, what: str, size_bytes: int) -> None:
         """Say once that the logits were needed where a training pass should not."""
@@ -51,33 +50,107 @@ class TiledHead(TiledLinear):
 
 
 class DeferredLogits(torch.Tensor):
-    """Logits [..., vocabulary] of a head for hidden states [..., features] (see the module's docstring)."""
+    """Logits [..., vocabulary] of a head for hidden states [..., features] (see the module's docstring).
 
-    infinity_inputs: tuple[torch.Tensor]  # what backward comes to by way of this tensor
+    What an ordinary head computes when it is called is computed later here, so what it depends on must not have changed: hidden
+    states or weights that were written meanwhile (an optimizer's step) are an error, and logits of `no_grad` have no graph. Once
+    somebody writes to the logits, or hangs a hook on them, they are ordinary ones for everybody (`settle`).
+    """
+
+    infinity_inputs: tuple[torch.Tensor, ...]  # hidden states, and what is settled: where backward goes by way of this tensor
     _head: TiledHead
+    _graph: bool  # whether an ordinary head would have recorded a graph
+    _versions: tuple[int, ...]
+    _of: tuple[DeferredLogits, Callable[[torch.Tensor], torch.Tensor]] | None  # the logits that this is a view of, and how
     _computed: torch.Tensor | None
+    _computed_version: int
+    _settled: bool
 
     @staticmethod
     def __new__(  # noqa: PYI034
-        cls, head: TiledHead, hidden: torch.Tensor, dtype: torch.dtype | None = None
+        cls,
+        head: TiledHead,
+        hidden: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        of: tuple[DeferredLogits, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     ) -> DeferredLogits:
         """The logits of `hidden`, cast to `dtype`."""
         shape = torch.Size((*hidden.shape[:-1], head.out_features))
         made = make_wrapper(cls, shape, dtype or hidden.dtype, hidden.device, False)
         assert isinstance(made, DeferredLogits)
-        made._head, made.infinity_inputs, made._computed = head, (hidden,), None
+        made._head, made.infinity_inputs, made._of = head, (hidden,), of
+        made._graph, made._versions = torch.is_grad_enabled(), _versions(head, hidden)
+        made._computed, made._computed_version, made._settled = None, 0, False
         return made
 
-    def __init__(self, head: TiledHead, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
+
+    def derived(
+        self,
+        hidden: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        view: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> DeferredLogits:
+        """The logits of `hidden`, which is taken from this one's. view: what makes them of these, in the same memory."""
+        self.check_unchanged()
+        of = (self, view) if view is not None else None
+        made = DeferredLogits(self._head, hidden, dtype or self.dtype, of)
+        made._graph = made._graph and self._graph
+        return made
+
+    def check_unchanged(self) -> None:
+        """Raises: RuntimeError where these would not be the logits of when the head was called."""
+        if _versions(self._head, self.infinity_inputs[0]) != self._versions:
+            raise RuntimeError(
+                "the logits of a tiled loss are computed when they are used, and the head's weights or its input have been "
+                "modified in place since (by an optimizer's step?): use them before, or keep `logits.clone()`"
+            )
+        with DisableTorchFunctionSubclass():
+            if self.grad_fn is not None:
+                raise RuntimeError(
+                    "the logits of a tiled loss came out of an autograd Function, whose gradients would be lost: keep the head "
+                    "outside of it, or checkpoint with use_reentrant=False"
+                )
+
+    @property
+    def wants_grad(self) -> bool:
+        """Whether the logits have a graph, as those of an ordinary head."""
+        hidden = self.infinity_inputs[0]
+        return self._graph and (hidden.requires_grad or any(param.requires_grad for param in self._head.parameters()))
 
     def compute(self, what: str = "an operation") -> torch.Tensor:
         """The logits, as an ordinary tensor; made once."""
+        if self.is_settled():
+            return self.settle(what)
         made = self._computed
-        if made is None or (torch.is_grad_enabled() and not made.requires_grad):
+        if made is None or (torch.is_grad_enabled() and self.wants_grad and not made.requires_grad):
+            self.check_unchanged()
             self._head.say_computed(what, self.numel() * self.element_size())
-            made = self._computed = self._head.compute(self.infinity_inputs[0]).to(self.dtype)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
+                made = self._computed = self._head.compute(self.infinity_inputs[0]).to(self.dtype)
+            self._computed_version = _version(made)
         return made
+
+    def is_settled(self) -> bool:
+        """Whether these are ordinary logits by now, which may differ from what the head gives: those are used henceforth."""
+        written = self._computed is not None and _version(self._computed) != self._computed_version
+        return self._settled or written or (self._of is not None and self._of[0].is_settled())
+
+    def settle(self, what: str) -> torch.Tensor:
+        """Make these ordinary logits, in the same memory as those that they are a view of, which become so, too."""
+        if not self._settled:
+            with torch.set_grad_enabled(self._graph):
+                if self._of is not None:
+                    whole, view = self._of
+                    self._computed = view(whole.settle(what))
+                elif not self.is_settled():
+                    self.compute(what)
+            self._settled = True
+            assert self._computed is not None
+            self.infinity_inputs = (self.infinity_inputs[0], self._computed)
+        assert self._computed is not None
+        return self._computed
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -89,15 +162,22 @@ class DeferredLogits(torch.Tensor):
     ) -> Any:
         """Answer metadata, carry over what leaves rows of logits whole, compute a loss in tiles; else compute the logits."""
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
+        if logits is not None and func in _OF_THE_GRAPH:
+            return _of_the_graph(func, logits, args[1:])
         if func in METADATA:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        handler = _HANDLERS.get(func)
-        if handler is not None and args and isinstance(args[0], DeferredLogits):
-            done = handler(func, args[0], args[1:], kwargs)
+        if logits is not None and not logits.is_settled():
+            handler = _HANDLERS.get(func)
+            done = handler(func, logits, args[1:], kwargs) if handler is not None else None
             if done is not None:
                 return done
-        name = getattr(func, "__name__", str(func))
+            if func in _SETTLING or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+                logits.settle(name)
+        if isinstance(kwargs.get("out"), DeferredLogits):
+            kwargs["out"].settle(name)
         return func(*(_compute(arg, name) for arg in args), **{key: _compute(arg, name) for key, arg in kwargs.items()})
 
     @classmethod
@@ -117,6 +197,16 @@ class DeferredLogits(torch.Tensor):
         return self.compute("deepcopy").__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
 
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _versions(head: TiledHead, hidden: torch.Tensor) -> tuple[int, ...]:
+    """What changes when the logits do. Parameters at rest in an offloaded model have a version of their own."""
+    params = [*head.tile_parameters(), *(param for param in head._parameters.values() if param is not None)]
+    return (_version(hidden), *(getattr(param, "infinity_version", _version(param)) for param in params))
+
+
 def _compute(value: Any, what: str) -> Any:
     """`value` with ordinary tensors in place of deferred logits."""
     if isinstance(value, DeferredLogits):
@@ -131,28 +221,36 @@ def _compute(value: Any, what: str) -> Any:
 Handler = Callable[[Any, DeferredLogits, "tuple[Any, ...]", "dict[str, Any]"], Any]
 
 
-def _same(_func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return logits if not args and not kwargs else None
+def _contiguous(_func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args or kwargs:
+        return None
+    return logits if logits._of is None else logits.derived(logits.infinity_inputs[0])
 
 
 def _cast(dtype: torch.dtype) -> Handler:
     def cast(_func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return DeferredLogits(logits._head, logits.infinity_inputs[0], dtype) if not args and not kwargs else None
+        if args or kwargs:
+            return None
+        return logits if dtype == logits.dtype else logits.derived(logits.infinity_inputs[0], dtype)
 
     return cast
 
 
 def _to(_func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    device, dtype, _ = parse_to(args, kwargs)
-    here = logits.device
+    device, dtype, copy = parse_to(args, kwargs)
+    here, dtype = logits.device, dtype or logits.dtype
     if device is not None and (device.type != here.type or device.index not in (None, here.index)):
         return None
-    return DeferredLogits(logits._head, logits.infinity_inputs[0], dtype or logits.dtype)
+    if not dtype.is_floating_point:
+        return None
+    return logits if dtype == logits.dtype and not copy else logits.derived(logits.infinity_inputs[0], dtype)
 
 
 def _index(_func: Any, logits: DeferredLogits, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     whole = slice(None)
+    if not index:
+        return None
     if any(item is Ellipsis for item in index):
         leaves_rows = isinstance(index[-1], slice) and index[-1] == whole
     else:
@@ -163,15 +261,19 @@ def _index(_func: Any, logits: DeferredLogits, args: tuple[Any, ...], _kwargs: d
         leaves_rows = simple and last is not None and (consumed < logits.dim() or (consumed == logits.dim() and is_whole))
     if not leaves_rows:
         return None
-    return DeferredLogits(logits._head, logits.infinity_inputs[0][args[0]], logits.dtype)
+    is_view = all(item is None or item is Ellipsis or type(item) in (int, slice) for item in index)
+    return logits.derived(logits.infinity_inputs[0][args[0]], view=(lambda full: full[args[0]]) if is_view else None)
 
 
 def _view(func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    shape = func(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args, **kwargs).shape
-    if not shape or shape[-1] != logits.shape[-1]:
+    made = func(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args, **kwargs)
+    shape = made.shape
+    if not shape or shape[-1] != logits.shape[-1] or made.dtype != logits.dtype:
         return None
     hidden = logits.infinity_inputs[0]
-    return DeferredLogits(logits._head, hidden.reshape(*shape[:-1], hidden.shape[-1]), logits.dtype)
+    return logits.derived(
+        hidden.reshape(*shape[:-1], hidden.shape[-1]), view=lambda full: func(full, *args, **kwargs)
+    )
 
 
 def _cross_entropy(
@@ -188,13 +290,17 @@ def _cross_entropy(
         given.get("label_smoothing", 0.0),
         given.get("reduction", "mean"),
     )
-    return head_loss(logits._head, logits.infinity_inputs[0], target, settings, cast=False).to(logits.dtype)
+    logits.check_unchanged()
+    with torch.set_grad_enabled(torch.is_grad_enabled() and logits._graph):
+        loss = head_loss(logits._head, logits.infinity_inputs[0], target, settings, cast=False)
+        # Under autocast torch's loss is fp32, whatever the logits are.
+        return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
 
 
 _HANDLERS: dict[Any, Handler] = {
     functional.cross_entropy: _cross_entropy,
     _TENSOR.__getitem__: _index,
-    _TENSOR.contiguous: _same,
+    _TENSOR.contiguous: _contiguous,
     _TENSOR.float: _cast(torch.float32),
     _TENSOR.bfloat16: _cast(torch.bfloat16),
     _TENSOR.half: _cast(torch.float16),
@@ -205,6 +311,29 @@ _HANDLERS: dict[Any, Handler] = {
     torch.flatten: _view,
     torch.reshape: _view,
 }
+
+_SETTLING = {_TENSOR.register_hook, _TENSOR.retain_grad, _TENSOR.data.__get__}
+"""What changes the logits, or looks at what is done to them, beside operations in place."""
+
+_OF_THE_GRAPH = {
+    getattr(_TENSOR, name).__get__
+    for name in ("requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad", "output_nr", "_version", "_backward_hooks")
+} | {_TENSOR.requires_grad.__set__}
+"""Metadata that ordinary logits would answer otherwise than a tensor of no graph."""
+
+
+def _of_the_graph(func: Any, logits: DeferredLogits, args: tuple[Any, ...]) -> Any:
+    if not logits.is_settled():
+        if func == _TENSOR.requires_grad.__get__:
+            return logits.wants_grad
+        if func == _TENSOR.is_leaf.__get__:
+            return not logits.wants_grad
+        if func == _TENSOR.requires_grad.__set__ or (func == _TENSOR.grad_fn.__get__ and logits.wants_grad):
+            logits.settle(func.__self__.__name__)
+    if logits.is_settled():
+        return func(logits.settle("autograd"), *args)
+    with DisableTorchFunctionSubclass():
+        return func(logits, *args)
 
 
 def default_tiles(vocabulary: int, tile: int) -> int:

@@ -30,7 +30,10 @@ class TiledEmbedding(TiledModule):
         self.padding_idx = padding_idx
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        """The rows of the weight at `indices`. Raises: IndexError on the CPU for an index that is out of range."""
+        """The rows of the weight at `indices`. Raises: RuntimeError for indices that are not int32 or int64, IndexError on the
+        CPU for one that is out of range."""
+        if indices.dtype not in (torch.int32, torch.int64):
+            raise RuntimeError(f"the indices of an embedding are {indices.dtype}: give int32 or int64")
         flat = indices.reshape(-1).long()
         if flat.device.type == "cpu" and flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings:
             raise IndexError(f"index out of range: this embedding has {self.num_embeddings} rows")

@@ -99,6 +99,18 @@ class TiledLinear(TiledModule):
         """
         return instead() if instead is not None else self.multiply(self.entering(x))
 
+    def call(self, x: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `compute` gives, made inside a call of this module with `x`. What hooks make of the call's output is left out:
+        it is not the output that they were written for."""
+        found: list[torch.Tensor] = []
+
+        def instead() -> torch.Tensor:
+            found.append(compute())
+            return found[0]
+
+        self(x, instead=instead)
+        return found[0]
+
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """The product. x: [..., in_features] in the dtype that computes."""
         rows = x.reshape(-1, self.in_features)

@@ -61,7 +61,7 @@ def linear_cross_entropy(
 
 
 def check_call(
-    hidden: torch.Tensor, target: torch.Tensor, features: int, settings: Settings
+    hidden: torch.Tensor, target: torch.Tensor, features: int, settings: Settings, *, cast: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(hidden [rows, features] in the dtype that computes, target [rows]). Raises: as `linear_cross_entropy`."""
     settings.check()
@@ -72,7 +72,7 @@ def check_call(
         )
     if target.is_floating_point() or target.dtype == torch.bool:
         raise ValueError(f"target is {target.dtype}; give class indices (int64): class probabilities are not supported")
-    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
+    if cast and torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     targets = target.reshape(-1).long()
     if targets.device.type == "cpu":
@@ -139,14 +139,13 @@ def head_loss(
 
     cast: False where the hidden states have the dtype that computes already.
     """
-    loss: torch.Tensor = head(hidden, instead=lambda: _chain(head, hidden, target, settings, cast=cast))
-    return loss
+    return head.call(hidden, lambda: _chain(head, hidden, target, settings, cast=cast))
 
 
 def _chain(
     head: TiledLinear, hidden: torch.Tensor, target: torch.Tensor, settings: Settings, *, cast: bool
 ) -> torch.Tensor:
-    rows, targets = check_call(head.entering(hidden) if cast else hidden, target, head.in_features, settings)
+    rows, targets = check_call(head.entering(hidden) if cast else hidden, target, head.in_features, settings, cast=cast)
     running = _Running(rows.detach(), targets, settings)
     sums, lines = _Enter.apply(rows, head.anchor(rows))
     input_grad = rows.requires_grad

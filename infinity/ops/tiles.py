@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from infinity._torch_compat import dynamo_disable, make_wrapper
+from infinity._torch_compat import METADATA, DisableTorchFunctionSubclass, dynamo_disable, make_wrapper
 from infinity.errors import ParameterReleased
 
 Tiles = int | tuple[int, int]
@@ -27,6 +27,8 @@ Tiles = int | tuple[int, int]
 
 ALIGNED_FEATURES = 64
 """Tiles begin at multiples of this where the size of the weight is one: matmuls are fastest on aligned slices."""
+
+_TENSOR: Any = torch.Tensor
 
 _TILE_NAME = re.compile(r"(?P<module>(?:.*\.)?)tile_(?P<row>\d+)_(?P<column>\d+)\.weight")
 
@@ -143,20 +145,45 @@ class Tile(nn.Module):
 class TiledWeight(torch.Tensor):
     """What `TiledLinear.weight` gives: shape, dtype and device of the whole weight, which exists as tiles only."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _tiles: list[nn.Parameter]
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer metadata, pass `requires_grad` on to the tiles, refuse the rest: storage that is not there crashes in C."""
+        weight = args[0] if args and isinstance(args[0], TiledWeight) else None
+        if weight is not None and func in (_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__):
+            flag = bool((kwargs or {}).get("requires_grad", args[1] if len(args) > 1 else True))
+            for tile in weight._tiles:
+                tile.requires_grad_(flag)
+            with DisableTorchFunctionSubclass():
+                return func(weight, flag)
+        if weight is not None and func == _TENSOR.grad.__get__ and all(tile.grad is None for tile in weight._tiles):
+            return None
+        if func in METADATA and func != _TENSOR.grad.__get__:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise _refusal(func)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
-        """Every use of the values."""
-        raise ParameterReleased(
-            f"{func} on the weight of a tiled module, which exists as tiles only: call the module instead, read "
-            "`state_dict()['weight']` for a copy, or leave the layer out of inf.tile_linears(names=...)"
-        )
+        """The net under `__torch_function__`, for calls from C++ that pass it by."""
+        raise _refusal(func)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"TiledWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+
+def _refusal(func: Any) -> ParameterReleased:
+    owner = getattr(func, "__self__", None)  # of a property's getter or setter
+    return ParameterReleased(
+        f"{getattr(owner if owner is not None else func, '__name__', func)} of the weight of a tiled module, which exists as "
+        "tiles only: call the module instead, use `tile_parameters()` (`.grad` included), read `state_dict()['weight']` for a "
+        "copy, or leave the layer out of inf.tile_linears(names=...)"
+    )
 
 
 class TiledModule(nn.Module):
@@ -194,6 +221,7 @@ class TiledModule(nn.Module):
                 TiledWeight, torch.Size(self.grid.whole_shape), first.dtype, first.device, first.requires_grad
             )
         assert isinstance(made, TiledWeight)
+        made._tiles = self.tile_parameters()
         return made
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

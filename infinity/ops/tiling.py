@@ -65,6 +65,8 @@ def tile_loss(model: M, *, tiles: int | None = None, head: str | None = None) ->
     """
     if "_infinity_handle" in model.__dict__:
         raise ValueError("this model is offloaded already; call inf.tile_loss(model) before inf.offload(model, ...)")
+    if tiles is not None and (type(tiles) is not int or tiles < 1):
+        raise ValueError(f"tiles={tiles!r} is not a positive whole number: a tiled loss has tiles along the vocabulary only")
     modules = dict(model.named_modules())
     found = find_head(model) if head is None else modules.get(head)
     name = next((name for name, module in modules.items() if module is found), None)
@@ -76,7 +78,7 @@ def tile_loss(model: M, *, tiles: int | None = None, head: str | None = None) ->
     if not isinstance(found, TiledLinear):
         if type(found) is not nn.Linear:
             raise ValueError(f"{name} is a {type(found).__name__}; a tiled loss takes a torch.nn.Linear")
-        tile_linears(model, tiles=tiles or default_tiles(found.out_features, VOCABULARY_TILE), names=name)
+        tile_linears(model, tiles=default_tiles(found.out_features, VOCABULARY_TILE) if tiles is None else tiles, names=name)
         found = model.get_submodule(name)
         assert isinstance(found, TiledLinear)
     elif tiles is not None and tiles != found.grid.rows:

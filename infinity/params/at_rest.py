@@ -72,6 +72,11 @@ class AtRestParameter(torch.nn.Parameter):
     def __init__(self, param: Param, device: torch.device, requires_grad: bool) -> None:
         pass
 
+    @property
+    def infinity_version(self) -> int:
+        """Counts the changes of its values: optimizer steps and writes."""
+        return self.infinity_link.param.unit.generation
+
     # `.grad` of every parameter is read and set several times a step (clip, step, zero_grad): straight to C, 0.7 us
     # instead of 4 by way of `__torch_function__`.
     @property

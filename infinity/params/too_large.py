@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.aio.memory_limits import cgroup_limit_bytes
-from infinity.ops.tiles import Grid
+from infinity.ops.tiles import Grid, whole_name
 from infinity.params.discover import ParamEntry, UnitSpec
 from infinity.sizes import format_size
 
@@ -85,6 +85,9 @@ def _refusal(model: nn.Module, spec: UnitSpec, device_bytes: int, device: str) -
         )
     name = _linear_name(model, entry)
     largest = f"{entry.names[0]} takes {format_size(entry.size_bytes)} gathered whole, and {has}"
+    if whole_name(entry.names[0]) is not None:
+        times = -(-entry.size_bytes // max(room_bytes, 1))
+        return f"{largest}: it is a tile already; give inf.tile_linears {times} times as many tiles, or more"
     if name is None:
         return f"{largest}: only a torch.nn.Linear (and an embedding tied to one) can be gathered in tiles; make it smaller"
     tiles = tiles_needed(entry.parameter.shape, entry.size_bytes, room_bytes)

@@ -41,8 +41,7 @@ def in_output(output: Any) -> list[torch.Tensor]:
     pending: list[Any] = [output]
     for value in pending:
         if isinstance(value, torch.Tensor):
-            found.append(value)
-            found.extend(getattr(value, "infinity_inputs", ()))  # of logits that are not computed: the way to their graph
+            found.extend(getattr(value, "infinity_inputs", (value,)))  # of logits that are not computed: the way to their graph
             continue
         if type(value) in _ATOMS or id(value) in seen or len(seen) > _OBJECTS_MAX:
             continue

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -342,3 +344,49 @@ def test_names_of_tiles_are_told_from_others() -> None:
     assert whole_name("tile_0_12.weight") == "weight"
     for other in ("lm_head.weight", "a.tile_1.weight", "a.tile_0_0.bias", "mytile_0_0.weight"):
         assert whole_name(other) is None
+
+
+def test_a_tiled_weight_freezes_its_tiles_and_refuses_what_needs_values_or_storage() -> None:
+    """`share_memory_` and `untyped_storage` crashed the interpreter; a frozen weight went on being trained."""
+    made = TiledLinear(8, 6, tiles=(3, 2))
+    assert made.weight.grad is None
+    made(torch.ones(2, 8)).sum().backward()
+    for use in (
+        lambda weight: weight.grad,
+        lambda weight: weight.data_ptr(),
+        lambda weight: weight.untyped_storage(),
+        lambda weight: weight.share_memory_(),
+        lambda weight: weight.sum(),
+        lambda weight: torch.nn.init.normal_(weight),
+        lambda weight: setattr(weight, "grad", torch.ones(6, 8)),
+        lambda weight: setattr(weight, "data", torch.ones(6, 8)),
+    ):
+        with pytest.raises(ParameterReleased, match="of the weight of a tiled module"):
+            use(made.weight)
+    made.weight.requires_grad_(False)
+    assert not any(tile.requires_grad for tile in made.tile_parameters())
+    made.weight.requires_grad = True
+    assert all(tile.requires_grad for tile in made.tile_parameters())
+    assert made.weight.requires_grad
+
+
+def test_the_operations_are_reached_from_the_package() -> None:
+    code = "import infinity as inf; assert inf.ops.TiledLinear.__name__ == 'TiledLinear'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_embedding_in_tiles_refuses_indices_that_torchs_refuses() -> None:
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20, bias=False))
+    model[1].weight = model[0].weight
+    inf.tile_linears(model, tiles=3)
+    for indices in (torch.tensor([1.5]), torch.tensor([True])):
+        with pytest.raises(RuntimeError, match="give int32 or int64"):
+            model[0](indices)
+
+
+@pytest.mark.parametrize("tiles", [0, -1, True, (2, 2), 2.0])
+def test_a_wrong_number_of_tiles_for_the_loss_leaves_the_model_as_it_was(tiles: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 20))
+    with pytest.raises(ValueError, match="is not a positive whole number"):
+        inf.tile_loss(model, tiles=tiles, head="0")
+    assert type(model[0]) is nn.Linear
