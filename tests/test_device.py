@@ -158,3 +158,32 @@ def test_a_device_that_is_not_there_is_a_users_error() -> None:
         inf.Policy(device="gpu")
     with pytest.raises(ValueError, match="'cpu' and 'cuda'"):
         inf.offload(model, inf.Policy(device="meta"))
+
+
+class _Routed(torch.nn.Module):
+    """Each call goes through one expert of each block; the others get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.ModuleDict({str(n): torch.nn.Linear(64, 64) for n in range(4)}) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block[str(expert)](x)
+        return x
+
+
+def test_sums_that_no_gradient_comes_for_do_not_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated(monkeypatch):
+        model = _Routed()
+        inf.offload(model, inf.Policy())
+        handle = inf.handle(model)
+        optimizer = inf.AdamW(model.parameters(), lr=1e-3)
+        for turn in range(8):
+            model(torch.randn(4, 64), turn % 4).sum().backward()
+            slots = [param.grad for unit in handle.units for param in unit.params if param.grad is not None]
+            assert not [slot.name for slot in slots if slot._back is not None]
+        optimizer.step()
+        handle.close()
