@@ -126,6 +126,22 @@ def _fails_at(nth: int, device: Simulated) -> None:
     device.fail(nth)
 
 
+def test_the_threads_current_device_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two devices a thread's current one is not always the model's, and where torch allocates hangs on it."""
+    with simulated(monkeypatch) as device:
+        device.current(2)
+        model = inf.offload(models.make(models.llama), inf.Policy(**NVME, nvme=tmp_path, ram="min"))
+        assert device.current() == 2
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        models.loss_of(model, models.token_batches(1)[0]).backward()
+        assert device.current() == 2
+        optimizer.step()
+        model.state_dict()
+        inf.handle(model).close()
+        assert device.current() == 2
+        device.current(0)
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "Lion"])
 def test_other_optimizers_are_updated_there(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = (("momentum", 0.9),) if optimizer == "SGD" else ()
