@@ -142,6 +142,18 @@ def test_the_threads_current_device_stays_what_it_is(tmp_path: Path, monkeypatch
         device.current(0)
 
 
+def test_a_gradient_that_the_loop_assigns_is_the_loops_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated(monkeypatch, delay_us=200_000):
+        model = inf.offload(models.make(models.llama), inf.Policy())
+        inf.AdamW(model.parameters(), lr=1e-2)
+        for param in list(model.parameters())[:4]:
+            given = torch.ones(param.shape, dtype=param.dtype)
+            param.grad = given
+            given.zero_()
+            assert torch.equal(param.grad.materialize(), torch.ones(param.shape))
+        inf.handle(model).close()
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "Lion"])
 def test_other_optimizers_are_updated_there(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = (("momentum", 0.9),) if optimizer == "SGD" else ()

@@ -164,6 +164,7 @@ class GradSlot:
             )
         self.empty()
         self.accumulate(grad)
+        self.arrive()  # it is the loop's tensor, which may change it from here on
 
     def accumulate(self, grad: torch.Tensor) -> None:
         """Take one fresh gradient: the first is copied, later ones are added in the slot's dtype.
