@@ -154,6 +154,29 @@ def test_a_gradient_that_the_loop_assigns_is_the_loops_to_change(monkeypatch: py
         inf.handle(model).close()
 
 
+def test_memory_that_cannot_be_pinned_is_told_and_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinity.memory.device import Device
+
+    with simulated(monkeypatch):
+        model = inf.offload(models.make(models.llama), inf.Policy())
+        inf.AdamW(model.parameters(), lr=1e-2)
+        pin, calls = Device.pin, []
+
+        def refused(self: Device, slab: Any) -> None:
+            calls.append(slab)
+            if len(calls) == 2:
+                raise DeviceCopyError("no more memory may be pinned")
+            pin(self, slab)
+
+        monkeypatch.setattr(Device, "pin", refused)
+        batch = models.token_batches(1)[0]
+        with pytest.raises(DeviceCopyError, match="no more memory"):
+            models.loss_of(model, batch)
+        models.loss_of(model, batch)
+        assert len(calls) == 3
+        inf.handle(model).close()
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "Lion"])
 def test_other_optimizers_are_updated_there(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = (("momentum", 0.9),) if optimizer == "SGD" else ()
