@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Iterator
 from typing import Any, final
 
 from infinity.errors import DeviceCopyError
@@ -17,6 +18,7 @@ LIBRARY = "libcuda.so.1"
 #: The fields of inf_device_api (native/executor.cdef.h), and which functions they are.
 FUNCTIONS = {
     "set_current": "cuCtxSetCurrent",
+    "get_current": "cuCtxGetCurrent",
     "stream_create": "cuStreamCreate",
     "stream_destroy": "cuStreamDestroy_v2",
     "stream_wait": "cuStreamSynchronize",
@@ -79,19 +81,29 @@ class DeviceDriver:
 
         Raises: DeviceCopyError, for instance when the machine has not enough memory that may be pinned.
         """
-        self._call("cuCtxSetCurrent", ctypes.c_void_p(self.context))
-        self._call(
-            "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), ctypes.c_uint(_REGISTER)
-        )
+        with self._current():
+            self._call(
+                "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), ctypes.c_uint(_REGISTER)
+            )
         self._pinned[address] = size_bytes
 
     def unpin(self, address: int) -> None:
         """End what `pin` did to the range that begins there; nothing if it is not pinned. No copy may be under way."""
         if self._pinned.pop(address, None) is None:
             return
-        with contextlib.suppress(DeviceCopyError):  # a device that broke has let go of it
-            self._call("cuCtxSetCurrent", ctypes.c_void_p(self.context))
+        with contextlib.suppress(DeviceCopyError), self._current():  # a device that broke has let go of it
             self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """Inside, the device's context is current on this thread. The user's current device stays what it is."""
+        before = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(before))
+        self._call("cuCtxSetCurrent", ctypes.c_void_p(self.context))
+        try:
+            yield
+        finally:
+            self._call("cuCtxSetCurrent", before)
 
     def close(self) -> None:
         """Unpin everything. No copy may be under way."""

@@ -167,7 +167,7 @@ class Handle:
         if there.copies:
             self._book.leaving = Leaving(there, LEAVING_UNITS * max((unit.size_bytes for unit in self.units), default=0))
             undo.callback(self._book.leaving.close)
-            self._gradients.leaving = self._book.leaving
+            self._gradients.leaving = self._book.leaving if alone else None  # ranks add up on the CPU, what was reduced
         undo.callback(self._book.release)
         self._drain = Drain(self.units, gradients=self._gradients, book=self._book, comm=self._comm)
         self.residency = UnitResidency(

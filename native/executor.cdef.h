@@ -120,8 +120,9 @@ typedef struct {
 /* Functions of the driver of the device that computes, as addresses; each returns 0 or the driver's code. Streams and events
  * are void *, device addresses uint64_t. */
 typedef struct {
-    uint64_t context;           /* made current on every thread that calls the others */
+    uint64_t context;           /* current on every thread while it calls the others, and then what was before */
     uint64_t set_current;       /* (void *context) */
+    uint64_t get_current;       /* (void **context) */
     uint64_t stream_create;     /* (void **stream, unsigned flags) */
     uint64_t stream_destroy;    /* (void *stream) */
     uint64_t stream_wait;       /* (void *stream): blocks until all that it was given has ended */

@@ -28,12 +28,28 @@
 typedef int (*one_pointer)(void *);
 typedef int (*two_pointers)(void *, void *);
 typedef int (*create)(void **, unsigned);
+typedef int (*get_context)(void **);
 typedef int (*wait_event)(void *, void *, unsigned);
 typedef int (*host_register)(void *, size_t, unsigned);
 typedef int (*to_device)(uint64_t, const void *, size_t, void *);
 typedef int (*from_device)(void *, uint64_t, size_t, void *);
 
 #define CALL(type, address) ((type)(uintptr_t)(address))
+
+/* ---- the context ---- */
+
+/* Makes the device's context current on this thread; *before is what was. The thread may be the user's, whose current device
+ * is not always this one: `leave` it as it was. */
+static int enter(const inf_device_api *api, void **before) {
+    *before = NULL;
+    int error = CALL(get_context, api->get_current)(before);
+    void *ours = (void *)(uintptr_t)api->context;
+    return error != 0 || *before == ours ? error : CALL(one_pointer, api->set_current)(ours);
+}
+
+static void leave(const inf_device_api *api, void *before) {
+    if (before != (void *)(uintptr_t)api->context) CALL(one_pointer, api->set_current)(before);
+}
 
 /* ---- marks ---- */
 
@@ -47,18 +63,18 @@ inf_mark *inf_device_mark(struct inf_executor *ex, int32_t *error) {
     if (mark != NULL) device->marks = mark->next;
     void *stream = device->compute_stream;
     pthread_mutex_unlock(&ex->lock);
-    *error = CALL(one_pointer, api->set_current)((void *)(uintptr_t)api->context);
+    if (mark == NULL) mark = calloc(1, sizeof *mark);
     if (mark == NULL) {
-        mark = calloc(1, sizeof *mark);
-        if (mark == NULL) {
-            *error = -ENOMEM;
-            return NULL;
-        }
-        if (*error == 0) *error = CALL(create, api->event_create)(&mark->event, EVENT_DISABLE_TIMING);
+        *error = -ENOMEM;
+        return NULL;
     }
+    void *before;
+    *error = enter(api, &before);
+    if (*error == 0 && mark->event == NULL) *error = CALL(create, api->event_create)(&mark->event, EVENT_DISABLE_TIMING);
     if (*error == 0) *error = CALL(two_pointers, api->event_record)(mark->event, stream);
+    if (*error != 0 && mark->event != NULL) CALL(one_pointer, api->event_destroy)(mark->event);
+    leave(api, before);
     if (*error == 0) return mark;
-    if (mark->event != NULL) CALL(one_pointer, api->event_destroy)(mark->event);
     free(mark);
     return NULL;
 }
@@ -257,7 +273,8 @@ int32_t inf_executor_attach_device(inf_executor *ex, const inf_device_api *api) 
     if (device->attached) return -EALREADY;
     device->api = *api;
     device->nothing = (inf_chunk_record){.id = -1, .plan = {.drive = -1}};
-    int32_t error = CALL(one_pointer, api->set_current)((void *)(uintptr_t)api->context);
+    void *before;
+    int32_t error = enter(api, &before);
     if (error == 0 && ex->slab != NULL) {
         error = CALL(host_register, api->host_register)(ex->slab, (size_t)ex->slab_bytes, REGISTER_PORTABLE);
         device->pinned = error == 0;
@@ -277,6 +294,7 @@ int32_t inf_executor_attach_device(inf_executor *ex, const inf_device_api *api) 
         if (error == 0) error = inf_thread_start(&copies->thread, copies_main, copies);
         copies->started = error == 0;
     }
+    leave(api, before);
     device->attached = error == 0;
     return error;
 }
@@ -291,6 +309,9 @@ void inf_executor_compute_stream(inf_executor *ex, uint64_t stream) {
 void inf_device_stop(struct inf_executor *ex) {
     struct inf_device *device = &ex->device;
     const inf_device_api *api = &device->api;
+    if (api->get_current == 0) return; /* there is none */
+    void *before;
+    (void)enter(api, &before);
     for (int32_t d = 0; d < INF_DIRECTION_COUNT; d++) {
         inf_copies *copies = &device->copies[d];
         if (!copies->made) continue;
@@ -298,7 +319,6 @@ void inf_device_stop(struct inf_executor *ex) {
         pthread_cond_signal(&copies->wake);
         pthread_mutex_unlock(&ex->lock);
         if (copies->started) pthread_join(copies->thread, NULL);
-        CALL(one_pointer, api->set_current)((void *)(uintptr_t)api->context);
         for (int32_t e = 0; e < IN_FLIGHT_MAX && copies->events != NULL; e++) {
             if (copies->events[e] != NULL) CALL(one_pointer, api->event_destroy)(copies->events[e]);
         }
@@ -315,4 +335,5 @@ void inf_device_stop(struct inf_executor *ex) {
         CALL(one_pointer, api->event_destroy)(mark->event);
         free(mark);
     }
+    leave(api, before);
 }

@@ -45,6 +45,7 @@ static struct { uintptr_t low, high; } registered[REGISTERED];
 static uint64_t seed = 1;
 static int delay_us_max;
 static int fail_copy; /* the n-th copy from now fails */
+static __thread void *current; /* context; that of the device is 1, others are other devices' */
 static uint64_t copied[2], streams_live, events_live;
 
 static void learn(clock_vector *to, const clock_vector *from) {
@@ -156,7 +157,8 @@ int cuInit(unsigned flags) { (void)flags; return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { (void)device; *context = (void *)1; return 0; }
 int cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return 0; }
-int cuCtxSetCurrent(void *context) { return context == (void *)1 ? 0 : 201; }
+int cuCtxSetCurrent(void *context) { current = context; return 0; }
+int cuCtxGetCurrent(void **context) { *context = current; return 0; }
 int cuGetErrorName(int code, const char **name) { *name = code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR"; return 0; }
 
 int cuStreamCreate(void **out, unsigned flags) {
@@ -200,6 +202,7 @@ int cuStreamSynchronize(void *handle) {
 
 int cuEventCreate(void **out, unsigned flags) {
     (void)flags;
+    if (current != (void *)1) return 201;
     *out = calloc(1, sizeof(event));
     pthread_mutex_lock(&lock);
     events_live++;
@@ -218,6 +221,7 @@ int cuEventDestroy_v2(void *handle) {
 int cuEventRecord(void *handle, void *stream_handle) {
     event *mark = handle;
     stream *on = stream_handle;
+    if (current != (void *)1) return 201; /* NULL is the default stream of whatever is current */
     pthread_mutex_lock(&lock);
     int agent = on == NULL ? COMPUTE : on->agent;
     submit_to(agent);
@@ -256,6 +260,7 @@ int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *on) { retu
 
 int cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
     (void)flags;
+    if (current != (void *)1) return 201;
     pthread_mutex_lock(&lock);
     int result = 2;
     for (int i = 0; i < REGISTERED; i++) {
@@ -273,6 +278,7 @@ int cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
 }
 
 int cuMemHostUnregister(void *memory) {
+    if (current != (void *)1) return 201;
     pthread_mutex_lock(&lock);
     int result = 713;
     for (int i = 0; i < REGISTERED; i++) {

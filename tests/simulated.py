@@ -42,6 +42,14 @@ class Simulated:
         """The driver, for an executor."""
         return DeviceDriver(0, library())
 
+    def current(self, context: int | None = None) -> int:
+        """The context that is current on this thread (the device's is 1); `context`: after it was made that."""
+        if context is not None:
+            self._sim.cuCtxSetCurrent(ctypes.c_void_p(context))
+        found = ctypes.c_void_p()
+        self._sim.cuCtxGetCurrent(ctypes.byref(found))
+        return int(found.value or 0)
+
     def kernel(self, address: int, size_bytes: int, *, writes: bool, what: str) -> None:
         """A kernel is submitted to the compute stream that reads, or writes, this memory."""
         self._touch("sim_kernel", address, size_bytes, writes, what)

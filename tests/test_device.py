@@ -126,6 +126,57 @@ def _fails_at(nth: int, device: Simulated) -> None:
     device.fail(nth)
 
 
+def test_the_threads_current_device_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two devices a thread's current one is not always the model's, and where torch allocates hangs on it."""
+    with simulated(monkeypatch) as device:
+        device.current(2)
+        model = inf.offload(models.make(models.llama), inf.Policy(**NVME, nvme=tmp_path, ram="min"))
+        assert device.current() == 2
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        models.loss_of(model, models.token_batches(1)[0]).backward()
+        assert device.current() == 2
+        optimizer.step()
+        model.state_dict()
+        inf.handle(model).close()
+        assert device.current() == 2
+        device.current(0)
+
+
+def test_a_gradient_that_the_loop_assigns_is_the_loops_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated(monkeypatch, delay_us=200_000):
+        model = inf.offload(models.make(models.llama), inf.Policy())
+        inf.AdamW(model.parameters(), lr=1e-2)
+        for param in list(model.parameters())[:4]:
+            given = torch.ones(param.shape, dtype=param.dtype)
+            param.grad = given
+            given.zero_()
+            assert torch.equal(param.grad.materialize(), torch.ones(param.shape))
+        inf.handle(model).close()
+
+
+def test_memory_that_cannot_be_pinned_is_told_and_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinity.memory.device import Device
+
+    with simulated(monkeypatch):
+        model = inf.offload(models.make(models.llama), inf.Policy())
+        inf.AdamW(model.parameters(), lr=1e-2)
+        pin, calls = Device.pin, []
+
+        def refused(self: Device, slab: Any) -> None:
+            calls.append(slab)
+            if len(calls) == 2:
+                raise DeviceCopyError("no more memory may be pinned")
+            pin(self, slab)
+
+        monkeypatch.setattr(Device, "pin", refused)
+        batch = models.token_batches(1)[0]
+        with pytest.raises(DeviceCopyError, match="no more memory"):
+            models.loss_of(model, batch)
+        models.loss_of(model, batch)
+        assert len(calls) == 3
+        inf.handle(model).close()
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "Lion"])
 def test_other_optimizers_are_updated_there(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = (("momentum", 0.9),) if optimizer == "SGD" else ()
@@ -158,3 +209,32 @@ def test_a_device_that_is_not_there_is_a_users_error() -> None:
         inf.Policy(device="gpu")
     with pytest.raises(ValueError, match="'cpu' and 'cuda'"):
         inf.offload(model, inf.Policy(device="meta"))
+
+
+class _Routed(torch.nn.Module):
+    """Each call goes through one expert of each block; the others get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.ModuleDict({str(n): torch.nn.Linear(64, 64) for n in range(4)}) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block[str(expert)](x)
+        return x
+
+
+def test_sums_that_no_gradient_comes_for_do_not_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated(monkeypatch):
+        model = _Routed()
+        inf.offload(model, inf.Policy())
+        handle = inf.handle(model)
+        optimizer = inf.AdamW(model.parameters(), lr=1e-3)
+        for turn in range(8):
+            model(torch.randn(4, 64), turn % 4).sum().backward()
+            slots = [param.grad for unit in handle.units for param in unit.params if param.grad is not None]
+            assert not [slot.name for slot in slots if slot._back is not None]
+        optimizer.step()
+        handle.close()

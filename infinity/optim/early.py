@@ -164,7 +164,8 @@ class EarlyUpdates:
 
     def _idle(self, unit: Unit) -> None:
         # Outside of backward (a state_dict after one that broke off) what waits here is not whole.
-        if self._ready.get(unit) and graph_task_id() != NO_TASK and self._residency.passes.all_ended(unit):
+        leaves = self._staging is not None and unit in self._staging
+        if self._ready.get(unit) and not leaves and graph_task_id() != NO_TASK and self._residency.passes.all_ended(unit):
             self._complete(unit)
 
     def _backward_start(self) -> None:

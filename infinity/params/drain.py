@@ -77,6 +77,7 @@ class Drain:
         self.before_assign(param)
         param.at_rest.grad = None
         self.accumulate(param, part)
+        self.slot(param).arrive()  # it is the loop's tensor, which may change it from here on
 
     def unit_done(self, unit: Unit) -> None:
         """Several ranks: mean of the unit's gradients over the ranks, each rank keeping its shard."""

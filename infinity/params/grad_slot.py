@@ -25,13 +25,13 @@ import torch
 from infinity.aio import Ticket
 from infinity.memory.device import Leaving
 from infinity.params.grad_norms import NORM_PIECE_NUMEL, LogEntry, norm_there, replay, to_fp32
+from infinity.params.quiet import quiesce
 
 if TYPE_CHECKING:
     from infinity.params.slot_book import SlotBook
 
 _SMALL_NUMEL = 1 << 16  # up to here a norm may allocate its fp32 copy instead of taking the scratch
 LOG_MAX = 8  # entries that the update kernels replay (`hyper.log_kind` of native/infinity.h)
-
 
 
 class SlotState(enum.Enum):
@@ -164,6 +164,7 @@ class GradSlot:
             )
         self.empty()
         self.accumulate(grad)
+        self.arrive()  # it is the loop's tensor, which may change it from here on
 
     def accumulate(self, grad: torch.Tensor) -> None:
         """Take one fresh gradient: the first is copied, later ones are added in the slot's dtype.
@@ -180,6 +181,7 @@ class GradSlot:
         if self.book.leaving is not None and source.device == self.stand_in.device:
             self._leave(source, self.book.leaving)
             return
+        self.leave_it_here()
         target = self._shaped
         if source.shape != target.shape:
             source = source.reshape(target.shape)
@@ -216,8 +218,9 @@ class GradSlot:
         """What the slot holds, as a new tensor on the device."""
         if self._back is None:
             return self.tensor.to(device, copy=True, non_blocking=True)
-        (ticket, there), self._back = self._back, None
+        ticket, there = self._back
         ticket.wait_filled()
+        self._back = None
         return there
 
     def bring_back(self, leaving: Leaving) -> None:
@@ -231,11 +234,14 @@ class GradSlot:
         ticket = leaving.device.copy(there.data_ptr(), source.data_ptr(), self.numel * self.dtype.itemsize, out=True)
         self._back = (ticket, there)
 
-    def _leave_it_here(self) -> None:
-        """What is on its way back to the device is not wanted. Its memory is free when nothing comes to it any more."""
-        if self._back is not None:
-            (ticket, _there), self._back = self._back, None
-            ticket.wait_filled()
+    def leave_it_here(self) -> None:
+        """What is on its way back to the device is not wanted. Its memory is free when nothing comes to it any more. Blocks."""
+        if self._back is None:
+            return
+        interrupt = quiesce([self._back[0]])
+        self._back = None
+        if interrupt is not None:
+            raise interrupt
 
     def _forget_norms(self) -> None:
         self._norm = self._part_norm = self._device_norm = None
@@ -244,7 +250,7 @@ class GradSlot:
         """Forget the gradient, as `p.grad = None` does. The storage is left alone: an update may still read it."""
         if self.state is SlotState.HELD:
             self._drains_before = max(1, self._drains)
-        self._leave_it_here()
+        self.leave_it_here()
         self.state = SlotState.EMPTY
         self._drains = 0
         self.log.clear()
@@ -266,7 +272,7 @@ class GradSlot:
         if self.state is SlotState.EMPTY:
             return
         self._require_held("zero_")
-        self._leave_it_here()
+        self.leave_it_here()
         self._will_mutate()
         self.tensor.zero_()
         self.log.clear()
@@ -373,7 +379,7 @@ class GradSlot:
 
     def _bake(self) -> None:
         """Replay the log on the storage: in fp32, then rounded to the slot's dtype."""
-        self._leave_it_here()
+        self.leave_it_here()
         with self.book.scratch_lock:
             start = 0
             for piece in self._replayed():

@@ -32,7 +32,8 @@ class GradientMemory:
         self._spilled: SpilledGradients | None = None
         self._settled: set[Param] = set()  # whose slots rest in what was allocated
         self.size_bytes = 0
-        self.leaving: Leaving | None = None  # where the device has memory of its own
+        self.leaving: Leaving | None = None  # where the device has memory of its own, and adds gradients up
+        self._back: dict[Unit, bool] = {}  # whose sums were wanted back on the device, and whether a Use of the unit has ended
 
     def dtype(self, flat: Flat) -> torch.dtype:
         """The dtype in which gradients of this flat are accumulated and wait."""
@@ -118,28 +119,45 @@ class GradientMemory:
         if self._spilled is not None:
             self._spilled.ahead(unit)
         if self.leaving is not None:
+            self._back[unit] = False
             for param in unit.params:
                 if param.grad is not None and param.at_rest.grad is not None:  # else the loop has cleared it
                     param.grad.bring_back(self.leaving)
 
     def unit_done(self, unit: Unit) -> None:
-        """A Use of the unit has ended, and its gradients are in their slots. Does not block."""
+        """A Use of the unit has ended, and its gradients are in their slots. Blocks for sums on their way to the device that no
+        gradient came for: without, experts that got no tokens would fill the device."""
+        if unit in self._back:
+            for other in [each for each, ended in self._back.items() if ended and each is not unit]:
+                self._leave_here(other)
+            self._back[unit] = True  # the last of its gradients may come a little later
         if self._spilled is not None:
             self._spilled.unit_done(unit)
 
     def backward_end(self) -> None:
-        """A backward has ended. Does not block."""
-        if self.leaving is not None:
-            self.leaving.backwards += 1
+        """A backward has ended. Blocks as `unit_done` does."""
+        self._count_backward()
         if self._spilled is not None:
             self._spilled.backward_end()
 
     def reset(self) -> None:
-        """A backward broke off."""
-        if self.leaving is not None:
-            self.leaving.backwards += 1
+        """A backward broke off. Blocks as `unit_done` does."""
+        self._count_backward()
         if self._spilled is not None:
             self._spilled.reset()
+
+    def _count_backward(self) -> None:
+        if self.leaving is not None:
+            self.leaving.backwards += 1
+        for unit in list(self._back):
+            self._leave_here(unit)
+
+    def _leave_here(self, unit: Unit) -> None:
+        """No gradient comes to the unit any more: sums of it that went to the device for that go from there."""
+        for param in unit.params:
+            if param.grad is not None:
+                param.grad.leave_it_here()
+        del self._back[unit]
 
     def settle(self, unit: Unit | None = None) -> None:
         """Return when updates (of a unit; None: of all) may read what spilled. Raises: AioError of a write that failed."""

@@ -130,10 +130,11 @@ class Rest:
 
     def pin(self) -> None:
         """Pin what rests in RAM, for copies to the device; not what has lost parts of itself to the system. Blocks, once."""
-        for slab in self._unpinned:
+        while self._unpinned:
+            slab = self._unpinned[-1]
             if self._slabs.get(slab) == slab.size_bytes:
                 self._device.pin(slab)
-        self._unpinned.clear()
+            self._unpinned.pop()  # one by one: what is pinned cannot be pinned again, if another one fails
 
     def fetch(self, flat: Flat, section: int, address: int, *, priority: Priority, there: bool = False) -> Ticket:
         """Start copying one section of the shard to `address`, which holds shard_numel elements; there: on the device. Does not

@@ -256,11 +256,11 @@ class SpilledGradients:
         window = self._at.get(flat)
         if window is None or not window.dirty or window.writing is not None:
             return
+        for param in flat.params:
+            if param.grad is not None:
+                param.grad.arrive()  # from the device: also where nobody wants it, for the window may be another flat's next
         window.dirty = False
         if self._is_wanted(flat):
-            for param in flat.params:
-                if param.grad is not None:
-                    param.grad.arrive()  # from the device
             window.writing = self._rest.store(flat, self._section(flat), window.memory.data_ptr())
             self._rest.grads_written_bytes += self._moved_bytes(flat)
             self._fresh.add(flat)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from infinity.params.stand_in import GradSlot
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Param:
     """One distinct parameter of a model; tied weights are one Param with several sites."""
 
@@ -40,6 +40,9 @@ class Param:
     at_rest: AtRestParameter = dataclasses.field(init=False)
     gathered: GatheredParameter = dataclasses.field(init=False)
     grad: GradSlot | None = None
+
+    def __repr__(self) -> str:  # without tensors: to print one without storage would crash the interpreter
+        return f"Param({self.name!r})"
 
     @property
     def place(self) -> Place | None:
@@ -69,7 +72,7 @@ def keys_of(names: Iterable[str], place: Place | None) -> tuple[str, ...]:
     return tuple(names) if place is None else tuple(whole_name(name) or name for name in names)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Flat:
     """The parameters of a unit that share a dtype and are trainable or not, as one tensor."""
 
@@ -81,13 +84,16 @@ class Flat:
     tensor: torch.Tensor  # [layout.numel] of dtype on the compute device
     params: list[Param] = dataclasses.field(default_factory=list)
 
+    def __repr__(self) -> str:
+        return f"Flat({self.unit.name!r}, {self.index})"
+
     @property
     def size_bytes(self) -> int:
         """Bytes of the gathered flat."""
         return self.layout.numel * self.layout.itemsize
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Unit:
     """Parameters that are gathered and released together."""
 
@@ -101,6 +107,9 @@ class Unit:
     generation: int = 0  # counts the optimizer steps and writes that changed its values
     filled_generation: int = -1  # the generation that the flats hold, or held when evicted
     engine: Any = None  # the handle that owns it; layers below pass it on and never look inside
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r})"
 
     @property
     def size_bytes(self) -> int:

@@ -87,7 +87,7 @@ class Boundary:
         """The tensor, as it was laid out, in the target."""
         assert self.target is not None
         with torch.no_grad():
-            return torch.empty(0, dtype=self.dtype).set_(
+            return torch.empty(0, dtype=self.dtype, device=self.target.device).set_(
                 self.target.untyped_storage(), self.lead, self.shape, self.stride
             )
 

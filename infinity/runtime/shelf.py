@@ -312,7 +312,7 @@ class HostShelf:
     def _drop(self, shelved: InMemory) -> None:
         self._device.unpin(shelved.slab)
         shelved.slab.close()
-        self._rest_bytes -= shelved.size_bytes
+        self._rest_bytes -= shelved.slab.size_bytes
 
 
 def _records(sizes: Sequence[int], key: int) -> npt.NDArray[Any]:
