@@ -121,9 +121,10 @@ slow: $(DEMO)
 wheel: $(STAMP)
 	$(PIP) wheel -q -c $(PINS) --no-build-isolation --no-deps -w dist .
 
-# What bench/gpu.sh needs on a machine without a network, for that machine's Python; torch, transformers and pytest must be there.
+# What bench/gpu.sh needs on a machine without a network, for that machine's Python; torch and transformers must be there.
 PYVER  ?= 3.12
-WHEELS := cffi liburing pycparser psutil safetensors xxhash rich markdown-it-py mdurl Pygments hypothesis sortedcontainers
+WHEELS := cffi liburing pycparser psutil safetensors xxhash rich markdown-it-py mdurl Pygments hypothesis sortedcontainers \
+          pytest iniconfig pluggy packaging pytest-xdist execnet
 wheels: | $(BIN)/python
 	mkdir -p bench/wheels
 	$(PIP) download -q -c $(PINS) -d bench/wheels --no-deps --only-binary=:all: --implementation cp --python-version $(PYVER) \

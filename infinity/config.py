@@ -73,7 +73,7 @@ class Policy:
     durable_every: commit every so many steps; a step in between overwrites the one before it, and a crash loses all of them.
     update_on: "cpu": updates run on the CPU, beside the next forward (or backward). "device": states stream through the GPU that
         computes, inside `opt.step()`, with update="deferred". The two give the same bits; "cpu" is the default whatever the
-        tiers, since it moves a sixth of the bytes over the link, and `infinity plan` says what each would cost.
+        tiers, since it moves a fifth of the bytes over the link, and `infinity plan` says what each would cost.
 
     Raises: ValueError naming field, value and fix.
     """

@@ -5,14 +5,15 @@ states of S in all (P among them), with M micro-batches:
 
     update on                 h2d                              d2h
     "cpu"                     2M P + (M - 1) G                 M G
-    "device"                  2M P + M G + (S - P)             M G + S
+    "device"                  2M P + M G + S                   M G + S
     "device", "backward"      2M P + (M - 1) G + (S - P)       (M - 1) G + S
 
 A forward and a backward gather once each, so M of both gather 2M times; recomputing in backward uses what backward gathered. An
-update's parameters go up as the next forward's gather: they count once. Gradients of further micro-batches are added on the GPU:
-the sum so far goes up, the new one down. With "backward" the last micro-batch's gradient never leaves a GPU that updates. In
-exact (P 2, G 2, S 12 bytes) and M = 1 that is 4 up and 2 down for each parameter with the update on the CPU, 16 up and 14 down on
-the GPU, 14 and 12 with "backward".
+update on the CPU hands its parameters to the next forward's gather. One on the GPU is over before that forward begins, and its
+parameters are back at rest: all but those of the few units that are gathered then go up once more. Gradients of further
+micro-batches are added on the GPU: the sum so far goes up, the new one down. In exact (P 2, G 2, S 12 bytes) and M = 1 that is 4
+up and 2 down for each parameter with the update on the CPU, 18 up and 14 down on the GPU. "device" with "backward" is not
+built; there the last micro-batch's gradient would never leave the GPU, and the parameters go up once: 14 and 12.
 
 Several GPUs: each copies its share over its own link, and has the others' from them (`exchanges`). GPUs without links of their
 own do that through the CPU's memory, over the same PCIe links: then it counts here too.
@@ -158,17 +159,17 @@ def copies(
         # The last backward and the next forward: a gather each, one micro-batch's gradients and activations.
         window = first + states + activations + Copied(gathered if gathers else 0.0)
         window += Copied(held.grads if more else 0.0, held.grads if waits else 0.0)
+    elif on_device:
+        window = states  # inside opt.step(), beside no forward
     else:
         window = first + states + Copied(0.0, held.activations)
     return _divided(total, window)
 
 
 def _states(held: Held, update: str, params_stay: bool) -> Copied:
-    """What an update on the GPU takes from the CPU and gives back, but for the gather that it saves.
-
-    A delayed update has its parameters from their place at rest; the passes gather those of the step before.
-    """
-    saved = held.params if update != "delayed" or params_stay else 0.0
+    """What an update on the GPU takes from the CPU and gives back, but for the gather that it saves: of parameters that stay, and
+    of those that backward has gathered."""
+    saved = held.params if update == "backward" or params_stay else 0.0
     return Copied(held.states - saved, held.states - (held.params if params_stay else 0.0))
 
 

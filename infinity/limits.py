@@ -342,12 +342,14 @@ def limits(
     movable_bytes: float = 0.0,
     update_s: float = 0.0,
     others: Iterable[Spent] = (),
+    apart: bool = False,
 ) -> Limits:
     """The limits of a step. drives None: nothing rests on NVMe.
 
     update_s: time of the update itself, beside the I/O of states. others: what is busy besides (links between CPU and GPUs, the
     CPU's memory), each beside everything else of the same part of the step.
     movable_bytes: how many bytes of states memory lets move beside backward instead of beside the first forward.
+    apart: a deferred update is over before the next forward begins (`update_on="device"`).
     """
     others = tuple(others)
     other_s = max([update_s, *(other.total_s for other in others)])
@@ -362,6 +364,9 @@ def limits(
         window_s = max(window_s, compute.first_forward_s + compute.last_backward_s)
         states_s = max(drives.io_s(moved.beside_states), update_s)
         schedule_s = max(window_s, states_s) + max(compute.between_s, beyond_s, drives.io_s(moved.rest))
+    elif apart:
+        states_s = max(drives.io_s(moved.beside_states), update_s)
+        schedule_s = max(window_s, states_s) + max(compute.total_s, beyond_s, drives.io_s(moved.rest))
     else:
         schedule_s = deferred_s(
             states_s=max(drives.io_s(moved.beside_states), update_s),

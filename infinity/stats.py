@@ -148,7 +148,8 @@ class Stats:
     `telemetry.PHASES`; updates_ahead: units that were updated in backward ahead of their step and kept, updates_withdrawn: those
     that the step forbade; steps_undone: by faults (the last three with two generations);
     commit_s: time that commits of a durable run took; h2d_bytes, d2h_bytes: copied to a GPU that computes and from it, h2d_s,
-    d2h_s: while at least one such copy was under way (all four 0 where the CPU computes);
+    d2h_s: while at least one such copy was under way (all four 0 where the CPU computes; gradients that an update on the
+    device reads where they wait are no copies, and not counted);
     activations: see `ActivationFigures`; terms: a step against its limits, None before there were two;
     drives: bytes and more for each drive.
     """

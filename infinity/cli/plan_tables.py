@@ -19,9 +19,6 @@ from infinity.planning.shape import ModelShape
 from infinity.sizes import format_size
 
 SCHEMA = "infinity.plan/1"
-
-
-NOT_BUILT = "not built yet, so a forecast"
 SAME_MAX = 0.005  # a gain or loss that is none
 
 
@@ -45,8 +42,8 @@ def show_plan(
     if sides:
         console.print(_sides(sides))
         console.print(
-            "Updates run on the CPU unless you set update_on='device'. No plan and no budget decides it: where the two round "
-            "differently, it is part of a run's numerics.",
+            "Updates run on the CPU, beside the next forward, unless you set update_on='device': inside opt.step(), to the same "
+            "bits. No plan and no budget decides it.",
             highlight=False,
         )
     _show_changes(console, found, changes)
@@ -174,8 +171,7 @@ def _days(days: float) -> str:
 
 def _sides(sides: Sequence[Prediction]) -> Table:
     """What a step takes with updates on the CPU, and on the GPUs."""
-    where = {"cpu": "'cpu'", "device": f"'device' ({NOT_BUILT})"}
-    table = _table("Where updates run", "update_on", *(where[side.job.update_on] for side in sides))
+    table = _table("Where updates run", "update_on", *(repr(side.job.update_on) for side in sides))
     table.add_row("s/step expected", *(_seconds(side.step_s) for side in sides))
     table.add_row("copied to GPUs", *(format_size(side.copied.h2d) for side in sides))
     table.add_row("copied from GPUs", *(format_size(side.copied.d2h) for side in sides))

@@ -5,8 +5,8 @@
                   chunk k - 3   window --> RAM or NVMe
 
 Returns when the last kernel is launched; what it left is written behind the next forward. All sections of a chunk go over the
-link both ways (12 bytes per parameter of `exact`, against 2 of `hi` and 2 of the gradient when the CPU updates), which pays where
-the CPU's memory is the slower of the two.
+link both ways (12 bytes per parameter of `exact`), and the next forward gathers what was written back. As many bytes go through
+the CPU's memory as when the CPU updates, so it can pay only where the CPU's cores are slower than its memory.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ class DeviceUpdates:
         self._device = device
         self._windows: deque[_Window] = deque()
         pipeline.submit_all = self._submit
+        residency.on_backward_start = lambda: None  # what slots read ahead of an update, windows would read again
 
     def close(self) -> None:
         """Free the windows. Nothing may be pending."""

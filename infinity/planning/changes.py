@@ -72,13 +72,12 @@ def _other_memory(shape: ModelShape, machine: Machine, job: Job, fits: bool) -> 
 
 
 def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
-    """The same with updates on the CPU, and on the GPUs; nothing where the CPU computes.
+    """The same with updates on the CPU, and on the GPUs; nothing where the CPU computes, or with an update that GPUs do not have.
 
     Which of them a run uses is no matter of their times: `Policy.update_on` is "cpu" unless its user says otherwise, on every
-    machine. Where the two round differently that is part of a run's numerics, and numerics are never chosen from a budget or a
-    measurement; and the default needs no memory of a GPU.
+    machine. The default needs no memory of a GPU, and goes with everything else.
     """
-    if not now.machine.gpus:
+    if not now.machine.gpus or now.job.update != "deferred":
         return []
     jobs = [dataclasses.replace(now.job, update_on=where) for where in UPDATES_ON]
     return [now if job == now.job else predict(shape, now.machine, job) for job in jobs]
@@ -87,14 +86,16 @@ def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
 def _other_steps(job: Job) -> list[tuple[str, Job]]:
     """Other times of the update, and other numbers of generations."""
     found = []
+    on = ", on the CPU" if job.update_on == "device" else ""  # which has deferred updates only
+    here = dataclasses.replace(job, update_on="cpu")
     if job.update == "deferred" and job.generations == 1:
         found = [
-            ("update backward (no clipping by norm)", dataclasses.replace(job, update="backward")),
-            ("update backward, two generations", dataclasses.replace(job, update="backward", generations=2)),
-            ("update delayed (one step late)", dataclasses.replace(job, update="delayed")),
+            (f"update backward (no clipping by norm){on}", dataclasses.replace(here, update="backward")),
+            (f"update backward, two generations{on}", dataclasses.replace(here, update="backward", generations=2)),
+            (f"update delayed (one step late){on}", dataclasses.replace(here, update="delayed")),
         ]
     elif job.update == "deferred":
-        found = [("update backward", dataclasses.replace(job, update="backward"))]
+        found = [(f"update backward{on}", dataclasses.replace(here, update="backward"))]
     if job.durable:
         found.append(("not durable", dataclasses.replace(job, durable=False, resident=None)))
     elif job.generations == 2:

@@ -20,6 +20,7 @@ from typing import Any
 from infinity.aio.plan import Format, chunk_numel
 from infinity.engine import LEAVING_UNITS
 from infinity.optim.early import UNITS_AHEAD
+from infinity.optim.on_device import AHEAD_CHUNKS
 from infinity.optim.staging import WINDOW_UNITS
 from infinity.params.residency import AHEAD
 from infinity.planning.job import Job
@@ -34,8 +35,8 @@ CUDA_BYTES = 640 * MIB
 NCCL_BYTES = 512 * MIB
 """What NCCL holds besides (assumed)."""
 
-CHUNKS_IN_UPDATE = 16
-"""Chunks of states that are on a GPU at once when it updates them: on their way in, in the kernel, on their way out (assumed)."""
+CHUNKS_IN_UPDATE = 2 * AHEAD_CHUNKS
+"""Chunks of states that are on a GPU at once when it updates them: on their way in, in the kernel, on their way out."""
 
 TILES = (2, 4, 8, 16, 32, 64)
 WORDS = (8192, 2048)  # whose logits are computed at once

@@ -110,6 +110,9 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     at_rest = sum((everything for everything, _ in found_rests), AtRest()).scaled(params=ranks, optim=ranks, grads=ranks)
     on_nvme = sum((nvme for _, nvme in found_rests), AtRest()).scaled(params=ranks, optim=ranks, grads=ranks)
     moved = traffic(on_nvme, job.update, job.micro_batches, activations=boundary if job.activations == "nvme" else 0)
+    apart = job.update_on == "device"
+    if apart:  # the next forward reads what the update has written
+        moved = dataclasses.replace(moved, params_read=moved.params_read + on_nvme.params)
     compute = _compute(shape, machine, job, at_rest.states)
     held = _held(shape, job, at_rest, boundary if job.activations != "device" else 0)
     copied = _copies(machine, job, held)
@@ -120,7 +123,7 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
         **{name: each.total_s for name, each in spent.items()},
     }
     update_s = 0.0 if machine.gpus else (2 * held.states + held.grads) / machine.dram_bytes_per_s
-    found = limits(moved, compute, machine.bandwidths, job.update, update_s=update_s, others=spent.values())
+    found = limits(moved, compute, machine.bandwidths, job.update, update_s=update_s, others=spent.values(), apart=apart)
     ram, gpu = _ram(plan, machine, waiting), gpu_need(shape, machine, job)
     nvme = _nvme(on_nvme, machine, job, boundary if job.activations == "nvme" else 0)
     return Prediction(
@@ -160,6 +163,8 @@ def _check(job: Job, machine: Machine) -> None:
         raise ValueError(f"update_on={job.update_on!r} is not known; use {' or '.join(map(repr, UPDATES_ON))}")
     if job.update_on == "device" and not machine.gpus:
         raise ValueError("update_on='device' is for GPUs; here the CPU computes and updates: leave it out")
+    if job.update_on == "device" and job.update != "deferred":
+        raise ValueError(f"update_on='device' is for update='deferred', and not for {job.update!r}; use update_on='cpu'")
     for name in ("tiles", "loss_tiles"):
         value = getattr(job, name)
         if value < 1:
@@ -249,8 +254,14 @@ def _copies(machine: Machine, job: Job, held: Held) -> Copies:
         held, job.update, job.micro_batches, update_on=job.update_on, params_stay=stay, grads_kept=job.speculates
     )
     if machine.gpus > 1 and machine.peers_per_gpu is None:
-        found += exchanges(held, job.update, job.micro_batches, machine.gpus, params_stay=stay).scaled(machine.gpus)
+        found += _exchanges(machine, job, held).scaled(machine.gpus)
     return found
+
+
+def _exchanges(machine: Machine, job: Job, held: Held) -> Copies:
+    """What one GPU has from the others; nothing of it beside an update that runs apart."""
+    found = exchanges(held, job.update, job.micro_batches, machine.gpus, params_stay=job.params == "device")
+    return Copies(rest=found.total) if job.update_on == "device" else found
 
 
 def _spent(machine: Machine, job: Job, held: Held, moved: Traffic, copied: Copies) -> dict[str, Spent]:
@@ -272,9 +283,8 @@ def _spent(machine: Machine, job: Job, held: Held, moved: Traffic, copied: Copie
     pcie = machine.pcie_bytes_per_s
     found = {"PCIe": Link(pcie, pcie).spent(copied)} | found
     if machine.gpus > 1 and machine.peers_per_gpu is not None:
-        stay = job.params == "device"
-        peers = exchanges(held, job.update, job.micro_batches, machine.gpus, params_stay=stay)
-        found["links between GPUs"] = Link(machine.peers_per_gpu, machine.peers_per_gpu).spent(peers)
+        link = Link(machine.peers_per_gpu, machine.peers_per_gpu)
+        found["links between GPUs"] = link.spent(_exchanges(machine, job, held))
     if not on_cpu:
         found["update in GPU memory"] = Spent.sum_of(updated / machine.gpus / machine.hbm_per_gpu)
     return found

@@ -76,8 +76,8 @@ def test_what_gpus_need_is_shown_part_by_part_and_where_updates_could_run(small:
     assert status == 0, shown
     for wanted in (
         "gathered units", "fresh gradients", "inputs of blocks", "logits and loss (estimated)", "CUDA and libraries (assumed)",
-        "copied to GPUs", "copied from GPUs", "PCIe, alone", "MFU", "Where updates run", "'device' (not built yet, so a forecast)",
-        "Updates run on the CPU unless you set update_on='device'.", "--gpu-mem: 23.6 GiB, of rtx4090 (GeForce RTX 4090, 24 GB)",
+        "copied to GPUs", "copied from GPUs", "PCIe, alone", "MFU", "Where updates run", "'cpu'", "'device'",
+        "Updates run on the CPU, beside the next forward, unless you set update_on='device'", "--gpu-mem: 23.6 GiB, of rtx4090 (GeForce RTX 4090, 24 GB)",
         "--pcie-host: 100 GB/s each way, assumed: two GPUs share a link to the CPU", "--peers: through the CPU's memory",
     ):  # fmt: skip
         assert wanted in shown, wanted
