@@ -337,7 +337,7 @@ class Handle:
             param_numel=sum(param.numel for param in self._params),
             unit_count=len(self.units),
             backend_reason=self._executor.backend_reason,
-            update=self.policy.update,
+            update=self.policy.update if self.policy.update_on == "cpu" else None,
             bandwidths=self.policy.io_settings.bandwidths,
             activations=self._storage.activation_figures(),
             fresh_grad_bytes_peak=max(self._drain.fresh_bytes_peak, self._mode.fresh_bytes_peak),

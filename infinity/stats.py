@@ -150,7 +150,8 @@ class Stats:
     commit_s: time that commits of a durable run took; h2d_bytes, d2h_bytes: copied to a GPU that computes and from it, h2d_s,
     d2h_s: while at least one such copy was under way (all four 0 where the CPU computes; gradients that an update on the
     device reads where they wait are no copies, and not counted);
-    activations: see `ActivationFigures`; terms: a step against its limits, None before there were two;
+    activations: see `ActivationFigures`; terms: a step against its limits, None before there were two, and where the device
+    updates;
     drives: bytes and more for each drive.
     """
 
@@ -262,7 +263,7 @@ class Stats:
         unit_count: int,
         backend_reason: str,
         endurance: Endurance | None = None,
-        update: str = "deferred",
+        update: str | None = "deferred",
         bandwidths: Mapping[str, tuple[float, float]] | None = None,
         activations: ActivationFigures | None = None,
         fresh_grad_bytes_peak: int = 0,
@@ -271,7 +272,8 @@ class Stats:
     ) -> Stats:
         """Put together what the parts counted. `endurance` has observed `executor`; without it nothing is forecast.
 
-        bandwidths: of the drives, by directory, where they are known better than from this run.
+        update: when updates run; None where no limits are known (inside `opt.step()`, on the device). bandwidths: of the drives,
+        by directory, where they are known better than from this run.
         """
         drives, marks = drive_figures(executor, endurance or Endurance()), residency.clock.marks()
         return cls(
@@ -319,7 +321,9 @@ class Stats:
             phases=residency.clock.totals(),
             terms=StepTerms.collect(
                 residency.clock, executor, update=update, bandwidths=bandwidths or {}, frozen_bytes=frozen_bytes
-            ),
+            )
+            if update is not None
+            else None,
             activations=activations or ActivationFigures(),
             drives=drives,
         )

@@ -64,6 +64,7 @@ def test_the_same_bits_as_on_the_cpu(name: str, tmp_path: Path, monkeypatch: pyt
         assert device.live() == (0, 0, 0)
         to_device, from_device = device.copied()
     harness.assert_equal(found, expected)
+    assert (found.stats.terms is None) == (given.get("update_on") == "device")
     assert (found.stats.h2d_bytes, found.stats.d2h_bytes) == (to_device, from_device)
     assert from_device > 0
     assert to_device > 0

@@ -345,7 +345,8 @@ class _Run:
         limit = in_loop = None
         engine = self.handle.stats().as_dict()
         rests = state_format(self.policy.state, getattr(torch, self.options.dtype))
-        if self.drives is not None and all(math.isfinite(value) for value in self.drives.values()):
+        known = self.drives is not None and all(math.isfinite(value) for value in self.drives.values())
+        if self.drives is not None and known and self.policy.update_on == "cpu":
             drives = Drives(self.drives["read_gbps"] * 1e9, self.drives["write_gbps"] * 1e9)
             update = self.policy.update
             given: dict[str, Any] = {"update": update, "frozen_bytes": engine["frozen_bytes"]}
