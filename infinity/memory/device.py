@@ -131,10 +131,17 @@ class Leaving:
         return ticket
 
     def _make_room(self, size_bytes: int) -> None:
-        while self._flights and (self._flights[0][0].filled or self._bytes + size_bytes > self._bytes_max):
+        self.let_go()
+        while self._flights and self._bytes + size_bytes > self._bytes_max:
             ticket, source = self._flights[0]
             ticket.wait_filled()
             self._flights.popleft()
+            self._let_go(source)
+
+    def let_go(self) -> None:
+        """Free what has arrived. Never blocks."""
+        while self._flights and self._flights[0][0].filled:
+            _, source = self._flights.popleft()
             self._let_go(source)
 
     def _let_go(self, source: torch.Tensor) -> None:

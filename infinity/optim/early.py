@@ -125,6 +125,8 @@ class EarlyUpdates:
         slot = self._drain.slot(param)
         ready = self._ready.setdefault(param.unit, {})
         if param in ready:  # several drains in one backward: reentrant checkpointing
+            if self._staging is not None and param.unit in self._staging:
+                raise _comes_twice(param)
             if slot.state is SlotState.HELD:
                 slot.accumulate(grad)
             elif (before := ready[param]) is not None:
@@ -149,12 +151,8 @@ class EarlyUpdates:
         param.at_rest.grad = slot.stand_in
 
     def _check_taken(self, param: Param) -> None:
-        if param not in self._taken:
-            return
-        raise RuntimeError(
-            f"a second gradient of {param.name} before opt.step(): with update='backward' the first was applied already. "
-            "Run all micro-batches but the last inside `with inf.handle(model).no_sync():`, or use update='deferred'"
-        )
+        if param in self._taken:
+            raise _comes_twice(param)
 
     def _check_assigned(self, param: Param) -> None:
         if param in self._taken or param in self._ready.get(param.unit, ()):
@@ -319,6 +317,13 @@ def _is_finite(param: Param, grad: torch.Tensor | None) -> bool:
     if grad is None:
         return param.grad is None or param.grad.finite()
     return all_finite(grad)
+
+
+def _comes_twice(param: Param) -> RuntimeError:
+    return RuntimeError(
+        f"a second gradient of {param.name} before opt.step(): with update='backward' the first was applied already. "
+        "Run all micro-batches but the last inside `with inf.handle(model).no_sync():`, or use update='deferred'"
+    )
 
 
 def _comes_late(param: Param) -> RuntimeError:

@@ -95,6 +95,11 @@ class Drain:
         """Return when gradients that spill (of a unit; None: of all) are where updates read them. Raises: AioError."""
         self._gradients.settle(unit)
 
+    def let_go(self) -> None:
+        """A forward begins: free gradients on the device that have left it. Never blocks."""
+        if self._gradients.leaving is not None:
+            self._gradients.leaving.let_go()
+
     def backward_end(self) -> None:
         """Reduce what no Use claimed, in the order of units."""
         if self._comm.world > 1:

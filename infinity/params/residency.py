@@ -264,6 +264,7 @@ class UnitResidency:
         """The outermost forward begins: a training forward when gradients are enabled."""
         if not self.passes.in_backward:
             self._rest.pin()
+            self.gradients.let_go()
             trains = torch.is_grad_enabled()
             self.passes.forward_start(trains=trains)
             self.clock.enter("forward" if trains else "evaluation", quiet=trains and not self.updates_pending())

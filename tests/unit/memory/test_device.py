@@ -54,6 +54,8 @@ def test_no_more_is_on_its_way_than_there_is_room_for(
     for ticket, value, start in sent:
         ticket.wait_filled(20)
         assert torch.equal(memory[start : start + value.numel()], value)
+    leaving.let_go()
+    assert leaving._bytes == 0
     leaving.close()
     assert simulation.races() == []
     del memory

@@ -28,6 +28,7 @@ from infinity.planning.machine import Machine, describe_machine  # noqa: E402
 from infinity.planning.predict import EFFICIENCY, predict  # noqa: E402
 from infinity.planning.shape import ModelShape, shape_of  # noqa: E402
 from infinity.sizes import GIB, MIB  # noqa: E402
+from infinity.step_terms import StepTerms
 from tests import models  # noqa: E402
 from tests.device import simulated  # noqa: E402
 from tests.unit.aio.rig import BACKENDS  # noqa: E402
@@ -379,6 +380,9 @@ def on_device(monkeypatch: pytest.MonkeyPatch, directory: Path, job: Job, **poli
             optimizer.zero_grad()
         handle.flush()
         stats, kept = handle.stats(), handle.residency.gathered_bytes_max
+        # What moved in a step is counted also where no limits are claimed for it.
+        terms = StepTerms.collect(handle.residency.clock, handle._executor.stats(), update=job.update, bandwidths={})
+        stats = dataclasses.replace(stats, terms=terms)
         handle.close()
     return stats, shape, kept
 
