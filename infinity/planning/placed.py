@@ -7,6 +7,7 @@ those of chunks; they are counted as chunks want them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -65,8 +66,9 @@ def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[l
             return needs, chunked(found)
     if found.pool_bytes:
         # So much more of pieces may be held; without pools it would be more than there is.
-        larger = plan(needs, budget + found.pool_bytes - chunked(found).pool_bytes)
-        found = larger if larger.pool_bytes else found
+        with contextlib.suppress(BudgetError):  # another way to spill may want more than that, in coarse pieces: then as found
+            larger = plan(needs, budget + found.pool_bytes - chunked(found).pool_bytes)
+            found = larger if larger.pool_bytes else found
     return needs, chunked(found)
 
 

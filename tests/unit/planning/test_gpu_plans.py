@@ -28,7 +28,7 @@ from infinity.planning.machine import Machine, describe_machine  # noqa: E402
 from infinity.planning.predict import EFFICIENCY, predict  # noqa: E402
 from infinity.planning.shape import ModelShape, shape_of  # noqa: E402
 from infinity.sizes import GIB, MIB  # noqa: E402
-from infinity.step_terms import StepTerms
+from infinity.step_terms import StepTerms  # noqa: E402
 from tests import models  # noqa: E402
 from tests.device import simulated  # noqa: E402
 from tests.unit.aio.rig import BACKENDS  # noqa: E402
