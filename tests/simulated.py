@@ -13,6 +13,8 @@ import pytest
 
 from infinity.aio import DeviceDriver
 
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+
 SOURCE = Path(__file__).with_name("sim_driver.c")
 
 
@@ -22,7 +24,9 @@ def library() -> str:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")
-    path = Path(tempfile.mkdtemp(prefix="infinity-sim-")) / "sim_driver.so"
+    place = tempfile.TemporaryDirectory(prefix="infinity-sim-")  # goes with the process
+    _KEPT.append(place)
+    path = Path(place.name) / "sim_driver.so"
     flags = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
     subprocess.run([compiler, *flags, str(SOURCE), "-o", str(path)], check=True)
     return str(path)
