@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from pathlib import Path
 from typing import Any, final
 
 import pytest
-import torch
 
 import infinity as inf
 from infinity.aio import Seam
 from infinity.aio.executor import Fault
 from infinity.checkpoint.linking import Pinned
-from infinity.engine import offload
 from infinity.errors import (
     AioError,
     ChecksumError,
@@ -24,44 +21,13 @@ from infinity.errors import (
     StepUndone,
     SwapFullError,
 )
-from tests.crashes import Net, digest, step
-
-STEPS = 5
-
-
-def made(place: Path, *more: Path, seam: Seam | None = None, model: Any = None, **values: Any) -> tuple[Any, Any]:
-    place.mkdir(exist_ok=True)
-    torch.manual_seed(0)
-    model = model or Net().bfloat16()
-    tiers: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": [place, *more], "durable": True}
-    offload(model, inf.Policy(**{"unit_bytes_max": 4096, **tiers, **values}), _seam=seam)
-    return model, inf.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-
-
-def close(model: Any) -> None:
-    inf.handle(model).close()
-
-
-def die(model: Any) -> None:
-    """What a killed process leaves: files that are let go of, and nothing more."""
-    inf.handle(model).end(commit=False)
-
-
-def run_files(place: Path) -> list[str]:
-    return sorted(path.name for path in (place / "infinity-run").iterdir())
+from tests.crashes import digest, step
+from tests.durable_runs import close, die, made, run_files, undisturbed
 
 
 @pytest.fixture(scope="module")
 def wanted() -> list[str]:
-    torch.manual_seed(0)
-    model: Any = offload(Net().bfloat16(), inf.Policy(unit_bytes_max=4096))
-    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
-    found = [digest(model)]
-    for index in range(STEPS):
-        step(model, optimizer, index, 0)
-        found.append(digest(model))
-    close(model)
-    return found
+    return undisturbed()
 
 
 @final
@@ -339,95 +305,6 @@ def test_nothing_leaks(tmp_path: Path, wanted: list[str]) -> None:
         assert kinds == ["buffers", "drive1", "extra", "lock.rank0", "manifest", "states", "states"], run_files(places[0])
         assert [name.split("-")[0] for name in run_files(places[1])] == ["home", "states", "states"]
         assert (places[0] / "infinity-run" / "drive1").readlink() == places[1] / "infinity-run"
-
-
-def test_other_drives_are_told_apart(tmp_path: Path, wanted: list[str]) -> None:
-    one, two, three = places = [tmp_path / name for name in ("one", "two", "three")]
-    for place in places:
-        place.mkdir()
-    model, optimizer = made(one, two)
-    step(model, optimizer, 0, 0)
-    close(model)
-    with pytest.raises(ValueError, match="not the first directory"):
-        made(two, one)
-    model, optimizer = made(three, two)  # another run, with its second drive in common
-    step(model, optimizer, 0, 0)
-    close(model)
-    model, optimizer = made(one)  # the first run, without its second drive
-    assert inf.restore(model, optimizer, one).step == 1
-    step(model, optimizer, 1, 0)
-    close(model)
-    assert [name for name in run_files(one) if name.startswith("drive")] == []
-    assert len([name for name in run_files(two) if name.startswith("states-")]) == 2  # those of the other run
-    model, optimizer = made(three, two)
-    assert inf.restore(model, optimizer, three).step == 1
-    assert digest(model) == wanted[1]
-    close(model)
-    (tmp_path / "four").mkdir()
-    model, optimizer = made(three, tmp_path / "four")
-    assert inf.restore(model, optimizer, three).step == 1
-    assert digest(model) == wanted[1]
-    close(model)
-    assert [name for name in run_files(two) if name.startswith("states-")] == []
-
-
-def test_drives_that_are_mounted_elsewhere(tmp_path: Path, wanted: list[str]) -> None:
-    one, two, three, four = places = [tmp_path / name for name in ("one", "two", "three", "four")]
-    for place in places[:2]:
-        place.mkdir()
-    model, optimizer = made(one, two)
-    step(model, optimizer, 0, 0)
-    close(model)
-    for index, (old, new) in enumerate([((one, two), (three, four)), ((three, four), (one, three))], 1):
-        old[0].rename(new[0])  # the second time, where the other drive was
-        old[1].rename(new[1])
-        model, optimizer = made(*new)
-        assert inf.restore(model, optimizer, new[0]).step == index
-        assert digest(model) == wanted[index]
-        step(model, optimizer, index, 0)
-        close(model)
-        assert len([name for name in run_files(new[1]) if name.startswith("states-")]) == 2
-        assert [name for name in run_files(new[0]) if name.startswith((".", "drive"))] in (["drive1"], ["drive2"])
-
-
-def test_a_copy_of_all_drives_is_a_run_of_its_own(tmp_path: Path, wanted: list[str]) -> None:
-    """The links in a copy lead to the original's further drives, which may be damaged or gone on meanwhile."""
-    one, two, copy, other = [tmp_path / name for name in ("one", "two", "copy", "other")]
-    for place in (one, two):
-        place.mkdir()
-    model, optimizer = made(one, two)
-    step(model, optimizer, 0, 0)
-    close(model)
-    for old, new in ((one, copy), (two, other)):
-        shutil.copytree(old, new, symlinks=True)
-    for path in (two / "infinity-run").glob("states-*"):
-        path.write_bytes(bytes(path.stat().st_size))
-    kept = run_files(two)
-    model, optimizer = made(copy, other)
-    assert inf.restore(model, optimizer, copy).step == 1
-    assert digest(model) == wanted[1]
-    step(model, optimizer, 1, 0)
-    close(model)
-    assert run_files(two) == kept
-    assert [name.split("-")[0] for name in run_files(other)] == ["home", "states", "states"]
-
-
-def test_training_on_a_copy_of_the_first_drive_harms_nothing_on_the_others(tmp_path: Path, wanted: list[str]) -> None:
-    one, two, copy, four = [tmp_path / name for name in ("one", "two", "copy", "four")]
-    for place in (one, two, four):
-        place.mkdir()
-    model, optimizer = made(one, two)
-    step(model, optimizer, 0, 0)
-    close(model)
-    shutil.copytree(one, copy, symlinks=True)  # its links lead to `two`
-    for drives in [(copy, four), (one, two)]:
-        model, optimizer = made(*drives)
-        assert inf.restore(model, optimizer, drives[0]).step == 1
-        for index in (1, 2):
-            assert digest(model) == wanted[index]
-            step(model, optimizer, index, 0)
-        close(model)
-    assert [name.split("-")[0] for name in run_files(two)] == ["home", "states", "states"]
 
 
 def test_a_full_disk_at_a_commit(tmp_path: Path, wanted: list[str]) -> None:

@@ -1,0 +1,106 @@
+"""Durable runs on several drives: which drives and which copies of them belong to a run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import infinity as inf
+from tests.crashes import digest, step
+from tests.durable_runs import close, made, run_files, undisturbed
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[str]:
+    return undisturbed()
+
+
+def test_other_drives_are_told_apart(tmp_path: Path, wanted: list[str]) -> None:
+    one, two, three = places = [tmp_path / name for name in ("one", "two", "three")]
+    for place in places:
+        place.mkdir()
+    model, optimizer = made(one, two)
+    step(model, optimizer, 0, 0)
+    close(model)
+    with pytest.raises(ValueError, match="not the first directory"):
+        made(two, one)
+    model, optimizer = made(three, two)  # another run, with its second drive in common
+    step(model, optimizer, 0, 0)
+    close(model)
+    model, optimizer = made(one)  # the first run, without its second drive
+    assert inf.restore(model, optimizer, one).step == 1
+    step(model, optimizer, 1, 0)
+    close(model)
+    assert [name for name in run_files(one) if name.startswith("drive")] == []
+    assert len([name for name in run_files(two) if name.startswith("states-")]) == 2  # those of the other run
+    model, optimizer = made(three, two)
+    assert inf.restore(model, optimizer, three).step == 1
+    assert digest(model) == wanted[1]
+    close(model)
+    (tmp_path / "four").mkdir()
+    model, optimizer = made(three, tmp_path / "four")
+    assert inf.restore(model, optimizer, three).step == 1
+    assert digest(model) == wanted[1]
+    close(model)
+    assert [name for name in run_files(two) if name.startswith("states-")] == []
+
+
+def test_drives_that_are_mounted_elsewhere(tmp_path: Path, wanted: list[str]) -> None:
+    one, two, three, four = places = [tmp_path / name for name in ("one", "two", "three", "four")]
+    for place in places[:2]:
+        place.mkdir()
+    model, optimizer = made(one, two)
+    step(model, optimizer, 0, 0)
+    close(model)
+    for index, (old, new) in enumerate([((one, two), (three, four)), ((three, four), (one, three))], 1):
+        old[0].rename(new[0])  # the second time, where the other drive was
+        old[1].rename(new[1])
+        model, optimizer = made(*new)
+        assert inf.restore(model, optimizer, new[0]).step == index
+        assert digest(model) == wanted[index]
+        step(model, optimizer, index, 0)
+        close(model)
+        assert len([name for name in run_files(new[1]) if name.startswith("states-")]) == 2
+        assert [name for name in run_files(new[0]) if name.startswith((".", "drive"))] in (["drive1"], ["drive2"])
+
+
+def test_a_copy_of_all_drives_is_a_run_of_its_own(tmp_path: Path, wanted: list[str]) -> None:
+    """The links in a copy lead to the original's further drives, which may be damaged or gone on meanwhile."""
+    one, two, copy, other = [tmp_path / name for name in ("one", "two", "copy", "other")]
+    for place in (one, two):
+        place.mkdir()
+    model, optimizer = made(one, two)
+    step(model, optimizer, 0, 0)
+    close(model)
+    for old, new in ((one, copy), (two, other)):
+        shutil.copytree(old, new, symlinks=True)
+    for path in (two / "infinity-run").glob("states-*"):
+        path.write_bytes(bytes(path.stat().st_size))
+    kept = run_files(two)
+    model, optimizer = made(copy, other)
+    assert inf.restore(model, optimizer, copy).step == 1
+    assert digest(model) == wanted[1]
+    step(model, optimizer, 1, 0)
+    close(model)
+    assert run_files(two) == kept
+    assert [name.split("-")[0] for name in run_files(other)] == ["home", "states", "states"]
+
+
+def test_training_on_a_copy_of_the_first_drive_harms_nothing_on_the_others(tmp_path: Path, wanted: list[str]) -> None:
+    one, two, copy, four = [tmp_path / name for name in ("one", "two", "copy", "four")]
+    for place in (one, two, four):
+        place.mkdir()
+    model, optimizer = made(one, two)
+    step(model, optimizer, 0, 0)
+    close(model)
+    shutil.copytree(one, copy, symlinks=True)  # its links lead to `two`
+    for drives in [(copy, four), (one, two)]:
+        model, optimizer = made(*drives)
+        assert inf.restore(model, optimizer, drives[0]).step == 1
+        for index in (1, 2):
+            assert digest(model) == wanted[index]
+            step(model, optimizer, index, 0)
+        close(model)
+    assert [name.split("-")[0] for name in run_files(two)] == ["home", "states", "states"]
