@@ -33,6 +33,7 @@ class Fill:
     op: Op | None = None
     before: Callable[[], None] | None = None
     submit: Callable[[], Op] | None = None
+    stuck: bool = False
 
     @property
     def filled(self) -> bool:
@@ -52,13 +53,15 @@ class Fill:
             self.op.wait()
 
     def quiesce(self) -> KeyboardInterrupt | None:
-        """Return when nothing is on its way into the buffers, whatever became of it; an interrupt that came meanwhile."""
+        """Return when nothing is on its way into the buffers, whatever became of it; an interrupt that came meanwhile. `stuck` is
+        set where that cannot be had: a rank has failed, and a call that waited for it does not return."""
         if self.op is None:
             return quiesce(self.tickets)
         interrupt = None
-        while not self.op.done:
+        while True:
             try:
-                self.op.finished()
+                self.stuck = not self.op.finished()
+                break
             except KeyboardInterrupt as error:
                 interrupt = error
         return quiesce(self.tickets) or interrupt
@@ -75,6 +78,7 @@ class Fills:
         self._qwz = qwz
         self.kept = kept
         self._fills: dict[Unit, Fill] = {}
+        self.stuck: set[Unit] = set()  # whose memory must stay
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._fills
@@ -119,10 +123,19 @@ class Fills:
         """Take the unit's fill, for the caller to wait for."""
         return self._fills.pop(unit)
 
+    def put_back(self, unit: Unit, fill: Fill) -> None:
+        """Waiting for it has failed: it is to be abandoned."""
+        self._fills[unit] = fill
+
     def abandon(self, unit: Unit) -> KeyboardInterrupt | None:
         """Nobody wants what is on its way into the unit's buffers; returns when nothing is."""
         fill = self._fills.pop(unit, None)
-        return fill.quiesce() if fill is not None else None
+        if fill is None:
+            return None
+        interrupt = fill.quiesce()
+        if fill.stuck:
+            self.stuck.add(unit)
+        return interrupt
 
     def changed(self, unit: Unit) -> None:
         """The unit's weights have changed: nothing that is kept of them counts."""

@@ -208,7 +208,7 @@ class UnitResidency:
         try:
             fill.wait()
         except BaseException as error:
-            fill.quiesce()
+            self._fills.put_back(unit, fill)
             self._forget(unit)
             if isinstance(error, AioError):
                 self.on_demand(unit)  # if it was an update that failed, this says so and what helps
@@ -225,7 +225,10 @@ class UnitResidency:
         self._held.discard(unit)
         self._newest.discard(unit)
         self._held_bytes -= unit.size_bytes
-        gathered.evict(unit)
+        if unit in self._fills.stuck:
+            gathered.invalidate(unit)
+        else:
+            gathered.evict(unit)
         self.on_evict()
         if interrupt is not None:
             raise interrupt
