@@ -10,7 +10,6 @@ program and so the same on every rank. With one rank nothing is called.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,15 +17,13 @@ import torch
 import torch.distributed as dist
 
 from infinity.comm.exchange import Exchange, Volume
+from infinity.comm.groups import make_group
 from infinity.comm.lanes import Lane, Op
 from infinity.comm.topology import Topology
 from infinity.comm.watch import Watch
 
 # torch 2.13 renamed it; the floor is 2.10.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-TIMEOUT_SLACK_S = 60.0
-"""The watch gives a rank up before torch.distributed does."""
 
 
 class Comm:
@@ -54,7 +51,7 @@ class Comm:
         if comm.world == 1:
             return comm
         comm._timeout_s = timeout_s
-        comm.watch = Watch(comm.topology, dist.distributed_c10d._get_default_store(), timeout_s=timeout_s, name=name)
+        comm.watch = Watch(comm.topology, dist.distributed_c10d._get_default_store().clone(), timeout_s=timeout_s, name=name)
         device = device or torch.device("cpu")
         backend = "nccl" if device.type == "cuda" else "gloo"
         comm._control = comm._lane("control", "gloo", torch.device("cpu"))
@@ -64,7 +61,7 @@ class Comm:
 
     def _lane(self, name: str, backend: str, device: torch.device) -> Lane:
         assert self.watch is not None
-        group = dist.new_group(backend=backend, timeout=datetime.timedelta(seconds=self._timeout_s + TIMEOUT_SLACK_S))
+        group = make_group(timeout_s=self._timeout_s, backend=backend)
         self._exchanges[name] = Exchange(self.topology, group, device)
         return Lane(name, group=group, watch=self.watch, device=device)
 

@@ -205,8 +205,8 @@ class Exchange:
             [(rank, wires[places[part]]) for rank in others for part in columns[ranks.index(rank)]],
             [(rank, one) for rank in others for one in theirs[rank]],
         )
-        for at, part in enumerate(mine):
-            pieces = [wires[places[part]] if rank == me else theirs[rank][at] for rank in ranks]
+        for at, whose in enumerate(mine):
+            pieces = [wires[places[whose]] if rank == me else theirs[rank][at] for rank in ranks]
             wire.decode_sum(pieces, outs[at], bits=GRADIENT_BITS, group_numel=GROUP_NUMEL, divisor=divisor)
 
     def _swap(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
