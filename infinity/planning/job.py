@@ -15,7 +15,8 @@ class Job:
     resident, grad_dtype: as in `inf.Policy`, sizes in bytes of each process. compute_s: measured (forward, backward) seconds of
     one micro-batch, where they are better known than from FLOP/s. durable: with two generations, and nothing resident.
     update_on: "cpu", or "device" for GPUs. tiles: of every linear (`inf.tile_linears`). loss_tiles: of the head and its loss
-    along the vocabulary (`inf.tile_loss`); 1: whole logits.
+    along the vocabulary (`inf.tile_loss`); 1: whole logits. zero, accumulate, qwz, hpz, qgz, error_feedback: as in `inf.Policy`;
+    they count on several ranks only.
     """
 
     tokens: int
@@ -36,6 +37,12 @@ class Job:
     update_on: str = "cpu"
     tiles: int = 1
     loss_tiles: int = 1
+    zero: int = 3
+    accumulate: str | None = None
+    qwz: bool = False
+    hpz: str | None = None
+    qgz: bool = False
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         if self.durable:
@@ -51,6 +58,16 @@ class Job:
     def stores_gradients(self) -> bool:
         """Whether gradients wait for the step."""
         return self.update != "backward" or self.speculates or self.micro_batches > 1
+
+    @property
+    def sums_locally(self) -> bool:
+        """Whether micro-batches but the last add up whole gradients on each of several ranks, and the last one reduces them."""
+        return self.micro_batches > 1 and (self.accumulate or ("local" if self.zero == 1 else "shard")) == "local"
+
+    @property
+    def reductions(self) -> int:
+        """How often a step reduces the gradients over several ranks."""
+        return 1 if self.sums_locally else self.micro_batches
 
     def micro_batch_tokens(self, ranks: int) -> int:
         """Tokens of one micro-batch on one device."""
