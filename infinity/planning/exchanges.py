@@ -6,11 +6,12 @@ its padding. For N ranks on K nodes of n, of all shards (their bytes: M in bf16)
 
     gather       (K - 1) / N from other nodes, (n - 1) / n inside             a reduction is the same backwards
     qwZ          the same of shards as int8 groups: 1 B and a scale for each WEIGHT_GROUP elements
-    hpZ          backward gathers from the node's own copy: nothing from other nodes
+    hpZ          all gathers of a step but the first are from the node's own copy, in the parameters' dtype: nothing across
     qgZ          the same of gradients as int4 groups: half a byte and a scale for each GRAD_GROUP elements
 
-All ranks of a node together take (K - 1) / K of M from other nodes with a gather. A step of one micro-batch under stage 3 is
-3 M of that (two gathers, a reduction) and with all three switches 0.75 M: 0.5, 0 and 0.25 (beside scales).
+All ranks of a node together take (K - 1) / K of M from other nodes with a gather. ZeRO++ counts that as M (`Exchanges.volume`):
+a step of one micro-batch under stage 3 is 3 M (two gathers, a reduction) and with all three switches 0.75 M: 0.5, 0 and 0.25
+(beside scales). Over the link of two nodes as many bytes go, both directions together.
 
 Stages 1 and 2, and parameters that stay on the device, gather once in a step: what was updated.
 """
@@ -55,6 +56,7 @@ class Exchanges:
     each: tuple[Exchange, ...]
     plain_bytes: float
     ranks_of_node: int
+    nodes: int
 
     @property
     def inside(self) -> float:
@@ -65,6 +67,15 @@ class Exchanges:
     def across(self) -> float:
         """Bytes that one rank has from other nodes in a step."""
         return sum(found.count * found.across for found in self.each)
+
+    @property
+    def volume(self) -> float:
+        """What goes between nodes (on one: between its ranks), in units of M: a gather of everything as it is counts 1."""
+        parts = self.nodes if self.nodes > 1 else self.ranks_of_node
+        if parts == 1 or not self.plain_bytes:
+            return 0.0
+        size = self.across * self.ranks_of_node if self.nodes > 1 else self.inside
+        return size * parts / (parts - 1) / self.plain_bytes
 
     def copies(self, nodes: bool = False) -> Copies:
         """Received (h2d) and sent (d2h) by one rank inside its node; nodes: by all ranks of a node, from and to the others."""
@@ -90,7 +101,7 @@ def exchanges(shape: ModelShape, machine: Machine, job: Job) -> Exchanges:
     flats = [(flat, plan_flat(flat.numels, flat.dtype.itemsize, machine.world)) for flat in shape.flats]
     plain = float(sum(layout.numel * layout.itemsize for _, layout in flats))
     if machine.world == 1:
-        return Exchanges((), plain, 1)
+        return Exchanges((), plain, 1, 1)
     trained = [found for found in flats if found[0].trainable]
     weights, grads = _weight_bytes(job), _grad_bytes(job)
     both = _ways(machine, flats, weights)
@@ -102,14 +113,16 @@ def exchanges(shape: ModelShape, machine: Machine, job: Job) -> Exchanges:
         if trained:
             found.append(Exchange("gather of what was updated", 1, 1, *_ways(machine, trained, weights)))
     else:
-        # Of a step under hpZ only first gathers need other nodes: until the update the node's own copy is current.
-        back = (_ways(machine, flats, _plain)[0], 0.0) if job.hpz else both
-        found.append(Exchange("gather in forward", count, count if late else 1, *both))
-        found.append(Exchange("gather in backward", count, count if late else int(early), *back))
+        # Under hpZ only the first gather of a step needs other nodes: until the update the node's own copy is current.
+        first, again = (1, 2 * count - 1) if job.hpz else (count, count)
+        copy = (_ways(machine, flats, _plain)[0], 0.0) if job.hpz else both
+        found.append(Exchange("gather in forward", first, first if late else 1, *both))
+        name = "gather from the node's copy" if job.hpz else "gather in backward"
+        found.append(Exchange(name, again, again if late else int(early), *copy))
     if trained:
         times = job.reductions
         found.append(Exchange("reduction of gradients", times, times if late else int(early), *reduced))
-    return Exchanges(tuple(found), plain, machine.ranks)
+    return Exchanges(tuple(found), plain, machine.ranks, machine.nodes)
 
 
 _OfShard = Callable[[FlatShape, int], float]

@@ -13,6 +13,7 @@ from infinity.limits import (
     AtRest,
     Compute,
     Limits,
+    Moved,
     Traffic,
     compute_flops,
     days_of_life,
@@ -115,6 +116,7 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     on_nvme = _of_node(sum((nvme for _, nvme in found_rests), AtRest()), ranks)
     moved = traffic(on_nvme, job.update, job.micro_batches, activations=boundary if job.activations == "nvme" else 0)
     apart = job.update_on == "device"
+    moved = _from_copies(moved, on_nvme, job)
     if apart:  # the next forward reads what the update has written
         moved = dataclasses.replace(moved, params_read=moved.params_read + on_nvme.params)
     compute = _compute(shape, machine, job, at_rest.states)
@@ -265,6 +267,15 @@ def _param_bytes(shape: ModelShape) -> float:
     return float(shape.gathered_bytes())
 
 
+def _from_copies(moved: Traffic, on_nvme: AtRest, job: Job) -> Traffic:
+    """hpZ: the drives are asked for parameters once in a step, and not at all for what the update hands over."""
+    if not job.hpz or job.update == "delayed":
+        return moved
+    once = on_nvme.frozen + (on_nvme.params if job.update == "backward" else 0.0)
+    in_window = once if job.update == "backward" else 0.0  # the last backward's gather, of the two in the window
+    return dataclasses.replace(moved, params_read=once, beside_states=moved.beside_states - Moved(in_window))
+
+
 def _of_node(rank: AtRest, ranks: int) -> AtRest:
     """What all ranks of a node hold, where one holds this much."""
     return rank.scaled(params=ranks, optim=ranks, grads=ranks)
@@ -290,6 +301,10 @@ def _copies(machine: Machine, job: Job, held: Held, between: Copies) -> Copies:
     found = copies(
         held, job.update, job.micro_batches, update_on=job.update_on, params_stay=stay, grads_kept=job.speculates
     )
+    if job.hpz and machine.gpus:  # all gathers but the first: of a share of the node's copy, or of what is there
+        share = held.params + held.frozen
+        more = (machine.nodes - 1) * share if job.hpz == "cpu" else -share
+        found += Copies(rest=Copied(h2d=max((2 * job.micro_batches - 1) * more, -found.rest.h2d)))
     if machine.gpus > 1 and machine.peers_per_gpu is None:
         found += between.scaled(machine.gpus)
     return found

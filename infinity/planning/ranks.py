@@ -48,10 +48,13 @@ def bytes_of_rank(shape: ModelShape, machine: Machine, job: Job, *, waiting: flo
 
 
 def stages(shape: ModelShape, machine: Machine, job: Job) -> list[RankBytes]:
-    """The same job under each stage; stages 1 and 2 with parameters on the device, and without what they do not have."""
+    """The same job under each stage; stages 1 and 2 with parameters on the device, and without what they do not have. Beside
+    one of these, stage 3 is shown with parameters where the optimizer's states are."""
     found = []
     for stage in STAGES:
-        other = dataclasses.replace(job, zero=stage)
+        other = dataclasses.replace(job, zero=stage, accumulate=job.accumulate if stage == job.zero else None)
+        if stage == 3 > job.zero:
+            other = dataclasses.replace(other, params=job.optim)
         if stage != job.zero and stage < 3:
             # What of these a stage does not have; `resident` is for what rests on NVMe.
             kept = {kind: part for kind, part in (job.resident or {}).items() if kind != "params"}
