@@ -67,7 +67,7 @@ def _other_exchanges(machine: Machine, job: Job) -> list[tuple[str, Job]]:
     if machine.nodes == 1:
         return []
     switches: dict[str, dict[str, Any]] = {"qgZ (rounds)": {"qgz": True}}
-    if job.params != "device":
+    if not job.whole_params(machine.world):
         switches |= {"qwZ (rounds)": {"qwz": True}, "hpZ, copies in CPU memory": {"hpz": "cpu"}}
     switches = {name: fields for name, fields in switches.items() if not getattr(job, next(iter(fields)))}
     if len(switches) > 1:

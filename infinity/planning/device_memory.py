@@ -1,8 +1,9 @@
 """Memory of one GPU (or, where the CPU computes, of the process as a device): what a step takes at most, part by part.
 
-    gathered units       (AHEAD + 1) times the largest: the bound that the engine keeps (`params.residency`); all with parameters
-                         that stay on the device
-    the node's copy      of all parameters, one rank's share of it: hpZ with secondary shards in device memory
+    gathered units       (AHEAD + 1) times the largest: the bound that the engine keeps (`params.residency`); all where whole
+                         parameters stay on the device
+    shards on the device of several ranks: this one's share of its node's copy (hpZ), or of parameters that stay under stage 3
+    exchange buffers     of several ranks: the largest unit's gradients to be reduced, and those that come; codes besides
     fresh gradients      of the unit in backward and, where a GPU computes, of those that may be on their way from it: of
                          LEAVING_UNITS, of WINDOW_UNITS with update="backward"; where the CPU does, of UNITS_AHEAD then
     inputs of blocks     kept for recomputing, of every layer; of a few where they wait on the CPU or on drives
@@ -86,6 +87,7 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     parts = {
         "gathered units": gathered_bytes(shape, machine, job),
         **{name: size.device for name, size in beside_placement(shape, machine, job).items()},
+        "exchange buffers": _exchange_bytes(machine, job, largest),
         "fresh gradients": min(waiting * largest, whole),
         **_activations(shape, machine, job),
     }
@@ -98,10 +100,20 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     return Need(sum(parts.values()), machine.gpu_mem_bytes, parts)
 
 
+def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:
+    """The whole of a unit to be reduced and the parts that come; with codes, a quarter and (weights) half of it twice, and fp32
+    sums of what goes to other nodes."""
+    if machine.world == 1:
+        return 0.0
+    coded = (0.5 if job.qgz else 0.0) + (0.5 if job.qwz else 0.0)
+    partial = 2.0 / machine.ranks if job.qgz and machine.nodes > 1 else 0.0
+    return ((1.0 if job.qgz else 2.0) + coded + partial) * largest
+
+
 def gathered_bytes(shape: ModelShape, machine: Machine, job: Job) -> float:
     """The most that values of parameters take on the device of a rank."""
     whole = float(shape.gathered_bytes(machine.world))
-    if job.params == "device":
+    if job.whole_params(machine.world):
         return whole
     return min((AHEAD + 1) * float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world)), whole)
 

@@ -5,15 +5,16 @@ the node (gathers), or the other way round (reductions), so that no byte comes t
 its padding. For N ranks on K nodes of n, of all shards (their bytes: M in bf16)
 
     gather       (K - 1) / N from other nodes, (n - 1) / n inside             a reduction is the same backwards
-    qwZ          the same of shards as int8 groups: 1 B and a scale for each WEIGHT_GROUP elements
+    qwZ          the same of shards as int8 groups: 1 B and a scale for each GROUP_NUMEL elements
     hpZ          all gathers of a step but the first are from the node's own copy, in the parameters' dtype: nothing across
-    qgZ          the same of gradients as int4 groups: half a byte and a scale for each GRAD_GROUP elements
+    qgZ          the same of gradients as int4 groups: half a byte and a scale for each GROUP_NUMEL elements
 
 All ranks of a node together take (K - 1) / K of M from other nodes with a gather. ZeRO++ counts that as M (`Exchanges.volume`):
 a step of one micro-batch under stage 3 is 3 M (two gathers, a reduction) and with all three switches 0.75 M: 0.5, 0 and 0.25
 (beside scales). Over the link of two nodes as many bytes go, both directions together.
 
-Stages 1 and 2, and parameters that stay on the device, gather once in a step: what was updated.
+Stages 1 and 2, whose parameters stay on every device, gather once in a step: what was updated. With a reduction goes a byte for
+each parameter: which ones have a gradient.
 """
 
 from __future__ import annotations
@@ -28,11 +29,8 @@ from infinity.planning.machine import Machine
 from infinity.planning.shape import FlatShape, ModelShape
 from infinity.sizes import round_up
 
-WEIGHT_GROUP = 256
-"""Elements that share a scale in int8 groups of weights."""
-
-GRAD_GROUP = 128
-"""Elements that share a scale in int4 groups of gradients."""
+GROUP_NUMEL = 64
+"""Elements that share a scale."""
 
 WIRE_ALIGN = 64
 """Codes, and scales, of what is carried are padded to a multiple of so many bytes."""
@@ -90,8 +88,8 @@ class Exchanges:
 def wire_bytes(numel: int, bits: int, group_numel: int) -> int:
     """Bytes that so many elements take as groups of codes: codes, then a bf16 scale for each group, both padded.
 
-    >>> wire_bytes(4096, 8, 256), wire_bytes(4096, 4, 128)
-    (4160, 2112)
+    >>> wire_bytes(4096, 8, 64), wire_bytes(4096, 4, 64)
+    (4224, 2176)
     """
     return round_up(-(-numel * bits // 8), WIRE_ALIGN) + round_up(2 * -(-numel // group_numel), WIRE_ALIGN)
 
@@ -105,11 +103,13 @@ def exchanges(shape: ModelShape, machine: Machine, job: Job) -> Exchanges:
     trained = [found for found in flats if found[0].trainable]
     weights, grads = _weight_bytes(job), _grad_bytes(job)
     both = _ways(machine, flats, weights)
-    reduced = _ways(machine, trained, grads)
+    flags = sum(len(flat.numels) for flat, _ in trained)
+    inside, across = _ways(machine, trained, grads)
+    reduced = inside + (machine.ranks - 1) * flags, across + (machine.nodes - 1) * flags
     count, early = job.micro_batches, job.update == "backward"
     late = job.update == "delayed"  # everything is beside the update, which has the whole next step
     found = []
-    if job.params == "device":
+    if job.whole_params(machine.world):
         if trained:
             found.append(Exchange("gather of what was updated", 1, 1, *_ways(machine, trained, weights)))
     else:
@@ -134,13 +134,13 @@ def _plain(flat: FlatShape, numel: int) -> float:
 
 def _weight_bytes(job: Job) -> _OfShard:
     """Bytes of a shard's values on the wire."""
-    return (lambda _flat, numel: float(wire_bytes(numel, 8, WEIGHT_GROUP))) if job.qwz else _plain
+    return (lambda _flat, numel: float(wire_bytes(numel, 8, GROUP_NUMEL))) if job.qwz else _plain
 
 
 def _grad_bytes(job: Job) -> _OfShard:
     """Bytes of a shard's gradients on the wire."""
     if job.qgz:
-        return lambda _flat, numel: float(wire_bytes(numel, 4, GRAD_GROUP))
+        return lambda _flat, numel: float(wire_bytes(numel, 4, GROUP_NUMEL))
     return lambda flat, numel: float(numel * job.grad_itemsize(flat.dtype))
 
 

@@ -60,14 +60,19 @@ class Job:
         return self.update != "backward" or self.speculates or self.micro_batches > 1
 
     @property
-    def sums_locally(self) -> bool:
-        """Whether micro-batches but the last add up whole gradients on each of several ranks, and the last one reduces them."""
-        return self.micro_batches > 1 and (self.accumulate or ("local" if self.zero == 1 else "shard")) == "local"
+    def accumulates_locally(self) -> bool:
+        """Whether micro-batches but the last add up in whole gradients of each rank. Their memory is there from the start, also
+        for steps of one micro-batch: how many there will be the engine is not told."""
+        return self.accumulate == "local" or (self.accumulate is None and self.zero == 1)
 
     @property
     def reductions(self) -> int:
         """How often a step reduces the gradients over several ranks."""
-        return 1 if self.sums_locally else self.micro_batches
+        return 1 if self.accumulates_locally else self.micro_batches
+
+    def whole_params(self, world: int) -> bool:
+        """Whether each of so many ranks keeps all parameters on its device."""
+        return self.params == "device" and (self.zero < 3 or world == 1)
 
     def micro_batch_tokens(self, ranks: int) -> int:
         """Tokens of one micro-batch on one device."""

@@ -50,14 +50,18 @@ def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str,
     layouts = [(flat, plan_flat(flat.numels, flat.dtype.itemsize, machine.world)) for flat in shape.flats]
     trained = [(flat, layout) for flat, layout in layouts if flat.trainable]
     found = {}
-    if job.sums_locally:
+    if job.accumulates_locally:
         whole = sum(round_up(layout.numel * job.grad_itemsize(flat.dtype), 64) for flat, layout in trained)
         found["whole sums of gradients"] = Tiers(cpu=float(whole))
+    shard = float(sum(layout.shard_numel * layout.itemsize for _, layout in layouts))
     if job.hpz:
-        copy = float(sum(machine.nodes * layout.shard_numel * layout.itemsize for _, layout in layouts))
+        copy = machine.nodes * shard
         found["the node's copy (hpZ)"] = Tiers(device=copy) if job.hpz == "device" else Tiers(cpu=copy)
+    elif job.params == "device" and not job.whole_params(machine.world):
+        found["shards kept on the device"] = Tiers(device=shard)
     if job.qgz and job.error_feedback:
-        numel = sum(layout.numel + machine.nodes * layout.shard_numel for _, layout in trained)
+        turns = min(machine.nodes, machine.ranks) > 1  # the second one is over nodes
+        numel = sum(layout.numel + turns * machine.nodes * layout.shard_numel for _, layout in trained)
         found["errors fed back (qgZ)"] = Tiers(cpu=2.0 * numel)
     return {name: size for name, size in found.items() if size}
 

@@ -201,8 +201,10 @@ def _check_ranks(job: Job, machine: Machine) -> None:
             raise ValueError(f"{name}={value!r} is not known; use {', '.join(map(repr, known))}")
     if job.zero < 3 and job.params != "device":
         raise ValueError(f"zero={job.zero} keeps whole parameters on every device: use params='device', or zero=3")
-    if job.hpz and job.params == "device":
-        raise ValueError("hpz keeps copies of what would be gathered anew, and these parameters stay on the device: leave it out")
+    if job.hpz and job.zero < 3:
+        raise ValueError(f"hpz={job.hpz!r}: with zero={job.zero} every rank has all parameters; use zero=3, or leave it out")
+    if job.zero == 1 and job.accumulate == "shard":
+        raise ValueError("accumulate='shard' reduces every micro-batch, which is zero=2: use that, or accumulate='local'")
     if job.error_feedback and not job.qgz:
         raise ValueError("error_feedback is of gradients that qgz rounds: set qgz, or leave it out")
     if machine.world == 1 and (job.qwz or job.hpz or job.qgz):

@@ -5,9 +5,9 @@
     stage 2      whole on every device                 split                                  split over the ranks
     stage 3      split; gathered unit by unit          split                                  split over the ranks
 
-Where what is split rests is the engine's own placement (`planning.placed`), of one rank's shards with their padding. Under
-stages 1 and 2, as with params="device", the shard of the parameters is the upper half of their masters: it rests beside the
-optimizer's states, and what computes are whole flats on the device.
+Where what is split rests is the engine's own placement (`planning.placed`), of one rank's shards with their padding. With
+params="device", as stages 1 and 2 have it, the shard of the parameters that rests is the upper half of their masters, beside the
+optimizer's states; what computes is on the device, under stage 3 a shard of it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _states(shape: ModelShape, machine: Machine, job: Job, needs: Sequence[FlatN
             for numel, mask in zip(need.numels, row, strict=True):
                 where = nvme if mask >> index & 1 else cpu
                 where[kind] += versions * section.size_bytes(numel)
-    stays = job.params == "device"
+    stays = job.whole_params(machine.world)
     found = {
         "parameters at rest": Tiers(cpu=cpu["params"], nvme=nvme["params"]),
         "parameters on the device" if stays else "parameters gathered, at most": Tiers(
