@@ -29,7 +29,6 @@ from infinity.errors import EngineClosed
 from infinity.holding import Holding
 from infinity.memory.device import Leaving, compute_device, open_device
 from infinity.memory.heap import Heap
-from infinity.memory.ledger import memory_left_bytes
 from infinity.optim.modes import open_mode, staging_bytes
 from infinity.optim.state import OptimizerState, States
 from infinity.optim.step import Pipeline
@@ -45,7 +44,8 @@ from infinity.placing import Placing, chunk_numel_of
 from infinity.runtime.filling import Source, fill_unit, open_source
 from infinity.runtime.gather import chosen_params
 from infinity.runtime.lifecycle import Lifecycle, attach
-from infinity.sizes import format_size
+from infinity.runtime.state_dict import check_copies
+from infinity.sharing import sharing
 from infinity.stats import Stats
 from infinity.storage import Storage, check_activations
 from infinity.telemetry import Timeline
@@ -73,7 +73,8 @@ def offload(
     safetensors. It is called under no_grad once per parameter and persistent buffer. Blocks until all is at rest.
 
     Raises: ValueError for what the policy or the model cannot do, BudgetError when the policy's `ram` is too small,
-    SwapFullError and other OSErrors for the NVMe directories. On an error the model is as it was.
+    SwapFullError and other OSErrors for the NVMe directories, PeerFailed when another rank failed, which is named. On an error
+    the model is as it was. Collective on several ranks.
     """
     if not (policy is None or isinstance(policy, Policy)):
         raise ValueError(f"inf.offload takes an inf.Policy, not a {type(policy).__name__}; write inf.Policy(params=..., ...)")
@@ -139,6 +140,8 @@ class Handle:
     ) -> None:
         policy = self.policy
         self._comm = Comm(reduce_dtype=policy.reduce_dtype)
+        self._sharing = undo.enter_context(sharing(self._comm, policy))
+        policy = self.policy = self._sharing.policy
         self.rank = self._comm.rank
         alone = self._comm.world == 1
         specs = find_units(model, units=policy.units, unit_bytes_max=int(policy.unit_bytes_max), nested=alone)
@@ -154,15 +157,17 @@ class Handle:
         check_activations(policy, there)
         source, self._gradients = open_source(model, load), GradientMemory(self.rank, policy.grad_dtype, there)
         staging = staging_bytes(policy, self.units, there, self._gradients.dtype)
-        self._placing = Placing(policy, self._flats, self._gradients, ledger_owner=id(self), staging_bytes=staging)
+        share = {"default_bytes": self._sharing.default_bytes, "ledger_owner": id(self), "staging_bytes": staging}
+        self._placing = Placing(policy, self._flats, self._gradients, **share)
         undo.callback(self._placing.close)
         plan = self._placing.first()
-        self._storage = Storage(policy, plan, seam, undo, device=there, rank=self.rank)
+        self._storage = Storage(policy, plan, seam, undo, device=there, sharing=self._sharing, rank=self.rank)
         self._executor, self._rest = self._storage.executor, self._storage.rest
         self._rest.create(self._flats, plan.nvme_masks)
         for unit in self.units:
             fill_unit(unit, source, self._store_flat)
         source.fill_buffers(device)
+        self._sharing.agree()
         self._book = GradBook(self._comm.sum_floats if self._comm.world > 1 else None)
         if there.copies:
             self._book.leaving = Leaving(there, LEAVING_UNITS * max((unit.size_bytes for unit in self.units), default=0))
@@ -216,6 +221,7 @@ class Handle:
             pipeline=self.pipeline,
             rank=self.rank,
             check_open=self.check_open,
+            together=self._sharing.together,
         )
         self._mode = open_mode(
             policy,
@@ -430,12 +436,7 @@ class Handle:
     def _check_state_dict(self, size_bytes: int) -> None:
         self.check_open()
         self._lifecycle.recover()
-        left = memory_left_bytes()
-        if size_bytes > left:
-            raise MemoryError(
-                f"state_dict() would copy {format_size(size_bytes)} of parameters into memory and {format_size(left)} are "
-                "left; inf.export_safetensors(model, directory) streams them to files"
-            )
+        check_copies(size_bytes)
 
 
 @atexit.register
