@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import infinity as inf
+from infinity.aio.directories import resolve
 from infinity.bench import hardware
 from infinity.bench.swap import SwapTask, measure_swap
 from infinity.cli import hf_model
@@ -203,7 +204,7 @@ class _Run:
             options.out.mkdir(parents=True, exist_ok=True)
         self.metrics = _Metrics(options.out / "metrics.jsonl" if ranks.first else Path(os.devnull))
         stack.callback(self.metrics.close)
-        self.directories = directories_of(self.policy.directories, ranks)
+        self.directories = resolve(self.policy.directories, rank=ranks.rank, local_rank=ranks.local_rank)
         self.drives = self._measure_drives()
         torch.manual_seed(options.seed + ranks.rank)  # as with DDP, ranks draw dropout of their own
         self._say(f"loading {options.model}")
