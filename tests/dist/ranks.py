@@ -167,7 +167,7 @@ def _serve(pipe: Connection) -> None:
             faulthandler.unregister(signal.SIGUSR1)
         try:
             answer = pickle.dumps(outcome)
-        except Exception as error:  # noqa: BLE001 - a result that cannot be sent is the job's mistake, and told as such
+        except Exception as error:
             answer = pickle.dumps(Outcome(rank, error=f"{error}: {outcome.result!r}", kind=type(error).__name__))
         pipe.send_bytes(answer)
 
@@ -183,7 +183,7 @@ def _joined(job: Job, place: Path, rank: int, world: int, meet: str) -> Outcome:
         if world > 1:
             dist.barrier()  # rank 0 is the store's host: it leaves last
         dist.destroy_process_group()
-    except BaseException as error:  # noqa: BLE001 - told to the test
+    except BaseException as error:
         return Outcome(rank, error=traceback.format_exc(), kind=type(error).__name__)
     return Outcome(rank, result)
 
@@ -210,33 +210,28 @@ def store_of(place: Path, rank: int, world: int, meet: str) -> dist.Store:
 
 @dataclasses.dataclass(frozen=True)
 class Shard(Training):
-    """The rows of one rank."""
+    """The rows of one rank of every batch of `whole`; all ranks have the same number."""
 
+    whole: Training | None = None
     rank: int = 0
-    world: int = 2
+    world: int = 1
 
     @property
     def batches(self) -> list[models.Batch]:
-        """Every batch, this rank's rows."""
-        return shards(super().batches, self.rank, self.world)
+        assert self.whole is not None
+        found = []
+        for batch in self.whole.batches:
+            rows = len(next(iter(batch.values())))
+            assert rows % self.world == 0, (rows, self.world)
+            mine = slice(self.rank * rows // self.world, (self.rank + 1) * rows // self.world)
+            found.append({name: value[mine] for name, value in batch.items()})
+        return found
 
 
-def shards(batches: Sequence[models.Batch], rank: int, world: int) -> list[models.Batch]:
-    """The rows of one rank of every batch; all ranks have the same number."""
-    found = []
-    for batch in batches:
-        rows = len(next(iter(batch.values())))
-        assert rows % world == 0, (rows, world)
-        mine = slice(rank * rows // world, (rank + 1) * rows // world)
-        found.append({name: value[mine] for name, value in batch.items()})
-    return found
-
-
-def shard_of(training: Training, rank: int, world: int) -> Training:
-    """The same training on the rows of one rank; a training that has its own `of_rank(rank, world)` says how."""
-    own = getattr(training, "of_rank", None)
-    found: Training = own(rank, world) if own else Shard(**vars(training), rank=rank, world=world)
-    return found
+def shard_of(training: Training, rank: int, world: int) -> Shard:
+    """The same training on the rows of one rank."""
+    values = {field.name: getattr(training, field.name) for field in dataclasses.fields(Training)}
+    return Shard(**values, whole=training, rank=rank, world=world)
 
 
 HELD = ("ram_min_bytes", "grad_bytes", "spilled_bytes", "updates_ahead")
