@@ -8,6 +8,7 @@ and the next job gets fresh ones: a rank that was killed, an error, a job past i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import faulthandler
@@ -68,10 +69,15 @@ def on_ranks(job: Job, directory: Path, world: int, *, meet: str = "tcp", timeou
     return [outcome.result for outcome in outcomes]
 
 
-def ends_of(job: Job, directory: Path, world: int, *, meet: str = "tcp", timeout_s: float = TIMEOUT_S) -> list[Outcome]:
-    """How the job ended on each rank, whatever that was; what has not ended after `timeout_s` is killed."""
+def ends_of(
+    job: Job, directory: Path, world: int, *, meet: str = "tcp", timeout_s: float = TIMEOUT_S, leave: bool = False
+) -> list[Outcome]:
+    """How the job ended on each rank, whatever that was; what has not ended after `timeout_s` is killed.
+
+    leave: the processes end after the job, as an interpreter does, and one that does not get to its end is an outcome too.
+    """
     directory.mkdir()
-    return _POOL.run(job, directory, world, meet=meet, timeout_s=timeout_s)
+    return _POOL.run(job, directory, world, meet=meet, timeout_s=timeout_s, leave=leave)
 
 
 def _told(outcome: Outcome) -> str:
@@ -89,7 +95,7 @@ class _Pool:
     def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def run(self, job: Job, directory: Path, world: int, *, meet: str, timeout_s: float) -> list[Outcome]:
+    def run(self, job: Job, directory: Path, world: int, *, meet: str, timeout_s: float, leave: bool) -> list[Outcome]:
         context = mp.get_context(forks.METHOD)
         while len(self._ranks) < world:
             here, there = context.Pipe()
@@ -100,9 +106,11 @@ class _Pool:
         well = False
         try:
             for rank in range(world):
-                self._ranks[rank][1].send((job, str(directory), rank, world, meet))
+                self._ranks[rank][1].send((job, str(directory), rank, world, meet, leave))
             outcomes = self._collect(world, directory, timeout_s)
-            well = all(outcome.well for outcome in outcomes)
+            if leave:
+                outcomes = [self._left(outcome, directory, timeout_s) for outcome in outcomes]
+            well = not leave and all(outcome.well for outcome in outcomes)
         finally:
             if not well:
                 self.end()
@@ -132,6 +140,16 @@ class _Pool:
             return Outcome(rank, exit_code=process.exitcode if process.exitcode is not None else 0)
         return answer
 
+    def _left(self, outcome: Outcome, directory: Path, timeout_s: float) -> Outcome:
+        """The outcome, unless its process does not end."""
+        process = self._ranks[outcome.rank][0]
+        if outcome.stack or outcome.exit_code is not None:
+            return outcome
+        process.join(timeout_s)
+        if process.is_alive():
+            return dataclasses.replace(outcome, stack=self._stack(outcome.rank, directory))
+        return outcome if process.exitcode == 0 else dataclasses.replace(outcome, exit_code=process.exitcode)
+
     def _stack(self, rank: int, directory: Path) -> str:
         """Where the threads of a rank are. It writes that in the handler of a signal, also while it holds the GIL."""
         told = directory / f"stack{rank}"
@@ -155,21 +173,25 @@ _POOL = _Pool()
 def _serve(pipe: Connection) -> None:
     """A process of the pool: does jobs until nobody is there to give any."""
     torch.set_num_threads(1)
-    while True:
+    leave = False
+    while not leave:
         try:
-            job, directory, rank, world, meet = pipe.recv()
+            job, directory, rank, world, meet, leave = pipe.recv()
         except EOFError:
             return
         place = Path(directory)
-        with (place / f"stack{rank}").open("w") as stack:
-            faulthandler.register(signal.SIGUSR1, file=stack)
-            outcome = _joined(job, place, rank, world, meet)
+        stack = (place / f"stack{rank}").open("w")
+        faulthandler.register(signal.SIGUSR1, file=stack)
+        outcome = _joined(job, place, rank, world, meet)
+        if not leave:
             faulthandler.unregister(signal.SIGUSR1)
+            stack.close()
         try:
             answer = pickle.dumps(outcome)
         except Exception as error:
             answer = pickle.dumps(Outcome(rank, error=f"{error}: {outcome.result!r}", kind=type(error).__name__))
         pipe.send_bytes(answer)
+    atexit._run_exitfuncs()  # which processes of multiprocessing do not
 
 
 def _joined(job: Job, place: Path, rank: int, world: int, meet: str) -> Outcome:
@@ -180,9 +202,10 @@ def _joined(job: Job, place: Path, rank: int, world: int, meet: str) -> Outcome:
         result = job(rank, place)
         left = sys.modules["infinity.engine"]._OPEN
         assert not left, f"the job left {len(left)} models offloaded"
-        if world > 1:
-            dist.barrier()  # rank 0 is the store's host: it leaves last
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a job whose ranks failed has left the group
+            if world > 1:
+                dist.barrier()  # rank 0 is the store's host: it leaves last
+            dist.destroy_process_group()
     except BaseException as error:
         return Outcome(rank, error=traceback.format_exc(), kind=type(error).__name__)
     return Outcome(rank, result)
