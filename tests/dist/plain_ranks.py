@@ -5,7 +5,7 @@
              but for the norm that clips: the ranks add up squares of their own parts first.
 `Ddp`        torch's own DistributedDataParallel over gloo with the same update: equal within what its reduction rounds.
 
-Shares no code with the engine.
+Shares no code with the engine but the quantised formats, which have tests of their own.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from infinity.ops.groups import dequantise, quantise
 from tests import harness, models
 from tests.dist.ranks import shard_of
 from tests.harness import Result, Training
@@ -29,29 +31,63 @@ NORM_TOLERANCE = 2e-6
 """Relative: a few roundings of fp32 sums of squares."""
 
 
-def mean_of(
-    grads: Sequence[torch.Tensor | None], *, out: torch.dtype, wire: torch.dtype | None = None, nodes: int = 1
-) -> torch.Tensor | None:
-    """The mean over ranks by the engine's rule; a rank without a gradient counts zeros, None where none has any.
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """How the ranks exchange what they have.
 
-    wire: the dtype in which gradients travel. nodes: that the ranks, in order, are those of; sums of nodes travel too.
+    local: micro-batches add up on their rank, and the last is reduced with them. wire: the dtype in which gradients travel. nodes:
+    that the ranks, in order, are those of; sums of nodes travel too. qwz, qgz, feedback: ZeRO++.
     """
-    shape = next((grad.shape for grad in grads if grad is not None), None)
-    if shape is None:
-        return None
-    wire = wire or out
-    pieces = [torch.zeros(shape) if grad is None else grad.to(out).to(wire).float() for grad in grads]
-    if nodes > 1:
-        each = len(pieces) // nodes
-        pieces = [_sum(pieces[node * each : (node + 1) * each]).to(wire).float() for node in range(nodes)]
-    return (_sum(pieces) / len(grads)).to(out)
+
+    local: bool = False
+    wire: torch.dtype | None = None
+    nodes: int = 1
+    qwz: bool = False
+    qgz: bool = False
+    feedback: bool = False
 
 
-def _sum(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = pieces[0].clone()
-    for piece in pieces[1:]:
-        total += piece
-    return total
+def coarse(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """What groups of 64 codes stand for, fp32."""
+    return dequantise(quantise(values, bits=bits, group_numel=64), dtype=torch.float32)
+
+
+class Mean:
+    """The mean over ranks by the engine's rule; a rank without a gradient counts zeros."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._lost: dict[Any, torch.Tensor] = {}  # what rounding took, by parameter, turn and sender; bf16
+
+    def of(self, name: Any, grads: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor | None:
+        """In `dtype`, in which they wait. None where no rank has a gradient."""
+        shape = next((grad.shape for grad in grads if grad is not None), None)
+        if shape is None:
+            return None
+        wire = self._rules.wire or dtype
+        pieces = [torch.zeros(shape, dtype=wire) if grad is None else grad.to(dtype).to(wire) for grad in grads]
+        if 1 < self._rules.nodes < len(pieces):
+            each = len(pieces) // self._rules.nodes
+            sums = [self._sum(name, 0, pieces[at : at + each], at) for at in range(0, len(pieces), each)]
+            pieces = sums if self._rules.qgz else [one.to(wire) for one in sums]
+            return (self._sum(name, 1, pieces, 0) / len(grads)).to(dtype)
+        return (self._sum(name, 0, pieces, 0) / len(grads)).to(dtype)
+
+    def _sum(self, name: Any, turn: int, pieces: Sequence[torch.Tensor], first: int) -> torch.Tensor:
+        total = None
+        for sender, piece in enumerate(pieces, first):
+            said = self._said((name, turn, sender), piece) if self._rules.qgz else piece.float()
+            total = said.clone() if total is None else total + said
+        assert total is not None
+        return total
+
+    def _said(self, sender: Any, piece: torch.Tensor) -> torch.Tensor:
+        if not self._rules.feedback:
+            return coarse(piece, 4)
+        meant = piece.float() + self._lost[sender].float() if sender in self._lost else piece.float()
+        said = coarse(meant, 4)
+        self._lost[sender] = (meant - said).to(torch.bfloat16)
+        return said
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,25 +99,23 @@ class Modelled:
     params: dict[str, torch.Tensor]
 
 
-def modelled(
-    training: Training, world: int, *, norms: Sequence[float] | None = None, local: bool = False,
-    wire: torch.dtype | None = None, nodes: int = 1,
-) -> Modelled:  # fmt: skip
-    """The training on `world` ranks. norms: what clipped, of which the ranks' own rule is not modelled; checked to be near.
+PLAIN = Rules()
 
-    local: micro-batches add up on their rank, and the last is reduced with them.
-    """
+
+def modelled(training: Training, world: int, rules: Rules = PLAIN, *, norms: Sequence[float] | None = None) -> Modelled:
+    """The training on `world` ranks. norms: what clipped, of which the ranks' own rule is not modelled; checked to be near."""
     with harness.one_thread():
         model = training.model()
         # Gradients are raised here, not by hooks.
         optimizer = dataclasses.replace(training, grad_dtype=None).make_reference(model)
         batches = [iter(shard_of(training, rank, world).batches) for rank in range(world)]
         losses: list[list[float]] = [[] for _ in range(world)]
-        found = []
+        found, mean = [], Mean(rules)
         for step in range(training.steps):
             for group in optimizer.param_groups:
                 group["lr"] = training.lr_at(step)
             parts: list[list[Gradients]] = []
+            fine = _made_coarse(model) if rules.qwz else {}
             for _ in range(training.accumulation):
                 micro = []
                 for rank in range(world):
@@ -89,13 +123,25 @@ def modelled(
                     losses[rank].append(loss)
                     micro.append(grads)
                 parts.append(micro)
-            _assign(training, model, optimizer, parts, local=local, wire=wire, nodes=nodes)
+            for param, value in fine.items():
+                param.data = value
+            if rules.local:
+                parts = [[_added([micro[rank] for micro in parts]) for rank in range(world)]]
+            _assign(training, model, optimizer, parts, mean)
             if training.max_norm is not None:
                 given = None if norms is None else norms[step]
                 found.append(_clip(optimizer, training.max_norm, given))
             optimizer.step()
             optimizer.zero_grad()
         return Modelled(losses, found, harness.values_of(model))
+
+
+def _made_coarse(model: nn.Module) -> Gradients:
+    """Let the model compute with what int8 groups of its weights stand for; returns the weights."""
+    fine = {param: param.data for param in model.parameters()}
+    for param, value in fine.items():
+        param.data = coarse(value, 8).to(value.dtype)
+    return fine
 
 
 def _backward(training: Training, model: nn.Module, batch: models.Batch) -> tuple[float, Gradients]:
@@ -111,19 +157,16 @@ def _backward(training: Training, model: nn.Module, batch: models.Batch) -> tupl
 
 
 def _assign(
-    training: Training, model: nn.Module, optimizer: ReferenceAdamW, parts: list[list[Gradients]], *, local: bool,
-    wire: torch.dtype | None, nodes: int,
-) -> None:  # fmt: skip
+    training: Training, model: nn.Module, optimizer: ReferenceAdamW, parts: list[list[Gradients]], mean: Mean
+) -> None:
     """Leave in the optimizer's hands what the micro-batches of all ranks come to. parts: by micro-batch, by rank."""
-    if local:
-        parts = [[_added([micro[rank] for micro in parts]) for rank in range(len(parts[0]))]]
     for param in model.parameters():
         dtype = training.grad_dtype or param.dtype
         total = None
         for micro in parts:
-            mean = mean_of([grads.get(param) for grads in micro], out=dtype, wire=wire, nodes=nodes)
-            if mean is not None:
-                total = mean if total is None else total + mean
+            one = mean.of(param, [grads.get(param) for grads in micro], dtype)
+            if one is not None:
+                total = one if total is None else total + one
         if total is None:
             continue
         if dtype is param.dtype:
@@ -155,12 +198,9 @@ def _clip(optimizer: ReferenceAdamW, max_norm: float, given: float | None) -> fl
     return norm
 
 
-def assert_modelled(
-    results: Sequence[Result], training: Training, *, local: bool = False, wire: torch.dtype | None = None, nodes: int = 1
-) -> None:
+def assert_modelled(results: Sequence[Result], training: Training, rules: Rules = PLAIN) -> None:
     """The ranks' results are what the plain model of them gives, bit for bit (norms: nearly, and then taken as they are)."""
-    norms = results[0].norms or None
-    wanted = modelled(training, len(results), norms=norms, local=local, wire=wire, nodes=nodes)
+    wanted = modelled(training, len(results), rules, norms=results[0].norms or None)
     for rank, result in enumerate(results):
         assert result.losses == wanted.losses[rank], rank
         assert result.norms == results[0].norms, rank

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import harness, models
-from tests.dist.plain_ranks import assert_modelled
+from tests.dist.plain_ranks import Rules, assert_modelled
 from tests.dist.rank_models import Odd, Routed, RoutedTraining
 from tests.dist.ranks import Train, assert_ranks_agree, named, on_ranks
 from tests.harness import Result, Training
@@ -89,7 +89,7 @@ def test_micro_batches_without_reduction_add_up_in_shards_or_on_their_rank(tmp_p
     found = trained([(training, chosen) for training, chosen, _ in runs], tmp_path / "run", world)
     for (training, chosen, local), results in zip(runs, found, strict=True):
         with named(chosen):
-            assert_modelled(results, training, local=local)
+            assert_modelled(results, training, Rules(local=local))
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -120,7 +120,7 @@ def test_gradients_travel_in_reduce_dtype_and_are_summed_in_fp32_in_the_order_of
     chosen = [(training, {**values, "reduce_dtype": wire}) for training, values, wire in runs]
     for (training, values, wire), results in zip(runs, trained(chosen, tmp_path / "run", world), strict=True):
         with named(training.dtype, values, wire):
-            assert_modelled(results, training, wire=wire)
+            assert_modelled(results, training, Rules(wire=wire))
 
 
 ROUTED = RoutedTraining(Routed, steps=3, rows=6, lr=2e-3)
@@ -139,7 +139,7 @@ def test_experts_without_tokens_on_some_ranks_count_as_zero_there_and_elsewhere_
     runs.append((ROUTED, {"params": "cpu", "optim": "cpu", **SPECULATING}))
     for (training, chosen), results in zip(runs, trained(runs, tmp_path / "run", world), strict=True):
         with named(training.no_sync, chosen):
-            assert_modelled(results, training, local=training.no_sync and chosen.get("zero") == 1)
+            assert_modelled(results, training, Rules(local=training.no_sync and chosen.get("zero") == 1))
 
 
 @pytest.mark.parametrize("world", [2, 3])
