@@ -112,8 +112,9 @@ bench: $(STAMP)
 convergence: $(DEMO)
 	$(BIN)/python bench/convergence.py
 
+# Also with four ranks.
 ranks: $(STAMP)
-	$(BIN)/python -m pytest -q tests/dist
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not soak" tests/dist
 
 slow: $(DEMO)
 	$(BIN)/python -m pytest -q -m 'not soak'
