@@ -17,9 +17,7 @@ TIERS = ("device", "cpu", "nvme")
 NONFINITE = ("raise", "skip", "ignore")
 
 # Values that design names and a later release builds: (field, value) -> what the user gets to read.
-_NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "zero": (1, 2),
-}
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +37,20 @@ class Policy:
         (float, 0.0 to 1.0) or a size. None: what the budget leaves, as the planner places it.
     state: the encoding of states at rest. "exact": fp32 masters and moments (12 bytes per bf16 parameter). "bf16": moments in
         bf16 (8). "compact": 24-bit masters, moments in 8 bits (5.1). The last two round at random, keyed on `seed`.
-    zero: 3 (parameters, gradients and optimizer states are split over the ranks).
+    zero: what the ranks split. 1: optimizer states; 2: gradients, too; 3: parameters, too. Stages 1 and 2 keep whole parameters on
+        every rank's device: params="device".
+    accumulate: what the micro-batches inside `handle.no_sync()` do on several ranks. "shard": each is reduced into this rank's
+        shard, at once; memory stays flat, and each costs a reduction. "local": they add up in whole gradients of this rank, in CPU
+        memory (in `ram`: the gradients of the whole model), which the last micro-batch reduces. None: "local" with zero=1, else
+        "shard".
+    qwz: weights are gathered as int8 groups (ZeRO++): half the bytes; every rank computes with what they stand for.
+    hpz: where each rank keeps a secondary shard of the gathered weights, one for each rank of its node: "device" or "cpu" (ZeRO++).
+        Until the weights change the ranks of other nodes, and drives, are not asked again. None: none.
+    qgz: gradients are reduced as int4 groups, first inside the node, then over nodes (ZeRO++): a quarter of the bytes.
+    error_feedback: with qgz, what rounding took from a gradient is added to the next one. Costs 2 bytes for each parameter of the
+        model, and 2 for each of this rank's node, in `ram`.
+    mesh: a DeviceMesh over all ranks: one dimension, or (nodes, ranks of a node). None: nodes are found.
+    rank_timeout_s: seconds after which a rank that does not come to what all do together is given up, on all others.
     update: "deferred": `opt.step()` returns at once and the update overlaps with the next forward. "backward": each unit is
         updated as soon as backward has its gradient; no clipping by norm, no GradScaler, unless generations=2. "delayed": the
         update overlaps with the whole next step, which computes with the parameters before it (ZeRO-Offload's delayed parameter
@@ -50,7 +61,8 @@ class Policy:
         that is wholly on the meta device).
     compute_dtype: None: as the module is.
     grad_dtype: the dtype in which gradients are accumulated and wait; None: the parameter's.
-    reduce_dtype: the dtype in which gradients are summed over ranks; None: the gradient's.
+    reduce_dtype: the dtype in which gradients travel between ranks; None: the dtype in which they wait. They are summed in fp32
+        in the order of ranks (of the node, then, rounded to it, of nodes), divided by their number, and rounded once.
     units: the modules to gather as one unit: modules, their classes' names, or qualified names. None: found.
     unit_bytes_max: modules larger than this are split further where the module tree allows it.
     on_nonfinite: what `opt.step()` does about a gradient that is not finite, before any state is touched.
@@ -87,6 +99,13 @@ class Policy:
     resident: Mapping[str, float | int | str] | None = None
     state: str = "exact"
     zero: int = 3
+    accumulate: str | None = None
+    qwz: bool = False
+    hpz: str | None = None
+    qgz: bool = False
+    error_feedback: bool = False
+    mesh: Any = None
+    rank_timeout_s: float = 600.0
     update: str = "deferred"
     delayed_warmup: int = 40
     seed: int = 0
@@ -111,7 +130,12 @@ class Policy:
         self._check_choice("grads", ("cpu", "nvme"), later=("device",))
         self._check_choice("activations", TIERS)
         self._check_choice("state", ("exact", "bf16", "compact"))
-        self._check_choice("zero", (3,))
+        self._check_choice("zero", (1, 2, 3))
+        self._check_choice("accumulate", (None, "shard", "local"))
+        self._check_choice("hpz", (None, "device", "cpu"))
+        for field in ("qwz", "qgz", "error_feedback"):
+            self._check_choice(field, (False, True))
+        self._check_ranks()
         self._check_choice("update", ("deferred", "backward", "delayed"))
         self._check_choice("on_nonfinite", NONFINITE)
         self._check_choice("verify", ("full", "sample", "off"))
@@ -158,6 +182,30 @@ class Policy:
                 "place on NVMe: set nvme=[directories] or $INFINITY_NVME_DIR"
             )
         self._check_together()
+
+    def _check_ranks(self) -> None:
+        """What the ranks split, and how they exchange it."""
+        if self.zero < 3 and self.params != "device":
+            raise ValueError(
+                f"zero={self.zero} keeps whole parameters on every rank's device, and params={self.params!r} does not: use "
+                "params='device', or zero=3"
+            )
+        if self.zero < 3 and self.hpz is not None:
+            raise ValueError(f"hpz={self.hpz!r}: with zero={self.zero} every rank has all parameters; use zero=3, or hpz=None")
+        if self.zero == 1 and self.accumulate == "shard":
+            raise ValueError("accumulate='shard' reduces every micro-batch, which is zero=2: use that, or accumulate='local'")
+        if self.error_feedback and not self.qgz:
+            raise ValueError("error_feedback=True is for gradients that travel as int4 groups: set qgz=True, too")
+        timeout = self.rank_timeout_s
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+            raise ValueError(f"rank_timeout_s={timeout!r}: give a number of seconds, more than 0")
+        if self.mesh is not None and not hasattr(self.mesh, "get_group"):
+            raise ValueError(f"mesh={self.mesh!r}: give a torch.distributed.device_mesh.DeviceMesh, or None")
+
+    @property
+    def accumulates_locally(self) -> bool:
+        """Whether micro-batches inside `no_sync` add up in whole gradients of this rank."""
+        return self.accumulate == "local" or (self.accumulate is None and self.zero == 1)
 
     def _check_together(self) -> None:
         """Fields that cannot be honoured beside each other."""
