@@ -1,4 +1,4 @@
-"""What a rank of tests/hosts does, under torchrun: `python job.py train|endless DIRECTORY`. Results are files there, one a rank."""
+"""A rank of tests/hosts, under torchrun: `python job.py train|endless DIRECTORY`. Results are files there, one a rank."""
 
 from __future__ import annotations
 

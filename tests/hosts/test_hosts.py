@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import signal
 import subprocess
@@ -138,7 +139,7 @@ def test_what_is_counted_is_what_was_sent_over_the_link(hosts: Any) -> None:
                 for node, what in ((taker, "take"), (giver, "give"))]  # fmt: skip
         hosts.wait(ends, timeout_s=60)
         counts.append(hosts.counted())
-    across, within = (module.sent(before, after) for before, after in zip(counts, counts[1:], strict=False))
+    across, within = (module.sent(before, after) for before, after in itertools.pairwise(counts))
     assert size <= across[1]["tx_bytes"] <= across[1]["wire_bytes"] <= 1.06 * size
     assert across[0]["wire_bytes"] < 0.03 * size  # acknowledgements
     assert all(node["wire_bytes"] < 4096 for node in within)  # neighbours are looked for now and then
