@@ -44,6 +44,7 @@ QUEUE_MS = 20
 _NAME = re.compile(r"infinity-hosts-(\d+)-(\d+)-[01]")
 _COUNTED = ("tx_bytes", "tx_packets", "tx_dropped")
 RUN_TIMEOUT_S = 1800.0
+_TAIL = 10_000  # characters; torchrun's own account comes after that of the rank that failed
 
 ARMS = ("plain", "qwz", "hpz", "qgz", "all")
 # What crosses between nodes in a step, in units of M, the bytes of the bf16 parameters: gather of the forward, gather of the
@@ -191,14 +192,14 @@ class Hosts:
             while any(process.poll() is None for process in processes):
                 failed = next((process for process in processes if process.returncode), None)
                 if failed is not None:
-                    raise harness.BenchError(f"a node ended with {failed.returncode}:\n{self.output(failed)[-4000:]}")
+                    raise harness.BenchError(f"a node ended with {failed.returncode}:\n{self.output(failed)[-_TAIL:]}")
                 if time.monotonic() > deadline:
-                    tails = "\n".join(self.output(process)[-2000:] for process in processes)
+                    tails = "\n".join(self.output(process)[-_TAIL:] for process in processes)
                     raise harness.BenchError(f"the nodes took more than {timeout_s:.0f} s:\n{tails}")
                 time.sleep(0.05)
             for process in processes:
                 if process.returncode:
-                    raise harness.BenchError(f"a node ended with {process.returncode}:\n{self.output(process)[-4000:]}")
+                    raise harness.BenchError(f"a node ended with {process.returncode}:\n{self.output(process)[-_TAIL:]}")
             return [self.output(process) for process in processes]
         finally:
             for process in processes:
@@ -288,7 +289,8 @@ def show(rate: str, m_bytes: int, summary: Mapping[str, Mapping[str, Any]]) -> N
     ] for arm, values in summary.items()]  # fmt: skip
     columns = ["arm", "s/step (min–max)", "MB/step on the link", "in M", "formula, M", "with scales, M", "of the first arm's",
                "wire/tx", "last loss"]  # fmt: skip
-    harness.print_table(f"two nodes of two ranks, {rate} each way, both directions counted; M = {m_bytes / 1e6:.1f} MB", columns, rows)
+    title = f"two nodes of two ranks, {rate} each way, both directions counted; M = {m_bytes / 1e6:.1f} MB"
+    harness.print_table(title, columns, rows)
     for arm, values in summary.items():
         if values["engine_per_step"]:
             print(f"{arm}: the engine counted per step, all ranks: "

@@ -94,7 +94,8 @@ def show(workload: r1.Workload, rows: Sequence[dict[str, Any]]) -> None:
         f"{row['write_bytes_per_param']:.2f}", f"{row['peak_rss_bytes'] / 1e9:.2f}", f"{row['peak_rss_rank_max'] / 1e9:.2f}",
         f"{row['first_loss']:.4f}", f"{row['last_loss']:.4f}",
     ] for row in rows]  # fmt: skip
-    title = (f"{workload.parameters / 1e6:.0f}M parameters, {workload.micro_batches} micro-batch(es) of 1 x {workload.tokens} per rank, "
+    title = (f"{workload.parameters / 1e6:.0f}M parameters, "
+             f"{workload.micro_batches} micro-batch(es) of 1 x {workload.tokens} per rank, "
              f"{workload.steps} steps, clipped at {workload.clip:g}")  # fmt: skip
     harness.print_table(title, columns, table)
 

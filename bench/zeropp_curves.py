@@ -152,7 +152,8 @@ def rows_of(runs: dict[Key, dict[str, Any]], arms: Sequence[str], seeds: Sequenc
         apart = [record["final"] - plain["final"] for record, plain in pairs]
         equal = sum(record["losses"] == plain["losses"] for record, plain in pairs)
         rows.append([
-            arm, str(len(finals)), f"{statistics.fmean(finals):.4f}", f"{statistics.stdev(finals):.4f}" if len(finals) > 1 else "",
+            arm, str(len(finals)), f"{statistics.fmean(finals):.4f}",
+            f"{statistics.stdev(finals):.4f}" if len(finals) > 1 else "",
             f"{statistics.fmean(apart):+.4f}" if apart else "", f"{max(apart, key=abs):+.4f}" if apart else "",
             f"{equal} of {len(pairs)}", f"{statistics.median(record['s_per_step'] for record in mine.values()):.3f}",
             " ".join(f"{value:.4f}" for value in finals),
