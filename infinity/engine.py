@@ -23,7 +23,6 @@ import torch
 from infinity.aio import Seam
 from infinity.checkpoint.durable import DurableRun
 from infinity.checkpoint.saving import Saving
-from infinity.comm.collectives import Comm
 from infinity.config import Policy
 from infinity.errors import EngineClosed
 from infinity.holding import Holding
@@ -42,6 +41,7 @@ from infinity.params.stand_in import GradBook
 from infinity.params.too_large import check_gatherable, device_memory_bytes
 from infinity.params.unit import Flat, Param, Unit
 from infinity.placing import Placing, chunk_numel_of
+from infinity.ranks import Ranks
 from infinity.runtime.filling import Source, fill_unit, open_source
 from infinity.runtime.gather import chosen_params
 from infinity.runtime.lifecycle import Lifecycle, attach
@@ -138,13 +138,13 @@ class Handle:
         undo: contextlib.ExitStack,
     ) -> None:
         policy = self.policy
-        self._comm = Comm(reduce_dtype=policy.reduce_dtype)
-        self.rank = self._comm.rank
-        alone = self._comm.world == 1
+        ranks = Ranks(policy, device, undo)
+        self.comm = ranks.comm
+        self.rank, alone = self.comm.rank, not ranks.several
         specs = find_units(model, units=policy.units, unit_bytes_max=int(policy.unit_bytes_max), nested=alone)
         check_gatherable(model, specs, int(policy.unit_bytes_max), device, device_memory_bytes(device))
         self.units: list[Unit] = build(
-            model, specs, device, self._comm.world, lambda dtype: chunk_numel_of(policy.state, dtype)
+            model, specs, device, self.comm.world, lambda dtype: chunk_numel_of(policy.state, dtype)
         )
         for unit in self.units:
             unit.engine = self
@@ -154,6 +154,7 @@ class Handle:
         check_activations(policy, there)
         source, self._gradients = open_source(model, load), GradientMemory(self.rank, policy.grad_dtype, there)
         staging = staging_bytes(policy, self.units, there, self._gradients.dtype)
+        staging += ranks.ram_bytes(self._flats, self._gradients.dtype)
         self._placing = Placing(policy, self._flats, self._gradients, ledger_owner=id(self), staging_bytes=staging)
         undo.callback(self._placing.close)
         plan = self._placing.first()
@@ -163,22 +164,31 @@ class Handle:
         for unit in self.units:
             fill_unit(unit, source, self._store_flat)
         source.fill_buffers(device)
-        self._book = GradBook(self._comm.sum_floats if self._comm.world > 1 else None)
+        self._book = GradBook(self.comm.sum_floats if self.comm.world > 1 else None)
         if there.copies:
             self._book.leaving = Leaving(there, LEAVING_UNITS * max((unit.size_bytes for unit in self.units), default=0))
             undo.callback(self._book.leaving.close)
             self._gradients.leaving = self._book.leaving if alone else None  # ranks add up on the CPU, what was reduced
         undo.callback(self._book.release)
-        self._drain = Drain(self.units, gradients=self._gradients, book=self._book, comm=self._comm)
+        self._drain = Drain(
+            self.units,
+            gradients=self._gradients,
+            book=self._book,
+            comm=self.comm,
+            reducer=ranks.reducer(self._flats, self._gradients, undo),
+            local=ranks.local_sums(self._flats, self._gradients, undo),
+        )
         self.residency = UnitResidency(
             self.units,
             rest=self._rest,
             executor=self._executor,
             gradients=self._drain,
-            comm=self._comm,
-            keep=policy.params == "device",
+            comm=self.comm,
+            keep=ranks.whole_params,
             timeline=self.timeline,
             device=there,
+            qwz=policy.qwz,
+            kept=ranks.kept(self.units, there),
         )
         self.residency.on_demand, self.residency.on_write = self._on_demand, self._wait
         self._heap = Heap.for_units((unit.size_bytes for unit in self.units), device.type)
@@ -198,7 +208,7 @@ class Handle:
         """What updates: the pipeline, what optimizers hold, and when updates are submitted."""
         policy = self.policy
         self.pipeline = Pipeline(
-            self.units, rest=self._rest, executor=self._executor, residency=self.residency, comm=self._comm
+            self.units, rest=self._rest, executor=self._executor, residency=self.residency, comm=self.comm
         )
         if policy.generations > 1:
             self.pipeline.transaction = Transaction(
@@ -233,9 +243,9 @@ class Handle:
         undo.callback(self._mode.close)
         self.pipeline.on_step = self._step_begins
         self.pipeline.plan(self._flats)
-        self.states = States(self._rest, self.residency, self._comm, wait=self._wait)
+        self.states = States(self._rest, self.residency, self.comm, wait=self._wait)
         parts: dict[str, Any] = {"holder_of": self._holding.holder_of, "mode": self._mode, "units": self.units}
-        self.saving = Saving(self.states, executor=self._executor, comm=self._comm, policy=policy, **parts)
+        self.saving = Saving(self.states, executor=self._executor, comm=self.comm, policy=policy, **parts)
         self.extra: Any = None  # what durable runs and saves keep for the user
         run, space = self._storage.run, self._storage.space
         if run is not None and space is not None:
@@ -272,13 +282,13 @@ class Handle:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Marks micro-batches that are not the last of a step: with update="backward" they accumulate, and the first
-        backward outside of it updates. The other modes need no mark: gradients are reduced into the shards at once, which
-        keeps memory flat, and `opt.step()` says when.
+        backward outside of it updates. On several ranks with accumulate="local" (and zero=1) they add up on each rank, and that
+        backward reduces them; else gradients are reduced into the shards at once, and the other modes need no mark.
 
         Raises: BudgetError when update="backward" has no room for gradients, at the first time.
         """
         self.check_open()
-        with self._mode.no_sync():
+        with self._drain.accumulating(), self._mode.no_sync(waits=self._drain.waits_local):
             yield
 
     def optimizer_state(self, param: torch.nn.Parameter) -> OptimizerState:
@@ -421,6 +431,7 @@ class Handle:
             raise EngineClosed("the engine of this model was closed; build the model anew and offload that")
         self.pipeline.raise_fault()
         self.saving.raise_fault()
+        self.comm.check()
 
     def _on_demand(self, unit: Unit) -> None:
         self.check_open()

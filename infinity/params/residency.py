@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,8 +29,9 @@ from infinity.errors import AioError
 from infinity.memory.device import Device
 from infinity.params import gathered
 from infinity.params.drain import Drain
+from infinity.params.fills import Fills
+from infinity.params.kept import KeptShards
 from infinity.params.passes import Passes
-from infinity.params.quiet import quiesce
 from infinity.params.rest import Rest
 from infinity.params.schedule import AHEAD_MAX, NEVER, Phase, Schedule
 from infinity.params.shadow import Shadow
@@ -53,7 +55,7 @@ class UnitResidency:
     """The real residency (see `params.unit.Residency`), over an executor. One thread uses it at a time.
 
     gathered_bytes_max bounds what is gathered, prefetches included, as far as units in use allow: room for AHEAD + 1
-    of the largest units. keep: units are never evicted (parameters on the device tier).
+    of the largest units. keep: units are never evicted (whole parameters on the device). qwz, kept: see `Fills`.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class UnitResidency:
         keep: bool,
         timeline: Timeline,
         device: Device | None = None,
+        qwz: bool = False,
+        kept: KeptShards | None = None,
     ) -> None:
         self.units = units
         self.schedule = Schedule()
@@ -79,15 +83,18 @@ class UnitResidency:
         self.device = device or Device(torch.device("cpu"))
         self._keep = keep
         self._timeline = timeline
-        self._fills: dict[Unit, list[Ticket]] = {}
+        self._fills = Fills(comm, qwz=qwz, kept=kept)
+        self._coarse = qwz and comm.world > 1
         self._held: set[Unit] = set()  # gathered or filling
         self._held_bytes = 0
         self.gathered_bytes_max = (AHEAD + 1) * max((unit.size_bytes for unit in units), default=0)
         self._updates: dict[Unit, PendingUpdate] = {}
         self.passes = Passes()
         self.use_left, self.slot = self.passes.use_left, gradients.slot
+        gradients.on_taken = self._taken
         self._current: Unit | None = None  # being demanded: nobody holds it yet, and it must not go
         self.shadow: Shadow | None = None  # update="delayed": the parameters that compute
+        self._finer: set[Unit] = set()  # written while in use
         self._newest: set[Unit] = set()  # gathered from rest although the shadow computes
         self.on_demand: Callable[[Unit], None] = lambda _unit: None  # raises sticky faults, and after close
         self.on_write: Callable[[], None] = lambda: None
@@ -139,6 +146,8 @@ class UnitResidency:
     def idle(self, unit: Unit) -> None:
         """The unit may be evicted; it stays until its room is wanted."""
         self.on_idle(unit)
+        if self._coarse and unit in self._finer:  # it shows values that were written, and not what travels of them
+            self.renew(unit)
         if not self._keep and self._held_bytes > self.gathered_bytes_max:
             self._make_room(0, NEVER)
 
@@ -157,21 +166,28 @@ class UnitResidency:
     def _fill(self, unit: Unit, priority: Priority, *, newest: bool = False) -> None:
         """Start filling the unit's buffers, which are allocated."""
         self._newest.discard(unit)
+        self._finer.discard(unit)
         shadow = self.shadow if self.shadow is not None and self.shadow.active else None
         if shadow is not None and newest:
             self._newest.add(unit)
+        age = (unit.generation, shadow is not None and not newest)
         update = self._updates.get(unit)
         if update is not None and not update.opened:
             update.opened = True
             self.device.behind()
             if update.gate.open(self.targets(unit)):
-                self._fills[unit] = [update.ticket]
+                self._fills.begin(unit, [update.ticket], age)
                 return
-        self._fills[unit] = [
+        if self._fills.has_kept(unit, age):
+            self._fills.begin_kept(unit)
+            return
+        tickets = [
             self._rest.fetch(flat, 0, self._target(flat), priority=priority, there=True)
             for flat in unit.flats
-            if newest or shadow is None or flat not in shadow  # from the shadow `_finish_fill` copies
+            if newest or shadow is None or flat not in shadow  # those are copied when somebody waits for them
         ]
+        late = None if shadow is None or newest else functools.partial(shadow.copy_to, unit, self._comm.rank)
+        self._fills.begin(unit, tickets, age, late=late)
 
     def _refill(self, unit: Unit) -> None:
         """What is gathered is of another age than what is wanted now: gather it anew, unless somebody uses it."""
@@ -186,19 +202,13 @@ class UnitResidency:
         return flat.tensor.data_ptr() + self._comm.rank * flat.layout.shard_numel * flat.layout.itemsize
 
     def _finish_fill(self, unit: Unit) -> None:
-        """Wait for the unit's reads; on several ranks gather the shards. After a fault the unit is evicted."""
-        tickets = self._fills.pop(unit)
+        """Wait until the unit's buffers are filled. After a fault the unit is evicted."""
+        fill = self._fills.finish(unit)
         start_ns = time.monotonic_ns()
         try:
-            for ticket in tickets:
-                ticket.wait_filled()
-            if self.shadow is not None and self.shadow.active and unit not in self._newest:
-                self.shadow.copy_to(unit, self._comm.rank)
-            if self._comm.world > 1:
-                for flat in unit.flats:
-                    self._comm.all_gather(flat.tensor, flat.layout.shard_numel)
+            fill.wait()
         except BaseException as error:
-            quiesce(tickets)
+            self._fills.put_back(unit, fill)
             self._forget(unit)
             if isinstance(error, AioError):
                 self.on_demand(unit)  # if it was an update that failed, this says so and what helps
@@ -211,11 +221,14 @@ class UnitResidency:
         gathered.mark_filled(unit)
 
     def _forget(self, unit: Unit) -> None:
-        interrupt = quiesce(self._fills.pop(unit, []))
+        interrupt = self._fills.abandon(unit)
         self._held.discard(unit)
         self._newest.discard(unit)
         self._held_bytes -= unit.size_bytes
-        gathered.evict(unit)
+        if unit in self._fills.stuck:
+            gathered.invalidate(unit)
+        else:
+            gathered.evict(unit)
         self.on_evict()
         if interrupt is not None:
             raise interrupt
@@ -251,7 +264,7 @@ class UnitResidency:
             return False
         if self._comm.world > 1:
             return True  # what is filled already is a matter of timing, and all ranks must evict the same
-        return all(ticket.filled for ticket in self._fills.get(unit, ()))
+        return not self._fills.under_way(unit)
 
     def discard(self, unit: Unit) -> None:
         """The gathered values were overwritten and nobody uses them: read them again when they are wanted."""
@@ -295,6 +308,10 @@ class UnitResidency:
         self.on_backward_end()
         self.clock.enter("idle")
 
+    def broke(self, where: str, error: BaseException) -> None:
+        """A forward or backward of this rank has raised: the others, which may wait for it, are told."""
+        self._comm.raised(where, error)
+
     def reset(self) -> None:
         """Forget what an interrupted forward or backward left."""
         if self.passes.in_backward:
@@ -326,11 +343,16 @@ class UnitResidency:
         self.gradients.unit_done(unit)
         self.passes.use_ended(unit)
 
+    def _taken(self, unit: Unit) -> None:
+        """What came of the unit from all ranks was taken, perhaps after it went idle."""
+        if unit.refs == 0:
+            self.on_idle(unit)
+
     # -- updates -----------------------------------------------------------------------------------------------------------
 
     def hand_over(self, unit: Unit, ticket: Ticket, gate: Gate) -> None:
         """An update of the unit was submitted behind `gate`. If the unit is gathered it becomes the gate's target."""
-        unit.generation += 1
+        self._changed(unit)
         update = self._updates[unit] = PendingUpdate(ticket, gate)
         if unit not in self._held:
             return
@@ -338,13 +360,14 @@ class UnitResidency:
         update.opened = True
         self.device.behind()
         if gate.open(self.targets(unit)):
-            self._fills[unit] = [ticket]
+            self._fills.begin(unit, [ticket], (unit.generation, False))
         else:  # it escaped while this thread was held up: read the values that the update left at rest
             self._fill(unit, Priority.PREFETCH)
 
     def can_update_in_place(self, unit: Unit) -> bool:
         """Whether an update may take the unit's parameters from its buffers and leave the new ones there."""
-        return unit in self._held and unit.gathered and unit.refs == 0 and unit not in self._fills
+        # What travelled as int8 is not what the optimizer holds.
+        return unit in self._held and unit.gathered and unit.refs == 0 and unit not in self._fills and not self._coarse
 
     def targets(self, unit: Unit) -> list[int]:
         """Where this rank's shards lie in the unit's flats, which are gathered."""
@@ -352,17 +375,23 @@ class UnitResidency:
 
     def updated(self, unit: Unit, ticket: Ticket, *, in_place: bool) -> None:
         """An update of the unit was submitted without a gate; in_place: into its buffers, too."""
-        unit.generation += 1
+        self._changed(unit)
         if in_place:
             gathered.invalidate(unit)
-            self._fills[unit] = [ticket]
+            self._fills.begin(unit, [ticket], (unit.generation, False))
         else:
             self.renew(unit)
 
     def rewritten(self, unit: Unit, *, in_place: bool) -> None:
         """The unit's values were replaced; in_place: in its buffers, too."""
-        unit.generation += 1
-        gathered.mark_filled(unit) if in_place else self.renew(unit)
+        self._changed(unit)
+        if not in_place:
+            self.renew(unit)
+        elif self._comm.world > 1:  # this rank's shards; the others are on their way
+            gathered.invalidate(unit)
+            self._fills.begin(unit, (), (unit.generation, False))
+        else:
+            gathered.mark_filled(unit)
 
     def renew(self, unit: Unit) -> None:
         """The unit's values have changed: if it is gathered, start filling its buffers again."""
@@ -373,10 +402,14 @@ class UnitResidency:
     def stale(self, units: Iterable[Unit]) -> None:
         """What was written of these units is taken back: what is gathered of them is gathered anew. Blocks while it fills."""
         for unit in units:
-            unit.generation += 1
+            self._changed(unit)
             self._updates.pop(unit, None)
             if unit in self._held:
                 self._abandon(unit)
+
+    def _changed(self, unit: Unit) -> None:
+        unit.generation += 1
+        self._fills.changed(unit)
 
     def _settle(self, unit: Unit) -> None:
         """Finish a fill that nobody has waited for, or make it if its values were taken back."""
@@ -388,7 +421,7 @@ class UnitResidency:
     def _abandon(self, unit: Unit) -> None:
         """What is gathered of the unit, or on its way, nobody wants any more. The memory stays allocated."""
         gathered.invalidate(unit)
-        interrupt = quiesce(self._fills.pop(unit, []))
+        interrupt = self._fills.abandon(unit)
         if interrupt is not None:
             raise interrupt
 
@@ -433,18 +466,22 @@ class UnitResidency:
             if self.shadow is not None:
                 self.shadow.write(param.flat, start, values)
         unit = param.unit
-        unit.generation += 1
+        self._changed(unit)
         if unit in self._held:
             if unit.refs == 0 and not self._keep:
                 self._forget(unit)
+            elif unit.refs == 0 and self._coarse:
+                self.renew(unit)
             else:
+                if self._coarse:
+                    self._finer.add(unit)
                 with torch.no_grad():
                     param.flat.tensor[param.offset :][: param.numel].copy_(flat_value)
                 gathered.mark_filled(unit)
 
     def close(self) -> None:
         """Evict everything. Pending work must have been waited for."""
-        self._fills.clear()
+        self._fills.close()
         self._updates.clear()
         for unit in list(self._held):
             self._forget(unit)
