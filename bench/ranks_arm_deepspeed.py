@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 
 def stage2_config(workload: r1.Workload) -> dict[str, Any]:
-    """Stage 2 with CPU offload. Buckets hold a third of R1: larger ones took as long and more memory."""
+    """Stage 2 with CPU offload. Buckets hold a third of R1: at their default of 5e8 they would hold it three times over."""
     config = arm_deepspeed.tuned_config(workload, "")
     del config["aio"]
     config["zero_optimization"] = {
