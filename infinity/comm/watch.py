@@ -36,6 +36,7 @@ SILENCE_S = 15.0
 _TURN_MAX_S = 1.0
 _POLL_S = 0.25
 _LINGER_S = 2.0
+_DYING_S = 10.0
 _RAISED_MAX = 16
 # What gloo and NCCL say when it is the connection that broke, and not the call that was wrong.
 _CONNECTION = re.compile(
@@ -170,10 +171,13 @@ class Watch:
     def blame(self, error: BaseException, what: str, number: int | None) -> RankFailed | None:
         """Whose failure an error of a collective is, after waiting a little for a sign; None if it looks like this rank's own.
 
-        Blocks for a second or two; up to `silence_s` more where the connection broke and ranks run on other hosts.
+        Blocks for a second or two. Where the connection broke somebody broke it: up to ten seconds, by which a dying process of
+        this host is gone on a busy machine, or `silence_s` and a second where ranks run on other hosts.
         """
         broken = bool(_CONNECTION.search(str(error)))
-        limit_s = 3 * INTERVAL_S + (self._silence_s + INTERVAL_S if broken and self._far else 0.0)
+        limit_s = 3 * INTERVAL_S
+        if broken:
+            limit_s = max(_DYING_S, limit_s + self._silence_s + INTERVAL_S if self._far else 0.0)
         end_s = time.monotonic() + limit_s
         while not self._known.wait(INTERVAL_S / 5) and time.monotonic() < end_s and self._board is not None:
             if found := not_coming(self._others(), self._raised, what, number):
