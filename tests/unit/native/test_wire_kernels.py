@@ -106,7 +106,11 @@ def test_sums_of_pieces(isa: str, dtype: torch.dtype, out_dtype: torch.dtype) ->
 def test_denormals_are_kept_in_a_thread_that_flushes_them(isa: str) -> None:
     pieces = [torch.full((100,), 2.0**-140), torch.full((100,), 2.0**-141)]
     tiny = torch.full((100,), 2.0**-130)
-    out, left, encoded = torch.empty(100), tiny.clone(), torch.empty(wire_bytes(100, 8, 64), dtype=torch.uint8)
+    out, left, encoded = (
+        torch.empty(100),
+        tiny.clone(),
+        torch.empty(wire_bytes(100, 8, 64), dtype=torch.uint8),
+    )
 
     def flushing() -> None:
         assert torch.set_flush_denormal(True)  # of this thread, which ends with it
@@ -117,7 +121,9 @@ def test_denormals_are_kept_in_a_thread_that_flushes_them(isa: str) -> None:
     thread.start()
     thread.join()
     assert out.tolist() == [2.0**-141 + 2.0**-142] * 100
-    assert left.tolist() == [2.0**-129] * 100  # a quarter of the least scale: the code is zero, and all of it is left
+    assert (
+        left.tolist() == [2.0**-129] * 100
+    )  # a quarter of the least scale: the code is zero, and all of it is left
 
 
 def test_the_kernels_are_those_of_the_instruction_set_that_is_chosen(isa: str) -> None:
