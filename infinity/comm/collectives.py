@@ -146,6 +146,11 @@ class Comm:
         if self.watch is not None:
             self.watch.raised(where, error)
 
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot go on: neither can the others, which are told why. Never blocks."""
+        if self.watch is not None:
+            self.watch.fail(error)
+
     def check(self) -> None:
         """Raise RankFailed if a rank is known to have failed."""
         if self.watch is not None:
