@@ -23,7 +23,6 @@ import torch
 from infinity.aio import Seam
 from infinity.checkpoint.durable import DurableRun
 from infinity.checkpoint.saving import Saving
-from infinity.comm.collectives import Comm
 from infinity.config import Policy
 from infinity.errors import EngineClosed
 from infinity.holding import Holding
@@ -41,8 +40,10 @@ from infinity.params.stand_in import GradBook
 from infinity.params.too_large import check_gatherable, device_memory_bytes
 from infinity.params.unit import Flat, Param, Unit
 from infinity.placing import Placing, chunk_numel_of
+from infinity.ranks import Ranks
 from infinity.runtime.filling import Source, fill_unit, open_source
 from infinity.runtime.gather import chosen_params
+from infinity.runtime.install import part
 from infinity.runtime.lifecycle import Lifecycle, attach
 from infinity.runtime.state_dict import check_copies
 from infinity.sharing import sharing
@@ -139,15 +140,15 @@ class Handle:
         undo: contextlib.ExitStack,
     ) -> None:
         policy = self.policy
-        self._comm = Comm(reduce_dtype=policy.reduce_dtype)
-        self._sharing = undo.enter_context(sharing(self._comm, policy))
+        ranks = self._ranks = Ranks(policy, device, undo)
+        self.comm = ranks.comm
+        self._sharing = undo.enter_context(sharing(self.comm, policy))
         policy = self.policy = self._sharing.policy
-        self.rank = self._comm.rank
-        alone = self._comm.world == 1
+        self.rank, alone = self.comm.rank, not ranks.several
         specs = find_units(model, units=policy.units, unit_bytes_max=int(policy.unit_bytes_max), nested=alone)
         check_gatherable(model, specs, int(policy.unit_bytes_max), device, device_memory_bytes(device))
         self.units: list[Unit] = build(
-            model, specs, device, self._comm.world, lambda dtype: chunk_numel_of(policy.state, dtype)
+            model, specs, device, self.comm.world, lambda dtype: chunk_numel_of(policy.state, dtype)
         )
         for unit in self.units:
             unit.engine = self
@@ -157,6 +158,7 @@ class Handle:
         check_activations(policy, there)
         source, self._gradients = open_source(model, load), GradientMemory(self.rank, policy.grad_dtype, there)
         staging = staging_bytes(policy, self.units, there, self._gradients.dtype)
+        staging += ranks.ram_bytes(self._flats, self._gradients.dtype)
         share = {"default_bytes": self._sharing.default_bytes, "ledger_owner": id(self), "staging_bytes": staging}
         self._placing = Placing(policy, self._flats, self._gradients, **share)
         undo.callback(self._placing.close)
@@ -168,22 +170,31 @@ class Handle:
             fill_unit(unit, source, self._store_flat)
         source.fill_buffers(device)
         self._sharing.agree()
-        self._book = GradBook(self._comm.sum_floats if self._comm.world > 1 else None)
+        self._book = GradBook(self.comm.sum_floats if self.comm.world > 1 else None)
         if there.copies:
             self._book.leaving = Leaving(there, LEAVING_UNITS * max((unit.size_bytes for unit in self.units), default=0))
             undo.callback(self._book.leaving.close)
             self._gradients.leaving = self._book.leaving if alone else None  # ranks add up on the CPU, what was reduced
         undo.callback(self._book.release)
-        self._drain = Drain(self.units, gradients=self._gradients, book=self._book, comm=self._comm)
+        self._drain = Drain(
+            self.units,
+            gradients=self._gradients,
+            book=self._book,
+            comm=self.comm,
+            reducer=ranks.reducer(self._flats, self._gradients, undo),
+            local=ranks.local_sums(self._flats, self._gradients, undo),
+        )
         self.residency = UnitResidency(
             self.units,
             rest=self._rest,
             executor=self._executor,
             gradients=self._drain,
-            comm=self._comm,
-            keep=policy.params == "device",
+            comm=self.comm,
+            keep=ranks.whole_params,
             timeline=self.timeline,
             device=there,
+            qwz=policy.qwz,
+            kept=ranks.kept(self.units, there),
         )
         self.residency.on_demand, self.residency.on_write = self._on_demand, self._wait
         self._heap = Heap.for_units((unit.size_bytes for unit in self.units), device.type)
@@ -203,7 +214,7 @@ class Handle:
         """What updates: the pipeline, what optimizers hold, and when updates are submitted."""
         policy = self.policy
         self.pipeline = Pipeline(
-            self.units, rest=self._rest, executor=self._executor, residency=self.residency, comm=self._comm
+            self.units, rest=self._rest, executor=self._executor, residency=self.residency, comm=self.comm
         )
         if policy.generations > 1:
             self.pipeline.transaction = Transaction(
@@ -239,9 +250,9 @@ class Handle:
         undo.callback(self._mode.close)
         self.pipeline.on_step = self._step_begins
         self.pipeline.plan(self._flats)
-        self.states = States(self._rest, self.residency, self._comm, wait=self._wait)
+        self.states = States(self._rest, self.residency, self.comm, wait=self._wait)
         parts: dict[str, Any] = {"holder_of": self._holding.holder_of, "mode": self._mode, "units": self.units}
-        self.saving = Saving(self.states, executor=self._executor, comm=self._comm, policy=policy, **parts)
+        self.saving = Saving(self.states, executor=self._executor, comm=self.comm, policy=policy, **parts)
         self.extra: Any = None  # what durable runs and saves keep for the user
         run, space = self._storage.run, self._storage.space
         if run is not None and space is not None:
@@ -278,13 +289,13 @@ class Handle:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Marks micro-batches that are not the last of a step: with update="backward" they accumulate, and the first
-        backward outside of it updates. The other modes need no mark: gradients are reduced into the shards at once, which
-        keeps memory flat, and `opt.step()` says when.
+        backward outside of it updates. On several ranks with accumulate="local" (and zero=1) they add up on each rank, and that
+        backward reduces them; else gradients are reduced into the shards at once, and the other modes need no mark.
 
         Raises: BudgetError when update="backward" has no room for gradients, at the first time.
         """
         self.check_open()
-        with self._mode.no_sync():
+        with self._drain.accumulating(), self._mode.no_sync():
             yield
 
     def optimizer_state(self, param: torch.nn.Parameter) -> OptimizerState:
@@ -346,6 +357,7 @@ class Handle:
             update=self.policy.update if self.policy.update_on == "cpu" else None,
             bandwidths=self.policy.io_settings.bandwidths,
             activations=self._storage.activation_figures(),
+            ranks=self._ranks.figures(),
             fresh_grad_bytes_peak=max(self._drain.fresh_bytes_peak, self._mode.fresh_bytes_peak),
             heap_spare_bytes=self._heap.spare_bytes,
             frozen_bytes=self._storage.frozen_bytes(self._flats),
@@ -397,24 +409,9 @@ class Handle:
             self._lifecycle.detach()
             self._executor.drain()
             self.residency.close()
-            self._part_params()
+            part(self._params)
             self._gradients.close()
             self._undo.close()
-
-    def _part_params(self) -> None:
-        """Take from the parameters what would outlive the engine, or keep the model alive."""
-        for param in self._params:
-            if param.grad is not None:
-                param.grad.empty()
-                param.grad.before_mutation = None
-                param.grad.move_to(torch.empty(0, dtype=param.grad.dtype), None)
-                param.at_rest.grad = None
-            for leaf in (param.gathered, param.at_rest):
-                # These hooks hold the engine from C++, where the garbage collector does not look.
-                with torch._C.DisableTorchFunctionSubclass():
-                    hooks: Any = leaf._post_accumulate_grad_hooks
-                if hooks:
-                    hooks.clear()
 
     @property
     def closed(self) -> bool:
@@ -427,6 +424,7 @@ class Handle:
             raise EngineClosed("the engine of this model was closed; build the model anew and offload that")
         self.pipeline.raise_fault()
         self.saving.raise_fault()
+        self.comm.check()
 
     def _on_demand(self, unit: Unit) -> None:
         self.check_open()

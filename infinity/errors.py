@@ -63,6 +63,19 @@ class PeerFailed(InfinityError, RuntimeError):
     """Another rank failed at what all ranks do together; the error of that rank says why."""
 
 
+class RankFailed(InfinityError, RuntimeError):
+    """A rank has died, failed, left, or does not come; collectives cannot go on, and the engine is over.
+
+    rank: the one that failed, where it is known (this rank's own number, if it is this one); ranks: all of them that are known,
+    where several do not come.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.ranks = ranks or (() if rank is None else (rank,))
+
+
 class AioError(InfinityError, OSError):
     """An I/O operation failed.
 

@@ -35,11 +35,10 @@ DEPTH_MIN = 8
 
 
 @contextlib.contextmanager
-def sharing(comm: Comm, policy: Policy, *, local_rank: int | None = None) -> Iterator[Sharing]:
-    """The meeting of ranks that offload a model; over with `Sharing.agree`. Collective. local_rank: what "{local_rank}" stands for;
-    None: as torchrun says, else this rank's number among those of the machine."""
+def sharing(comm: Comm, policy: Policy) -> Iterator[Sharing]:
+    """The meeting of ranks that offload a model; over with `Sharing.agree`. Collective."""
     with Meeting(comm, "inf.offload") as meeting:
-        yield Sharing(comm, policy, meeting, local_rank)
+        yield Sharing(comm, policy, meeting)
 
 
 class Sharing:
@@ -50,7 +49,7 @@ class Sharing:
     any rank took some.
     """
 
-    def __init__(self, comm: Comm, policy: Policy, meeting: Meeting, local_rank: int | None) -> None:
+    def __init__(self, comm: Comm, policy: Policy, meeting: Meeting) -> None:
         self._comm = comm
         self._meeting: Meeting | None = meeting
         seen = memory_seen()
@@ -59,9 +58,7 @@ class Sharing:
         self.number, self.ranks = self._neighbours.index(comm.rank), len(self._neighbours)
         self.default_bytes = int(RAM_SHARE * fair_share(seen, [told["memory"] for told in everyone]))
         if any(is_pattern(path) for path in policy.directories):
-            if local_rank is None:
-                local_rank = int(os.environ.get("LOCAL_RANK", self.number))
-            found = resolve(policy.directories, rank=comm.rank, local_rank=local_rank)
+            found = resolve(policy.directories, rank=comm.rank, local_rank=self._local_rank())
             policy = dataclasses.replace(policy, nvme=found)
         drives = {path.resolve(): _drive(path) for path in policy.directories if path.is_dir()}
         everyone = meeting.exchange({"drives": sorted(set(drives.values()))})
@@ -143,6 +140,11 @@ class Sharing:
                 yield self.agree
             finally:
                 self._meeting = None
+
+    def _local_rank(self) -> int:
+        """This rank's number within its node. A topology of one node may stand for several that are unequal: then its machine's."""
+        topology = self._comm.topology
+        return topology.local_rank if topology.nodes > 1 else self.number
 
     def _with_part_of_bandwidths(self, policy: Policy) -> Policy:
         """The policy with the bandwidths that it gives divided by the ranks that share each drive."""

@@ -263,7 +263,7 @@ def test_an_interrupt_while_a_unit_is_evicted_is_raised_after_its_reads_have_end
 
     before = busy_s()
     residency._start_fill(unit, Priority.PREFETCH)
-    (ticket,) = residency._fills[unit]
+    (ticket,) = residency._fills._fills[unit].tickets
     while busy_s() == before:  # a read that no drive has begun is given up at once
         assert not ticket.filled
         time.sleep(0.001)

@@ -1,60 +1,107 @@
-"""Collectives over torch.distributed, as the engine needs them: all-gather of shards, mean of gradients, agreement.
+"""What the ranks of a model do together: agree, gather weights, reduce gradients, and notice when one of them is gone.
 
-With one rank nothing is called. Every rank calls the same collectives in the same order; shards are equal in size by
-layout, so no rank waits for another's shape.
+    control lane   flags, small sums, barriers           the caller waits
+    gather lane    shards of weights                     behind the reads of this rank's shard, ahead of forward and backward
+    reduce lane    gradients of a unit                   while backward goes on
+
+Each lane is a thread with a process group of its own: what is submitted to it runs in that order, which is the order of the
+program and so the same on every rank. With one rank nothing is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-# torch 2.13 renamed both; the floor is 2.10.
+from infinity.comm.exchange import Exchange, Volume
+from infinity.comm.groups import make_group
+from infinity.comm.lanes import Lane, Op
+from infinity.comm.topology import Topology
+from infinity.comm.watch import Watch
+
+# torch 2.13 renamed it; the floor is 2.10.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Comm:
-    """This process's place among the ranks that share a model.
+    """This process's place among the ranks that share a model, and its lanes to them.
 
-    reduce_dtype: gradients are summed over ranks in this dtype (None: as they are).
+    `Comm()` has no lanes: control collectives go to the default process group, unwatched.
     """
 
-    def __init__(self, *, reduce_dtype: torch.dtype | None = None) -> None:
-        live = dist.is_available() and dist.is_initialized()
-        self.world = dist.get_world_size() if live else 1
-        self.rank = dist.get_rank() if live else 0
-        self._reduce_dtype = reduce_dtype
-        self._group: Any = None
+    def __init__(self, topology: Topology | None = None) -> None:
+        self.topology = topology or Topology.find()
+        self.world, self.rank = self.topology.world, self.topology.rank
+        self.watch: Watch | None = None
+        self._control: Lane | None = None
+        self._gather: Lane | None = None
+        self._reduce: Lane | None = None
+        self._exchanges: dict[str, Exchange] = {}
+        self._timeout_s = 0.0
+        self._asides: list[Lane] = []
+        self._owns_watch = True
+
+    @classmethod
+    def open(cls, *, mesh: Any = None, device: torch.device | None = None, timeout_s: float, name: str) -> Comm:
+        """With lanes, for a model that computes on `device`. Collective; blocks. name: of this engine alone, on all ranks."""
+        comm = cls(Topology.find(mesh))
+        if comm.world == 1:
+            return comm
+        comm._timeout_s = timeout_s
+        store: Any = dist.distributed_c10d._get_default_store()
+        comm.watch = Watch(comm.topology, store.clone(), timeout_s=timeout_s, name=name)
+        device = device or torch.device("cpu")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        comm._control = comm._lane("control", "gloo", torch.device("cpu"))
+        comm._gather = comm._lane("gather", backend, device)
+        comm._reduce = comm._lane("reduce", backend, device)
+        return comm
+
+    def _lane(self, name: str, backend: str, device: torch.device) -> Lane:
+        assert self.watch is not None
+        group = make_group(timeout_s=self._timeout_s, backend=backend)
+        self._exchanges[name] = Exchange(self.topology, group, device)
+        return Lane(name, group=group, watch=self.watch, device=device)
 
     def aside(self) -> Comm:
-        """The same ranks in a group of their own, whose collectives another thread may call. Blocks; all ranks ask at once."""
-        other = Comm(reduce_dtype=self._reduce_dtype)
+        """The same ranks with a control lane of their own, which another thread may use. Blocks; all ranks ask at once."""
+        other = Comm(self.topology)
         if self.world > 1:
-            other._group = dist.new_group(backend="gloo")
+            assert self.watch is not None
+            other.watch, other._timeout_s, other._owns_watch = self.watch, self._timeout_s, False
+            other._control = other._lane("aside", "gloo", torch.device("cpu"))
+            self._asides.append(other._control)
         return other
 
-    def all_gather(self, flat: torch.Tensor, shard_numel: int) -> None:
-        """Complete `flat` [world * shard_numel] in place from the shards that the ranks hold in it. Blocks."""
-        if self.world == 1:
-            return
-        with torch.no_grad():
-            shard = flat[self.rank * shard_numel : (self.rank + 1) * shard_numel].clone()
-            _all_gather(flat, shard)
+    # -- gather and reduce ---------------------------------------------------------------------------------------------
 
-    def reduce_mean(self, whole: torch.Tensor, shard_numel: int) -> torch.Tensor:
-        """The mean over ranks of `whole` [world * shard_numel]; returns this rank's shard in the same dtype. Blocks.
+    def gather(self, what: str, work: Callable[[Exchange], None]) -> Op:
+        """Let `work` run in the gather lane. Never blocks."""
+        assert self._gather is not None
+        exchange = self._exchanges["gather"]
+        return self._gather.submit(what, lambda _group: work(exchange))
 
-        The sum is taken in `reduce_dtype`; `whole` is used up.
-        """
-        dtype = self._reduce_dtype or whole.dtype
-        source = whole.to(dtype)
-        shard = torch.empty(shard_numel, dtype=dtype)
-        _reduce_scatter(shard, source, op=dist.ReduceOp.SUM)
-        return shard.div_(self.world).to(whole.dtype)
+    def reduce(self, what: str, work: Callable[[Exchange], None]) -> Op:
+        """Let `work` run in the reduce lane. Never blocks."""
+        assert self._reduce is not None
+        exchange = self._exchanges["reduce"]
+        return self._reduce.submit(what, lambda _group: work(exchange))
+
+    def volume(self, lane: str) -> Volume:
+        """What this rank has sent in a lane ("gather", "reduce")."""
+        found = self._exchanges.get(lane)
+        return found.volume if found is not None else Volume()
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    def _together(self, what: str, work: Callable[[Any], object]) -> None:
+        if self._control is None:
+            work(None)
+        else:
+            self._control.submit(what, lambda group: (work(group), None)[1], numbered=self._owns_watch).wait()
 
     def assemble(self, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:
         """The whole [numel] of an fp32 vector of which every rank holds one part, from `start` on; bits are kept. Blocks."""
@@ -63,16 +110,17 @@ class Comm:
         whole = torch.zeros(numel, dtype=torch.float32)
         whole[start : start + part.numel()] = part
         if self.world > 1:
-            dist.all_reduce(whole.view(torch.int32))  # every element is one rank's and nothing elsewhere
+            bits = whole.view(torch.int32)  # every element is one rank's and nothing elsewhere
+            self._together("a whole from its parts", lambda group: dist.all_reduce(bits, group=group))
         return whole
 
-    def sum_floats(self, values: list[float]) -> list[float]:
+    def sum_floats(self, values: Sequence[float]) -> list[float]:
         """The sum over ranks of each value, in double, in the order of ranks: the same on every rank. Blocks."""
         if self.world == 1:
-            return values
+            return list(values)
         mine = torch.tensor(values, dtype=torch.float64)
         everyone = torch.empty(self.world * len(values), dtype=torch.float64)
-        _all_gather(everyone, mine, group=self._group)
+        self._together("a sum", lambda group: _all_gather(everyone, mine, group=group))
         total = torch.zeros(len(values), dtype=torch.float64)
         for row in everyone.view(self.world, -1):
             total += row
@@ -83,10 +131,35 @@ class Comm:
         if self.world == 1 or not flags:
             return list(flags)
         mine = torch.tensor(list(flags), dtype=torch.uint8)
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group)
+        self._together("agreement", lambda group: dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group))
         return [bool(flag) for flag in mine]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world > 1:
-            dist.barrier(group=self._group)
+            self._together("a barrier", lambda group: dist.barrier(group=group))
+
+    # -- failures and the end ------------------------------------------------------------------------------------------
+
+    def raised(self, where: str, error: BaseException) -> None:
+        """This rank's forward or backward broke off: those that wait for it are told. Never blocks."""
+        if self.watch is not None:
+            self.watch.raised(where, error)
+
+    def check(self) -> None:
+        """Raise RankFailed if a rank is known to have failed."""
+        if self.watch is not None:
+            self.watch.check()
+
+    def close(self, *, ok: bool = True) -> None:
+        """End the lanes, and say goodbye. Idempotent. Blocks until what was submitted has ended, if all ranks live."""
+        lanes = [self._control, self._gather, self._reduce, *self._asides]
+        for lane in lanes:
+            if lane is not None:
+                lane.close()
+        self._control = self._gather = self._reduce = None
+        self._asides.clear()
+        if self.watch is not None and self._owns_watch:
+            self.watch.close(ok)
+        self.watch = None
+        self._exchanges.clear()

@@ -43,8 +43,8 @@ def parse_list(text: str) -> tuple[int, ...]:
     """The numbers of a kernel's list: "0-2,8" is (0, 1, 2, 8). Empty for what is none."""
     found: list[int] = []
     for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if not first.isdecimal() or not (last.isdecimal() or not last):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
             return ()
         found.extend(range(int(first), int(last or first) + 1))
     return tuple(found)

@@ -107,7 +107,7 @@ class EarlyMode(UpdateMode):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        if not self._accumulated:
+        if not (self._accumulated or self._updates.reduced_later):
             self._accumulated = True
             try:
                 self._make_gradients()

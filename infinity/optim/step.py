@@ -175,6 +175,7 @@ class Pipeline:
         Blocks until gradients that spill are written. Raises: AioError of a write that failed; no state was touched then.
         """
         self.before_step()
+        self._residency.gradients.check_reduced()
         busy = next((param.unit for param in params if param.unit.refs), None)
         if busy is not None:
             raise RuntimeError(

@@ -1,36 +1,62 @@
 """Gradients on their way from autograd to where they wait: into their slots, or, split over ranks, reduced first.
 
     one rank        drain(p, grad) -> take(p, grad)
-    several ranks   drain(p, grad) -> waits until its unit is done -> mean over the ranks -> take(p, this rank's part)
+    several ranks   drain(p, grad) -> its unit is done -> reduction begins -> that of units before is there -> take(p, its part)
+    local           drain(p, grad) -> whole sums of this rank, which the first backward outside of no_sync reduces
 
 `take` puts the gradient into its slot; update="backward" takes it straight into an update instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from infinity.comm.collectives import Comm
 from infinity.params.gradients import GradientMemory
+from infinity.params.local_sums import LocalSums
+from infinity.params.reducing import Reducer, Reduction
 from infinity.params.stand_in import GradBook, GradSlot
 from infinity.params.unit import Flat, Param, Unit
+
+REDUCING_UNITS = 2
+"""Gradients of so many units may be under way between the ranks; then backward waits."""
 
 
 class Drain:
     """The gradients of one model. One thread uses it at a time.
 
+    reducer: on several ranks. local: where micro-batches inside of `no_sync` add up, if not in the shards.
     take: what is done with a complete gradient (this rank's part of it); `accumulate` by default.
+    on_taken: told when all that came of a unit was taken.
     """
 
-    def __init__(self, units: Sequence[Unit], *, gradients: GradientMemory, book: GradBook, comm: Comm) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        gradients: GradientMemory,
+        book: GradBook,
+        comm: Comm,
+        reducer: Reducer | None = None,
+        local: LocalSums | None = None,
+    ) -> None:
         self._units = units
+        self._reducer = reducer
+        self._local = local
+        self._accumulates = False  # inside no_sync, with `local`
+        self._under_way: deque[Reduction] = deque()
+        self.on_taken: Callable[[Unit], None] = lambda _unit: None
         self._gradients = gradients
         self._book = book
         self._comm = comm
         self._fresh: dict[Unit, dict[Param, torch.Tensor]] = {}  # several ranks: gradients not yet reduced
         self._fresh_bytes = 0
+        self.wait_s = 0.0  # for reductions
         self.fresh_bytes_peak = 0  # the most that autograd's gradients took here at once
         self.take: Callable[[Param, torch.Tensor], None] = self.accumulate
         self.before_assign: Callable[[Param], None] = lambda _param: None  # raises where it would come too late
@@ -80,11 +106,41 @@ class Drain:
         self.slot(param).arrive()  # it is the loop's tensor, which may change it from here on
 
     def unit_done(self, unit: Unit) -> None:
-        """Several ranks: mean of the unit's gradients over the ranks, each rank keeping its shard."""
-        # Also without a gradient here: another rank may have one, and all must take part.
-        if self._comm.world > 1 and any(flat.trainable for flat in unit.flats):
+        """A Use of the unit has ended. Several ranks: its gradients are reduced, each rank keeping its shard of the mean. Blocks
+        while too many units are under way."""
+        if self._comm.world == 1:
+            self._gradients.unit_done(unit)
+        elif self._accumulates:
+            self._add_up(unit)
+        elif any(flat.trainable for flat in unit.flats):
+            # Also without a gradient here: another rank may have one, and all must take part.
             self._reduce(unit)
-        self._gradients.unit_done(unit)
+
+    @property
+    def waits_local(self) -> bool:
+        """Whether gradients that come now are reduced later."""
+        return self._accumulates
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Inside, gradients add up in this rank's whole sums, if the policy keeps such."""
+        before, self._accumulates = self._accumulates, self._local is not None
+        try:
+            yield
+        finally:
+            self._accumulates = before
+
+    def check_reduced(self) -> None:
+        """Raise RuntimeError while whole sums of this rank wait for a reduction."""
+        if self._local is not None:
+            for unit in self._units:
+                self._forget_cleared(unit)
+            waiting = next((param for unit in self._units for param in unit.params if self._local.has(param)), None)
+            if waiting is not None:
+                raise RuntimeError(
+                    f"the gradient of {waiting.name} was added up inside handle.no_sync() and is not reduced over the ranks yet: "
+                    "run the last micro-batch of a step outside of no_sync()"
+                )
 
     def ahead(self, units: Sequence[Unit]) -> None:
         """Backward comes to these units: start reading back gradients that spilled. Does not block."""
@@ -101,18 +157,25 @@ class Drain:
             self._gradients.leaving.let_go()
 
     def backward_end(self) -> None:
-        """Reduce what no Use claimed, in the order of units."""
+        """Reduce what no Use claimed, in the order of units, and take all that is under way. Blocks."""
         if self._comm.world > 1:
-            waiting = self._comm.any_of([bool(self._fresh.get(unit)) for unit in self._units])
-            for unit, has_some in zip(self._units, waiting, strict=True):
-                if has_some:
-                    self._reduce(unit)
+            if self._accumulates:
+                for unit in list(self._fresh):
+                    self._add_up(unit)
+            else:
+                waiting = self._comm.any_of([self._waits(unit) for unit in self._units])
+                for unit, has_some in zip(self._units, waiting, strict=True):
+                    if has_some:
+                        self._reduce(unit)
+            self._take_all(0)
         self._gradients.backward_end()
 
     def reset(self) -> None:
-        """Forget what an interrupted backward left."""
+        """Forget what an interrupted backward left. Blocks until nothing of it is under way."""
         self._fresh.clear()
         self._fresh_bytes = 0
+        while self._under_way:
+            self._under_way.popleft().op.finished()
         self._gradients.reset()
 
     def accumulate(self, param: Param, grad: torch.Tensor) -> None:
@@ -122,20 +185,63 @@ class Drain:
         slot.accumulate(grad)
         param.at_rest.grad = slot.stand_in
 
-    def _reduce(self, unit: Unit) -> None:
+    def _waits(self, unit: Unit) -> bool:
+        if self._local is not None:
+            self._forget_cleared(unit)
+        return bool(self._fresh.get(unit)) or (self._local is not None and self._local.any(unit))
+
+
+    def _add_up(self, unit: Unit) -> None:
+        """Add the unit's fresh gradients to this rank's whole sums."""
+        assert self._local is not None
         fresh = self._fresh.pop(unit, {})
-        self._fresh_bytes -= sum(grad.numel() * grad.element_size() for grad in fresh.values())
-        for flat in unit.flats:
-            present = self._comm.any_of([param in fresh for param in flat.params])
-            if not any(present):
-                continue
-            dtype = self._gradients.dtype(flat)
-            whole = torch.zeros(flat.layout.numel, dtype=dtype)
-            for param in flat.params:
-                if param in fresh:
-                    whole[param.offset : param.offset + param.numel].copy_(fresh[param].reshape(-1))
-            shard = self._comm.reduce_mean(whole, flat.layout.shard_numel)
-            for param, has_grad in zip(flat.params, present, strict=True):
-                if has_grad:
-                    start, _, numel = flat.layout.shard_range(param.slot_index, self._comm.rank)
-                    self.take(param, shard[start : start + numel])
+        self._fresh_bytes -= sizes(fresh)
+        for param, grad in fresh.items():
+            slot = self.slot(param)
+            if slot.expect(param.at_rest.grad):
+                self._local.drop(param)
+            self._local.add(param, grad)
+            if param.at_rest.grad is None:
+                param.at_rest.grad = slot.stand_in
+
+    def _forget_cleared(self, unit: Unit) -> None:
+        """Drop sums whose gradients the loop has cleared."""
+        assert self._local is not None
+        for param in unit.params if self._local.any(unit) else ():
+            if param.at_rest.grad is None or param.grad is None or not param.grad.unreduced:
+                self._local.drop(param)
+
+    def _reduce(self, unit: Unit) -> None:
+        assert self._reducer is not None
+        terms: dict[Param, list[torch.Tensor]] = {}
+        if self._local is not None and self._local.any(unit):
+            self._forget_cleared(unit)
+            for param, total in self._local.take(unit).items():
+                assert param.grad is not None
+                param.grad.unreduced = False
+                terms[param] = [total]
+        fresh = self._fresh.pop(unit, {})
+        for param, grad in fresh.items():
+            terms.setdefault(param, []).append(grad)
+        self._under_way.append(self._reducer.start(unit, terms, size_bytes=sizes(fresh)))
+        self._take_all(REDUCING_UNITS)
+
+    def _take_all(self, but: int) -> None:
+        """Take what was reduced, in order, until no more than `but` units are under way. Blocks."""
+        while len(self._under_way) > but:
+            reduction = self._under_way.popleft()
+            self._fresh_bytes -= reduction.size_bytes
+            start = time.perf_counter()
+            shards = reduction.shards(self._comm.rank)
+            self.wait_s += time.perf_counter() - start
+            for param, part in shards:
+                if param.grad is not None and param.grad.unreduced:
+                    param.grad.unreduced = False
+                self.take(param, part)
+            self._gradients.unit_done(reduction.unit)
+            self.on_taken(reduction.unit)
+
+
+def sizes(gradients: Mapping[Param, torch.Tensor]) -> int:
+    """Bytes of these gradients."""
+    return sum(grad.numel() * grad.element_size() for grad in gradients.values())

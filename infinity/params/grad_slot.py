@@ -81,6 +81,7 @@ class GradSlot:
         self._raw_norm: float | None = None  # this rank's part before the log; valid while there is a log
         self._drains = 0  # since the slot was last empty
         self._drains_before = 1  # the count the slot reached when it was last emptied
+        self.unreduced = False  # this rank's whole sum waits for a reduction, besides what the slot holds
         self._lost = False  # emptied while somebody may still have the stand-in
 
     @property
@@ -171,11 +172,7 @@ class GradSlot:
 
         grad: `shape`, or this rank's part as a 1-D tensor. Blocks until it has been copied.
         """
-        if self.state is SlotState.CONSUMED:
-            raise RuntimeError(
-                f"a new gradient of {self.name} while the one before, which was applied in backward, is still in p.grad: "
-                "call zero_grad() after opt.step(); with update='backward' gradients cannot add up over steps"
-            )
+        self._refuse_consumed()
         source = grad.detach() if grad.requires_grad else grad
         self._will_mutate()
         if self.book.leaving is not None and source.device == self.stand_in.device:
@@ -198,6 +195,23 @@ class GradSlot:
         # The last drain of this step, if it is like the previous step: the data is hot now.
         if self._drains >= self._drains_before or self.home is not None:
             self._part_norm = self._compute_norm(2.0)
+
+    def _refuse_consumed(self) -> None:
+        if self.state is SlotState.CONSUMED:
+            raise RuntimeError(
+                f"a new gradient of {self.name} while the one before, which was applied in backward, is still in p.grad: "
+                "call zero_grad() after opt.step(); with update='backward' gradients cannot add up over steps"
+            )
+
+    def expect(self, current: torch.Tensor | None) -> bool:
+        """A gradient of this rank has come that is reduced later; current: what is in `p.grad`. Returns whether it is the first
+        since the slot was cleared, or reduced."""
+        self._refuse_consumed()
+        first = not self.unreduced or current is None
+        if current is None:
+            self.empty()
+        self.unreduced = True
+        return first
 
     def _leave(self, source: torch.Tensor, leaving: Leaving) -> None:
         """`accumulate` on a device with memory of its own: it adds, takes the norm, and what comes of it goes on its way."""
@@ -269,6 +283,9 @@ class GradSlot:
 
     def zero(self) -> None:
         """Set the gradient to zeros; it stays one that the optimizer steps with, as in torch."""
+        if self.unreduced:
+            self.unreduced = False
+            self.state = SlotState.HELD
         if self.state is SlotState.EMPTY:
             return
         self._require_held("zero_")
@@ -364,6 +381,11 @@ class GradSlot:
                 f"{operation} on the gradient of {self.name}: with Policy(update='backward') the update took it during "
                 "backward. Clipping by norm, GradScaler and changing gradients need update='deferred'; clear gradients with "
                 "zero_grad(set_to_none=True)"
+            )
+        if self.unreduced:
+            raise RuntimeError(
+                f"{operation} on the gradient of {self.name}, which was added up inside handle.no_sync() and is not reduced over "
+                "the ranks yet: run the last micro-batch of a step outside of no_sync()"
             )
         if self.state is SlotState.EMPTY:
             raise RuntimeError(

@@ -166,5 +166,8 @@ class Residency(Protocol):
     def discard(self, unit: Unit) -> None:
         """The gathered values were overwritten and `unit.refs` is 0: fill them again at the next demand."""
 
+    def broke(self, where: str, error: BaseException) -> None:
+        """A forward or backward has raised."""
+
     def reset(self) -> None:
         """Forget what an interrupted forward or backward left."""

@@ -25,7 +25,7 @@ from infinity.engine import LEAVING_UNITS
 from infinity.optim.early import UNITS_AHEAD
 from infinity.optim.on_device import AHEAD_CHUNKS
 from infinity.optim.staging import WINDOW_UNITS
-from infinity.params.residency import AHEAD
+from infinity.params.gathering import AHEAD
 from infinity.planning.job import Job
 from infinity.planning.machine import Machine
 from infinity.planning.placed import beside_placement

@@ -12,6 +12,7 @@ active Uses, active frames and open windows.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -54,11 +55,18 @@ class Frame:
     outermost: bool
     held: list[UnitSlots] = dataclasses.field(default_factory=list)
     use: Use | None = None
+    handled: BaseException | None = dataclasses.field(default_factory=lambda: sys.exc_info()[1])  # before it began
 
     @property
     def alive(self) -> bool:
         """Whether it still runs, in whatever thread. KeyboardInterrupt leaves frames behind."""
         return self.caller is None or is_running(self.caller, self.thread)
+
+    @property
+    def raised(self) -> BaseException | None:
+        """The exception that leaves it now, in its post hook."""
+        error = sys.exc_info()[1]
+        return None if error is self.handled else error
 
     @property
     def running_here(self) -> bool:
@@ -304,6 +312,8 @@ class Lifecycle:
                     self._leave_units(frame, check=True)
                 finally:
                     if frame.outermost:
+                        if (error := frame.raised) is not None:
+                            self.residency.broke("forward", error)
                         self.residency.forward_end()
 
     def _pop(self, module: torch.nn.Module) -> Frame | None:
@@ -369,6 +379,8 @@ class Lifecycle:
             raise failure
 
     def _reset(self) -> None:
+        if self._frames or self._backward.running:
+            self.residency.broke("forward or backward", RuntimeError("it was interrupted"))
         frames, self._frames = self._frames, []
         for frame in reversed(frames):
             self._leave_units(frame, check=False)

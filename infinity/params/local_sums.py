@@ -1,0 +1,78 @@
+"""Whole gradients of one rank, which micro-batches inside `no_sync` add up and the last one reduces over the ranks.
+
+That is what stage 1 does, and any stage with accumulate="local": one reduction for a step, for the memory of the whole model's
+gradients. They are added in the dtype in which gradients wait, as a plain loop would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from infinity.aio import Slab
+from infinity.params.unit import Flat, Param, Unit
+from infinity.sizes import round_up
+
+
+class LocalSums:
+    """The sums of one model's flats, in CPU memory. One thread uses it at a time, but for `into`, which the reduce lane calls."""
+
+    def __init__(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> None:
+        self._slab = Slab(max(self.needs_bytes(flats, dtype_of), 1))
+        self._dtype_of = dtype_of
+        self._sums: dict[Flat, torch.Tensor] = {}
+        self._present: dict[Unit, set[Param]] = {}
+        memory = torch.from_numpy(self._slab.array(np.uint8))
+        start = 0
+        for flat in flats:
+            dtype = dtype_of(flat)
+            self._sums[flat] = memory[start : start + flat.layout.numel * dtype.itemsize].view(dtype)
+            start += round_up(flat.layout.numel * dtype.itemsize, 64)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all sums."""
+        return sum(total.numel() * total.element_size() for total in self._sums.values())
+
+    @staticmethod
+    def needs_bytes(flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
+        """Bytes that the sums of these flats take."""
+        return sum(round_up(flat.layout.numel * dtype_of(flat).itemsize, 64) for flat in flats)
+
+    def add(self, param: Param, grad: torch.Tensor) -> None:
+        """Add a fresh gradient [param.shape]; the first since `take` is copied."""
+        total = self._sums[param.flat][param.offset : param.offset + param.numel]
+        present = self._present.setdefault(param.unit, set())
+        source = grad.detach().reshape(-1).to("cpu")
+        with torch.no_grad():
+            total.add_(source.to(total.dtype)) if param in present else total.copy_(source)
+        present.add(param)
+
+    def has(self, param: Param) -> bool:
+        """Whether something of the parameter waits."""
+        return param in self._present.get(param.unit, ())
+
+    def any(self, unit: Unit | None = None) -> bool:
+        """Whether something of the unit waits; None: of any."""
+        return bool(self._present.get(unit)) if unit is not None else any(self._present.values())
+
+    def drop(self, param: Param) -> None:
+        """Forget what waits of a parameter."""
+        self._present.get(param.unit, set()).discard(param)
+
+    def take(self, unit: Unit) -> dict[Param, torch.Tensor]:
+        """What waits of the unit, each [numel]: whoever takes it reads it before anything is added again."""
+        found = self._present.pop(unit, set())
+        return {param: self._sums[param.flat][param.offset : param.offset + param.numel] for param in found}
+
+    def forget(self) -> None:
+        """Forget everything."""
+        self._present.clear()
+
+    def close(self) -> None:
+        """Free the memory. Nothing may be under way."""
+        self._present.clear()
+        self._sums.clear()
+        self._slab.close()

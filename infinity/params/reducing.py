@@ -1,0 +1,161 @@
+"""Gradients of a unit, reduced over the ranks while backward goes on: one exchange for each unit, in a lane of its own.
+
+    fresh gradients (and local sums) -> one whole for each flat -> exchange -> mean of this rank's shard
+
+Which parameters have a gradient on any rank goes along: a parameter that is used on some ranks only gets the mean with zeros of
+the others, as with DDP(find_unused_parameters=True); one that no rank used keeps no gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from infinity.comm.collectives import Comm
+from infinity.comm.exchange import Exchange, Parts
+from infinity.comm.lanes import Op
+from infinity.params.unit import Flat, Param, Unit
+
+Wholes = Mapping[Param, Sequence[torch.Tensor]]
+"""For each parameter what adds up to its gradient on this rank: [shape] or [numel] tensors."""
+
+
+@dataclasses.dataclass
+class Reduction:
+    """One unit's gradients under way. Its results are valid once `op` is done."""
+
+    unit: Unit
+    op: Op
+    flats: list[Flat]
+    means: list[torch.Tensor]  # [shard] each, in the dtype in which gradients wait
+    size_bytes: int  # of fresh gradients that it holds
+    present: torch.Tensor  # uint8, a flag for each parameter of these flats
+
+    def shards(self, rank: int) -> list[tuple[Param, torch.Tensor]]:
+        """This rank's part of each gradient that some rank has. Blocks until it is there. Raises: RankFailed."""
+        self.op.wait()
+        found = []
+        flags = iter(self.present.tolist())
+        for flat, mean in zip(self.flats, self.means, strict=True):
+            for param in flat.params:
+                if next(flags):
+                    start, _, numel = flat.layout.shard_range(param.slot_index, rank)
+                    found.append((param, mean[start : start + numel]))
+        return found
+
+
+class Reducer:
+    """Reduces gradients of one model. One thread uses it at a time.
+
+    dtype_of: in which they wait. reduce_dtype: in which they travel, None: in that. qgz: as int4 groups. error_feedback: what their
+    rounding took is added the next time; it is kept in CPU memory.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[Flat],
+        comm: Comm,
+        *,
+        dtype_of: Callable[[Flat], torch.dtype],
+        reduce_dtype: torch.dtype | None,
+        qgz: bool,
+        error_feedback: bool,
+    ) -> None:
+        self._comm = comm
+        self._dtype_of = dtype_of
+        self._reduce_dtype = reduce_dtype
+        self._qgz = qgz
+        self._errors: dict[Flat, tuple[torch.Tensor, ...]] = {}
+        if error_feedback:
+            for flat in flats:
+                if flat.trainable:
+                    shapes = self.error_shapes(flat, comm.topology.nodes, comm.topology.local_world)
+                    self._errors[flat] = tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+
+    @staticmethod
+    def error_shapes(flat: Flat, nodes: int, local_world: int) -> list[tuple[int, int]]:
+        """Of what rounding takes, in each turn of the exchange: (parts, elements); 2 bytes each."""
+        shard = flat.layout.shard_numel
+        first = (flat.layout.world, shard)
+        return [first] if min(nodes, local_world) == 1 else [first, (nodes, shard)]
+
+    @property
+    def feedback_bytes(self) -> int:
+        """Bytes of what rounding took."""
+        return sum(error.numel() * error.element_size() for errors in self._errors.values() for error in errors)
+
+    @classmethod
+    def error_bytes(cls, flats: Sequence[Flat], nodes: int, local_world: int) -> int:
+        """Bytes of what rounding takes from the gradients of these flats."""
+        return sum(2 * math.prod(shape) for flat in flats for shape in cls.error_shapes(flat, nodes, local_world))
+
+    def start(self, unit: Unit, gradients: Wholes, *, size_bytes: int) -> Reduction:
+        """Begin the reduction of a unit. Does not block. `gradients` may be changed by nobody until it is done; size_bytes: of
+        those that nobody else holds."""
+        flats = [flat for flat in unit.flats if flat.trainable]
+        params = [param for flat in flats for param in flat.params]
+        present = torch.tensor([param in gradients for param in params], dtype=torch.uint8)
+        device = flats[0].tensor.device
+        means = [torch.empty(flat.layout.shard_numel, dtype=self._dtype_of(flat), device=device) for flat in flats]
+        held = dict(gradients)
+
+        def work(exchange: Exchange) -> None:
+            with torch.no_grad():
+                self._reduce(exchange, flats, held, means, present)
+                held.clear()
+
+        op = self._comm.reduce(f"gradients of {unit.name}", work)
+        return Reduction(unit, op, flats, means, size_bytes, present)
+
+    def _reduce(
+        self,
+        exchange: Exchange,
+        flats: Sequence[Flat],
+        gradients: dict[Param, Sequence[torch.Tensor]],
+        means: Sequence[torch.Tensor],
+        present: torch.Tensor,
+    ) -> None:
+        wholes: list[Parts] = []
+        for index, flat in enumerate(flats):
+            whole = exchange.buffer(f"whole {index}", flat.layout.numel, self._reduce_dtype or self._dtype_of(flat))
+            end = 0
+            for param in flat.params:
+                whole[end : param.offset].zero_()  # what lies between parameters
+                end = param.offset + param.numel
+                _sum_into(whole[param.offset : end], gradients.pop(param, ()))
+            whole[end:].zero_()
+            wholes.append(list(whole.view(flat.layout.world, -1)))
+        flags = present.to(means[0].device)
+        exchange.union(flags)
+        present.copy_(flags)
+        if not self._qgz:
+            exchange.sums(wholes, means)
+            return
+        device = means[0].device
+        # Where the device has memory of its own they go there and back.
+        taken = {flat: [error.to(device) for error in self._errors[flat]] for flat in flats if flat in self._errors}
+        exchange.sums_quantised(
+            wholes, means, lambda turn, index: list(taken[flats[index]][turn]) if flats[index] in taken else None
+        )
+        for flat, errors in taken.items():
+            for kept, error in zip(self._errors[flat], errors, strict=True):
+                if kept is not error:
+                    kept.copy_(error)
+
+    def close(self) -> None:
+        """Free the memory. Nothing may be under way."""
+        self._errors.clear()
+
+
+def _sum_into(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
+    """The terms' sum [numel], in the dtype of the first; zeros without any."""
+    if not terms:
+        target.zero_()
+        return
+    first, *others = terms
+    for other in others:
+        first.view(-1).add_(other.reshape(-1).to(first))
+    target.copy_(first.reshape(-1))

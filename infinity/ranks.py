@@ -1,0 +1,112 @@
+"""What a policy makes of several ranks: the parts of the engine that one rank does not have.
+
+    stage   parameters                 gradients                          optimizer states
+    1       whole, on the device       whole sums, then this rank's shard  this rank's shard
+    2       whole, on the device       this rank's shard                   this rank's shard
+    3       this rank's shard          this rank's shard                   this rank's shard
+
+Source: Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5; the switches of ZeRO++ (arXiv 2306.10209).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from infinity.comm.collectives import Comm
+from infinity.config import Policy
+from infinity.memory.device import Device
+from infinity.params.gradients import GradientMemory
+from infinity.params.kept import KeptShards
+from infinity.params.local_sums import LocalSums
+from infinity.params.reducing import Reducer
+from infinity.params.unit import Flat, Unit
+
+_ENGINES = itertools.count()
+"""Numbers the engines of this process; all ranks make theirs in one order."""
+
+
+class Ranks:
+    """The ranks of one model, and what the policy wants of them. Opening it is collective, and blocks."""
+
+    def __init__(self, policy: Policy, device: torch.device, undo: contextlib.ExitStack) -> None:
+        self._policy = policy
+        self.comm = Comm.open(
+            mesh=policy.mesh, device=device, timeout_s=policy.rank_timeout_s, name=f"infinity/{next(_ENGINES)}"
+        )
+        self.several = self.comm.world > 1
+        self._whole_grad_bytes = self._secondary_bytes = self._feedback_bytes = 0
+        undo.callback(self.comm.close)
+
+    @property
+    def whole_params(self) -> bool:
+        """Whether this rank keeps all parameters on its device."""
+        return self._policy.params == "device" and (self._policy.zero < 3 or not self.several)
+
+    def ram_bytes(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
+        """CPU memory that these parts take, all of it from the start."""
+        if not self.several:
+            return 0
+        topology, trained = self.comm.topology, [flat for flat in flats if flat.trainable]
+        size_bytes = 0
+        if self._policy.accumulates_locally:
+            size_bytes += LocalSums.needs_bytes(trained, dtype_of)
+        if self._policy.hpz == "cpu":
+            size_bytes += KeptShards.needs_bytes(flats, topology.nodes)
+        if self._policy.error_feedback:
+            size_bytes += Reducer.error_bytes(trained, topology.nodes, topology.local_world)
+        return size_bytes
+
+    def local_sums(self, flats: Sequence[Flat], gradients: GradientMemory, undo: contextlib.ExitStack) -> LocalSums | None:
+        """Where micro-batches inside `no_sync` add up, if not in the shards."""
+        if not (self.several and self._policy.accumulates_locally):
+            return None
+        local = LocalSums([flat for flat in flats if flat.trainable], gradients.dtype)
+        undo.callback(local.close)
+        self._whole_grad_bytes = local.size_bytes
+        return local
+
+    def reducer(self, flats: Sequence[Flat], gradients: GradientMemory, undo: contextlib.ExitStack) -> Reducer | None:
+        """What reduces gradients."""
+        if not self.several:
+            return None
+        policy = self._policy
+        reducer = Reducer(
+            flats,
+            self.comm,
+            dtype_of=gradients.dtype,
+            reduce_dtype=policy.reduce_dtype,
+            qgz=policy.qgz,
+            error_feedback=policy.error_feedback,
+        )
+        undo.callback(reducer.close)
+        self._feedback_bytes = reducer.feedback_bytes
+        return reducer
+
+    def kept(self, units: Sequence[Unit], device: Device) -> KeptShards | None:
+        """The shards that stay where gathers take them from, until weights change. The residency closes it."""
+        if not self.several or self._policy.zero < 3:
+            return None
+        kept = None
+        if self._policy.hpz is not None:
+            kept = KeptShards(units, self.comm.topology.counterparts, self._policy.hpz, device)
+        elif self._policy.params == "device":
+            kept = KeptShards(units, (self.comm.rank,), "device", device)
+        self._secondary_bytes = kept.size_bytes if kept is not None else 0
+        return kept
+
+    def figures(self) -> dict[str, int]:
+        """What `infinity.stats.Stats` tells of several ranks."""
+        gather, reduce = self.comm.volume("gather"), self.comm.volume("reduce")
+        return {
+            "comm_gather_inside_bytes": gather.inside,
+            "comm_gather_across_bytes": gather.across,
+            "comm_reduce_inside_bytes": reduce.inside,
+            "comm_reduce_across_bytes": reduce.across,
+            "whole_grad_bytes": self._whole_grad_bytes,
+            "secondary_bytes": self._secondary_bytes,
+            "feedback_bytes": self._feedback_bytes,
+        }

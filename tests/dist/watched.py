@@ -1,0 +1,174 @@
+"""Ranks that may die: processes of their own, each with a topology, a watch and a lane, and what became of every one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from infinity.comm.groups import make_group
+from infinity.comm.lanes import Lane, Op
+from infinity.comm.topology import Topology, default_store
+from infinity.comm.watch import Watch
+from infinity.errors import RankFailed
+from tests import forks
+
+LIMIT_S = 90
+Job = Callable[["Ranks"], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a rank ended: `exit_code` is the process's, `result` what its job returned, `error` what it raised."""
+
+    exit_code: int
+    result: Any
+    error: str
+
+    def failure(self) -> RankFailed:
+        """The RankFailed that the job returned."""
+        assert isinstance(self.result, RankFailed), (self.exit_code, self.result, self.error)
+        return self.result
+
+
+@dataclasses.dataclass
+class Ranks:
+    """What a job gets."""
+
+    rank: int
+    world: int
+    place: Path
+    watch: Watch
+    lane: Lane
+    group: Any
+
+    def sum(self) -> Op:
+        """An all-reduce of ones in the lane."""
+
+        def work(group: Any) -> None:
+            values = torch.ones(5000)
+            dist.all_reduce(values, group=group)
+            assert values[0] == self.world
+
+        return self.lane.submit("sum", work)
+
+    def until_failure(self, sums: int = 1_000_000) -> RankFailed | None:
+        """The failure that sums after sums end with."""
+        try:
+            for _ in range(sums):
+                self.sum().wait()
+        except RankFailed as failure:
+            return failure
+        return None
+
+    def mark(self, name: str) -> None:
+        """Tell the test, and the other ranks."""
+        (self.place / name).touch()
+
+    def await_mark(self, name: str) -> None:
+        """Wait for another rank's mark."""
+        await_file(self.place / name)
+
+
+def await_file(path: Path) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while not path.exists():
+        assert time.monotonic() < end_s, f"no {path.name} within {LIMIT_S} s"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def engine(rank: int, world: int, place: Path, name: str = "engine", **options: Any) -> Iterator[Ranks]:
+    """A watch and a lane, closed at the end."""
+    options = {"timeout_s": 60.0, **options}
+    watch = Watch(Topology.find(), default_store(), name=name, **options)
+    group = make_group(timeout_s=options["timeout_s"])
+    lane = Lane(name, group=group, watch=watch)
+    try:
+        yield Ranks(rank, world, place, watch, lane, group)
+    finally:
+        lane.close()
+        watch.close()
+
+
+def _main(rank: int, world: int, place: Path, init: str, job: Job, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+        with engine(rank, world, place, **options) as ranks:
+            result = job(ranks)
+        (place / f"result{rank}").write_bytes(pickle.dumps(result))
+        del ranks
+        dist.destroy_process_group()
+    except BaseException:
+        (place / f"error{rank}").write_text(traceback.format_exc())
+        raise
+
+
+@contextlib.contextmanager
+def started(job: Job, place: Path, world: int, **options: Any) -> Iterator[list[Any]]:
+    """The processes of the ranks; those that are left at the end are killed."""
+    place.mkdir(exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        init = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    context = mp.get_context(forks.METHOD)
+    processes = [
+        context.Process(target=_main, args=(rank, world, place, init, job, options)) for rank in range(world)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        yield processes
+    finally:
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                process.kill()
+            process.join()
+
+
+def ends(processes: list[Any], place: Path) -> list[End]:
+    """Wait for all."""
+    end_s = time.monotonic() + LIMIT_S
+    for process in processes:
+        process.join(max(0.0, end_s - time.monotonic()))
+    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    found = []
+    for rank, process in enumerate(processes):
+        result, error = place / f"result{rank}", place / f"error{rank}"
+        found.append(
+            End(
+                process.exitcode if process.exitcode is not None else -1000,
+                pickle.loads(result.read_bytes()) if result.exists() else None,
+                error.read_text() if error.exists() else "",
+            )
+        )
+    if hanging:
+        pytest.fail(f"ranks {hanging} hang: {found}")
+    return found
+
+
+def run(job: Job, place: Path, world: int, **options: Any) -> list[End]:
+    """What became of every rank."""
+    with started(job, place, world, **options) as processes:
+        return ends(processes, place)
+
+
+def descriptors() -> list[str]:
+    """What this process has open, less what differs between two looks by itself."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(str(entry.readlink()).split(":")[0])
+    return sorted(found)
