@@ -119,8 +119,9 @@ hosts: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m hosts tests/hosts
 	OMP_NUM_THREADS=1 $(BIN)/python bench/hosts.py
 
+# Also with four ranks.
 ranks: $(STAMP)
-	$(BIN)/python -m pytest -q tests/dist
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not soak" tests/dist
 
 slow: $(DEMO)
 	$(BIN)/python -m pytest -q -m 'not soak'

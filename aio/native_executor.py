@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from infinity.aio import checks, drive_limits, memory_limits, plan
+from infinity.aio import checks, drive_limits, memory_limits, numa_node, plan
 from infinity.aio.device import DeviceDriver
 from infinity.aio.executor import SPAN, Gate, PoolSpec, Priority, Seam, spans_empty
 from infinity.aio.native_core import Core, NativeGate, NativeTicket, load_native, load_uring
@@ -39,6 +39,10 @@ def _config(
     config.large_count, config.large_bytes = large.count, large.bytes
     config.drive_count = drive_count
     config.hold_ns = int(hold_s * 1e9)
+    if (place := numa_node.chosen()) is not None:
+        config.numa = 1 + place.node
+        for cpu in place.cpus:
+            config.cpus[cpu // 64] |= 1 << cpu % 64
     config.seam.seed = seam.seed & (2**64 - 1)
     config.seam.delay_us_max = seam.delay_us_max
     if seam.fault is not None:
@@ -50,11 +54,11 @@ def _config(
     return config
 
 
-def _drive_configs(ffi: Any, drives: Sequence[SwapFile], block_bytes: int, depth: int, seam: Seam) -> Any:
+def _drive_configs(ffi: Any, drives: Sequence[SwapFile], block_bytes: int, depths: Sequence[int], seam: Seam) -> Any:
     configs = ffi.new("inf_drive_config[]", max(1, len(drives)))
     for index, drive in enumerate(drives):
         configs[index].fd = drive.fd
-        configs[index].block_bytes, configs[index].depth = drive_limits.fit(drive, block_bytes, depth)
+        configs[index].block_bytes, configs[index].depth = drive_limits.fit(drive, block_bytes, depths[index])
         configs[index].read_bytes_per_s, configs[index].write_bytes_per_s = seam.throttle(index)
     return configs
 
@@ -80,7 +84,7 @@ class NativeExecutor:
         verify: str = "full",
         workers: int = 1,
         block_bytes: int | None = None,
-        depth: int = 32,
+        depth: int | Sequence[int] = 32,
         threads_per_drive: int = 8,
         hold_s: float = 0.02,
         seam: Seam | None = None,
@@ -89,15 +93,19 @@ class NativeExecutor:
         uring = backend == "io_uring"
         if block_bytes is None:
             block_bytes = RING_BLOCK_BYTES if uring else THREAD_BLOCK_BYTES
-        checks.check_options(
-            small,
-            large,
-            verify=verify,
-            workers=workers,
-            block_bytes=block_bytes,
-            depth=depth,
-            threads_per_drive=threads_per_drive,
-        )
+        depths = [depth] * max(len(drives), 1) if isinstance(depth, int) else list(depth)
+        for each in depths:
+            checks.check_options(
+                small,
+                large,
+                verify=verify,
+                workers=workers,
+                block_bytes=block_bytes,
+                depth=each,
+                threads_per_drive=threads_per_drive,
+            )
+        if len(depths) < len(drives):
+            raise ValueError(f"depth={depths}: one number for each of {len(drives)} drives")
         ffi, lib = load_native()
         self.backend = backend
         self.backend_reason = backend_reason
@@ -109,7 +117,7 @@ class NativeExecutor:
             ffi, small, large, uring=uring, verify=verify, workers=workers, threads_per_drive=threads_per_drive,
             hold_s=hold_s, seam=seam, drive_count=len(drives),
         )  # fmt: skip
-        configs = _drive_configs(ffi, drives, block_bytes, depth, seam)
+        configs = _drive_configs(ffi, drives, block_bytes, depths, seam)
         self._block_bytes = [configs[index].block_bytes for index in range(len(drives))]
         why = ffi.new("char[512]")
         error = ffi.new("int32_t *")
@@ -123,6 +131,7 @@ class NativeExecutor:
         self._core = Core(ffi, lib, pointer, drives)
         self._opened_s = opened_s
         self.pool_bytes = int(lib.inf_executor_pool_bytes(pointer))
+        numa_node.report(int(lib.inf_executor_numa_error(pointer)))
 
     def define(self, chunks: npt.NDArray[np.void]) -> npt.NDArray[np.int32]:
         """See `Executor.define`."""

@@ -31,7 +31,7 @@ def open_executor(
     verify: str = "full",
     workers: int = 1,
     block_bytes: int | None = None,
-    depth: int = 32,
+    depth: int | Sequence[int] = 32,
     hold_s: float = 0.02,
     seam: Seam | None = None,
     kernel: Kernel | None = None,
@@ -40,8 +40,9 @@ def open_executor(
 
     `drives`: open swap files, which must stay open until `close`. `small`, `large`: the pools. `workers`: threads that verify,
     update and copy. `verify`: "full", "sample" or "off" (checks.VERIFY). `block_bytes`: the longest request (None: what suits
-    the backend), `depth`: how many of them a drive has at most; both are fitted to the drive. `hold_s`: idle time after which
-    closed gates escape. `kernel`: does updates where the native extension is missing; without it such an executor refuses them.
+    the backend), `depth`: how many of them a drive has at most, one number or one for each drive; both are fitted to the drive.
+    `hold_s`: idle time after which closed gates escape. `kernel`: does updates where the native extension is missing; without
+    it such an executor refuses them.
     Raises ValueError for an unknown backend, OSError when a named one cannot be had ("auto" steps down instead),
     MemoryError when the pools do not fit.
     """

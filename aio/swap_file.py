@@ -261,7 +261,7 @@ class SwapFile:
         more = size_bytes - self.size_bytes
         before = os.fstat(self.fd).st_blocks
         # Asked first: a failing preallocation would fill the drive for a moment.
-        if self._free_bytes() < more:
+        if self.free_bytes() < more:
             raise self._full(more, errno.ENOSPC, 0)
         try:
             os.posix_fallocate(self.fd, self.size_bytes, more)
@@ -308,7 +308,8 @@ class SwapFile:
         if self._sync_failed is not None:
             raise self._sync_failed
 
-    def _free_bytes(self) -> int:
+    def free_bytes(self) -> int:
+        """What the file system has left for this user; sys.maxsize where it does not tell."""
         space = os.fstatvfs(self.fd)
         # Some (ramfs, FUSE, network file systems) tell no size at all: nothing can be asked of them first.
         return space.f_bavail * space.f_frsize if space.f_blocks else sys.maxsize
@@ -324,7 +325,7 @@ class SwapFile:
         elif code == errno.EFBIG:
             text = f"{self.path!r}: the file system takes no file of {wanted} bytes: {more} are missing; use another file system"
         else:
-            free = self._free_bytes()
+            free = self.free_bytes()
             if free >= more:  # what the file system needs for itself came on top, or somebody else was faster
                 free = got
             text = f"{self.path!r} has room for {free} of {more} more bytes: {more - free} are missing; free space"

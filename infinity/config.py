@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from infinity.aio.directories import check_pattern
 from infinity.aio.settings import IoSettings
 from infinity.sizes import parse_size
 
@@ -29,7 +30,9 @@ class Policy:
         of checkpointed calls (torch.utils.checkpoint, or what `gradient_checkpointing_enable()` makes of it), from 64 KiB on:
         they go during forward and come back ahead of backward. "cpu" is for models that compute on another device; how much
         memory that takes depends on the batch, is not in `ram`, and is told by `handle.stats()`.
-    nvme: one directory, or several, on NVMe drives; needed when a tier is "nvme". Default: $INFINITY_NVME_DIR.
+    nvme: one directory, or several, on NVMe drives; needed when a tier is "nvme". Default: $INFINITY_NVME_DIR. "{rank}" and
+        "{local_rank}" in it stand for a rank's number, and that within its node: "/mnt/nvme{local_rank}" gives each rank a drive
+        of its own; without them ranks share the drives, their room and their bandwidth. Resolved by `inf.offload`.
     ram: everything that this process holds for offloading, in bytes or as text ("64GiB"): pinned buffers, gradients,
         resident extents. "min" is the least that works; None is `RAM_SHARE` of what the machine or its cgroup leaves,
         divided by the ranks of the node.
@@ -316,6 +319,8 @@ class Policy:
         if not isinstance(given, Sequence) or not all(isinstance(path, (str, os.PathLike)) and str(path) for path in given):
             raise ValueError(f"nvme={self.nvme!r}: give a directory, or a list of directories, none of them empty")
         paths = tuple(Path(path) for path in given)
+        for path in paths:
+            check_pattern(path)
         if len({path.resolve() for path in paths}) != len(paths):
             raise ValueError(f"nvme={[str(path) for path in paths]} names a directory twice")
         return paths

@@ -28,7 +28,6 @@ from infinity.errors import EngineClosed
 from infinity.holding import Holding
 from infinity.memory.device import Leaving, compute_device, open_device
 from infinity.memory.heap import Heap
-from infinity.memory.ledger import memory_left_bytes
 from infinity.optim.modes import open_mode, staging_bytes
 from infinity.optim.state import OptimizerState, States
 from infinity.optim.step import Pipeline
@@ -44,8 +43,10 @@ from infinity.placing import Placing, chunk_numel_of
 from infinity.ranks import Ranks
 from infinity.runtime.filling import Source, fill_unit, open_source
 from infinity.runtime.gather import chosen_params
+from infinity.runtime.install import part
 from infinity.runtime.lifecycle import Lifecycle, attach
-from infinity.sizes import format_size
+from infinity.runtime.state_dict import check_copies
+from infinity.sharing import sharing
 from infinity.stats import Stats
 from infinity.storage import Storage, check_activations
 from infinity.telemetry import Timeline
@@ -73,7 +74,8 @@ def offload(
     safetensors. It is called under no_grad once per parameter and persistent buffer. Blocks until all is at rest.
 
     Raises: ValueError for what the policy or the model cannot do, BudgetError when the policy's `ram` is too small,
-    SwapFullError and other OSErrors for the NVMe directories. On an error the model is as it was.
+    SwapFullError and other OSErrors for the NVMe directories, PeerFailed when another rank failed, which is named. On an error
+    the model is as it was. Collective on several ranks.
     """
     if not (policy is None or isinstance(policy, Policy)):
         raise ValueError(f"inf.offload takes an inf.Policy, not a {type(policy).__name__}; write inf.Policy(params=..., ...)")
@@ -138,8 +140,10 @@ class Handle:
         undo: contextlib.ExitStack,
     ) -> None:
         policy = self.policy
-        ranks = Ranks(policy, device, undo)
+        ranks = self._ranks = Ranks(policy, device, undo)
         self.comm = ranks.comm
+        self._sharing = undo.enter_context(sharing(self.comm, policy))
+        policy = self.policy = self._sharing.policy
         self.rank, alone = self.comm.rank, not ranks.several
         specs = find_units(model, units=policy.units, unit_bytes_max=int(policy.unit_bytes_max), nested=alone)
         check_gatherable(model, specs, int(policy.unit_bytes_max), device, device_memory_bytes(device))
@@ -155,15 +159,17 @@ class Handle:
         source, self._gradients = open_source(model, load), GradientMemory(self.rank, policy.grad_dtype, there)
         staging = staging_bytes(policy, self.units, there, self._gradients.dtype)
         staging += ranks.ram_bytes(self._flats, self._gradients.dtype)
-        self._placing = Placing(policy, self._flats, self._gradients, ledger_owner=id(self), staging_bytes=staging)
+        share = {"default_bytes": self._sharing.default_bytes, "ledger_owner": id(self), "staging_bytes": staging}
+        self._placing = Placing(policy, self._flats, self._gradients, **share)
         undo.callback(self._placing.close)
         plan = self._placing.first()
-        self._storage = Storage(policy, plan, seam, undo, device=there, rank=self.rank)
+        self._storage = Storage(policy, plan, seam, undo, device=there, sharing=self._sharing, rank=self.rank)
         self._executor, self._rest = self._storage.executor, self._storage.rest
         self._rest.create(self._flats, plan.nvme_masks)
         for unit in self.units:
             fill_unit(unit, source, self._store_flat)
         source.fill_buffers(device)
+        self._sharing.agree()
         self._book = GradBook(self.comm.sum_floats if self.comm.world > 1 else None)
         if there.copies:
             self._book.leaving = Leaving(there, LEAVING_UNITS * max((unit.size_bytes for unit in self.units), default=0))
@@ -226,6 +232,7 @@ class Handle:
             pipeline=self.pipeline,
             rank=self.rank,
             check_open=self.check_open,
+            together=self._sharing.together,
         )
         self._mode = open_mode(
             policy,
@@ -288,7 +295,7 @@ class Handle:
         Raises: BudgetError when update="backward" has no room for gradients, at the first time.
         """
         self.check_open()
-        with self._drain.accumulating(), self._mode.no_sync(waits=self._drain.waits_local):
+        with self._drain.accumulating(), self._mode.no_sync():
             yield
 
     def optimizer_state(self, param: torch.nn.Parameter) -> OptimizerState:
@@ -350,6 +357,7 @@ class Handle:
             update=self.policy.update if self.policy.update_on == "cpu" else None,
             bandwidths=self.policy.io_settings.bandwidths,
             activations=self._storage.activation_figures(),
+            ranks=self._ranks.figures(),
             fresh_grad_bytes_peak=max(self._drain.fresh_bytes_peak, self._mode.fresh_bytes_peak),
             heap_spare_bytes=self._heap.spare_bytes,
             frozen_bytes=self._storage.frozen_bytes(self._flats),
@@ -401,24 +409,9 @@ class Handle:
             self._lifecycle.detach()
             self._executor.drain()
             self.residency.close()
-            self._part_params()
+            part(self._params)
             self._gradients.close()
             self._undo.close()
-
-    def _part_params(self) -> None:
-        """Take from the parameters what would outlive the engine, or keep the model alive."""
-        for param in self._params:
-            if param.grad is not None:
-                param.grad.empty()
-                param.grad.before_mutation = None
-                param.grad.move_to(torch.empty(0, dtype=param.grad.dtype), None)
-                param.at_rest.grad = None
-            for leaf in (param.gathered, param.at_rest):
-                # These hooks hold the engine from C++, where the garbage collector does not look.
-                with torch._C.DisableTorchFunctionSubclass():
-                    hooks: Any = leaf._post_accumulate_grad_hooks
-                if hooks:
-                    hooks.clear()
 
     @property
     def closed(self) -> bool:
@@ -441,12 +434,7 @@ class Handle:
     def _check_state_dict(self, size_bytes: int) -> None:
         self.check_open()
         self._lifecycle.recover()
-        left = memory_left_bytes()
-        if size_bytes > left:
-            raise MemoryError(
-                f"state_dict() would copy {format_size(size_bytes)} of parameters into memory and {format_size(left)} are "
-                "left; inf.export_safetensors(model, directory) streams them to files"
-            )
+        check_copies(size_bytes)
 
 
 @atexit.register

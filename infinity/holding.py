@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from infinity.aio import Executor
@@ -28,7 +29,8 @@ from infinity.placing import Placing
 class Holding:
     """The optimizers of one model's parameters. One thread uses it at a time.
 
-    check_open: raises when nothing can be held any more. `mode` is set once it exists, before anything is held.
+    check_open: raises when nothing can be held any more. `mode` is set once it exists, before anything is held. together: see
+    `infinity.sharing`: several ranks hold alike, and what one of them cannot do, none does.
     """
 
     mode: UpdateMode
@@ -47,6 +49,7 @@ class Holding:
         pipeline: Pipeline,
         rank: int,
         check_open: Callable[[], None],
+        together: Callable[[str], AbstractContextManager[Callable[[], None]]],
     ) -> None:
         self._policy = policy
         self._flats = list(flats)
@@ -59,6 +62,7 @@ class Holding:
         self._pipeline = pipeline
         self._rank = rank
         self._check_open = check_open
+        self._together = together
         self._holders: dict[Param, weakref.ref[Any]] = {}
         self._formats: dict[Flat, Format] = {}  # of flats that an optimizer holds, or held
         self._has_gradient_memory = False
@@ -69,25 +73,27 @@ class Holding:
         return found() if found is not None else None
 
     def hold(self, optimizer: Any, params: list[Param]) -> None:
-        """Give parameters the states that `optimizer.moments_of` names. Blocks while they are written.
+        """Give parameters the states that `optimizer.moments_of` names. Blocks while they are written. Collective.
 
         Raises: ValueError when another optimizer holds one, when its dtype has no state format or that of its unit is another;
-        BudgetError; SwapFullError; AioError; MemoryError. Then the optimizer holds none of them, and training goes on as before
+        BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. Then the optimizer holds none of them, and training goes on as before
         (what moved already, and memory that was made, stays and is counted).
         """
-        self._check_open()
-        self._check(optimizer, params)
-        formats = self._formats_with(optimizer, params)
-        with self._replacing():
-            self._formats = formats
-            self._placing.scratch_bytes = max(self._placing.scratch_bytes, optimizer.scratch_bytes(formats))
-            self._place()
-            for param in params:
-                if param in self._holders and self._holders[param]() is not optimizer:
-                    # Its optimizer is gone; a new one starts with masters and moments of its own.
-                    start, _, numel = param.flat.layout.shard_range(param.slot_index, self._rank)
-                    self._rest.forget(param.flat, start, numel)
-            self._make_memory()
+        with self._together("building an optimizer") as agree:
+            self._check_open()
+            self._check(optimizer, params)
+            formats = self._formats_with(optimizer, params)
+            with self._replacing():
+                self._formats = formats
+                self._placing.scratch_bytes = max(self._placing.scratch_bytes, optimizer.scratch_bytes(formats))
+                self._place()
+                for param in params:
+                    if param in self._holders and self._holders[param]() is not optimizer:
+                        # Its optimizer is gone; a new one starts with masters and moments of its own.
+                        start, _, numel = param.flat.layout.shard_range(param.slot_index, self._rank)
+                        self._rest.forget(param.flat, start, numel)
+                self._make_memory()
+                agree()
         holders_before = dict(self._holders)
         self._holders.update((param, weakref.ref(optimizer)) for param in params)
         try:
@@ -100,13 +106,16 @@ class Holding:
 
     def make_gradients(self) -> None:
         """update="backward" accumulates for the first time: make room for the gradients of all that is held. Blocks.
+        Collective.
 
-        Raises: BudgetError; SwapFullError; AioError; MemoryError. Then all goes on without, and it may be called again.
+        Raises: BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. Then all goes on without, and it may be called again.
         """
-        self._check_open()
-        with self._replacing():
-            self._place()
-            self._make_memory()
+        with self._together("making room for gradients") as agree:
+            self._check_open()
+            with self._replacing():
+                self._place()
+                self._make_memory()
+                agree()
         self._rebind_gradients()
 
     @contextlib.contextmanager

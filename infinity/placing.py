@@ -66,7 +66,14 @@ class Placing:
     """
 
     def __init__(
-        self, policy: Policy, flats: Sequence[Flat], gradients: GradientMemory, *, ledger_owner: int, staging_bytes: int = 0
+        self,
+        policy: Policy,
+        flats: Sequence[Flat],
+        gradients: GradientMemory,
+        *,
+        ledger_owner: int,
+        default_bytes: int,
+        staging_bytes: int = 0,
     ) -> None:
         self._policy = policy
         self._flats = list(flats)
@@ -74,7 +81,7 @@ class Placing:
         self._staging_bytes = staging_bytes
         self._owner = ledger_owner
         # Once: what is left shrinks as this model takes its share, and must not be halved again for the optimizer.
-        self._default_budget = budget_bytes(None, ledger_owner) if policy.ram is None else None
+        self._default_bytes = default_bytes
         self._pools: tuple[int, int] | None = None
         self._spilled: frozenset[Flat] | None = None
         self._plan: Plan | None = None
@@ -177,7 +184,7 @@ class Placing:
             spill = [flat in self._spilled and flat in formats for flat in self._flats]
         return plan_placement(
             needs,
-            self._default_budget if policy.ram is None else budget_bytes(policy.ram, self._owner),
+            budget_bytes(policy.ram, self._owner, self._default_bytes),
             drive_count=len(policy.directories),
             scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + self.scratch_bytes + self._staging_bytes,
             pools=self._pools,

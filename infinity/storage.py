@@ -14,6 +14,7 @@ from infinity.aio.endurance import Endurance
 from infinity.aio.plan import Format
 from infinity.checkpoint.run_files import RunFiles
 from infinity.config import Policy
+from infinity.memory import numa
 from infinity.memory.device import Device
 from infinity.memory.placement import Plan
 from infinity.memory.striping import choose_shares
@@ -23,6 +24,7 @@ from infinity.params.rest import Rest
 from infinity.params.unit import Flat, Unit
 from infinity.runtime.activations import ActivationFigures, Activations
 from infinity.runtime.shelf import DriveShelf, HostShelf
+from infinity.sharing import Sharing
 from infinity.telemetry import Timeline
 
 OBSERVE_S = 15.0
@@ -42,14 +44,25 @@ class Storage:
     """Executor and states at rest, and the watch over their drives. `undo` takes what closes them, in the right order."""
 
     def __init__(
-        self, policy: Policy, plan: Plan, seam: Seam | None, undo: contextlib.ExitStack, *, device: Device, rank: int = 0
+        self,
+        policy: Policy,
+        plan: Plan,
+        seam: Seam | None,
+        undo: contextlib.ExitStack,
+        *,
+        device: Device,
+        sharing: Sharing,
+        rank: int = 0,
     ) -> None:
+        numa.bind(device.torch_device, number=sharing.number, ranks=sharing.ranks)
+        sharing.check_memory(plan.ram_bytes)
         self._device = device
         undo.callback(device.close)
         settings = policy.io_settings
         space = SwapSpace(policy.directories) if policy.directories else None
         if space is not None:
             undo.callback(space.close)
+            space.room = sharing.check_room
             space.shares = choose_shares(
                 space.files, bandwidths=settings.bandwidths, backend=policy.io_backend, seam=seam
             )
@@ -75,7 +88,7 @@ class Storage:
             verify=policy.verify,
             workers=max(1, (os.cpu_count() or 2) // 4),
             block_bytes=settings.block_bytes,
-            depth=settings.depth,
+            depth=sharing.depths(space.files) if space is not None else settings.depth,
             seam=seam,
             kernel=update_numpy_sections,
         )

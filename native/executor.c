@@ -89,7 +89,7 @@ static int32_t pools_make(struct inf_executor *ex, char *why, size_t why_bytes) 
     ex->slab_bytes = small_total + config->large_count * config->large_bytes;
     if (ex->slab_bytes > 0) {
         uint64_t address = 0;
-        int32_t error = inf_slab_map((uint64_t)ex->slab_bytes, &address);
+        int32_t error = inf_slab_map_on((uint64_t)ex->slab_bytes, config->numa - 1, &address, &ex->numa_error);
         if (error != 0) {
             snprintf(why, why_bytes, "no memory for pools of %lld bytes", (long long)ex->slab_bytes);
             return error;
@@ -166,7 +166,12 @@ inf_executor *inf_executor_open(const inf_exec_config *config, const inf_drive_c
     if (*error == 0) *error = inf_cond_init(&ex->seam_wake);
     if (*error == 0) *error = pools_make(ex, why, (size_t)why_bytes);
     if (*error == 0) *error = drives_make(ex, drives);
-    if (*error == 0) *error = threads_make(ex, why, (size_t)why_bytes);
+    cpu_set_t before;
+    if (*error == 0) {
+        inf_numa_enter(ex, &before);
+        *error = threads_make(ex, why, (size_t)why_bytes);
+        inf_numa_leave(ex, &before);
+    }
     if (*error == 0) return ex;
     if (why[0] == '\0') snprintf(why, (size_t)why_bytes, "%s", strerror(-*error));
     inf_executor_stop(ex);

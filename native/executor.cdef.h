@@ -115,6 +115,8 @@ typedef struct {
     int64_t large_bytes;
     int64_t hold_ns;
     inf_seam seam;
+    int32_t numa;      /* 1 + the node for the slab, and `cpus` (a bit each) are for the threads; 0: as the kernel likes */
+    uint64_t cpus[16]; /* INF_CPU_MAX */
 } inf_exec_config;
 
 /* Functions of the driver of the device that computes, as addresses; each returns 0 or the driver's code. Streams and events
@@ -141,6 +143,10 @@ typedef struct {
 
 /* Anonymous memory, 2 MiB aligned, MADV_HUGEPAGE, MADV_DONTFORK, every page touched. 0, or a negative errno. */
 int32_t inf_slab_map(uint64_t size_bytes, uint64_t *address);
+/* The same, on a node (-1: any). Where the node cannot be had, *numa_error is a negative errno, and the slab is as without. */
+int32_t inf_slab_map_on(uint64_t size_bytes, int32_t node, uint64_t *address, int32_t *numa_error);
+/* Pages of this range that are touched from now on are taken from a node as long as it has some. 0, or a negative errno. */
+int32_t inf_numa_prefer(uint64_t address, uint64_t size_bytes, int32_t node);
 void inf_slab_unmap(uint64_t address, uint64_t size_bytes);
 /* Bytes of the slab that huge pages back, from /proc/self/smaps; -1 when that cannot be read. */
 int64_t inf_slab_huge_bytes(uint64_t address, uint64_t size_bytes);
@@ -207,6 +213,8 @@ void inf_executor_release_gates(inf_executor *ex);
 void inf_executor_hold_gates(inf_executor *ex, int32_t held);
 int64_t inf_executor_pool_bytes(const inf_executor *ex);
 int64_t inf_executor_huge_bytes(const inf_executor *ex);
+/* Why slab or threads are not on the node that was asked for: a negative errno; 0: they are, or none was. */
+int32_t inf_executor_numa_error(const inf_executor *ex);
 /* 1: the slab is registered with every ring. Else why not: 0 there is none, 2 it is not huge pages, 3 it is too large, a
  * negative errno of the kernel. */
 int32_t inf_executor_registered(const inf_executor *ex);

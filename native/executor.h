@@ -43,6 +43,7 @@
 #define INF_ALIGN 4096
 #define INF_SECTOR 512
 #define INF_FILE_MAX 8 /* files of one drive */
+#define INF_CPU_MAX 1024
 /* io_uring takes no registered buffer above 1 GiB, and no request that spans two. */
 #define INF_PIECE_BYTES ((int64_t)1 << 30)
 /* In a job's mask: move the slot as it is; no copy, no checksum. For measuring drives. */
@@ -349,6 +350,7 @@ struct inf_executor {
     uint8_t *slab;
     int64_t slab_bytes;
     int64_t huge_bytes;
+    int32_t numa_error; /* a negative errno */
     inf_drive *drives;
     inf_queue starting;
     inf_queue compute[INF_PRIORITY_COUNT];
@@ -439,6 +441,10 @@ inf_run *inf_queue_pop(inf_queue *queue);
 bool inf_queue_remove(inf_queue *queue, inf_run *run); /* false: it was not on it */
 bool inf_idle(const struct inf_executor *ex); /* no job is pending, and no drive reads ahead. [locked] */
 void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, int64_t start_ns, int64_t bytes); /* [locked] */
+
+/* numa.c: around the making of threads, which inherit the caller's CPUs; these are the config's for as long. */
+void inf_numa_enter(struct inf_executor *ex, cpu_set_t *before);
+void inf_numa_leave(struct inf_executor *ex, const cpu_set_t *before);
 
 /* executor_jobs.c, all [locked] */
 void inf_run_consider(struct inf_executor *ex, inf_run *run); /* starts it if FIFO and gate allow */

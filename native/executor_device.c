@@ -275,6 +275,8 @@ int32_t inf_executor_attach_device(inf_executor *ex, const inf_device_api *api) 
     device->nothing = (inf_chunk_record){.id = -1, .plan = {.drive = -1}};
     void *before;
     int32_t error = enter(api, &before);
+    cpu_set_t cpus_before;
+    inf_numa_enter(ex, &cpus_before);
     if (error == 0 && ex->slab != NULL) {
         error = CALL(host_register, api->host_register)(ex->slab, (size_t)ex->slab_bytes, REGISTER_PORTABLE);
         device->pinned = error == 0;
@@ -294,6 +296,7 @@ int32_t inf_executor_attach_device(inf_executor *ex, const inf_device_api *api) 
         if (error == 0) error = inf_thread_start(&copies->thread, copies_main, copies);
         copies->started = error == 0;
     }
+    inf_numa_leave(ex, &cpus_before);
     leave(api, before);
     device->attached = error == 0;
     return error;

@@ -235,6 +235,7 @@ size_t inf_undo_bytes(const inf_chunk *chunk);
 
 /* The kernels' instruction set: "portable", "avx2" or "avx512"; the best the machine has unless selected. */
 const char *inf_isa(void);
+int32_t inf_isa_index(void); /* of it: 0 portable, 1 avx2, 2 avx512; for the other files that have a body per instruction set */
 int32_t inf_isa_select(const char *name); /* 1, or 0 where the machine lacks it. Not while a kernel runs. */
 
 /* Whether `inf_update` knows the format with the algorithm (RAW has no states; AdamW has two moments, Lion one, SGD one, or

@@ -84,6 +84,7 @@ int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to, uint8
 size_t inf_undo_bytes(const inf_chunk *chunk);
 
 const char *inf_isa(void);
+int32_t inf_isa_index(void);
 int32_t inf_isa_select(const char *name);
 int32_t inf_update_valid(int32_t format, const inf_hyper *hyper);
 void inf_update(int32_t format, uint8_t *const section[6], const void *grad, int32_t grad_dtype, int64_t numel,

@@ -22,6 +22,12 @@
 #endif
 
 int32_t inf_slab_map(uint64_t size_bytes, uint64_t *address) {
+    int32_t ignored;
+    return inf_slab_map_on(size_bytes, -1, address, &ignored);
+}
+
+int32_t inf_slab_map_on(uint64_t size_bytes, int32_t node, uint64_t *address, int32_t *numa_error) {
+    *numa_error = 0;
     if (size_bytes == 0 || size_bytes > UINT64_MAX / 2) return -EINVAL;
     uint64_t size = (size_bytes + HUGE_BYTES - 1) & ~(HUGE_BYTES - 1);
     void *raw = mmap(NULL, size + HUGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -35,6 +41,7 @@ int32_t inf_slab_map(uint64_t size_bytes, uint64_t *address) {
     /* Both are hints: a kernel without transparent huge pages gives a slower slab, which `doctor` reports. */
     (void)madvise(base, size, MADV_HUGEPAGE);
     (void)madvise(base, size, MADV_DONTFORK);
+    if (node >= 0) *numa_error = inf_numa_prefer(aligned, size, node); /* before the first touch, which places a page */
     if (madvise(base, size, MADV_POPULATE_WRITE) != 0) {
         if (errno != EINVAL) {
             int32_t error = errno == EFAULT ? ENOMEM : errno;

@@ -4,6 +4,7 @@
  * after __builtin_cpu_supports said yes. No inline function crosses a region: those are always_inline and scalar.
  */
 #include "float_bits.h"
+#include "fp_mode.h"
 #include "infinity.h"
 
 #include <math.h>
@@ -145,6 +146,10 @@ const char *inf_isa(void) {
     return isa_chosen->name;
 }
 
+int32_t inf_isa_index(void) {
+    return (int32_t)(isa_chosen - ISA_TABLE);
+}
+
 int32_t inf_isa_select(const char *name) {
     for (int i = 0; i < (int)ISA_COUNT; i++) {
         if (strcmp(name, ISA_TABLE[i].name) == 0 && isa_supported(i)) {
@@ -154,41 +159,6 @@ int32_t inf_isa_select(const char *name) {
     }
     return 0;
 }
-
-/* ---- floating-point mode: denormals kept and rounding to nearest, whatever the thread has (a thread inherits
- * torch.set_flush_denormal from the one that made it) -------------------------------------------------------------- */
-
-#if defined(INF_HAS_X86)
-enum { MXCSR_DEFAULT = 0x1F80 }; /* all exceptions masked, round to nearest, no FTZ, no DAZ */
-static uint32_t fp_mode_enter(void) {
-    const uint32_t mode = __builtin_ia32_stmxcsr();
-    if ((mode & ~0x3Fu) != MXCSR_DEFAULT) __builtin_ia32_ldmxcsr(MXCSR_DEFAULT);
-    return mode;
-}
-static void fp_mode_leave(uint32_t mode) {
-    if ((mode & ~0x3Fu) != MXCSR_DEFAULT) __builtin_ia32_ldmxcsr(mode);
-}
-typedef uint32_t fp_mode;
-#elif defined(__aarch64__)
-static uint64_t fp_mode_enter(void) {
-    uint64_t mode;
-    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
-    if (mode != 0) __asm__ volatile("msr fpcr, %0" ::"r"((uint64_t)0));
-    return mode;
-}
-static void fp_mode_leave(uint64_t mode) {
-    if (mode != 0) __asm__ volatile("msr fpcr, %0" ::"r"(mode));
-}
-typedef uint64_t fp_mode;
-#else
-typedef int fp_mode;
-static fp_mode fp_mode_enter(void) {
-    return 0;
-}
-static void fp_mode_leave(fp_mode mode) {
-    (void)mode;
-}
-#endif
 
 int32_t inf_update_valid(int32_t format, const inf_hyper *hyper) {
     int32_t itemsize[INF_SECTION_MAX], group_numel[INF_SECTION_MAX];

@@ -83,6 +83,7 @@ def findings(directories: Sequence[str] | None = None) -> Iterator[Finding]:
     executor = probe_executor(usable, small=_SMALL, large=_LARGE) if usable is not None else None
     yield _memlock(engine, executor)
     yield _memory()
+    yield _numa()
     for _, finding in found:
         yield finding
     if executor is not None:
@@ -173,6 +174,21 @@ def _memory() -> Finding:
         binding = "the cgroup's limit" if limit is not None and limit < machine else "the machine"
         warning = f"{binding} leaves less than 1 GiB: raise it, free memory, or set Policy.ram explicitly"
     return Finding("memory", value, warning)
+
+
+def _numa() -> Finding:
+    """On which node the pools and threads of a training on each device would be."""
+    try:
+        import torch
+    except ImportError:
+        return Finding("NUMA", "unknown")  # the line on the GPU says why
+    from infinity.memory import numa
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [torch.device("cuda", index) for index in range(count)]
+    found = [numa.find_place(numa.pci_address(device), number=0, ranks=1) for device in devices]
+    found = found or [numa.find_place(None, number=0, ranks=1)]
+    return Finding("NUMA", "\n".join({place.reason: None for place in found}))
 
 
 def _directories(directories: Sequence[str] | None) -> Iterator[tuple[DirectoryProbe | None, Finding]]:

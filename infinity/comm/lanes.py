@@ -9,8 +9,10 @@ what failed first.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -112,7 +114,9 @@ class Lane:
         self._queue: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
         self._closed = False
         self._last: Op | None = None
+        self._pid = os.getpid()
         watch.on_failure.append(self._break_off)
+        atexit.register(self._exits)
         self._thread = threading.Thread(target=self._run, name=f"infinity-lane-{name}", daemon=True)
         self._thread.start()
 
@@ -137,6 +141,7 @@ class Lane:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._exits)
         self._queue.put(None)
         if self._last is not None:
             self._last.finished()
@@ -146,6 +151,13 @@ class Lane:
         if self._break_off in self._watch.on_failure:
             self._watch.on_failure.remove(self._break_off)
         self._group = self._last = None
+
+    def _exits(self) -> None:
+        """At the interpreter's exit, without close(): a thread that returns from a call into torch after that ends the process
+        by SIGABRT."""
+        if self._pid == os.getpid():
+            self._watch.ends()
+            self.close()
 
     def _break_off(self) -> None:
         """Called by the watch's thread."""

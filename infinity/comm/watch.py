@@ -61,6 +61,7 @@ class Watch:
         self._silence_s = silence_s
         self._number = 0
         self._raised: dict[int, str] = {}
+        self._unagreed = False
         self._failure: RankFailed | None = None
         self._known = threading.Event()
         self._lock = threading.Lock()
@@ -72,7 +73,7 @@ class Watch:
         self._gone: set[int] = set()
         self._silent_s: dict[int, float] = {}
         self._beats: dict[int, int] = {}
-        self._store_silent_s = 0.0
+        self._unheard_s = 0.0
         self._said_read = False
         self._board: Board | None = None
         if topology.world == 1:
@@ -104,7 +105,15 @@ class Watch:
             raise self._failure.with_traceback(None)
 
     def number(self, what: str = "") -> int:
-        """The number of the collective that this rank's main thread now submits; they count from 1. Does not block."""
+        """The number of the collective that this rank's main thread now submits; they count from 1.
+
+        Does not block, except after `raised`: then until all ranks are known to have broken off at the same place. (Otherwise
+        this rank's next collective could meet a different one of the others, and both complete, with wrong values.)
+        Raises: RankFailed if they have not.
+        """
+        if self._unagreed:
+            self._agree()
+            self._unagreed = False
         self._number += 1
         if self._board is not None:
             self._board.say(urgent=False, number=self._number, last=what)
@@ -112,12 +121,13 @@ class Watch:
 
     def raised(self, where: str, error: BaseException) -> None:
         """This rank's forward or backward broke off. A peer that waits for a later collective learns so, unless it broke off at
-        the same place: then training may go on. Does not block."""
+        the same place: then training may go on, and this rank's next collective waits for that. Does not block."""
         if self._number not in self._raised:
             self._raised[self._number] = _cut(f"{type(error).__name__} in {where}: {error}")
             for old in list(self._raised)[:-_RAISED_MAX]:
                 del self._raised[old]
         if self._board is not None:
+            self._unagreed = True
             self._board.say(raised=tuple(self._raised.items()), number=self._number)
 
     def fail(self, error: BaseException) -> None:
@@ -188,9 +198,41 @@ class Watch:
         if self._pid == os.getpid():
             self._leave("closed", linger_s=_LINGER_S)
 
+    def ends(self) -> None:
+        """This process ends without close(): a failure for all who wait for it. Does not block."""
+        if self._failure is None and not self._closed:
+            rank = self.topology.rank
+            self._over(RankFailed(f"rank {rank} has ended without closing its engine", rank=rank))
+
+    def _agree(self) -> None:
+        """Block until every rank is known to have broken off where this one did."""
+        assert self._board is not None
+        here, waited_s, before_s = self._number, 0.0, time.monotonic()
+        text = f"this rank ({self.topology.rank}) broke off ({self._raised[here]})"
+        while True:
+            self.check()
+            records = dict(self._others())
+            for rank, record in records.items():
+                if here not in dict(record.raised) and (record.number > here or record.left):
+                    self._over(RankFailed(_cut(f"{text}, and rank {rank} went on"), rank=self.topology.rank))
+            lacking = [rank for rank in range(self.topology.world) if rank != self.topology.rank]
+            lacking = [
+                rank for rank in lacking if rank not in records or here not in dict(records[rank].raised)
+            ]
+            if not lacking:
+                return
+            now_s = time.monotonic()
+            waited_s, before_s = waited_s + min(now_s - before_s, _TURN_MAX_S), now_s
+            if waited_s > self.timeout_s:
+                text = f"{text}, and {_ranks(lacking)} did not within {self.timeout_s:g} s"
+                self._over(RankFailed(_cut(text), rank=lacking[0], ranks=tuple(lacking)))
+            time.sleep(_POLL_S / 10)
+            self._board.refresh(_POLL_S)
+
     def _exits(self) -> None:
         """At the interpreter's exit, without close()."""
         if not self._closed and self._pid == os.getpid():
+            self.ends()
             self._closed = True
             self._leave("ended", linger_s=0.0)
 
@@ -367,21 +409,24 @@ class Watch:
 
     def _listen(self, records: dict[int, Record], heard: bool, turn_s: float) -> None:
         """Count the silence of the ranks of other hosts, and of the store if another host has it."""
-        self._store_silent_s = 0.0 if heard else self._store_silent_s + turn_s
-        if 0 in self._far and self._store_silent_s > self._silence_s and records[0].left != "closed":
+        self._unheard_s += turn_s
+        if 0 in self._far and self._unheard_s > self._silence_s and records[0].left != "closed":
             text = f"the store of the default group, which rank 0 hosts, has not answered for {self._silence_s:g} s"
             self._over(RankFailed(text, rank=0))
             return
+        if not heard:
+            return
+        # Silence is counted only where it was listened, and once per exchange.
+        listened_s, self._unheard_s = min(self._unheard_s, _TURN_MAX_S), 0.0
         for rank in self._far:
             record = records[rank]
             if record.beat != self._beats.get(rank) or record.left:
                 self._beats[rank], self._silent_s[rank] = record.beat, 0.0
-            elif heard:  # silence is counted only where it was listened
-                self._silent_s[rank] += turn_s
-                if self._silent_s[rank] > self._silence_s:
-                    text = f"no sign of life for {self._silence_s:g} s"
-                    self._over(self._died(rank, record, text))
-                    return
+                continue
+            self._silent_s[rank] += listened_s
+            if self._silent_s[rank] > self._silence_s:
+                self._over(self._died(rank, record, f"no sign of life for {self._silence_s:g} s"))
+                return
 
     def _died(self, rank: int, record: Record, how: str) -> RankFailed:
         text = f"rank {rank} on {record.host[0]} has ended: {how}"

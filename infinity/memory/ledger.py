@@ -3,14 +3,21 @@
 A model reserves what its plan holds; the next model finds what is left of its own policy's `ram`. A model takes what it
 can use, and keeps it: nothing is planned anew when another one comes. So models that share a process are offloaded with
 a `ram` that grows (the first may hold 8 GiB, with the second the process may hold 16), or with `resident` or "min", which
-bound what a model takes. Ranks of a node divide what the machine (or the cgroup) leaves.
+bound what a model takes. An explicit `ram` is of one process, so of one rank; without it the ranks of a machine divide what
+it (or the cgroup) leaves.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from infinity.aio.memory_limits import memory_left_bytes
+import psutil
+
+from infinity.aio.memory_limits import cgroup_limits, memory_left_bytes
 from infinity.sizes import format_size
 
 RAM_SHARE = 0.5
@@ -43,16 +50,16 @@ class RamLedger:
 LEDGER = RamLedger()
 
 
-def budget_bytes(ram: int | str | None, owner: int) -> int | None:
+def budget_bytes(ram: int | str | None, owner: int, default_bytes: int) -> int | None:
     """The bytes that `owner` may hold under the policy's `ram`; None means the least that works.
 
-    An explicit size is the process's; what other models hold counts against it. The default is RAM_SHARE of what is
-    left now, divided by the ranks of this node.
+    An explicit size is the process's; what other models hold counts against it. default_bytes: what `ram=None` stands for,
+    RAM_SHARE of `fair_share`, which was left before this model took some.
     """
     if ram == "min":
         return None
     if ram is None:
-        return int(memory_left_bytes() * RAM_SHARE) // ranks_of_node()
+        return default_bytes
     assert isinstance(ram, int)
     return max(ram - LEDGER.others_bytes(owner), 0)
 
@@ -60,6 +67,42 @@ def budget_bytes(ram: int | str | None, owner: int) -> int | None:
 def ranks_of_node() -> int:
     """Ranks that share this machine, as torchrun says."""
     return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+
+
+@functools.lru_cache(maxsize=1)
+def machine() -> str:
+    """What all processes of this machine, and no others, call it: its kernel's boot."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
+
+
+def memory_seen() -> dict[str, int]:
+    """Bytes that each limit on this process leaves: the machine's memory, and each of its cgroups with a limit.
+
+    The names are the same in all processes under the same limit. A path of a cgroup means something in its namespace only.
+    """
+    found = {f"{machine()} the machine": int(psutil.virtual_memory().available)}
+    for limit in cgroup_limits():
+        try:
+            space = str(Path("/proc/self/ns/cgroup").readlink())
+        except OSError:
+            space = ""
+        found[f"{machine()}{space} the limit of cgroup {limit.path}"] = limit.left_bytes
+    return found
+
+
+def fair_share(mine: Mapping[str, int], everyone: Sequence[Mapping[str, int]]) -> int:
+    """A rank's part of what is left, in bytes: of each limit on it, as the least that a rank saw, divided by the ranks under it.
+
+    `everyone`: what all ranks have seen before any took memory. Ranks that torchrun knows count, also where they do not meet.
+    """
+    parts = []
+    for limit in mine:
+        seen = [row[limit] for row in everyone if limit in row]
+        parts.append(min(seen) // max(len(seen), ranks_of_node()))
+    return min(parts)
 
 
 def describe_budget(ram: int | str | None) -> str:
@@ -87,6 +130,9 @@ __all__ = [
     "budget_bytes",
     "describe_budget",
     "describe_others",
+    "fair_share",
+    "machine",
     "memory_left_bytes",
+    "memory_seen",
     "ranks_of_node",
 ]

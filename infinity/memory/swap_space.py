@@ -6,9 +6,10 @@ the whole: smooth weighted round robin, over bytes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,12 +72,16 @@ class SwapSpace:
     Layer 0 is ephemeral: its files have no name, so nothing stays behind however the process ends. Others are added, as files
     that their owner made; a layer's number is that of its files in an executor.
     shares: what part of the bytes each drive gets, in any unit (None: the same); set before the first `reserve`.
+    room: raises SwapFullError when these files cannot grow by so many bytes each, beside what other ranks want of the same drives;
+    `at_once` asks it.
     Raises: what SwapFile raises for a directory that is missing, read-only, full or on tmpfs.
     """
 
     def __init__(self, directories: Sequence[Path], shares: Sequence[float] | None = None) -> None:
         self.layers: list[list[SwapFile]] = [[]]
+        self.room: Callable[[Sequence[SwapFile], Sequence[int]], None] = lambda _files, _sizes: None
         self._frozen: set[int] = set()
+        self._grows_later = False
         try:
             for directory in directories:
                 self.files.append(SwapFile.create(directory))
@@ -173,7 +178,33 @@ class SwapSpace:
             raise
         return found
 
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Places that are reserved inside are there afterwards: the files grow at its end, all or none, and `room` is asked once
+        before, also where they need not. What was reserved stays so if they cannot: the caller gives it back.
+
+        Raises: SwapFullError.
+        """
+        self._grows_later = True
+        try:
+            yield
+        finally:
+            self._grows_later = False
+        lengths = [[file.size_bytes for file in files] for files in self.layers]
+        more = [0] * len(self.files)
+        for files, extents in zip(self.layers, self._extents, strict=True):
+            for drive, file in enumerate(files):
+                more[drive] += max(extents.file_bytes(drive) - file.size_bytes, 0)
+        self.room(self.files, more)
+        try:
+            self._grow()
+        except BaseException:
+            self._shrink(lengths)
+            raise
+
     def _grow(self) -> None:
+        if self._grows_later:
+            return
         for files, extents in zip(self.layers, self._extents, strict=True):
             for drive, file in enumerate(files):
                 file.grow(extents.file_bytes(drive))

@@ -35,6 +35,9 @@ OPS: Mapping[str, Op] = {
     for op in (
         Op("group_quantise", "values to int8 or int4 in groups with scales", bitwise=True),
         Op("group_dequantise", "and back", bitwise=True),
+        Op("wire_encode", "values to the bytes that collectives carry, with error feedback", bitwise=True),
+        Op("wire_decode", "and the sum of such bytes in the order of ranks", bitwise=True),
+        Op("ordered_sum", "the sum of plain pieces in the order of ranks", bitwise=True),
         Op("unscale_norm", "cast, unscale, norm and finiteness of a gradient in one pass", bitwise=True),
         Op("update", "the optimizer's pass over a chunk of states", bitwise=True),
         Op("int8_matmul", "matmul straight from int8 weights in groups", bitwise=False),

@@ -303,7 +303,8 @@ class Rest:
         """Make chunk records for `flats`, reserve their space, and make them known to the executor."""
         made = [self._unplaced(flat, fmt, row) for flat, fmt, row in zip(flats, formats, masks, strict=True)]
         with contextlib.ExitStack() as undo:
-            places = [place for rest in made for place in self._reserve(rest, undo)]
+            with self._space.at_once() if self._space is not None else contextlib.nullcontext():
+                places = [place for rest in made for place in self._reserve(rest, undo)]
             slab = self._place_resident(made, keep)
             if slab is not None:
                 undo.callback(slab.close)

@@ -14,11 +14,23 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from infinity.memory.ledger import memory_left_bytes
 from infinity.params.unit import Param, Residency
 from infinity.runtime.module_dict import ModuleParameters
+from infinity.sizes import format_size
 
 Check = Callable[[int], None]
 """Called with the bytes of the CPU copies before any is made; raises when they are too many, and names the way out."""
+
+
+def check_copies(size_bytes: int) -> None:
+    """Raises MemoryError when the CPU copies of a `state_dict()` do not fit into what memory is left."""
+    left = memory_left_bytes()
+    if size_bytes > left:
+        raise MemoryError(
+            f"state_dict() would copy {format_size(size_bytes)} of parameters into memory and {format_size(left)} are "
+            "left; inf.export_safetensors(model, directory) streams them to files"
+        )
 
 
 def hook_state_dict(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -111,8 +112,8 @@ def test_a_drive_that_is_full_is_named_and_no_other_has_grown(tmp_path, monkeypa
     lengths = [file.size_bytes for file in space.files]
     ahead = list(space._turns.credits)
     with monkeypatch.context() as patch:
-        real = SwapFile._free_bytes
-        patch.setattr(SwapFile, "_free_bytes", lambda file: MIB if file is space.files[culprit] else real(file))
+        real = SwapFile.free_bytes
+        patch.setattr(SwapFile, "free_bytes", lambda file: MIB if file is space.files[culprit] else real(file))
         with pytest.raises(SwapFullError, match=r"are missing.*add a directory to Policy\.nvme") as caught:
             space.reserve([MIB] * 40)
         assert caught.value.path == str(paths[culprit])
@@ -164,4 +165,50 @@ def test_an_interrupt_in_the_middle_leaves_nothing_either(tmp_path, monkeypatch)
         space.reserve([MIB] * 4)
     assert space.size_bytes == 0
     assert [os.fstat(file.fd).st_blocks for file in space.files] == [0, 0]
+    space.close()
+
+
+def test_at_once_files_grow_together_after_room_was_asked(tmp_path):
+    space = SwapSpace(directories(tmp_path, 2))
+    first = space.reserve([MIB] * 2)
+    asked = []
+
+    def room(files: Sequence[SwapFile], sizes: Sequence[int]) -> None:
+        asked.append((list(files), list(sizes), space.size_bytes))
+
+    space.room = room
+    with space.at_once():
+        space.reserve([MIB] * 3)
+        second = space.reserve([MIB] * 4)
+        assert space.size_bytes == 2 * MIB
+    assert asked == [(space.files, [4 * MIB, 3 * MIB], 2 * MIB)]
+    assert [os.fstat(file.fd).st_size for file in space.files] == [5 * MIB, 4 * MIB]
+    space.reserve([MIB])  # outside nobody is asked
+    assert len(asked) == 1
+    with space.at_once():
+        pass
+    assert asked[1][1] == [0, 0]
+    assert len({(place.drive, place.offset) for place in first + second}) == 6
+    space.close()
+
+
+def test_at_once_no_file_grows_where_room_refuses_or_one_is_full(tmp_path, monkeypatch):
+    space = SwapSpace(directories(tmp_path, 2))
+
+    def refuse(*_: object) -> None:
+        raise SwapFullError("together", path="x", op="allocate")
+
+    places = []
+    for room, free in ((refuse, None), (lambda *_: None, MIB)):
+        space.room = room
+        with monkeypatch.context() as patch:
+            if free is not None:
+                real = SwapFile.free_bytes
+                patch.setattr(SwapFile, "free_bytes", lambda file, real=real: MIB if file is space.files[1] else real(file))
+            with pytest.raises(SwapFullError), space.at_once():
+                places = space.reserve([MIB] * 8)
+        assert space.size_bytes == 0
+        space.release(places)
+    space.room = lambda *_: None
+    assert space.reserve([MIB] * 2) == [Place(0, 0, MIB), Place(1, 0, MIB)]
     space.close()

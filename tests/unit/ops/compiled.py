@@ -108,7 +108,23 @@ def unscale_norm() -> None:
     unscale_norm_triton(grad.t(), grad, torch.ones(()), True)
 
 
-OPS: dict[str, Callable[[], None]] = {"groups": groups, "update": update, "unscale_norm": unscale_norm}
+def wire() -> None:
+    from infinity.ops.wire import wire_bytes
+    from infinity.ops.wire_triton import decode_sum_triton, encode_triton, sum_in_order_triton
+
+    for bits, group_numel, dtype, key, error in [
+        (8, 256, torch.bfloat16, None, None),
+        (8, 64, torch.float16, 7, torch.float32),
+        (4, 128, torch.bfloat16, 7, torch.bfloat16),
+        (4, 1024, torch.float32, None, torch.bfloat16),
+    ]:
+        values, encoded = torch.zeros(4096, dtype=dtype), torch.zeros(wire_bytes(4096, bits, group_numel), dtype=torch.uint8)
+        encode_triton(values, encoded, bits, group_numel, key, 0, None if error is None else torch.zeros(4096, dtype=error))
+        decode_sum_triton([encoded] * 3, values, bits, group_numel, 3)
+        sum_in_order_triton([values] * 4, values, 4)
+
+
+OPS: dict[str, Callable[[], None]] = {"groups": groups, "update": update, "unscale_norm": unscale_norm, "wire": wire}
 
 
 def main() -> None:

@@ -1,0 +1,73 @@
+"""The NUMA node of this process's device: slabs and native threads that are made from now on are put there.
+
+Chosen once per process, by who knows the device (infinity/memory/numa.py), before pools are made. Without a choice nothing is
+called. Memory is preferred on the node: where it has no room, slabs lie on others. What the kernel refuses (a seccomp filter)
+is logged once, and costs speed only.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from dataclasses import dataclass
+
+from infinity.aio.native_core import load_native
+
+log = logging.getLogger("infinity.aio")
+
+CPU_MAX = 1024
+"""CPUs that the native threads can be told of (INF_CPU_MAX)."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node and the CPUs that are near it."""
+
+    node: int
+    cpus: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.node < 0 or not self.cpus or not all(0 <= cpu < CPU_MAX for cpu in self.cpus):
+            raise ValueError(f"{self}: a node is 0 or more and has CPUs, each below {CPU_MAX}")
+
+
+_chosen: Place | None = None
+_logged: set[int] = set()
+
+
+def choose(place: Place | None) -> None:
+    """Where slabs and native threads go from now on; None: where the kernel likes. What exists stays."""
+    global _chosen
+    _chosen = place
+
+
+def chosen() -> Place | None:
+    """The choice in force."""
+    return _chosen
+
+
+def prefer(address: int, size_bytes: int) -> None:
+    """Let pages of this range (whole pages, none touched yet) lie on the chosen node. Logs once what the kernel refuses."""
+    if _chosen is None:
+        return
+    try:
+        _, lib = load_native()
+    except ImportError:
+        report(-errno.ENOSYS)
+        return
+    report(int(lib.inf_numa_prefer(address, size_bytes, _chosen.node)))
+
+
+def report(error: int) -> None:
+    """Log an error of binding (a negative errno), once each; 0 is none."""
+    if error in (0, *_logged):
+        return
+    _logged.add(error)
+    why = {
+        -errno.ENOSYS: "the native extension is not built, or the kernel knows no NUMA",
+        -errno.ENODEV: "this process may not run on any of its CPUs",
+    }.get(error, os.strerror(-error))
+    log.warning(
+        "%s cannot be had for slabs and threads, which stay where the kernel puts them, maybe far from the device: %s", _chosen, why
+    )

@@ -1,0 +1,93 @@
+"""Which NUMA node the memory and the threads of a rank belong to: the one of the device that it computes on.
+
+    GPU     the node of its PCI device
+    CPU     the ranks of a machine, spread over its nodes; one rank alone has them all, and is bound to none
+
+What the kernel tells is read from /sys, under a root that tests may write themselves. On a machine with one node nothing is
+chosen, and nothing is called. `infinity.aio.numa_node` carries the choice out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.aio.numa_node import CPU_MAX, Place, choose
+
+_ROOT = Path("/")
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """place: the node for a device, None where nothing is to be bound; `reason` says why, in either case."""
+
+    place: Place | None
+    reason: str
+
+
+def read_nodes(root: Path = _ROOT) -> tuple[Place, ...]:
+    """The machine's nodes that have CPUs, in order; empty where the kernel tells of none. CPUs from CPU_MAX on are left out."""
+    folder = root / "sys" / "devices" / "system" / "node"
+    found = []
+    for node in parse_list(_text(folder / "online")):
+        cpus = tuple(cpu for cpu in parse_list(_text(folder / f"node{node}" / "cpulist")) if cpu < CPU_MAX)
+        if cpus:  # others are memory alone
+            found.append(Place(node, cpus))
+    return tuple(found)
+
+
+def parse_list(text: str) -> tuple[int, ...]:
+    """The numbers of a kernel's list: "0-2,8" is (0, 1, 2, 8). Empty for what is none."""
+    found: list[int] = []
+    for part in text.strip().split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            return ()
+        found.extend(range(int(first), int(last or first) + 1))
+    return tuple(found)
+
+
+def node_of_pci(address: str, root: Path = _ROOT) -> int | None:
+    """The node of a PCI device ("0000:65:00.0"); None where the kernel does not know it (it writes -1), as in many virtual machines."""
+    text = _text(root / "sys" / "bus" / "pci" / "devices" / address.lower() / "numa_node").strip()
+    return int(text) if text.isdecimal() else None
+
+
+def pci_address(device: torch.device) -> str:
+    """The PCI address of a CUDA device, as /sys has it."""
+    found: Any = torch.cuda.get_device_properties(device)  # not all of it is in torch's annotations
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
+def find_place(pci: str | None, *, number: int, ranks: int, root: Path = _ROOT) -> Found:
+    """Where memory and threads of a rank belong. pci: the address of its device, None: it computes on the CPU; number: of the
+    machine's `ranks` ranks."""
+    nodes = read_nodes(root)
+    if len(nodes) < 2:
+        return Found(None, "one node: nothing is bound")
+    if pci is not None:
+        node = node_of_pci(pci, root)
+        place = next((place for place in nodes if place.node == node), None)
+        where = "no node that is known" if node is None else f"node {node}" + ("" if place else ", which has no CPUs")
+        return Found(place, f"{len(nodes)} nodes, {pci} is on {where}")
+    if ranks < len(nodes):
+        return Found(None, f"{len(nodes)} nodes, and {ranks} rank{'s' if ranks > 1 else ''} on the CPU: each may use all")
+    place = nodes[number * len(nodes) // ranks]
+    return Found(place, f"{len(nodes)} nodes, rank {number} of {ranks} on the CPU has node {place.node}")
+
+
+def bind(device: torch.device, *, number: int, ranks: int) -> Found:
+    """Let this process's slabs and native threads, from now on, be on the node of the device that computes."""
+    found = find_place(pci_address(device) if device.type == "cuda" else None, number=number, ranks=ranks)
+    choose(found.place)
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""

@@ -1,0 +1,5 @@
+#ifndef INF_WIRE_H
+#define INF_WIRE_H
+#include <stdint.h>
+#include "wire.cdef.h"
+#endif

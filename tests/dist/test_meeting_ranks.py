@@ -1,0 +1,88 @@
+"""Ranks that meet: each learns what all have told, and what one of them fails at fails on all, whenever that is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.comm.collectives import Comm
+from infinity.comm.meeting import Meeting
+from infinity.errors import PeerFailed
+from tests.dist.test_two_ranks import on_ranks
+
+
+def told(comm: Comm) -> list[list[dict[str, Any]]]:
+    with Meeting(comm, "telling") as meeting:
+        sizes = meeting.exchange({"rank": comm.rank, "size": 2**60 + comm.rank})
+        texts = meeting.exchange({"text": "größer" * 1000 * comm.rank})
+        return [sizes, texts]
+
+
+def one_fails(comm: Comm, culprits: tuple[int, ...], rounds: int) -> str:
+    """What comes of a meeting that these ranks leave after so many rounds."""
+    try:
+        with Meeting(comm, "trying") as meeting:
+            for number in range(3):
+                if comm.rank in culprits and number == rounds:
+                    raise ValueError(f"drive {comm.rank} is missing: {'x' * 5000}")
+                meeting.exchange({"number": number})
+            if comm.rank in culprits:
+                raise ValueError(f"drive {comm.rank} is missing: {'x' * 5000}")
+    except (ValueError, PeerFailed) as error:
+        return f"{type(error).__name__}: {error}"
+    return "well"
+
+
+def ends_early(comm: Comm) -> str:
+    """After its last round a meeting waits for nobody: one rank fails there alone."""
+    try:
+        with Meeting(comm, "ending") as meeting:
+            meeting.end()
+            if comm.rank == 1:
+                raise KeyError("late")
+    except KeyError:
+        return "failed alone"
+    return "well"
+
+
+def meetings(rank: int, place: Path) -> dict[str, Any]:
+    comm = Comm()
+    found: dict[str, Any] = {"told": told(comm)}
+    for culprits in ((1,), (0, 2)):
+        for rounds in range(4):
+            found[f"{culprits} {rounds}"] = one_fails(comm, culprits, rounds)
+    found["early"] = ends_early(comm)
+    found["after"] = comm.sum_floats([1.0])  # no collective of a meeting is left over, or this would be another's
+    return found
+
+
+def test_three_ranks_meet_and_fail_together(tmp_path: Path) -> None:
+    results = on_ranks(meetings, tmp_path / "run", 3)
+    for rank, found in enumerate(results):
+        sizes, texts = found["told"]
+        assert sizes == [{"rank": other, "size": 2**60 + other} for other in range(3)]
+        assert texts == [{"text": "größer" * 1000 * other} for other in range(3)]
+        for rounds in range(4):
+            alone, both = found[f"(1,) {rounds}"], found[f"(0, 2) {rounds}"]
+            if rank == 1:
+                assert alone.startswith("ValueError: drive 1 is missing")
+                assert both.startswith("PeerFailed: ranks 0, 2 failed at trying")
+                assert "rank 0: ValueError: drive 0" in both
+                assert "rank 2: ValueError: drive 2" in both
+            else:
+                assert alone.startswith("PeerFailed: rank 1 failed at trying")
+                assert "rank 1: ValueError: drive 1 is missing" in alone
+                assert both.startswith(f"ValueError: drive {rank} is missing")
+        assert found["early"] == ("failed alone" if rank == 1 else "well")
+        assert found["after"] == [3.0]
+
+
+def test_alone_a_meeting_calls_nothing_and_errors_pass() -> None:
+    with Meeting(Comm(), "alone") as meeting:
+        assert meeting.exchange({"a": 1}) == [{"a": 1}]
+        meeting.end()
+        assert meeting.exchange({}) == [{}]
+    with pytest.raises(KeyError), Meeting(Comm(), "alone"):
+        raise KeyError("mine")
