@@ -109,8 +109,25 @@ def half_an_optimizer(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
     return told, values
 
 
+def durable(rank: int, place: Path) -> tuple[bool, bool]:
+    """A durable run whose second drive is each rank's own, and what a later process finds there."""
+    for name in ("all", "mine0", "mine1"):
+        (place / name).mkdir(exist_ok=True)
+    dist.barrier()
+    policy = {"nvme": [place / "all", place / "mine{rank}"], "ram": None, "durable": True, "io": {"bandwidths": {}}}
+    model = offloaded(**policy)
+    values = trained(model, rank)
+    inf.handle(model).close()
+    again = offloaded(**policy)
+    optimizer = inf.AdamW(again.parameters(), lr=1e-2)
+    inf.restore(again, optimizer, place / "all")
+    same = all(torch.equal(mine, then) for mine, then in zip(again.state_dict().values(), values, strict=True))
+    inf.handle(again).close()
+    return same, any((place / f"mine{rank}").rglob("states-*"))
+
+
 def everything(rank: int, place: Path) -> list[Any]:
-    return [job(rank, place) for job in (by_pattern, wrong_places, shared, half_an_optimizer)]
+    return [job(rank, place) for job in (by_pattern, wrong_places, shared, half_an_optimizer, durable)]
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +177,11 @@ def test_an_optimizer_that_one_rank_refuses_is_none_on_both_and_training_goes_on
     assert all(torch.equal(mine, other) for mine, other in zip(zero, one, strict=True))
 
 
-def three(rank: int, place: Path) -> int:
+def test_a_durable_run_may_have_drives_of_each_ranks_own_beside_the_first(results: list[Any]) -> None:
+    assert results[5] == ((True, True), (True, True))
+
+
+def depth_of(rank: int, place: Path) -> int:
     model = offloaded(nvme=place)
     depth = inf.handle(model)._executor.stats().drives[0].depth
     inf.handle(model).close()
@@ -168,7 +189,7 @@ def three(rank: int, place: Path) -> int:
 
 
 def test_no_rank_has_fewer_than_eight_requests_however_many_share_the_drive(tmp_path: Path) -> None:
-    assert on_ranks(three, tmp_path / "run", 5) == [8] * 5
+    assert on_ranks(depth_of, tmp_path / "run", 5) == [8] * 5
 
 
 class Wide(nn.Module):
