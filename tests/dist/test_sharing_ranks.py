@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity as inf
-from infinity.errors import BudgetError, PeerFailed, SwapFullError
+from infinity.errors import BudgetError, EngineClosed, PeerFailed, SwapFullError
 from infinity.memory.ledger import RAM_SHARE, machine, memory_seen
 from tests import models
 from tests.dist.test_two_ranks import on_ranks, on_two_ranks
@@ -126,8 +126,21 @@ def durable(rank: int, place: Path) -> tuple[bool, bool]:
     return same, any((place / f"mine{rank}").rglob("states-*"))
 
 
+def after_close(rank: int, place: Path) -> str:
+    """An optimizer that one rank alone builds for a model that is closed."""
+    model = offloaded(nvme=place)
+    params = list(model.parameters())
+    inf.handle(model).close()
+    if rank:
+        return ""
+    with pytest.raises(EngineClosed) as caught:
+        inf.AdamW(params)
+    return str(caught.value)
+
+
 def everything(rank: int, place: Path) -> list[Any]:
-    return [job(rank, place) for job in (by_pattern, wrong_places, shared, half_an_optimizer, durable)]
+    jobs = (by_pattern, wrong_places, shared, half_an_optimizer, durable, after_close)
+    return [job(rank, place) for job in jobs]
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +192,10 @@ def test_an_optimizer_that_one_rank_refuses_is_none_on_both_and_training_goes_on
 
 def test_a_durable_run_may_have_drives_of_each_ranks_own_beside_the_first(results: list[Any]) -> None:
     assert results[5] == ((True, True), (True, True))
+
+
+def test_after_close_a_rank_is_told_so_and_waits_for_nobody(results: list[Any]) -> None:
+    assert "was closed" in results[6][0]
 
 
 def depth_of(rank: int, place: Path) -> int:
