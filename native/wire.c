@@ -34,6 +34,18 @@ INF_INLINE int wire_within(float scale) {
     return fabsf(scale) < 0x1.0p120f;
 }
 
+/* Ask for the bytes that the next block reads while this one is computed: the hardware looks ahead only after a few lines of each
+ * stream, and a block is short (a tenth and more where several are summed). Past the end it asks for what nobody reads. */
+INF_INLINE void wire_ahead(const void *source, int64_t first, int64_t size_bytes) {
+    const uintptr_t from = (uintptr_t)source + (uintptr_t)first;
+    for (int64_t at = 0; at < size_bytes; at += WIRE_ALIGN) __builtin_prefetch((const void *)(from + (uintptr_t)at));
+}
+
+INF_INLINE void wire_values_ahead(const void *source, int32_t dtype, int64_t first, int64_t numel) {
+    const int64_t itemsize = dtype == INF_GRAD_FP32 ? 4 : 2;
+    wire_ahead(source, first * itemsize, numel * itemsize);
+}
+
 #define INF_ISA(name) name##_portable
 #include "wire_body.h"
 #undef INF_ISA
