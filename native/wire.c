@@ -123,6 +123,7 @@ void inf_wire_encode(const void *values, int32_t dtype, void *error, int32_t err
                      int32_t bits, int32_t group_numel, int32_t random, uint64_t key, int64_t element) {
     const wire_shape shape = shape_of(numel, bits, group_numel);
     const int64_t codes = codes_bytes(numel, bits), scales = scales_bytes(numel, group_numel);
+    if (numel == 0) return; /* pointers may be NULL, which memset must not get */
     const fp_mode mode = fp_mode_enter();
     ISA_TABLE[inf_isa_index()].encode(values, dtype, error, error_dtype, wire, numel, &shape, random, key, element);
     fp_mode_leave(mode);
