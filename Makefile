@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | types | native | asan | tsan | portable | soak | bench | convergence | ranks | slow | wheel | wheels | clean
+# make setup | demo | test | lint | types | native | asan | tsan | portable | soak | bench | convergence | hosts | ranks | slow | wheel | wheels | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test lint types native asan tsan portable soak bench convergence ranks slow wheel wheels clean
+.PHONY: setup demo test lint types native asan tsan portable soak bench convergence hosts ranks slow wheel wheels clean
 
 setup: $(STAMP)
 
@@ -112,8 +112,16 @@ bench: $(STAMP)
 convergence: $(DEMO)
 	$(BIN)/python bench/convergence.py
 
+# Two nodes as network namespaces with a shaped link, two ranks each: tests, then volume and time of a step over the link.
+# Needs root, iproute2 and util-linux; leaves neither namespaces nor processes.
+hosts: $(STAMP)
+	$(BIN)/python bench/hosts.py --check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m hosts tests/hosts
+	OMP_NUM_THREADS=1 $(BIN)/python bench/hosts.py
+
+# Also with four ranks.
 ranks: $(STAMP)
-	$(BIN)/python -m pytest -q tests/dist
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not soak" tests/dist
 
 slow: $(DEMO)
 	$(BIN)/python -m pytest -q -m 'not soak'

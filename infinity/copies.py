@@ -15,7 +15,7 @@ micro-batches are added on the GPU: the sum so far goes up, the new one down. In
 up and 2 down for each parameter with the update on the CPU, 18 up and 14 down on the GPU. "device" with "backward" is not
 built; there the last micro-batch's gradient would never leave the GPU, and the parameters go up once: 14 and 12.
 
-Several GPUs: each copies its share over its own link, and has the others' from them (`exchanges`). GPUs without links of their
+Several GPUs: each copies its share over its own link, and has the others' from them (`planning.exchanges`). GPUs without links of their
 own do that through the CPU's memory, over the same PCIe links: then it counts here too.
 """
 
@@ -171,21 +171,6 @@ def _states(held: Held, update: str, params_stay: bool) -> Copied:
     of those that backward has gathered."""
     saved = held.params if update == "backward" or params_stay else 0.0
     return Copied(held.states - saved, held.states - (held.params if params_stay else 0.0))
-
-
-def exchanges(held: Held, update: str, micro_batches: int, gpus: int, *, params_stay: bool = False) -> Copies:
-    """What one of several GPUs has from the others (h2d) and gives them (d2h): all but its share of what is gathered, and of
-    every micro-batch's gradients to be summed. Nothing for one."""
-    share = (gpus - 1) / gpus if gpus else 0.0
-    gathered = share * (held.params if params_stay else held.params + held.frozen)
-    grads = share * held.grads
-    gathers = 1 if params_stay else 2 * micro_batches
-    total = gathers * gathered + micro_batches * grads
-    if update == "backward":
-        window = min(gathers, 2) * gathered + grads
-    else:
-        window = total if update == "delayed" else gathered
-    return _divided(Copied(total, total), Copied(window, window))
 
 
 def measured_copies(

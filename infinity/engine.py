@@ -43,6 +43,7 @@ from infinity.placing import Placing, chunk_numel_of
 from infinity.ranks import Ranks
 from infinity.runtime.filling import Source, fill_unit, open_source
 from infinity.runtime.gather import chosen_params
+from infinity.runtime.install import part
 from infinity.runtime.lifecycle import Lifecycle, attach
 from infinity.runtime.state_dict import check_copies
 from infinity.sharing import sharing
@@ -139,7 +140,7 @@ class Handle:
         undo: contextlib.ExitStack,
     ) -> None:
         policy = self.policy
-        ranks = Ranks(policy, device, undo)
+        ranks = self._ranks = Ranks(policy, device, undo)
         self.comm = ranks.comm
         self._sharing = undo.enter_context(sharing(self.comm, policy))
         policy = self.policy = self._sharing.policy
@@ -294,7 +295,7 @@ class Handle:
         Raises: BudgetError when update="backward" has no room for gradients, at the first time.
         """
         self.check_open()
-        with self._drain.accumulating(), self._mode.no_sync(waits=self._drain.waits_local):
+        with self._drain.accumulating(), self._mode.no_sync():
             yield
 
     def optimizer_state(self, param: torch.nn.Parameter) -> OptimizerState:
@@ -356,6 +357,7 @@ class Handle:
             update=self.policy.update if self.policy.update_on == "cpu" else None,
             bandwidths=self.policy.io_settings.bandwidths,
             activations=self._storage.activation_figures(),
+            ranks=self._ranks.figures(),
             fresh_grad_bytes_peak=max(self._drain.fresh_bytes_peak, self._mode.fresh_bytes_peak),
             heap_spare_bytes=self._heap.spare_bytes,
             frozen_bytes=self._storage.frozen_bytes(self._flats),
@@ -407,24 +409,9 @@ class Handle:
             self._lifecycle.detach()
             self._executor.drain()
             self.residency.close()
-            self._part_params()
+            part(self._params)
             self._gradients.close()
             self._undo.close()
-
-    def _part_params(self) -> None:
-        """Take from the parameters what would outlive the engine, or keep the model alive."""
-        for param in self._params:
-            if param.grad is not None:
-                param.grad.empty()
-                param.grad.before_mutation = None
-                param.grad.move_to(torch.empty(0, dtype=param.grad.dtype), None)
-                param.at_rest.grad = None
-            for leaf in (param.gathered, param.at_rest):
-                # These hooks hold the engine from C++, where the garbage collector does not look.
-                with torch._C.DisableTorchFunctionSubclass():
-                    hooks: Any = leaf._post_accumulate_grad_hooks
-                if hooks:
-                    hooks.clear()
 
     @property
     def closed(self) -> bool:

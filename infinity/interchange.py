@@ -32,7 +32,6 @@ from infinity.checkpoint.describing import buffers_of
 from infinity.checkpoint.incoming import Incoming, Loaded, check_idle, match, take_in
 from infinity.checkpoint.safetensors import read_value, write_safetensors
 from infinity.checkpoint.wholes import wholes_of
-from infinity.comm.collectives import Comm
 from infinity.engine import Handle, handle
 from infinity.optim.base import Optimizer
 from infinity.runtime.filling import SafetensorsFiles
@@ -99,7 +98,8 @@ def export_dcp(
     """
     if not all(keys) or keys[0] == keys[1]:
         raise ValueError(f"keys={keys!r}: the model and its optimizer are written under two different names")
-    of, comm = handle(model), Comm()
+    of = handle(model)
+    comm = of.comm
     of.flush()
     every = {held.param: held for held in _held(of, opt)}
     target = Path(directory)
@@ -151,7 +151,8 @@ def load_dcp(
     Raises: ValueError naming what is missing, unexpected, different, damaged or refused; FileNotFoundError; RuntimeError inside
     forward, backward or gather(). After an error of reading or writing some values are loaded and others not.
     """
-    of, comm = handle(model), Comm()
+    of = handle(model)
+    comm = of.comm
     of.flush()
     with contextlib.ExitStack() as undo:
         with agreed(comm, f"opening {directory}"):
@@ -200,7 +201,8 @@ def _held(of: Handle, opt: Optimizer | None) -> list[Held]:
 
 def _load(model: torch.nn.Module, opened: Callable[[], Incoming], *, strict: bool) -> Loaded:
     """Open, match, and only when all ranks could, write."""
-    of, comm = handle(model), Comm()
+    of = handle(model)
+    comm = of.comm
     of.flush()
     with agreed(comm, "opening the values to load"):
         check_idle(of.units)

@@ -38,6 +38,7 @@ class Ranks:
             mesh=policy.mesh, device=device, timeout_s=policy.rank_timeout_s, name=f"infinity/{next(_ENGINES)}"
         )
         self.several = self.comm.world > 1
+        self._whole_grad_bytes = self._secondary_bytes = self._feedback_bytes = 0
         undo.callback(self.comm.close)
 
     @property
@@ -65,6 +66,7 @@ class Ranks:
             return None
         local = LocalSums([flat for flat in flats if flat.trainable], gradients.dtype)
         undo.callback(local.close)
+        self._whole_grad_bytes = local.size_bytes
         return local
 
     def reducer(self, flats: Sequence[Flat], gradients: GradientMemory, undo: contextlib.ExitStack) -> Reducer | None:
@@ -81,14 +83,30 @@ class Ranks:
             error_feedback=policy.error_feedback,
         )
         undo.callback(reducer.close)
+        self._feedback_bytes = reducer.feedback_bytes
         return reducer
 
     def kept(self, units: Sequence[Unit], device: Device) -> KeptShards | None:
         """The shards that stay where gathers take them from, until weights change. The residency closes it."""
         if not self.several or self._policy.zero < 3:
             return None
+        kept = None
         if self._policy.hpz is not None:
-            return KeptShards(units, self.comm.topology.counterparts, self._policy.hpz, device)
-        if self._policy.params == "device":
-            return KeptShards(units, (self.comm.rank,), "device", device)
-        return None
+            kept = KeptShards(units, self.comm.topology.counterparts, self._policy.hpz, device)
+        elif self._policy.params == "device":
+            kept = KeptShards(units, (self.comm.rank,), "device", device)
+        self._secondary_bytes = kept.size_bytes if kept is not None else 0
+        return kept
+
+    def figures(self) -> dict[str, int]:
+        """What `infinity.stats.Stats` tells of several ranks."""
+        gather, reduce = self.comm.volume("gather"), self.comm.volume("reduce")
+        return {
+            "comm_gather_inside_bytes": gather.inside,
+            "comm_gather_across_bytes": gather.across,
+            "comm_reduce_inside_bytes": reduce.inside,
+            "comm_reduce_across_bytes": reduce.across,
+            "whole_grad_bytes": self._whole_grad_bytes,
+            "secondary_bytes": self._secondary_bytes,
+            "feedback_bytes": self._feedback_bytes,
+        }

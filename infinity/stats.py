@@ -125,6 +125,12 @@ _OF_EXECUTOR = (
 )  # fmt: skip
 """What `Stats` has of the executor's counters as they are."""
 
+_OF_RANKS = (
+    "comm_gather_inside_bytes", "comm_gather_across_bytes", "comm_reduce_inside_bytes", "comm_reduce_across_bytes",
+    "whole_grad_bytes", "secondary_bytes", "feedback_bytes",
+)  # fmt: skip
+"""What it has of several ranks."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
@@ -147,7 +153,10 @@ class Stats:
     training on all drives, None before the first step; phases: where the time went, and what moved meanwhile, by the names of
     `telemetry.PHASES`; updates_ahead: units that were updated in backward ahead of their step and kept, updates_withdrawn: those
     that the step forbade; steps_undone: by faults (the last three with two generations);
-    commit_s: time that commits of a durable run took; h2d_bytes, d2h_bytes: copied to a GPU that computes and from it, h2d_s,
+    commit_s: time that commits of a durable run took; comm_gather_*, comm_reduce_*: what this rank sent of weights and of gradients,
+    to ranks of its node (inside) and of others (across), comm_wait_s: time that backward waited for reductions;
+    whole_grad_bytes: whole sums of gradients (accumulate="local"), secondary_bytes: kept shards of gathered weights (hpz, or
+    stage 3 on the device), feedback_bytes: what rounding of gradients took (error_feedback); h2d_bytes, d2h_bytes: copied to a GPU that computes and from it, h2d_s,
     d2h_s: while at least one such copy was under way (all four 0 where the CPU computes; gradients that an update on the
     device reads where they wait are no copies, and not counted);
     activations: see `ActivationFigures`; terms: a step against its limits, None before there were two, and where the device
@@ -203,6 +212,14 @@ class Stats:
     updates_withdrawn: int
     steps_undone: int
     commit_s: float
+    comm_gather_inside_bytes: int
+    comm_gather_across_bytes: int
+    comm_reduce_inside_bytes: int
+    comm_reduce_across_bytes: int
+    comm_wait_s: float
+    whole_grad_bytes: int
+    secondary_bytes: int
+    feedback_bytes: int
     h2d_bytes: int
     d2h_bytes: int
     h2d_s: float
@@ -242,6 +259,12 @@ class Stats:
             )
         if self.activations.calls:
             lines.append(str(self.activations))
+        sent = [getattr(self, name) for name in _OF_RANKS[:4]]
+        if any(sent):
+            lines.append(
+                f"sent to other ranks: {format_size(sent[0] + sent[1])} of weights, {format_size(sent[2] + sent[3])} of gradients"
+                + (f"; of that {format_size(sent[1] + sent[3])} to other nodes" if sent[1] or sent[3] else "")
+            )
         if self.h2d_bytes or self.d2h_bytes:
             ways = [("to", self.h2d_bytes, self.h2d_s), ("from", self.d2h_bytes, self.d2h_s)]
             told = [
@@ -266,6 +289,7 @@ class Stats:
         update: str | None = "deferred",
         bandwidths: Mapping[str, tuple[float, float]] | None = None,
         activations: ActivationFigures | None = None,
+        ranks: Mapping[str, Any] | None = None,
         fresh_grad_bytes_peak: int = 0,
         heap_spare_bytes: int = 0,
         frozen_bytes: int = 0,
@@ -273,7 +297,7 @@ class Stats:
         """Put together what the parts counted. `endurance` has observed `executor`; without it nothing is forecast.
 
         update: when updates run; None where no limits are known (inside `opt.step()`, on the device). bandwidths: of the drives,
-        by directory, where they are known better than from this run.
+        by directory, where they are known better than from this run. ranks: what only several of them have, by field.
         """
         drives, marks = drive_figures(executor, endurance or Endurance()), residency.clock.marks()
         return cls(
@@ -314,6 +338,8 @@ class Stats:
             updates_withdrawn=pipeline.updates_withdrawn,
             steps_undone=pipeline.steps_undone,
             commit_s=pipeline.transaction.commit_s if pipeline.transaction is not None else 0.0,
+            **(dict.fromkeys(_OF_RANKS, 0) if ranks is None else ranks),
+            comm_wait_s=residency.gradients.wait_s,
             h2d_bytes=executor.to_device_bytes,
             d2h_bytes=executor.from_device_bytes,
             h2d_s=executor.to_device_s,

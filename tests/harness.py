@@ -48,6 +48,7 @@ class Training:
     scaler: tuple[float, int] | None = None  # GradScaler's init_scale and growth_interval
     poisoned: tuple[int, ...] = ()  # steps whose loss is infinite
     device: str = "cpu"  # what computes
+    no_sync: bool = False  # micro-batches that are not the last of a step are marked as such
 
     @property
     def batches(self) -> list[models.Batch]:
@@ -150,10 +151,10 @@ def reference(training: Training) -> Result:
         model = training.model()
         optimizer = training.make_reference(model)
         scaler = ReferenceScaler(*training.scaler) if training.scaler is not None else None
-        losses, norms, seen = _loop(
+        losses, norms, seen = run_loop(
             training, model, optimizer, lambda: optimizer.clip(training.max_norm or 0.0), scaler
         )
-        return Result(losses, norms, seen, _values(model))
+        return Result(losses, norms, seen, values_of(model))
 
 
 def offloaded(
@@ -172,15 +173,15 @@ def offloaded(
             if training.scaler is not None:
                 scale, interval = training.scaler
                 scaler = torch.amp.GradScaler(training.device, init_scale=scale, growth_interval=interval)
-            losses, norms, seen = _loop(training, model, optimizer, clip, scaler)
-            values = _values(model)
+            losses, norms, seen = run_loop(training, model, optimizer, clip, scaler, handle.no_sync)
+            values = values_of(model)
             handle.flush()  # what is still being written is not counted yet
             return Result(losses, norms, seen, values, handle.stats())
         finally:
             handle.close()
 
 
-def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters by their names in the state dict, where the tiles of a weight are one."""
     state = model.state_dict()
     names = dict.fromkeys(whole_name(name) or name for name, _ in model.named_parameters())
@@ -192,9 +193,10 @@ def _clip(model: nn.Module, max_norm: float | None) -> torch.Tensor:
     return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-def _loop(
-    training: Training, model: nn.Module, optimizer: Any, clip: Callable[[], torch.Tensor], scaler: Any = None
-) -> tuple[list[float], list[float], list[Any]]:
+def run_loop(
+    training: Training, model: nn.Module, optimizer: Any, clip: Callable[[], torch.Tensor], scaler: Any = None,
+    no_sync: Callable[[], Any] = contextlib.nullcontext,
+) -> tuple[list[float], list[float], list[Any]]:  # fmt: skip
     losses, norms, seen = [], [], []
     batches = iter(training.batches)
     base = [group["lr"] if training.groups else 1.0 for group in optimizer.param_groups]
@@ -204,11 +206,13 @@ def _loop(
         if training.before is not None:
             seen.append(training.before(model, step))
             optimizer.zero_grad()
-        for _ in range(training.accumulation):
-            loss = models.loss_of(model, next(batches)) / training.accumulation
-            if step in training.poisoned:
-                loss = loss * float("inf")
-            (loss if scaler is None else scaler.scale(loss)).backward()
+        for micro in range(training.accumulation):
+            marked = training.no_sync and micro + 1 < training.accumulation
+            with no_sync() if marked else contextlib.nullcontext():
+                loss = models.loss_of(model, next(batches)) / training.accumulation
+                if step in training.poisoned:
+                    loss = loss * float("inf")
+                (loss if scaler is None else scaler.scale(loss)).backward()
             losses.append(loss.item())
             if training.between is not None:
                 seen.append(training.between(model, step))

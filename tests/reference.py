@@ -145,7 +145,7 @@ class ReferenceAdamW:
         m.add_(grad * f32(1.0 - beta1))
         v.mul_(f32(beta2))
         v.add_((grad * grad) * f32(1.0 - beta2))
-        root = torch.from_numpy(np.sqrt(v.numpy()))  # torch.sqrt on CPU is off by one ulp now and then
+        root = torch.from_numpy(np.asarray(np.sqrt(v.numpy())))  # a scalar, too; torch.sqrt on CPU is off by one ulp now and then
         denominator = root / f32(math.sqrt(1.0 - beta2**state.step)) + f32(group["eps"])
         p.sub_((m / denominator) * f32(lr / (1.0 - beta1**state.step)))
 

@@ -34,6 +34,7 @@ class Exporter(Protocol):
 
     units: list[Unit]
     states: States
+    comm: Comm
 
     def read(self, param: Param) -> torch.Tensor:
         """The current value of one parameter on the CPU; collective on several ranks."""
@@ -58,7 +59,7 @@ def write_safetensors(
     stays until then. On several ranks all call it, and rank 0 writes. Raises: OSError naming the path, PeerFailed where another
     rank had one.
     """
-    comm = Comm()
+    comm = of.comm
     files = WeightFiles(Path(directory), writes=comm.rank == 0)
     parts = _parts(of)
     groups = group_units([_part_bytes(of, part, masters=masters) for part in parts], parse_size(shard_bytes_max))

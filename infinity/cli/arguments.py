@@ -20,6 +20,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     _add_text(parser)
     _add_placement(parser)
     _add_numerics(parser)
+    add_ranks(parser)
     _add_training(parser)
 
 
@@ -125,6 +126,10 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     """What `infinity plan` is told of the machine."""
     machine = parser.add_argument_group("machine (sizes as 80GiB, rates in GB/s)")
     machine.add_argument("--gpus", type=int, default=1, help="GPUs of the node; 0: the CPU computes (1)")
+    machine.add_argument("--ranks", type=int, metavar="N", help="processes of the node where the CPU computes (1; GPUs have one "
+                         "each)")  # fmt: skip
+    machine.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes, each with all that is told here (1)")
+    machine.add_argument("--link-gbps", type=float, metavar="Gbit/s", help="between a node and the others, each way (100)")
     machine.add_argument("--gpu", metavar="KIND", help="rtx3090, rtx4090, rtx5090, a100, h100 or h200, for what is not given "
                          "below (by --gpu-mem, else h100)")  # fmt: skip
     machine.add_argument("--gpu-mem", metavar="SIZE", help="memory of one GPU")
@@ -161,7 +166,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--update-on", choices=("cpu", "device"), default="cpu", help="where states are updated; device: the GPUs "
                      "(cpu)")  # fmt: skip
     tiers = ("device", "cpu", "nvme")
-    job.add_argument("--params", choices=tiers, default="nvme", help="the lowest tier of parameters (nvme)")
+    job.add_argument("--params", choices=tiers, help="the lowest tier of parameters (nvme; device with --zero 1 and 2)")
     job.add_argument("--optim", choices=tiers[1:], default="nvme", help="the lowest tier of optimizer states (nvme)")
     job.add_argument("--grads", choices=tiers[1:], default="cpu", help="nvme: gradients that RAM does not hold spill (cpu)")
     job.add_argument("--activations", choices=tiers, default="device", help="where inputs of checkpointed blocks wait (device)")
@@ -171,6 +176,20 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--tile-linears", type=int, default=1, metavar="N", help="every linear in N tiles: inf.tile_linears (1)")
     job.add_argument("--tile-loss", type=int, default=1, metavar="N", help="the head and its loss in N tiles: inf.tile_loss (1)")
     job.add_argument("--no-checkpointing", action="store_true", help="keep all activations instead of recomputing them")
+    add_ranks(parser)
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """What several ranks split, and how they exchange it: for `infinity train` and `infinity plan`."""
+    ranks = parser.add_argument_group("several ranks (part of the numerics)")
+    ranks.add_argument("--zero", type=int, choices=(1, 2, 3), default=3, help="what they split: optimizer states (1), gradients "
+                       "too (2), parameters too (3)")  # fmt: skip
+    ranks.add_argument("--accumulate-in", choices=("shard", "local"), help="micro-batches but the last: each reduced into the "
+                       "shard, or added up whole on each rank and reduced once (local with --zero 1, else shard)")  # fmt: skip
+    ranks.add_argument("--qwz", action="store_true", help="ZeRO++: gather weights as int8 groups")
+    ranks.add_argument("--hpz", choices=("device", "cpu"), help="ZeRO++: where each node keeps a copy of gathered weights")
+    ranks.add_argument("--qgz", action="store_true", help="ZeRO++: reduce gradients as int4 groups, first inside the node")
+    ranks.add_argument("--error-feedback", action="store_true", help="with --qgz: what rounding took goes into the next gradient")
 
 
 CHECKPOINT = (

@@ -31,8 +31,15 @@ class Corpus:
     train: torch.Tensor
     held_out: torch.Tensor
 
-    def batches(self, batch: int, seed: int) -> Iterator[torch.Tensor]:
-        """Training batches [batch, seq] without end: every window once per pass, each pass in an order of its own."""
+    def batches(self, batch: int, seed: int, *, rank: int = 0, ranks: int = 1) -> Iterator[torch.Tensor]:
+        """Training batches [batch, seq] without end: every window once per pass, each pass in an order of its own.
+
+        On several ranks each gets its rows of a batch of `ranks * batch`: together they are what one rank gets of that size.
+        """
+        every = self._every(ranks * batch, seed)
+        return (found[rank * batch : (rank + 1) * batch] for found in every)
+
+    def _every(self, batch: int, seed: int) -> Iterator[torch.Tensor]:
         passes = 0
         order: list[int] = []
         while True:
@@ -49,18 +56,25 @@ class Corpus:
         """The held-out windows in order, in batches of at most `batch`."""
         yield from self.held_out.split(batch)
 
+    def held_out_rows(self, batch: int, *, rank: int = 0, ranks: int = 1) -> Iterator[tuple[torch.Tensor, bool]]:
+        """The rows of one rank of the held-out windows, and whether they count: ranks compute together, so one that has no rows
+        of the last batch gets some that another has."""
+        for found in self.held_out_batches(ranks * batch):
+            rows = found[rank * batch : (rank + 1) * batch]
+            yield (rows, True) if len(rows) else (found[:1], False)
 
-def build_corpus(options: argparse.Namespace, tokenize: Tokenize) -> Corpus:
-    """Read and tokenise what `options` name.
+
+def build_corpus(options: argparse.Namespace, tokenize: Tokenize, *, ranks: int = 1) -> Corpus:
+    """Read and tokenise what `options` name, as much as so many ranks use.
 
     Raises: ValueError when the text is missing, unreadable or too short for one held-out and one training window.
     """
     lines = read_lines(options)
     train_lines, held_lines = split_held_out(lines, options.holdout)
-    wanted = options.steps * options.batch * options.accumulate
+    wanted = ranks * options.steps * options.batch * options.accumulate
     # Eight times what is needed, so that the windows are drawn from more than the text's beginning.
     train = windows(train_lines, tokenize, options.seq, max(8 * wanted, 256))
-    held_out = windows(held_lines, tokenize, options.seq, options.eval_batches * options.batch)
+    held_out = windows(held_lines, tokenize, options.seq, ranks * options.eval_batches * options.batch)
     for label, found in (("training", train), ("held-out", held_out)):
         if not len(found):
             raise ValueError(

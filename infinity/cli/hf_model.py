@@ -136,8 +136,18 @@ def continue_text(model: Any, tokenizer: Any, prompt: str, tokens: int, device: 
     return str(tokenizer.decode(out[0], skip_special_tokens=True))
 
 
-def save_pretrained(model: Any, tokenizer: Any, directory: Path) -> None:
-    """Write weights (streamed), config and tokenizer, so that `from_pretrained(directory)` loads them."""
+def save_pretrained(model: Any, tokenizer: Any, directory: Path, *, first: bool = True) -> None:
+    """Write weights (streamed), config and tokenizer, so that `from_pretrained(directory)` loads them.
+
+    On several ranks all call it; the first of them writes.
+    """
+    if first:
+        _save_beside(model, tokenizer, directory)
+    inf.export_safetensors(model, directory)
+
+
+def _save_beside(model: Any, tokenizer: Any, directory: Path) -> None:
+    """What lies beside the weights."""
     directory.mkdir(parents=True, exist_ok=True)
     use_cache = model.config.use_cache
     model.config.use_cache = True
@@ -150,7 +160,6 @@ def save_pretrained(model: Any, tokenizer: Any, directory: Path) -> None:
     finally:
         model.config.use_cache = use_cache
     tokenizer.save_pretrained(directory)
-    inf.export_safetensors(model, directory)
 
 
 def quiet_transformers() -> Any:

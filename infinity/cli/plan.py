@@ -25,6 +25,7 @@ from infinity.planning.changes import fewest_micro_batches, one_change, where_up
 from infinity.planning.job import Job
 from infinity.planning.machine import Machine, describe_machine
 from infinity.planning.predict import predict
+from infinity.planning.ranks import stages
 from infinity.planning.shape import ModelShape, shape_of
 from infinity.sizes import parse_size
 
@@ -38,18 +39,19 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
     console = console or Console(stderr=to_stdout)
     try:
         machine = read_machine(options)
-        shape = read_shape(options.model, getattr(torch, options.dtype), nested=machine.ranks == 1)
+        shape = read_shape(options.model, getattr(torch, options.dtype), nested=machine.world == 1)
         job = read_job(options, shape, machine)
         prediction = predict(shape, machine, job)
         changes = [] if options.no_changes else one_change(
             shape, prediction, choose_micro_batches=options.micro_batches is None
         )
         sides = where_updates_run(shape, prediction)
+        ranks = stages(shape, machine, job) if machine.world > 1 else []
     except ValueError as error:
         console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
     if options.json is not None:
-        text = json.dumps(as_record(shape, prediction, changes, sides), indent=2) + "\n"
+        text = json.dumps(as_record(shape, prediction, changes, sides, ranks), indent=2) + "\n"
         if to_stdout:
             sys.stdout.write(text)
             return 0 if prediction.fits else 1
@@ -59,7 +61,7 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
             text = f"--json {escape(str(options.json))}: {error.strerror}"
             console.print(f"[red]error:[/red] {text}", highlight=False, soft_wrap=True)
             return 2
-    show_plan(console, shape, prediction, changes, sides)
+    show_plan(console, shape, prediction, changes, sides, ranks)
     return 0 if prediction.fits else 1
 
 
@@ -98,7 +100,7 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
 
 def read_machine(options: argparse.Namespace) -> Machine:
     """The machine that the arguments describe. Raises: ValueError naming argument, value and fix."""
-    for name in ("flops", "flops_peak", "tbw"):
+    for name in ("flops", "flops_peak", "tbw", "link_gbps"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give a positive number")
@@ -122,6 +124,9 @@ def read_machine(options: argparse.Namespace) -> Machine:
         shared=not options.separable,
         bench=bench,
         bench_name=str(options.bench or ""),
+        ranks=options.ranks,
+        nodes=options.nodes,
+        link_bytes_per_s=options.link_gbps * 1e9 / 8 if options.link_gbps is not None else None,
     )
 
 
@@ -152,10 +157,12 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         value = getattr(options, name)
         if value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    tiers = {"params": options.params, "optim": options.optim}
+    tiers = {"params": options.params or ("nvme" if options.zero == 3 else "device"), "optim": options.optim}
+    ranks = {name: getattr(options, name) for name in ("zero", "qwz", "hpz", "qgz", "error_feedback")}
+    ranks["accumulate"] = options.accumulate_in
     policy = inf.Policy(  # checks and parses
-        **tiers, nvme=["."], resident=parse_resident(options.resident), update=options.update, generations=options.generations,
-        durable=options.durable,
+        **tiers, **ranks, nvme=["."], resident=parse_resident(options.resident), update=options.update,
+        generations=options.generations, durable=options.durable,
     )  # fmt: skip
     job = Job(
         tokens=options.tokens_per_step,
@@ -163,8 +170,8 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         micro_batches=1 if options.micro_batches is None else options.micro_batches,
         state=options.state,
         update=options.update,
-        params=options.params,
-        optim=options.optim,
+        **tiers,
+        **ranks,
         grads=options.grads,
         activations=options.activations,
         resident={kind: part for kind, part in (policy.resident or {}).items() if not isinstance(part, str)} or None,

@@ -11,10 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from infinity.cli.rank_tables import exchange_record, exchange_table, rank_record, rank_table
 from infinity.limits import AtRest
 from infinity.planning.changes import Change
 from infinity.planning.device_memory import Need
+from infinity.planning.machine import Machine
 from infinity.planning.predict import EFFICIENCY, Prediction
+from infinity.planning.ranks import RankBytes
 from infinity.planning.shape import ModelShape
 from infinity.sizes import format_size
 
@@ -23,11 +26,16 @@ SAME_MAX = 0.005  # a gain or loss that is none
 
 
 def show_plan(
-    console: Console, shape: ModelShape, found: Prediction, changes: Sequence[Change], sides: Sequence[Prediction] = ()
+    console: Console,
+    shape: ModelShape,
+    found: Prediction,
+    changes: Sequence[Change],
+    sides: Sequence[Prediction] = (),
+    ranks: Sequence[RankBytes] = (),
 ) -> None:
     """Print the answer: does it fit, where things go, how long a step is, what a change would buy, what was assumed.
 
-    sides: the same with updates on the CPU and on the GPUs.
+    sides: the same with updates on the CPU and on the GPUs. ranks: what one of several holds under each stage.
     """
     console.print(_head(shape, found), highlight=False)
     if found.fits:
@@ -38,6 +46,9 @@ def show_plan(
             console.print(f"  {reason}", highlight=False, markup=False, soft_wrap=True)
     console.print(_needs(found))
     console.print(_places(found))
+    if ranks:
+        console.print(rank_table(ranks, chosen=found.job.zero))
+        console.print(exchange_table(found))
     console.print(_step(found))
     if sides:
         console.print(_sides(sides))
@@ -68,12 +79,20 @@ def _head(shape: ModelShape, found: Prediction) -> str:
     return (
         f"[bold]{escape(shape.name)}[/bold]: {_count(shape.params)} parameters in {len(shape.units)} units, the largest "
         f"{format_size(shape.largest_unit_bytes)}; {job.tokens:,} tokens per step in {_batches(job.micro_batches)} of "
-        f"{job.micro_batch_tokens(machine.ranks):,} tokens on each of {machine.ranks} "
-        f"{'GPU' if machine.gpus else 'CPU'}{'s' if machine.ranks > 1 else ''}, sequences of {job.sequence:,}, "
+        f"{job.micro_batch_tokens(machine.world):,} tokens on each of {_who(machine)}, sequences of {job.sequence:,}, "
         f"{'checkpointed' if job.checkpointing else 'not checkpointed'}{tiled}; state {job.state}, update {job.update}"
         f"{', durable' if job.durable else ', two generations' if job.generations > 1 else ''}"
         f"{', on the GPU' if job.update_on == 'device' else ''}"
     )
+
+
+def _who(machine: Machine) -> str:
+    """Who computes: "8 GPUs of each of 2 nodes"."""
+    if machine.gpus:
+        told = f"{machine.gpus} GPU{'s' if machine.ranks > 1 else ''}"
+    else:
+        told = f"{machine.ranks} ranks on CPUs" if machine.ranks > 1 else "1 CPU"
+    return told + (f" of each of {machine.nodes} nodes" if machine.nodes > 1 else "")
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -131,7 +150,7 @@ def _step(found: Prediction) -> Table:
         peak = found.machine.flops_peak_per_gpu / 1e12
         rate = f"{found.flops_per_gpu / 1e12:,.1f} TFLOP/s of the model"
         if found.machine.gpus > 1:
-            table.add_row("of each GPU", f"{found.tokens_per_s / found.machine.gpus:,.0f}")
+            table.add_row("of each GPU", f"{found.tokens_per_s / found.machine.world:,.0f}")
         table.add_row("MFU", f"{found.mfu:.1%}: {rate} on each GPU, of {peak:,.0f}")
     if found.moved.total.written:
         table.add_row("written per day", f"{found.written_per_day / 1e12:,.1f} TB")
@@ -222,9 +241,13 @@ def _gain(found: Prediction, other: Prediction) -> float | None:
 
 
 def as_record(
-    shape: ModelShape, found: Prediction, changes: Sequence[Change], sides: Sequence[Prediction] = ()
+    shape: ModelShape,
+    found: Prediction,
+    changes: Sequence[Change],
+    sides: Sequence[Prediction] = (),
+    ranks: Sequence[RankBytes] = (),
 ) -> dict[str, Any]:
-    """Everything, ready for JSON. Infinite figures are None. sides: as in `show_plan`."""
+    """Everything, ready for JSON. Infinite figures are None. sides, ranks: as in `show_plan`."""
     model = {
         name: getattr(shape, name)
         for name in ("name", "params", "trainable", "active_params", "layers", "width", "vocabulary", "largest_unit_bytes")
@@ -234,6 +257,7 @@ def as_record(
         "model": model | {"units": len(shape.units)},
         "machine": found.machine.as_dict(),
         "plan": _record(found),
+        "rank_bytes": rank_record(ranks),
         "update_on": {side.job.update_on: _record(side) for side in sides},
         "changes": [
             {"change": change.name, "gain": _gain(found, change.prediction), **_record(change.prediction)} for change in changes
@@ -256,6 +280,7 @@ def _record(found: Prediction) -> dict[str, Any]:
         "written_bytes": found.moved.total.written,
         "h2d_bytes": found.copied.h2d,
         "d2h_bytes": found.copied.d2h,
+        "exchanged": exchange_record(found.exchanged),
         "terms_s": found.terms_s,
         "limit_floor_s": found.limits.floor_s,
         "limit_schedule_s": found.limits.schedule_s,

@@ -6,6 +6,9 @@ The loop is what a user would write; around it are only measurements. Results in
     trace.json      the timeline, for https://ui.perfetto.dev
     loss.png        training and held-out loss (needs matplotlib)
     *.safetensors, config.json, tokenizer ...: the trained model; from_pretrained(out) loads it
+
+On several ranks (torchrun; `infinity.cli.joining`) each trains on its rows of a batch that is as many times larger, so that N
+ranks with --batch 1 do what one does with --batch N. What is told of one rank (traffic, memory, times) is told of rank 0.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import math
 import os
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -27,12 +31,14 @@ from rich.console import Console
 from rich.markup import escape
 
 import infinity as inf
+from infinity.aio.directories import resolve
 from infinity.bench import hardware
 from infinity.bench.swap import SwapTask, measure_swap
 from infinity.cli import hf_model
 from infinity.cli.arguments import parse_resident
 from infinity.cli.corpus import Corpus, build_corpus
 from infinity.cli.display import StepDisplay, step_display
+from infinity.cli.joining import Joined, joined
 from infinity.cli.report import StepRecord, Summary, plot_loss, show_summary, steady, step_limits
 from infinity.errors import InfinityError
 from infinity.limits import AtRest, Drives
@@ -47,27 +53,62 @@ _ALONE_STEP = 3
 
 
 def run_train(options: argparse.Namespace, console: Console | None = None) -> int:
-    """Train as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake, 130 after Ctrl-C."""
+    """Train as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake, 130 after Ctrl-C.
+
+    On several ranks one of them prints what stopped it, and all have a status that is not 0.
+    """
     configure_logging()
     console = console or Console()
     try:
         _check(options)
-        with ExitStack() as stack:
-            return _Run(options, console, stack).run()
-    except KeyboardInterrupt:
-        console.print("interrupted; what was measured so far is in " + str(options.out))
-        return 130
-    except ValueError as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        with joined(options.device) as ranks:
+            return _train(options, console, ranks)
+    except ValueError as error:  # the same on all ranks, which have not met yet
+        if os.environ.get("RANK", "0") == "0":
+            _say_error(console, error)
         return 2
-    except (InfinityError, OSError) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        return 1
+
+
+def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
+    told = False
+    lost = (RuntimeError,) if ranks.world > 1 else ()  # what torch.distributed raises where another rank has gone
+    try:
+        with ExitStack() as stack:
+            try:
+                return _Run(options, console if ranks.first else Console(quiet=True), stack, ranks).run()
+            except (KeyboardInterrupt, Exception) as error:
+                # Before anything is closed, so that those who lose this rank by that know whose error it is.
+                told, tells = True, ranks.tells(error)
+                if tells:
+                    _say_error(console, error, options, ranks)
+                raise
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, InfinityError, OSError, *lost) as error:
+        if not told and ranks.tells(error):
+            _say_error(console, error, options, ranks)
+        return 2 if isinstance(error, ValueError) else 1
+
+
+def _say_error(
+    console: Console, error: BaseException, options: argparse.Namespace | None = None, ranks: Joined | None = None
+) -> None:
+    """One line, which names the rank where there are several. Errors that nobody foresaw have their traceback, too."""
+    if isinstance(error, KeyboardInterrupt):
+        assert options is not None
+        console.print("interrupted; what was measured so far is in " + str(options.out))
+        return
+    several = ranks is not None and ranks.world > 1
+    if not isinstance(error, (ValueError, InfinityError, OSError)):
+        if not several:
+            return  # it goes on to whoever called
+        console.print("".join(traceback.format_exception(error)), markup=False, highlight=False, soft_wrap=True)
+    who = f"rank {ranks.rank}: " if several and ranks is not None else ""
+    text = str(error) or type(error).__name__
+    console.print(f"[red]error:[/red] {escape(who + text)}", highlight=False, soft_wrap=True)
 
 
 def _check(options: argparse.Namespace) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("infinity train runs on one rank in this release; use inf.offload in a script for several")
     for name in ("steps", "batch", "seq", "accumulate", "eval_batches", "prompt_tokens"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
@@ -90,8 +131,8 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def policy_of(options: argparse.Namespace) -> inf.Policy:
-    """The policy that the arguments describe. Raises: ValueError."""
+def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
+    """The policy that the arguments describe, for a model that computes on `device`. Raises: ValueError."""
     return inf.Policy(
         params=options.params,
         optim=options.optim,
@@ -104,7 +145,13 @@ def policy_of(options: argparse.Namespace) -> inf.Policy:
         update=options.update,
         generations=options.generations,
         delayed_warmup=40 if options.delayed_warmup is None else options.delayed_warmup,
-        device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=device,
+        zero=options.zero,
+        accumulate=options.accumulate_in,
+        qwz=options.qwz,
+        hpz=options.hpz,
+        qgz=options.qgz,
+        error_feedback=options.error_feedback,
         update_on=options.update_on,
         seed=options.seed,
         io_backend=options.io_backend,
@@ -146,17 +193,20 @@ class _Phase:
 class _Run:
     """One run, phase after phase; `stack` closes what it opens, in reverse order, whatever happens."""
 
-    def __init__(self, options: argparse.Namespace, console: Console, stack: ExitStack) -> None:
+    def __init__(self, options: argparse.Namespace, console: Console, stack: ExitStack, ranks: Joined) -> None:
         self.options = options
         self.console = console
-        self.policy = policy_of(options)
+        self.ranks = ranks
+        self.policy = policy_of(options, ranks.device)
         self.pretrained = hf_model.find_pretrained(options.model)
-        self.corpus: Corpus = build_corpus(options, self.pretrained.tokenize)
-        options.out.mkdir(parents=True, exist_ok=True)
-        self.metrics = _Metrics(options.out / "metrics.jsonl")
+        self.corpus: Corpus = build_corpus(options, self.pretrained.tokenize, ranks=ranks.world)
+        if ranks.first:
+            options.out.mkdir(parents=True, exist_ok=True)
+        self.metrics = _Metrics(options.out / "metrics.jsonl" if ranks.first else Path(os.devnull))
         stack.callback(self.metrics.close)
+        self.directories = resolve(self.policy.directories, rank=ranks.rank, local_rank=ranks.local_rank)
         self.drives = self._measure_drives()
-        torch.manual_seed(options.seed)
+        torch.manual_seed(options.seed + ranks.rank)  # as with DDP, ranks draw dropout of their own
         self._say(f"loading {options.model}")
         self.model: Any = hf_model.offload_pretrained(
             self.pretrained, self.policy, getattr(torch, options.dtype), checkpointing=options.checkpointing
@@ -176,7 +226,8 @@ class _Run:
         """Measure, train, measure, save, report."""
         options = self.options
         self.metrics.add("run", self._description())
-        self._say(f"{self.params / 1e6:.1f} M parameters; {len(self.corpus.train)} training and "
+        several = f" on {self.ranks.world} ranks, ZeRO stage {self.policy.zero}" if self.ranks.world > 1 else ""
+        self._say(f"{self.params / 1e6:.1f} M parameters{several}; {len(self.corpus.train)} training and "
                   f"{len(self.corpus.held_out)} held-out windows of {options.seq} tokens")  # fmt: skip
         text_before = self._continue()
         self._measure_held_out(0)
@@ -192,7 +243,7 @@ class _Run:
             self._leave_files()
         text_after = self._continue()
         if not options.no_save:
-            hf_model.save_pretrained(self.model, self.pretrained.tokenizer, options.out)
+            hf_model.save_pretrained(self.model, self.pretrained.tokenizer, options.out, first=self.ranks.first)
             self._say(f"the trained model is in {options.out}")
         summary = self._summary(peak_before, peak_training, (text_before, text_after))
         self.metrics.add("summary", summary.as_dict())
@@ -201,7 +252,7 @@ class _Run:
 
     def _train(self, display: StepDisplay) -> None:
         options = self.options
-        batches = self.corpus.batches(options.batch, options.seed)
+        batches = self.corpus.batches(options.batch, options.seed, rank=self.ranks.rank, ranks=self.ranks.world)
         last = self.handle.stats()
         for step in range(1, options.steps + 1):
             alone = step == _ALONE_STEP and options.steps > _ALONE_STEP
@@ -227,7 +278,7 @@ class _Run:
                 loss=loss,
                 lr=rate,
                 grad_norm=norm,
-                tokens=options.batch * options.seq * options.accumulate,
+                tokens=self.ranks.world * options.batch * options.seq * options.accumulate,
                 step_s=time.monotonic() - start,
                 first_forward_s=phase.first_forward_s,
                 compute_s=phase.compute_s,
@@ -273,7 +324,7 @@ class _Run:
             if index == 0:
                 phase.first_forward_s = forward_s
             total += float(loss.detach())
-        return phase, total / count
+        return phase, self.ranks.sums(total / count)[0] / self.ranks.world
 
     def _synchronize(self) -> None:
         """What was launched has run: times are of work, not of launches."""
@@ -283,16 +334,19 @@ class _Run:
     def _measure_held_out(self, step: int) -> float:
         """Mean loss per window of the held-out part; recorded."""
         self.model.eval()
-        total, count = 0.0, 0
+        total, count = 0.0, 0.0
+        rows = self.corpus.held_out_rows(self.options.batch, rank=self.ranks.rank, ranks=self.ranks.world)
         with torch.no_grad():
-            for batch in self.corpus.held_out_batches(self.options.batch):
+            for batch, counts in rows:
                 ids = batch.to(self.device)
-                total += float(self.model(input_ids=ids, labels=ids, use_cache=False).loss) * len(ids)
-                count += len(ids)
+                loss_sum = float(self.model(input_ids=ids, labels=ids, use_cache=False).loss) * len(ids)
+                if counts:
+                    total, count = total + loss_sum, count + len(ids)
         self.model.train()
+        total, count = self.ranks.sums(total, count)
         loss = total / count
         self.held_out.append((step, loss))
-        self.metrics.add("held_out", {"step": step, "loss": loss, "windows": count})
+        self.metrics.add("held_out", {"step": step, "loss": loss, "windows": round(count)})
         if step == 0:
             self._say(f"held-out loss before: {loss:.4f}")
         return loss
@@ -305,12 +359,13 @@ class _Run:
         )
 
     def _measure_drives(self) -> dict[str, float] | None:
-        """Bandwidth of the drives in use, in GB/s; None when nothing rests on NVMe."""
+        """Bandwidth of the drives in use, in GB/s, all ranks at once: what each gets of them; None when nothing rests on NVMe."""
         if not self.policy.directories:
             return None
         self._say("measuring the drive")
+        self.ranks.together()
         task = SwapTask(
-            directories=self.policy.directories,
+            directories=self.directories,
             size_bytes=_BENCH_BYTES,
             block_bytes=self.policy.io_settings.block_bytes,
             depth=self.policy.io_settings.depth,
@@ -322,6 +377,8 @@ class _Run:
 
     def _leave_files(self) -> None:
         """What is worth keeping also of a run that was interrupted."""
+        if not self.ranks.first:
+            return
         if not self.options.no_trace:
             self.handle.trace(self.options.out / "trace.json")
         if self.records and not plot_loss(self.records, self.held_out, self.options.out / "loss.png"):
@@ -329,7 +386,7 @@ class _Run:
 
     def _description(self) -> dict[str, Any]:
         options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(self.options).items()}
-        drives = [hardware.drive(path) for path in self.policy.directories]
+        drives = [hardware.drive(path) for path in self.directories]
         return {
             "schema": SCHEMA,
             "version": inf.__version__,
@@ -337,6 +394,7 @@ class _Run:
             "hardware": {**hardware.machine(), "drives": drives},
             "torch": torch.__version__,
             "params": self.params,
+            "ranks": self.ranks.world,
             "bandwidth": self.drives,
         }
 

@@ -46,12 +46,13 @@ class Comm:
 
     @classmethod
     def open(cls, *, mesh: Any = None, device: torch.device | None = None, timeout_s: float, name: str) -> Comm:
-        """With lanes, for a model that computes on `device`. Collective; blocks. name: the same on all ranks, of no other engine."""
+        """With lanes, for a model that computes on `device`. Collective; blocks. name: of this engine alone, on all ranks."""
         comm = cls(Topology.find(mesh))
         if comm.world == 1:
             return comm
         comm._timeout_s = timeout_s
-        comm.watch = Watch(comm.topology, dist.distributed_c10d._get_default_store().clone(), timeout_s=timeout_s, name=name)
+        store: Any = dist.distributed_c10d._get_default_store()
+        comm.watch = Watch(comm.topology, store.clone(), timeout_s=timeout_s, name=name)
         device = device or torch.device("cpu")
         backend = "nccl" if device.type == "cuda" else "gloo"
         comm._control = comm._lane("control", "gloo", torch.device("cpu"))
@@ -144,6 +145,11 @@ class Comm:
         """This rank's forward or backward broke off: those that wait for it are told. Never blocks."""
         if self.watch is not None:
             self.watch.raised(where, error)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot go on: neither can the others, which are told why. Never blocks."""
+        if self.watch is not None:
+            self.watch.fail(error)
 
     def check(self) -> None:
         """Raise RankFailed if a rank is known to have failed."""

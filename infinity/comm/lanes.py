@@ -9,8 +9,10 @@ what failed first.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -55,14 +57,14 @@ class Op:
 
         Raises: the work's own error if it failed on this rank; RankFailed if a rank does not come, or after any failure.
         """
+        error: BaseException | None = None
         try:
             self._watch.wait(self._done, self.what, self.number)
-        except RankFailed:
-            if self._error is not None:
-                raise self._error.with_traceback(None) from None
-            raise
-        if self._error is not None:
-            raise self._error
+        except RankFailed as failure:
+            error = failure
+        error = self._error or error
+        if error is not None:
+            raise error.with_traceback(None)
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
@@ -112,7 +114,9 @@ class Lane:
         self._queue: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
         self._closed = False
         self._last: Op | None = None
+        self._pid = os.getpid()
         watch.on_failure.append(self._break_off)
+        atexit.register(self._exits)
         self._thread = threading.Thread(target=self._run, name=f"infinity-lane-{name}", daemon=True)
         self._thread.start()
 
@@ -137,15 +141,22 @@ class Lane:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self._exits)
         self._queue.put(None)
-        if self._last is not None:
-            self._last.finished()
-        self._thread.join(GIVE_UP_S)
+        left = self._last is None or self._last.finished()
+        self._thread.join(GIVE_UP_S if left else 0.0)
         if self._thread.is_alive():
             _GIVEN_UP.append(self._group)  # its destructor would wait for the stuck call
         if self._break_off in self._watch.on_failure:
             self._watch.on_failure.remove(self._break_off)
         self._group = self._last = None
+
+    def _exits(self) -> None:
+        """At the interpreter's exit, without close(): a thread that returns from a call into torch after that ends the process
+        by SIGABRT."""
+        if self._pid == os.getpid():
+            self._watch.ends()
+            self.close()
 
     def _break_off(self) -> None:
         """Called by the watch's thread."""

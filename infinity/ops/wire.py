@@ -246,7 +246,7 @@ def sum_in_order_torch(pieces: Sequence[torch.Tensor], out: torch.Tensor, diviso
 
 
 def _implementation(name: str, device: torch.device) -> str:
-    """"native", "torch" or "triton"; what the rules of choice.py leave to torch on the CPU is the extension's, if there is one."""
+    """ "native", "torch" or "triton": what choice.py leaves to torch on the CPU is the extension's, if there is one."""
     which = choice.implementation(name, device)
     if which != "torch" or device.type != "cpu":
         return which
@@ -259,7 +259,8 @@ def _implementation(name: str, device: torch.device) -> str:
 @functools.cache
 def _say_that_torch_computes() -> None:
     log.warning(
-        "communication is quantised and summed by torch, with the same results, many times slower: %s", native.reason()
+        "communication is quantised and summed by torch, with the same results, many times slower: %s",
+        native.reason(),
     )
 
 
@@ -294,7 +295,9 @@ def _check_wire(wire: torch.Tensor, values: torch.Tensor, bits: int, group_numel
             f"a wire is {_of(wire)}, but {values.numel()} values on {values.device} take {size_bytes} bytes there"
         )
     if wire.data_ptr() % 2:
-        raise ValueError("a wire starts at an odd address, and holds 2-byte scales: cut buffers at multiples of 64 bytes")
+        raise ValueError(
+            "a wire starts at an odd address, and holds 2-byte scales: cut buffers at multiples of 64 bytes"
+        )
 
 
 def _check_sum(parts: Sequence[torch.Tensor], name: str, divisor: int) -> None:

@@ -123,7 +123,9 @@ def _encode(
     finite = most < INFINITY_BITS
     x = tl.where(finite[:, None], x, 0.0)
     levels = tl.full((GROUPS,), LEVELS, tl.float32)
-    scale_bits = tl.div_rn(tl.where(finite, most, 0).to(tl.float32, bitcast=True), levels).to(tl.int32, bitcast=True)
+    scale_bits = tl.div_rn(tl.where(finite, most, 0).to(tl.float32, bitcast=True), levels).to(
+        tl.int32, bitcast=True
+    )
     if RANDOM:
         scale_bits += 0xFFFF
     else:
@@ -191,7 +193,12 @@ def _decoded(
 
 @triton.jit
 def _store_rounded(
-    out_ptr: tl.tensor, value: tl.tensor, divisor: tl.tensor, mask: tl.tensor, DIVIDE: tl.constexpr, TO: tl.constexpr
+    out_ptr: tl.tensor,
+    value: tl.tensor,
+    divisor: tl.tensor,
+    mask: tl.tensor,
+    DIVIDE: tl.constexpr,
+    TO: tl.constexpr,
 ) -> None:
     """value / divisor, rounded once; out_ptr: of integers with the bits of floats."""
     if DIVIDE:
@@ -217,7 +224,9 @@ def _decode_sum(
     total = _decoded(tl.load(table_ptr), codes_bytes, first_group, numel, BITS, GROUP, GROUPS, ALIGNED)
     k = 1
     while k < count:
-        total += _decoded(tl.load(table_ptr + k), codes_bytes, first_group, numel, BITS, GROUP, GROUPS, ALIGNED)
+        total += _decoded(
+            tl.load(table_ptr + k), codes_bytes, first_group, numel, BITS, GROUP, GROUPS, ALIGNED
+        )
         k += 1
     _store_rounded(out_ptr + index, total, divisor, index < numel, DIVIDE, TO)
 

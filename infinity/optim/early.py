@@ -106,6 +106,11 @@ class EarlyUpdates:
         """Whether backward has updated something that no step has counted yet."""
         return bool(self._taken)
 
+    @property
+    def reduced_later(self) -> bool:
+        """Whether gradients that come now wait for a reduction, and none is taken here before."""
+        return self._drain.waits_local
+
     def close(self) -> None:
         """Let go of gradients that updates have read. Nothing may be pending."""
         self._ready.clear()

@@ -42,8 +42,8 @@ class UpdateMode:
         return 0
 
     @contextlib.contextmanager
-    def no_sync(self, *, waits: bool = False) -> Iterator[None]:
-        """Micro-batches that are not the last of a step. waits: their gradients come later, all at once."""
+    def no_sync(self) -> Iterator[None]:
+        """Micro-batches that are not the last of a step."""
         yield
 
     def check_whole(self) -> None:
@@ -106,8 +106,8 @@ class EarlyMode(UpdateMode):
         return self._accumulated
 
     @contextlib.contextmanager
-    def no_sync(self, *, waits: bool = False) -> Iterator[None]:
-        if not (self._accumulated or waits):
+    def no_sync(self) -> Iterator[None]:
+        if not (self._accumulated or self._updates.reduced_later):
             self._accumulated = True
             try:
                 self._make_gradients()
@@ -152,7 +152,7 @@ class SpeculativeMode(UpdateMode):
         self._updates = updates
 
     @contextlib.contextmanager
-    def no_sync(self, *, waits: bool = False) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         before, self._updates.accumulating = self._updates.accumulating, True
         try:
             yield

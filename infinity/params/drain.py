@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -21,7 +22,6 @@ from infinity.params.local_sums import LocalSums
 from infinity.params.reducing import Reducer, Reduction
 from infinity.params.stand_in import GradBook, GradSlot
 from infinity.params.unit import Flat, Param, Unit
-
 
 REDUCING_UNITS = 2
 """Gradients of so many units may be under way between the ranks; then backward waits."""
@@ -56,6 +56,7 @@ class Drain:
         self._comm = comm
         self._fresh: dict[Unit, dict[Param, torch.Tensor]] = {}  # several ranks: gradients not yet reduced
         self._fresh_bytes = 0
+        self.wait_s = 0.0  # for reductions
         self.fresh_bytes_peak = 0  # the most that autograd's gradients took here at once
         self.take: Callable[[Param, torch.Tensor], None] = self.accumulate
         self.before_assign: Callable[[Param], None] = lambda _param: None  # raises where it would come too late
@@ -230,7 +231,10 @@ class Drain:
         while len(self._under_way) > but:
             reduction = self._under_way.popleft()
             self._fresh_bytes -= reduction.size_bytes
-            for param, part in reduction.shards(self._comm.rank):
+            start = time.perf_counter()
+            shards = reduction.shards(self._comm.rank)
+            self.wait_s += time.perf_counter() - start
+            for param, part in shards:
                 if param.grad is not None and param.grad.unreduced:
                     param.grad.unreduced = False
                 self.take(param, part)

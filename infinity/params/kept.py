@@ -47,6 +47,11 @@ class KeptShards:
             start += round_up(size_bytes, 64)
         device.pin(self._slab)
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all shards that can be kept."""
+        return sum(part.numel() * part.element_size() for part in self._parts.values())
+
     @staticmethod
     def needs_bytes(flats: Sequence[Flat], rank_count: int) -> int:
         """Bytes that the shards of so many ranks take."""

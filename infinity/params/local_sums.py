@@ -31,6 +31,11 @@ class LocalSums:
             self._sums[flat] = memory[start : start + flat.layout.numel * dtype.itemsize].view(dtype)
             start += round_up(flat.layout.numel * dtype.itemsize, 64)
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all sums."""
+        return sum(total.numel() * total.element_size() for total in self._sums.values())
+
     @staticmethod
     def needs_bytes(flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
         """Bytes that the sums of these flats take."""

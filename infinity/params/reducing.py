@@ -82,6 +82,11 @@ class Reducer:
         first = (flat.layout.world, shard)
         return [first] if min(nodes, local_world) == 1 else [first, (nodes, shard)]
 
+    @property
+    def feedback_bytes(self) -> int:
+        """Bytes of what rounding took."""
+        return sum(error.numel() * error.element_size() for errors in self._errors.values() for error in errors)
+
     @classmethod
     def error_bytes(cls, flats: Sequence[Flat], nodes: int, local_world: int) -> int:
         """Bytes of what rounding takes from the gradients of these flats."""

@@ -1,10 +1,6 @@
 """Residency: which units are gathered, what is fetched ahead, what is evicted. The life cycle asks, this decides.
 
-    demand(u)  -> start reading u if nobody has -> start reading what the schedule wants next -> wait for u
-
-A released unit stays gathered until its buffer is wanted, so the units at a turning point (last in forward, first in
-backward; last in backward, first in the next forward) are not read twice. When room is wanted, the idle unit whose
-next use is farthest goes; a prefetch never evicts a unit that is needed sooner than what it brings.
+`infinity.params.gathering` has what is gathered; here is what passes, gradients, updates and single values ask of it.
 
 Between `opt.step()` and the next forward a unit's values are on their way: its update was submitted behind a *gate*.
 Filling such a unit means opening the gate with the unit's buffers as targets: the update hands the new parameters over
@@ -14,10 +10,6 @@ as it computes them. A gate that escaped (no forward came) has updated the state
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -25,37 +17,22 @@ import torch
 from infinity._torch_compat import graph_is_kept, profiled
 from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.comm.collectives import Comm
-from infinity.errors import AioError
 from infinity.memory.device import Device
 from infinity.params import gathered
 from infinity.params.drain import Drain
 from infinity.params.fills import Fills
+from infinity.params.gathering import Gathering, PendingUpdate
 from infinity.params.kept import KeptShards
-from infinity.params.passes import Passes
 from infinity.params.rest import Rest
-from infinity.params.schedule import AHEAD_MAX, NEVER, Phase, Schedule
-from infinity.params.shadow import Shadow
-from infinity.params.unit import Flat, Param, Unit
+from infinity.params.schedule import Phase
+from infinity.params.unit import Param, Unit
 from infinity.telemetry import Marks, PhaseClock, Timeline
 
-AHEAD = 2
-"""There is room for so many of the largest units besides the one in use."""
 
-
-@dataclasses.dataclass
-class PendingUpdate:
-    """An update of a unit that was submitted and whose gate may still be closed."""
-
-    ticket: Ticket
-    gate: Gate
-    opened: bool = False
-
-
-class UnitResidency:
+class UnitResidency(Gathering):
     """The real residency (see `params.unit.Residency`), over an executor. One thread uses it at a time.
 
-    gathered_bytes_max bounds what is gathered, prefetches included, as far as units in use allow: room for AHEAD + 1
-    of the largest units. keep: units are never evicted (whole parameters on the device). qwz, kept: see `Fills`.
+    keep: units are never evicted (whole parameters on the device). qwz, kept: see `Fills`.
     """
 
     def __init__(
@@ -72,204 +49,26 @@ class UnitResidency:
         qwz: bool = False,
         kept: KeptShards | None = None,
     ) -> None:
-        self.units = units
-        self.schedule = Schedule()
-        self.wait_s = self.update_wait_s = 0.0  # for units; for updates (told by the pipeline)
-        self.demands = self.demand_reads = self.gathered_bytes_peak = 0
-        self._rest = rest
+        super().__init__(
+            units,
+            rest=rest,
+            comm=comm,
+            keep=keep,
+            timeline=timeline,
+            device=device or Device(torch.device("cpu")),
+            fills=Fills(comm, qwz=qwz, kept=kept),
+            coarse=qwz and comm.world > 1,
+        )
+        self.update_wait_s = 0.0  # told by the pipeline
         self._executor = executor
         self.gradients = gradients
-        self._comm = comm
-        self.device = device or Device(torch.device("cpu"))
-        self._keep = keep
-        self._timeline = timeline
-        self._fills = Fills(comm, qwz=qwz, kept=kept)
-        self._coarse = qwz and comm.world > 1
-        self._held: set[Unit] = set()  # gathered or filling
-        self._held_bytes = 0
-        self.gathered_bytes_max = (AHEAD + 1) * max((unit.size_bytes for unit in units), default=0)
-        self._updates: dict[Unit, PendingUpdate] = {}
-        self.passes = Passes()
         self.use_left, self.slot = self.passes.use_left, gradients.slot
         gradients.on_taken = self._taken
-        self._current: Unit | None = None  # being demanded: nobody holds it yet, and it must not go
-        self.shadow: Shadow | None = None  # update="delayed": the parameters that compute
-        self._finer: set[Unit] = set()  # written while in use
-        self._newest: set[Unit] = set()  # gathered from rest although the shadow computes
-        self.on_demand: Callable[[Unit], None] = lambda _unit: None  # raises sticky faults, and after close
         self.on_write: Callable[[], None] = lambda: None
-        # Of update="backward": told when nothing uses a unit any more, when a backward ended, and when one broke off.
-        self.on_idle: Callable[[Unit], None] = lambda _unit: None
-        self.on_backward_start = self.on_backward_end = self.on_reset = self.on_evict = self.on_write
+        # Of update="backward": told when a backward ended, and when one broke off.
+        self.on_backward_start = self.on_backward_end = self.on_reset = self.on_write
         self.updates_pending: Callable[[], bool] = lambda: False
         self.clock = PhaseClock(timeline, self._marks)
-
-    # -- gather and release --------------------------------------------------------------------------------------------
-
-    def demand(self, unit: Unit) -> None:
-        """Block until the unit is gathered with its current values."""
-        self.on_demand(unit)
-        self.demands += 1
-        self._current = unit
-        try:
-            with profiled(f"infinity: gather {unit.name}"):
-                self._demand(unit)
-        finally:
-            self._current = None
-
-    def _demand(self, unit: Unit) -> None:
-        self.schedule.demand(unit.index)
-        computes = self.passes.trains  # else `gather()` or evaluation, which want the newest values
-        if computes == (unit in self._newest):
-            self._refill(unit)
-        ready = unit.gathered and unit not in self._fills
-        if not ready and unit not in self._held:
-            self.demand_reads += 1
-            self._start_fill(unit, Priority.DEMAND, newest=not computes)
-        elif not ready and unit not in self._fills:  # an interrupt broke its fill off
-            self._fill(unit, Priority.DEMAND, newest=not computes)
-        self.prefetch_ahead()
-        if self.passes.in_backward:
-            self.gradients.ahead([unit, *(self.units[index] for index in itertools.islice(self.schedule.upcoming(), 1))])
-        if not ready:
-            self._finish_fill(unit)
-
-    def mixes(self, unit: Unit, *, window: bool) -> bool:
-        """Whether a training pass would meet the newer values that `gather()` shows of the unit; with `window`, the reverse."""
-        lags = self.shadow is not None and self.shadow.computes(unit) and unit not in self._newest
-        return lags if window else unit in self._newest and self.passes.trains
-
-    def shows_newest(self, unit: Unit) -> bool:
-        """Whether the unit is gathered from rest although the shadow computes."""
-        return unit in self._newest
-
-    def idle(self, unit: Unit) -> None:
-        """The unit may be evicted; it stays until its room is wanted."""
-        self.on_idle(unit)
-        if self._coarse and unit in self._finer:  # it shows values that were written, and not what travels of them
-            self.renew(unit)
-        if not self._keep and self._held_bytes > self.gathered_bytes_max:
-            self._make_room(0, NEVER)
-
-    def _start_fill(self, unit: Unit, priority: Priority, *, newest: bool = False) -> None:
-        """Allocate the unit's buffers and start filling them. Does not block.
-
-        newest: with what rests, although an update is delayed and computing goes on with the values before it.
-        """
-        self._make_room(unit.size_bytes, NEVER)
-        gathered.allocate(unit, self.device)
-        self._held.add(unit)
-        self._held_bytes += unit.size_bytes
-        self.gathered_bytes_peak = max(self.gathered_bytes_peak, self._held_bytes)
-        self._fill(unit, priority, newest=newest)
-
-    def _fill(self, unit: Unit, priority: Priority, *, newest: bool = False) -> None:
-        """Start filling the unit's buffers, which are allocated."""
-        self._newest.discard(unit)
-        self._finer.discard(unit)
-        shadow = self.shadow if self.shadow is not None and self.shadow.active else None
-        if shadow is not None and newest:
-            self._newest.add(unit)
-        age = (unit.generation, shadow is not None and not newest)
-        update = self._updates.get(unit)
-        if update is not None and not update.opened:
-            update.opened = True
-            self.device.behind()
-            if update.gate.open(self.targets(unit)):
-                self._fills.begin(unit, [update.ticket], age)
-                return
-        if self._fills.has_kept(unit, age):
-            self._fills.begin_kept(unit)
-            return
-        tickets = [
-            self._rest.fetch(flat, 0, self._target(flat), priority=priority, there=True)
-            for flat in unit.flats
-            if newest or shadow is None or flat not in shadow  # those are copied when somebody waits for them
-        ]
-        late = None if shadow is None or newest else functools.partial(shadow.copy_to, unit, self._comm.rank)
-        self._fills.begin(unit, tickets, age, late=late)
-
-    def _refill(self, unit: Unit) -> None:
-        """What is gathered is of another age than what is wanted now: gather it anew, unless somebody uses it."""
-        if unit not in self._held or unit.refs or self.shadow is None or not self.shadow.active:
-            return
-        self._settle(unit)
-        gathered.invalidate(unit)
-        self._fill(unit, Priority.DEMAND, newest=unit not in self._newest)
-
-    def _target(self, flat: Flat) -> int:
-        """Where this rank's shard lies in the gathered flat."""
-        return flat.tensor.data_ptr() + self._comm.rank * flat.layout.shard_numel * flat.layout.itemsize
-
-    def _finish_fill(self, unit: Unit) -> None:
-        """Wait until the unit's buffers are filled. After a fault the unit is evicted."""
-        fill = self._fills.finish(unit)
-        start_ns = time.monotonic_ns()
-        try:
-            fill.wait()
-        except BaseException as error:
-            self._fills.put_back(unit, fill)
-            self._forget(unit)
-            if isinstance(error, AioError):
-                self.on_demand(unit)  # if it was an update that failed, this says so and what helps
-                error.args = (f"{unit.name} cannot be gathered: {error}",)
-            raise
-        end_ns = time.monotonic_ns()
-        self.wait_s += (end_ns - start_ns) / 1e9
-        if end_ns - start_ns > 20_000:
-            self._timeline.add("wait", unit.name, start_ns, end_ns)
-        gathered.mark_filled(unit)
-
-    def _forget(self, unit: Unit) -> None:
-        interrupt = self._fills.abandon(unit)
-        self._held.discard(unit)
-        self._newest.discard(unit)
-        self._held_bytes -= unit.size_bytes
-        if unit in self._fills.stuck:
-            gathered.invalidate(unit)
-        else:
-            gathered.evict(unit)
-        self.on_evict()
-        if interrupt is not None:
-            raise interrupt
-
-    def prefetch_ahead(self) -> None:
-        """Start reading the units that the schedule wants next, as many as there is room for (in bytes). Does not block."""
-        if self._keep and len(self._held) == len(self.units):
-            return
-        for index in itertools.islice(self.schedule.upcoming(), AHEAD_MAX):
-            unit = self.units[index]
-            if unit in self._held:
-                continue
-            if not self._make_room(unit.size_bytes, self.schedule.distance(index)):
-                return
-            self._start_fill(unit, Priority.PREFETCH, newest=self.passes.evaluates)
-
-    def _make_room(self, size_bytes: int, distance: int) -> bool:
-        """Evict idle units, farthest next use first, until `size_bytes` more fit; only such as are needed later than
-        `distance`. Returns whether they fit."""
-        if self._keep:
-            return True
-        while self._held_bytes + size_bytes > self.gathered_bytes_max:
-            idle = filter(self._may_evict, self._held)
-            far = max(idle, key=lambda unit: (self.schedule.distance(unit.index), unit.index), default=None)
-            if far is None or (distance is not NEVER and self.schedule.distance(far.index) <= distance):
-                return False
-            self._forget(far)
-        return True
-
-    def _may_evict(self, unit: Unit) -> bool:
-        """Idle, and nothing is on its way into its buffers."""
-        if unit.refs or unit is self._current:
-            return False
-        if self._comm.world > 1:
-            return True  # what is filled already is a matter of timing, and all ranks must evict the same
-        return not self._fills.under_way(unit)
-
-    def discard(self, unit: Unit) -> None:
-        """The gathered values were overwritten and nobody uses them: read them again when they are wanted."""
-        if unit in self._held:
-            self._forget(unit)
 
     # -- phases ----------------------------------------------------------------------------------------------------------
 
@@ -369,10 +168,6 @@ class UnitResidency:
         # What travelled as int8 is not what the optimizer holds.
         return unit in self._held and unit.gathered and unit.refs == 0 and unit not in self._fills and not self._coarse
 
-    def targets(self, unit: Unit) -> list[int]:
-        """Where this rank's shards lie in the unit's flats, which are gathered."""
-        return [self._target(flat) for flat in unit.flats]
-
     def updated(self, unit: Unit, ticket: Ticket, *, in_place: bool) -> None:
         """An update of the unit was submitted without a gate; in_place: into its buffers, too."""
         self._changed(unit)
@@ -393,12 +188,6 @@ class UnitResidency:
         else:
             gathered.mark_filled(unit)
 
-    def renew(self, unit: Unit) -> None:
-        """The unit's values have changed: if it is gathered, start filling its buffers again."""
-        if unit in self._held:
-            self._abandon(unit)
-            self._fill(unit, Priority.PREFETCH)
-
     def stale(self, units: Iterable[Unit]) -> None:
         """What was written of these units is taken back: what is gathered of them is gathered anew. Blocks while it fills."""
         for unit in units:
@@ -406,24 +195,6 @@ class UnitResidency:
             self._updates.pop(unit, None)
             if unit in self._held:
                 self._abandon(unit)
-
-    def _changed(self, unit: Unit) -> None:
-        unit.generation += 1
-        self._fills.changed(unit)
-
-    def _settle(self, unit: Unit) -> None:
-        """Finish a fill that nobody has waited for, or make it if its values were taken back."""
-        if unit in self._held and not unit.gathered and unit not in self._fills:
-            self._fill(unit, Priority.DEMAND, newest=unit in self._newest)
-        if unit in self._fills:
-            self._finish_fill(unit)
-
-    def _abandon(self, unit: Unit) -> None:
-        """What is gathered of the unit, or on its way, nobody wants any more. The memory stays allocated."""
-        gathered.invalidate(unit)
-        interrupt = self._fills.abandon(unit)
-        if interrupt is not None:
-            raise interrupt
 
     def updates_ended(self) -> None:
         """Every update that was submitted has been waited for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from infinity.copies import UPDATES_ON
 from infinity.planning.device_memory import gpu_need, loss_tiles, ways_to_fit
@@ -40,6 +41,9 @@ def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool
         tried.append(("one more drive", machine.with_drives(machine.drives + 1), job))
     if machine.gpus:
         tried.append(("one more GPU", dataclasses.replace(machine, gpus=machine.gpus + 1), job))
+    if machine.nodes > 1:
+        tried.append(("one more node", dataclasses.replace(machine, nodes=machine.nodes + 1), job))
+    tried += [(name, machine, other) for name, other in _other_exchanges(machine, job)]
     states = {"exact": ("bf16", "compact"), "bf16": ("compact",)}.get(job.state, ())
     tried += [(f"state {state} (rounds)", machine, dataclasses.replace(job, state=state)) for state in states]
     tried += [(name, machine, other) for name, other in _other_steps(job)]
@@ -48,7 +52,7 @@ def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool
     tried += [(name, machine, other) for name, other in _other_memory(shape, machine, job, now.gpu.fits)]
     found = []
     for name, changed, other in tried:
-        if other.tokens < changed.ranks * (1 if choose_micro_batches else other.micro_batches):
+        if other.tokens < changed.world * (1 if choose_micro_batches else other.micro_batches):
             continue  # nothing to do for some of the devices
         chosen = fewest_micro_batches(shape, changed, other) if choose_micro_batches else other
         if chosen.micro_batches != other.micro_batches:
@@ -56,6 +60,19 @@ def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool
             name = f"{name.partition(' (twice the micro')[0]}, {count}"
         found.append(Change(name, predict(shape, changed, chosen)))
     return sorted(found, key=lambda change: (not change.prediction.fits, -change.prediction.tokens_per_s))
+
+
+def _other_exchanges(machine: Machine, job: Job) -> list[tuple[str, Job]]:
+    """ZeRO++'s switches that are not set, and all of them, where there are several nodes."""
+    if machine.nodes == 1:
+        return []
+    switches: dict[str, dict[str, Any]] = {"qgZ (rounds)": {"qgz": True}}
+    if not job.whole_params(machine.world):
+        switches |= {"qwZ (rounds)": {"qwz": True}, "hpZ, copies in CPU memory": {"hpz": "cpu"}}
+    switches = {name: fields for name, fields in switches.items() if not getattr(job, next(iter(fields)))}
+    if len(switches) > 1:
+        switches["ZeRO++ with all of it (rounds)"] = {name: value for fields in switches.values() for name, value in fields.items()}
+    return [(name, dataclasses.replace(job, **fields)) for name, fields in switches.items()]
 
 
 def _other_memory(shape: ModelShape, machine: Machine, job: Job, fits: bool) -> list[tuple[str, Job]]:
@@ -115,9 +132,9 @@ def fewest_micro_batches(shape: ModelShape, machine: Machine, job: Job) -> Job:
     """
     best = job
     count = 1
-    while count <= MICRO_BATCHES_MAX and job.tokens >= count * machine.ranks:
+    while count <= MICRO_BATCHES_MAX and job.tokens >= count * machine.world:
         tried = dataclasses.replace(job, micro_batches=count)
-        if count > 1 and tried.micro_batch_tokens(machine.ranks) < job.sequence:
+        if count > 1 and tried.micro_batch_tokens(machine.world) < job.sequence:
             break
         best = tried
         if gpu_need(shape, machine, tried).fits:

@@ -1,6 +1,9 @@
 """Memory of one GPU (or, where the CPU computes, of the process as a device): what a step takes at most, part by part.
 
-    gathered units       (AHEAD + 1) times the largest: the bound that the engine keeps (`params.residency`)
+    gathered units       (AHEAD + 1) times the largest: the bound that the engine keeps (`params.residency`); all where whole
+                         parameters stay on the device
+    shards on the device of several ranks: this one's share of its node's copy (hpZ), or of parameters that stay under stage 3
+    exchange buffers     of several ranks: the largest unit's gradients to be reduced, and those that come; codes besides
     fresh gradients      of the unit in backward and, where a GPU computes, of those that may be on their way from it: of
                          LEAVING_UNITS, of WINDOW_UNITS with update="backward"; where the CPU does, of UNITS_AHEAD then
     inputs of blocks     kept for recomputing, of every layer; of a few where they wait on the CPU or on drives
@@ -22,9 +25,10 @@ from infinity.engine import LEAVING_UNITS
 from infinity.optim.early import UNITS_AHEAD
 from infinity.optim.on_device import AHEAD_CHUNKS
 from infinity.optim.staging import WINDOW_UNITS
-from infinity.params.residency import AHEAD
+from infinity.params.gathering import AHEAD
 from infinity.planning.job import Job
 from infinity.planning.machine import Machine
+from infinity.planning.placed import beside_placement
 from infinity.planning.shape import ModelShape
 from infinity.runtime.activations import HELD_CALLS, LEAVING_BYTES
 from infinity.sizes import MIB
@@ -73,15 +77,17 @@ def loss_tiles(shape: ModelShape, words: int = WORDS[0]) -> int:
 
 def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     """Device memory of one GPU; the module has the parts."""
-    whole = float(sum(unit.size_bytes for unit in shape.units))
-    largest = float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles))
+    whole = float(shape.gathered_bytes(machine.world))
+    largest = float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world))
     early = job.update == "backward" and not job.speculates
     if machine.gpus:
         waiting = 1 + (WINDOW_UNITS if early else LEAVING_UNITS)
     else:
         waiting = UNITS_AHEAD if early else 1
     parts = {
-        "gathered units": whole if job.params == "device" else min((AHEAD + 1) * largest, whole),
+        "gathered units": gathered_bytes(shape, machine, job),
+        **{name: size.device for name, size in beside_placement(shape, machine, job).items()},
+        "exchange buffers": _exchange_bytes(machine, job, largest),
         "fresh gradients": min(waiting * largest, whole),
         **_activations(shape, machine, job),
     }
@@ -89,13 +95,31 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
         if job.update_on == "device":
             numel = chunk_numel(Format.SPLIT)
             parts["states in update"] = float(CHUNKS_IN_UPDATE * numel * 14)  # 12 B of states and 2 B of gradient
-        parts["CUDA and libraries (assumed)"] = float(CUDA_BYTES + (NCCL_BYTES if machine.gpus > 1 else 0))
+        parts["CUDA and libraries (assumed)"] = float(CUDA_BYTES + (NCCL_BYTES if machine.world > 1 else 0))
     parts = {name: size for name, size in parts.items() if size}
     return Need(sum(parts.values()), machine.gpu_mem_bytes, parts)
 
 
+def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:
+    """The whole of a unit to be reduced and the parts that come; with codes, a quarter and (weights) half of it twice, and fp32
+    sums of what goes to other nodes."""
+    if machine.world == 1:
+        return 0.0
+    coded = (0.5 if job.qgz else 0.0) + (0.5 if job.qwz else 0.0)
+    partial = 2.0 / machine.ranks if job.qgz and machine.nodes > 1 else 0.0
+    return ((1.0 if job.qgz else 2.0) + coded + partial) * largest
+
+
+def gathered_bytes(shape: ModelShape, machine: Machine, job: Job) -> float:
+    """The most that values of parameters take on the device of a rank."""
+    whole = float(shape.gathered_bytes(machine.world))
+    if job.whole_params(machine.world):
+        return whole
+    return min((AHEAD + 1) * float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world)), whole)
+
+
 def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, float]:
-    tokens = job.micro_batch_tokens(machine.ranks)
+    tokens = job.micro_batch_tokens(machine.world)
     block = float(tokens * shape.block_bytes_per_token)
     logits = float(tokens * shape.logits_bytes_per_token(job.loss_tiles))
     if not job.checkpointing:
@@ -176,10 +200,10 @@ def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option
 def _fewer_tokens(machine: Machine, job: Job) -> list[_Option]:
     """More micro-batches of fewer tokens each, down to one sequence."""
     found = []
-    now = job.micro_batch_tokens(machine.ranks)
+    now = job.micro_batch_tokens(machine.world)
     count = 2 * job.micro_batches
-    while job.tokens >= count * machine.ranks:
-        tokens = dataclasses.replace(job, micro_batches=count).micro_batch_tokens(machine.ranks)
+    while job.tokens >= count * machine.world:
+        tokens = dataclasses.replace(job, micro_batches=count).micro_batch_tokens(machine.world)
         if tokens < job.sequence:
             break
         told = f"{tokens:,} tokens in each, not {now:,}"

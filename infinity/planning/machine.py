@@ -21,8 +21,11 @@ ASSUMED: dict[str, tuple[float, str]] = {
 
 POSITIVE = (
     "gpu_mem_bytes", "ram_bytes", "flops_per_gpu", "flops_peak_per_gpu", "pcie_per_gpu", "pcie_host", "peers_per_gpu",
-    "hbm_per_gpu", "dram_bytes_per_s", "tbw_per_drive",
+    "hbm_per_gpu", "dram_bytes_per_s", "tbw_per_drive", "link_bytes_per_s",
 )  # fmt: skip
+
+LINK = 100e9 / 8
+"""Bytes per second that are assumed between a node and the others: 100 Gbit/s."""
 
 CPU_FLOPS = 200e9
 """FLOP/s that are assumed where the CPU computes."""
@@ -30,8 +33,9 @@ CPU_FLOPS = 200e9
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """One node. `gpu_mem_bytes` is of one GPU; bandwidths are those of all drives together, and `shared` says that reads and
-    writes take each other's time. gpus 0: the CPU computes, and device memory is the machine's own.
+    """One node, and how many there are. `gpu_mem_bytes` is of one GPU; bandwidths are those of all drives together, and `shared`
+    says that reads and writes take each other's time. gpus 0: the CPU computes, in so many `processes`, and device memory is the
+    machine's own. nodes: alike, each with all of this; link_bytes_per_s: between one of them and the others, each way.
 
     flops_per_gpu: sustained; flops_peak_per_gpu: what MFU is of. pcie_per_gpu: of its link to the CPU, each way; pcie_host: of
     all these links together, None: two GPUs share one where there are more than two. peers_per_gpu: between GPUs, each way, None:
@@ -57,17 +61,25 @@ class Machine:
     hbm_per_gpu: float = KINDS["h100"].hbm_bytes_per_s
     peers_per_gpu: float | None = None
     pcie_host: float | None = None
+    processes: int = 1
+    nodes: int = 1
+    link_bytes_per_s: float = LINK
     sources: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def ranks(self) -> int:
-        """Processes that train."""
-        return max(self.gpus, 1)
+        """Processes of a node that train: one for each GPU."""
+        return self.gpus or self.processes
+
+    @property
+    def world(self) -> int:
+        """Processes that train, of all nodes."""
+        return self.nodes * self.ranks
 
     @property
     def flops(self) -> float:
-        """Sustained FLOP/s of the whole node."""
-        return self.ranks * self.flops_per_gpu
+        """Sustained FLOP/s of a node; processes share its CPU."""
+        return max(self.gpus, 1) * self.flops_per_gpu
 
     @property
     def pcie_bytes_per_s(self) -> float:
@@ -125,13 +137,18 @@ def describe_machine(
     shared: bool = True,
     bench: IoSettings | None = None,
     bench_name: str = "",
+    ranks: int | None = None,
+    nodes: int = 1,
+    link_bytes_per_s: float | None = None,
 ) -> Machine:
     """A machine of what is given; the rest is of the kind of GPU (`gpu`), measured (`bench`) or assumed, and `Machine.sources`
     says which.
 
-    read_bytes_per_s, write_bytes_per_s: of all drives together. Raises: ValueError naming the figure and a fix.
+    read_bytes_per_s, write_bytes_per_s: of all drives together. ranks: of a node, where the CPU computes (GPUs have one each).
+    Raises: ValueError naming the figure and a fix.
     """
     sources: dict[str, str] = {}
+    _check_ranks(gpus, ranks, nodes, link_bytes_per_s)
     if gpu is not None and gpu not in KINDS:
         raise ValueError(f"--gpu {gpu} is not known; use {', '.join(KINDS)}, or --gpu-mem, --flops, --flops-peak and --pcie")
     kind = KINDS[gpu] if gpu is not None else guess_kind(gpu_mem_bytes)
@@ -143,6 +160,8 @@ def describe_machine(
     dram, what = ASSUMED["dram of several GPUs" if gpus > 2 else "dram"]
     sources["dram"] = "given" if dram_bytes_per_s is not None else f"{_rate(dram)}, assumed: {what}"
     tbw, what = ASSUMED["tbw"]
+    if nodes > 1:
+        sources["link_gbps"] = "given" if link_bytes_per_s is not None else f"{LINK * 8 / 1e9:g} Gbit/s each way, assumed"
     if count:
         sources["tbw"] = "given" if tbw_per_drive is not None else f"{tbw / 1e12:g} TB, assumed: {what}"
     machine = Machine(
@@ -156,11 +175,25 @@ def describe_machine(
         nvme_bytes=nvme_bytes,
         shared=shared,
         busiest_share=busiest,
+        processes=1 if gpus or ranks is None else ranks,
+        nodes=nodes,
+        link_bytes_per_s=LINK if link_bytes_per_s is None else link_bytes_per_s,
         sources=sources,
         **figures,
     )
     _check(machine)
     return machine
+
+
+def _check_ranks(gpus: int, ranks: int | None, nodes: int, link_bytes_per_s: float | None) -> None:
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"--ranks {ranks}: give a number of 1 or more")
+    if ranks is not None and gpus and ranks != gpus:
+        raise ValueError(f"--ranks {ranks} beside --gpus {gpus}: each GPU has one rank; leave --ranks out, or set --gpus {ranks}")
+    if nodes < 1:
+        raise ValueError(f"--nodes {nodes}: give a number of 1 or more")
+    if link_bytes_per_s is not None and nodes == 1:
+        raise ValueError("--link-gbps is the link between nodes, and there is one: add --nodes, or leave it out (GPUs: --peers)")
 
 
 def _of_gpus(

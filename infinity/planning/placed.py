@@ -23,15 +23,54 @@ from infinity.placing import state_format
 from infinity.planning.job import Job
 from infinity.planning.machine import Machine
 from infinity.planning.shape import FlatShape, ModelShape
+from infinity.sizes import round_up
 
 PIECES_MAX = 2048
 
 
+@dataclasses.dataclass(frozen=True)
+class Tiers:
+    """Bytes on each tier."""
+
+    device: float = 0.0
+    cpu: float = 0.0
+    nvme: float = 0.0
+
+    def __add__(self, other: Tiers) -> Tiers:
+        return Tiers(self.device + other.device, self.cpu + other.cpu, self.nvme + other.nvme)
+
+    def __bool__(self) -> bool:
+        return bool(self.device or self.cpu or self.nvme)
+
+
+def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str, Tiers]:
+    """What a rank holds of several beside what the placement knows: by name, without what there is nothing of."""
+    if machine.world == 1:
+        return {}
+    layouts = [(flat, plan_flat(flat.numels, flat.dtype.itemsize, machine.world)) for flat in shape.flats]
+    trained = [(flat, layout) for flat, layout in layouts if flat.trainable]
+    found = {}
+    if job.accumulates_locally:
+        whole = sum(round_up(layout.numel * job.grad_itemsize(flat.dtype), 64) for flat, layout in trained)
+        found["whole sums of gradients"] = Tiers(cpu=float(whole))
+    shard = float(sum(layout.shard_numel * layout.itemsize for _, layout in layouts))
+    if job.hpz:
+        copy = machine.nodes * shard
+        found["the node's copy (hpZ)"] = Tiers(device=copy) if job.hpz == "device" else Tiers(cpu=copy)
+    elif job.params == "device" and not job.whole_params(machine.world):
+        found["shards kept on the device"] = Tiers(device=shard)
+    if job.qgz and job.error_feedback:
+        turns = min(machine.nodes, machine.ranks) > 1  # the second one is over nodes
+        numel = sum(layout.numel + turns * machine.nodes * layout.shard_numel for _, layout in trained)
+        found["errors fed back (qgZ)"] = Tiers(cpu=2.0 * numel)
+    return {name: size for name, size in found.items() if size}
+
+
 def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[list[FlatNeed], Plan]:
     """The needs of one rank and their placement under its `budget` of bytes; where that is too small, the placement that
-    takes least, so `ram_bytes` of it is above the budget."""
+    takes least, so `ram_bytes` of it is above the budget. What `beside_placement` has is in neither."""
     fine = _needs(shape, machine, job, 1, least=True)
-    needs = _needs(shape, machine, job, _grain(shape, machine.ranks, job.state))
+    needs = _needs(shape, machine, job, _grain(shape, machine.world, job.state))
     largest = max((numel for flat in shape.flats if flat.trainable for numel in flat.numels), default=0)
 
     staging = _staging_bytes(shape, machine, job)
@@ -113,7 +152,7 @@ def _needs(shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: 
         size = chunk_numel(held or Format.RAW) * grain
         key = (flat.numels, flat.dtype.itemsize, size)
         if key not in layouts:
-            layouts[key] = plan_flat(flat.numels, flat.dtype.itemsize, machine.ranks, size)
+            layouts[key] = plan_flat(flat.numels, flat.dtype.itemsize, machine.world, size)
         layout = layouts[key]
         if least:
             # Slots are as large as the largest chunk: one of each length up to a whole chunk says it.

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
-from infinity.copies import UPDATES_ON, Copied, Copies, Held, Link, Spent, copies, dram_s, exchanges
+from infinity.copies import UPDATES_ON, Copied, Copies, Held, Link, Spent, copies, dram_s
 from infinity.limits import (
     AtRest,
     Compute,
     Limits,
+    Moved,
     Traffic,
     compute_flops,
     days_of_life,
@@ -21,9 +23,10 @@ from infinity.limits import (
 )
 from infinity.memory.placement import Plan
 from infinity.planning.device_memory import Need, gpu_need, least_need, ways_to_fit
+from infinity.planning.exchanges import Exchanges, exchanges
 from infinity.planning.job import Job
 from infinity.planning.machine import Machine
-from infinity.planning.placed import place, rests
+from infinity.planning.placed import beside_placement, place, rests
 from infinity.planning.shape import ModelShape
 from infinity.sizes import format_size, round_size
 
@@ -37,10 +40,10 @@ updates, and share the cores with forward and backward. Measured on two cores (`
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What one job on one machine will need and give. Bytes over all ranks, but gpu: of one GPU. Seconds per step.
+    """What one job on one machine will need and give. Bytes over all ranks of a node, but gpu: of one GPU. Seconds per step.
 
     at_rest: all states by kind; on_nvme: of them on drives. copied: between the CPU and all GPUs; model_flops: what the model's
-    forward and backward take, without recomputing. why_not: what does not fit and what would help, empty where all does;
+    forward and backward take, without recomputing, over all nodes. exchanged: what each rank has from the others. why_not: what does not fit and what would help, empty where all does;
     the times are then those of the least that would work. days: until the drives had their rating.
     """
 
@@ -54,6 +57,7 @@ class Prediction:
     moved: Traffic
     copied: Copied
     model_flops: float
+    exchanged: Exchanges
     limits: Limits
     terms_s: dict[str, float]
     step_s: float
@@ -72,7 +76,7 @@ class Prediction:
     @property
     def flops_per_gpu(self) -> float:
         """Of the model, per second and GPU."""
-        return self.model_flops / self.step_s / self.machine.ranks
+        return self.model_flops / self.step_s / self.machine.world
 
     @property
     def mfu(self) -> float | None:
@@ -103,20 +107,27 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     """
     _check(job, machine)
     ranks = machine.ranks
-    boundary = ranks * job.micro_batch_tokens(ranks) * shape.boundary_bytes_per_token if job.checkpointing else 0
+    boundary = ranks * job.micro_batch_tokens(machine.world) * shape.boundary_bytes_per_token if job.checkpointing else 0
     waiting = boundary if job.activations == "cpu" else 0
-    needs, plan = place(shape, machine, job, int(machine.ram_bytes - waiting) // ranks)
+    beside = {name: size.cpu for name, size in beside_placement(shape, machine, job).items()}
+    needs, plan = place(shape, machine, job, int(machine.ram_bytes - waiting) // ranks - int(sum(beside.values())))
     found_rests = [rests(need, row, found) for need, row, found in zip(needs, plan.nvme_masks, plan.formats, strict=True)]
-    at_rest = sum((everything for everything, _ in found_rests), AtRest()).scaled(params=ranks, optim=ranks, grads=ranks)
-    on_nvme = sum((nvme for _, nvme in found_rests), AtRest()).scaled(params=ranks, optim=ranks, grads=ranks)
+    at_rest = _of_node(sum((everything for everything, _ in found_rests), AtRest()), ranks)
+    on_nvme = _of_node(sum((nvme for _, nvme in found_rests), AtRest()), ranks)
     moved = traffic(on_nvme, job.update, job.micro_batches, activations=boundary if job.activations == "nvme" else 0)
     apart = job.update_on == "device"
+    moved = _from_copies(moved, on_nvme, job)
     if apart:  # the next forward reads what the update has written
         moved = dataclasses.replace(moved, params_read=moved.params_read + on_nvme.params)
     compute = _compute(shape, machine, job, at_rest.states)
-    held = _held(shape, job, at_rest, boundary if job.activations != "device" else 0)
-    copied = _copies(machine, job, held)
-    spent = _spent(machine, job, held, moved, copied)
+    held = _held(shape, machine, job, at_rest, boundary if job.activations != "device" else 0)
+    exchanged = exchanges(shape, machine, job)
+    between = _apart(job, exchanged.copies())
+    copied = _copies(machine, job, held, between)
+    spent = _spent(machine, job, held, moved, copied, between)
+    if machine.nodes > 1:
+        link = Link(machine.link_bytes_per_s, machine.link_bytes_per_s)
+        spent["link between nodes"] = link.spent(_apart(job, exchanged.copies(nodes=True)))
     terms = {
         "compute": compute.total_s,
         "drives": machine.bandwidths.io_s(moved.total) if machine.bandwidths else 0.0,
@@ -124,7 +135,7 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     }
     update_s = 0.0 if machine.gpus else (2 * held.states + held.grads) / machine.dram_bytes_per_s
     found = limits(moved, compute, machine.bandwidths, job.update, update_s=update_s, others=spent.values(), apart=apart)
-    ram, gpu = _ram(plan, machine, waiting), gpu_need(shape, machine, job)
+    ram, gpu = _ram(plan, machine, beside, waiting), gpu_need(shape, machine, job)
     nvme = _nvme(on_nvme, machine, job, boundary if job.activations == "nvme" else 0)
     return Prediction(
         job=job,
@@ -136,6 +147,7 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
         on_nvme=on_nvme,
         moved=moved,
         copied=copied.total if machine.gpus else Copied(),
+        exchanged=exchanged,
         model_flops=sum(_flops(shape, job, recompute=False)),
         limits=found,
         terms_s=terms,
@@ -148,9 +160,9 @@ def _check(job: Job, machine: Machine) -> None:
     for name in ("tokens", "sequence", "micro_batches"):
         if getattr(job, name) < 1:
             raise ValueError(f"{name}={getattr(job, name)} must be at least 1")
-    if job.tokens < machine.ranks * job.micro_batches:
+    if job.tokens < machine.world * job.micro_batches:
         raise ValueError(
-            f"{job.tokens} tokens per step leave nothing for {machine.ranks} devices x {job.micro_batches} micro-batches; "
+            f"{job.tokens} tokens per step leave nothing for {machine.world} devices x {job.micro_batches} micro-batches; "
             "give more tokens or fewer micro-batches"
         )
     below = [name for name in ("params", "optim", "grads", "activations") if getattr(job, name) == "nvme"]
@@ -169,6 +181,7 @@ def _check(job: Job, machine: Machine) -> None:
         value = getattr(job, name)
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+    _check_ranks(job, machine)
     if job.generations not in (1, 2):
         raise ValueError(f"generations={job.generations} must be 1 or 2")
     if job.generations == 2 and job.update == "delayed":
@@ -176,6 +189,26 @@ def _check(job: Job, machine: Machine) -> None:
     if job.durable and (job.params, job.optim) != ("nvme", "nvme"):
         given = f"params={job.params!r}, optim={job.optim!r}"
         raise ValueError(f"durable keeps all states on the drives: {given} must both be 'nvme'")
+
+
+def _check_ranks(job: Job, machine: Machine) -> None:
+    for name, value, known in (
+        ("zero", job.zero, (1, 2, 3)),
+        ("accumulate", job.accumulate, (None, "shard", "local")),
+        ("hpz", job.hpz, (None, "device", "cpu")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is not known; use {', '.join(map(repr, known))}")
+    if job.zero < 3 and job.params != "device":
+        raise ValueError(f"zero={job.zero} keeps whole parameters on every device: use params='device', or zero=3")
+    if job.hpz and job.zero < 3:
+        raise ValueError(f"hpz={job.hpz!r}: with zero={job.zero} every rank has all parameters; use zero=3, or leave it out")
+    if job.zero == 1 and job.accumulate == "shard":
+        raise ValueError("accumulate='shard' reduces every micro-batch, which is zero=2: use that, or accumulate='local'")
+    if job.error_feedback and not job.qgz:
+        raise ValueError("error_feedback is of gradients that qgz rounds: set qgz, or leave it out")
+    if machine.world == 1 and (job.qwz or job.hpz or job.qgz):
+        raise ValueError("qwz, hpz and qgz are of what ranks have from each other, and there is one: leave them out")
 
 
 # -- time --------------------------------------------------------------------------------------------------------------------
@@ -200,7 +233,7 @@ def _beside(shape: ModelShape, machine: Machine, states: float) -> tuple[float, 
     A gather verifies and copies (3 passes over the parameters), a backward also takes the gradients (copy and norm: 3 passes),
     an update reads, verifies and writes every state once, with the gradients.
     """
-    params, grads = _param_bytes(shape), _grad_bytes(shape)
+    params, grads = machine.ranks * _param_bytes(shape), machine.ranks * _grad_bytes(shape)
     rate = PASS_SHARE * machine.dram_bytes_per_s
     return 3 * params / rate, (3 * params + 3 * grads) / rate, (2 * states + grads) / rate
 
@@ -210,7 +243,9 @@ def _passes(shape: ModelShape, machine: Machine, job: Job) -> Compute:
         return Compute.of(*job.compute_s, job.micro_batches)
     forward, backward = _flops(shape, job, recompute=job.checkpointing)
     return Compute.of(
-        forward / job.micro_batches / machine.flops, backward / job.micro_batches / machine.flops, job.micro_batches
+        forward / job.micro_batches / machine.flops / machine.nodes,
+        backward / job.micro_batches / machine.flops / machine.nodes,
+        job.micro_batches,
     )
 
 
@@ -227,44 +262,64 @@ def _flops(shape: ModelShape, job: Job, *, recompute: bool) -> tuple[float, floa
 
 
 def _grad_bytes(shape: ModelShape) -> float:
-    return float(sum(flat.size_bytes for flat in shape.flats if flat.trainable))
+    return float(sum(flat.gathered_bytes() for flat in shape.flats if flat.trainable))
 
 
 def _param_bytes(shape: ModelShape) -> float:
-    return float(sum(flat.size_bytes for flat in shape.flats))
+    return float(shape.gathered_bytes())
 
 
-def _held(shape: ModelShape, job: Job, at_rest: AtRest, activations: float) -> Held:
-    """What is copied, over all ranks: gathered values as they compute, states at rest, gradients as they wait."""
+def _from_copies(moved: Traffic, on_nvme: AtRest, job: Job) -> Traffic:
+    """hpZ: the drives are asked for parameters once in a step, and not at all for what the update hands over."""
+    if not job.hpz or job.update == "delayed":
+        return moved
+    once = on_nvme.frozen + (on_nvme.params if job.update == "backward" else 0.0)
+    in_window = once if job.update == "backward" else 0.0  # the last backward's gather, of the two in the window
+    return dataclasses.replace(moved, params_read=once, beside_states=moved.beside_states - Moved(in_window))
+
+
+def _of_node(rank: AtRest, ranks: int) -> AtRest:
+    """What all ranks of a node hold, where one holds this much."""
+    return rank.scaled(params=ranks, optim=ranks, grads=ranks)
+
+
+def _held(shape: ModelShape, machine: Machine, job: Job, at_rest: AtRest, activations: float) -> Held:
+    """What is copied, over all ranks of a node, each its share: gathered values as they compute, states at rest, gradients as
+    they wait."""
     trained = [flat for flat in shape.flats if flat.trainable]
-    params = float(sum(flat.size_bytes for flat in trained))
+    params = float(sum(flat.gathered_bytes() for flat in trained))
     return Held(
-        params=params,
+        params=params / machine.nodes,
         states=at_rest.states,
-        grads=float(sum(flat.numel * job.grad_itemsize(flat.dtype) for flat in trained)),
-        frozen=_param_bytes(shape) - params,
+        grads=sum(flat.numel * job.grad_itemsize(flat.dtype) for flat in trained) / machine.nodes,
+        frozen=(_param_bytes(shape) - params) / machine.nodes,
         activations=activations,
     )
 
 
-def _copies(machine: Machine, job: Job, held: Held) -> Copies:
-    """Between the CPU and all GPUs, what these have from each other by way of the CPU's memory included."""
+def _copies(machine: Machine, job: Job, held: Held, between: Copies) -> Copies:
+    """Between the CPU and all GPUs, what these have from each other (one of them: `between`) by way of the CPU's memory included."""
     stay = job.params == "device" and machine.gpus > 0
     found = copies(
         held, job.update, job.micro_batches, update_on=job.update_on, params_stay=stay, grads_kept=job.speculates
     )
+    if job.hpz and machine.gpus:  # all gathers but the first: of a share of the node's copy, or of what is there
+        share = held.params + held.frozen
+        more = (machine.nodes - 1) * share if job.hpz == "cpu" else -share
+        found += Copies(rest=Copied(h2d=max((2 * job.micro_batches - 1) * more, -found.rest.h2d)))
     if machine.gpus > 1 and machine.peers_per_gpu is None:
-        found += _exchanges(machine, job, held).scaled(machine.gpus)
+        found += between.scaled(machine.gpus)
     return found
 
 
-def _exchanges(machine: Machine, job: Job, held: Held) -> Copies:
-    """What one GPU has from the others; nothing of it beside an update that runs apart."""
-    found = exchanges(held, job.update, job.micro_batches, machine.gpus, params_stay=job.params == "device")
+def _apart(job: Job, found: Copies) -> Copies:
+    """What ranks have from each other; nothing of it beside an update that runs apart."""
     return Copies(rest=found.total) if job.update_on == "device" else found
 
 
-def _spent(machine: Machine, job: Job, held: Held, moved: Traffic, copied: Copies) -> dict[str, Spent]:
+def _spent(
+    machine: Machine, job: Job, held: Held, moved: Traffic, copied: Copies, between: Copies
+) -> dict[str, Spent]:
     """Seconds of links and memories, by name."""
     updated = 2 * held.states + held.grads
     on_cpu = job.update_on == "cpu"
@@ -284,7 +339,7 @@ def _spent(machine: Machine, job: Job, held: Held, moved: Traffic, copied: Copie
     found = {"PCIe": Link(pcie, pcie).spent(copied)} | found
     if machine.gpus > 1 and machine.peers_per_gpu is not None:
         link = Link(machine.peers_per_gpu, machine.peers_per_gpu)
-        found["links between GPUs"] = link.spent(_exchanges(machine, job, held))
+        found["links between GPUs"] = link.spent(between)
     if not on_cpu:
         found["update in GPU memory"] = Spent.sum_of(updated / machine.gpus / machine.hbm_per_gpu)
     return found
@@ -293,9 +348,9 @@ def _spent(machine: Machine, job: Job, held: Held, moved: Traffic, copied: Copie
 # -- what is needed ----------------------------------------------------------------------------------------------------------
 
 
-def _ram(plan: Plan, machine: Machine, waiting: float) -> Need:
+def _ram(plan: Plan, machine: Machine, beside: Mapping[str, float], waiting: float) -> Need:
     ranks = machine.ranks
-    found = {name: float(ranks * size) for name, size in plan.ram_parts.items()}
+    found = {name: float(ranks * size) for name, size in {**plan.ram_parts, **beside}.items() if size}
     if waiting:
         found["activations"] = waiting
     return Need(sum(found.values()), machine.ram_bytes, found)

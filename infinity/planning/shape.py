@@ -13,6 +13,7 @@ are estimated from the sizes that a configuration names, with the formulas below
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,10 +38,9 @@ class FlatShape:
         """Elements of all its parameters."""
         return sum(self.numels)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the gathered values, on one rank, with the padding that its layout puts between them."""
-        return plan_flat(self.numels, self.dtype.itemsize, 1).numel * self.dtype.itemsize
+    def gathered_bytes(self, world: int = 1) -> int:
+        """Bytes of the gathered values, with the padding that the layout for so many ranks puts between them and behind."""
+        return _gathered_bytes(self.numels, self.dtype.itemsize, world)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +62,13 @@ class UnitShape:
     flats: tuple[FlatShape, ...]
     linears: tuple[LinearShape, ...] = ()
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the gathered values."""
-        return sum(flat.size_bytes for flat in self.flats)
+    def gathered_bytes(self, world: int = 1) -> int:
+        """Bytes of the gathered values on each of so many ranks."""
+        return sum(flat.gathered_bytes(world) for flat in self.flats)
 
-    def largest_tiled_bytes(self, tiles_of: Callable[[LinearShape], int]) -> int:
+    def largest_tiled_bytes(self, tiles_of: Callable[[LinearShape], int], world: int = 1) -> int:
         """Bytes of the largest unit that it becomes with its linears in so many tiles, each a unit of its own."""
-        found = [self.size_bytes]
+        found = [self.gathered_bytes(world)]
         for linear in self.linears:
             tiles = tiles_of(linear)
             if tiles > 1:
@@ -115,7 +114,11 @@ class ModelShape:
     @property
     def largest_unit_bytes(self) -> int:
         """Bytes of the largest unit, gathered."""
-        return max((unit.size_bytes for unit in self.units), default=0)
+        return max((unit.gathered_bytes() for unit in self.units), default=0)
+
+    def gathered_bytes(self, world: int = 1) -> int:
+        """Bytes of all units, gathered on each of so many ranks."""
+        return sum(unit.gathered_bytes(world) for unit in self.units)
 
     @property
     def boundary_bytes_per_token(self) -> int:
@@ -134,14 +137,19 @@ class ModelShape:
             return per_word * self.vocabulary
         return per_word * -(-self.vocabulary // loss_tiles) + 4 * self.width
 
-    def largest_tiled_bytes(self, tiles: int, loss_tiles: int = 1) -> int:
+    def largest_tiled_bytes(self, tiles: int, loss_tiles: int = 1, world: int = 1) -> int:
         """Bytes of the largest unit with every linear in so many tiles (`inf.tile_linears`), and the head in as many as the
-        loss (`inf.tile_loss`); all along their outputs."""
+        loss (`inf.tile_loss`); all along their outputs. world: ranks, each of which gathers it."""
 
         def tiles_of(linear: LinearShape) -> int:
             return max(tiles, loss_tiles) if linear.out_features == self.vocabulary else tiles
 
-        return max((unit.largest_tiled_bytes(tiles_of) for unit in self.units), default=0)
+        return max((unit.largest_tiled_bytes(tiles_of, world) for unit in self.units), default=0)
+
+
+@functools.lru_cache(maxsize=65536)  # asked for again and again; a model has few kinds of flats
+def _gathered_bytes(numels: tuple[int, ...], itemsize: int, world: int) -> int:
+    return plan_flat(numels, itemsize, world).numel * itemsize
 
 
 def shape_of(model: torch.nn.Module, *, name: str = "", nested: bool = True, frozen: bool = False) -> ModelShape:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,3 +134,19 @@ def uninstall(installed: Installed) -> None:
     for module, parameters in installed.owned.items():
         if module.__dict__.get("_parameters") is parameters:
             module.__dict__["_parameters"] = parameters.copy()
+
+
+def part(params: Iterable[Param]) -> None:
+    """Take from parameters what would outlive the engine, or keep the model alive."""
+    for param in params:
+        if param.grad is not None:
+            param.grad.empty()
+            param.grad.before_mutation = None
+            param.grad.move_to(torch.empty(0, dtype=param.grad.dtype), None)
+            param.at_rest.grad = None
+        for leaf in (param.gathered, param.at_rest):
+            # These hooks hold the engine from C++, where the garbage collector does not look.
+            with torch._C.DisableTorchFunctionSubclass():
+                hooks: Any = leaf._post_accumulate_grad_hooks
+            if hooks:
+                hooks.clear()

@@ -17,7 +17,7 @@ from infinity.checkpoint.directory import newest_generation
 from infinity.checkpoint.reader import Checkpoint
 from infinity.checkpoint.rewriting import Rewriting
 from infinity.errors import AioError
-from tests.dist.test_two_ranks import on_ranks
+from tests.dist.ranks import on_ranks
 
 WORLDS = (2, 1, 4, 3)
 States = dict[str, Any]

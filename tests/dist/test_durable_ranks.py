@@ -1,4 +1,4 @@
-"""Durable runs of two ranks: restored on one, commits that fail on one rank alone, an exit without the other rank."""
+"""Durable runs of two and three ranks: restored on one, commits that fail on one rank alone, an exit without the other rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity import engine
 from infinity.checkpoint.linking import Pinned
 from infinity.errors import PeerFailed, SwapFullError
 from tests.crashes import digest, step
-from tests.dist.test_two_ranks import on_two_ranks
+from tests.dist.ranks import on_ranks
 from tests.test_durable_faults import Failing, close, die, made, run_files
 
 
@@ -26,7 +26,7 @@ def no_room(*_: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """What two ranks do with one run: its digests, and how long an exit took that nobody else came to."""
+    """What ranks do with one run: its digests, and how long an exit took that nobody else came to."""
 
     top: Path
 
@@ -35,7 +35,7 @@ class Ranks:
         model, optimizer = self.begin(top)
         step(model, optimizer, 0, rank)
         found = [digest(model)]
-        with Failing("write", 0 if rank else 1000, 28), pytest.raises(SwapFullError if rank else PeerFailed):
+        with Failing("write", 0 if rank == 1 else 1000, 28), pytest.raises(SwapFullError if rank == 1 else PeerFailed):
             inf.handle(model).flush()
         inf.handle(model).flush()
         # A write between steps that one rank's shard alone has.
@@ -65,7 +65,7 @@ class Ranks:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 patch.setattr(Pinned, "make_way", no_room)
-            with pytest.raises(SwapFullError if rank else PeerFailed):
+            with pytest.raises(SwapFullError if rank == 1 else PeerFailed):
                 step(model, optimizer, 1, rank)
         optimizer.zero_grad()
         step(model, optimizer, 1, rank)
@@ -74,17 +74,18 @@ class Ranks:
         return made(top)
 
 
-def test_two_ranks_and_then_one(tmp_path: Path) -> None:
-    results = on_two_ranks(Ranks(tmp_path), tmp_path / "ranks")
+@pytest.mark.parametrize("world", [2, 3])
+def test_several_ranks_and_then_one(tmp_path: Path, world: int) -> None:
+    results = on_ranks(Ranks(tmp_path), tmp_path / "ranks", world)
     assert results[0][1] < 5
     top = tmp_path / "run"
     kinds = sorted(name.partition("-")[0] for name in run_files(top))
     each = ["buffers", "extra", "manifest", "states", "states"]
-    assert kinds == sorted([*each, *each, "lock.rank0", "lock.rank1"])
+    assert kinds == sorted([*each * world, *(f"lock.rank{rank}" for rank in range(world))])
     model, optimizer = made(top)
     restored = inf.restore(model, optimizer, top)
     assert restored.step == 1
-    assert any("2 ranks saved" in note for note in restored.notes)
+    assert any(f"{world} ranks saved" in note for note in restored.notes)
     assert digest(model) == results[0][0][1]  # buffers are those of rank 0
     step(model, optimizer, 1, 0)
     close(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import pickle
 import socket
 import time
@@ -171,5 +170,5 @@ def descriptors() -> list[str]:
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            found.append(os.readlink(entry).split(":")[0])
+            found.append(str(entry.readlink()).split(":")[0])
     return sorted(found)

@@ -17,7 +17,6 @@ from infinity.copies import (
     Spent,
     copies,
     dram_s,
-    exchanges,
     measured_copies,
 )
 from infinity.limits import UPDATES
@@ -80,15 +79,6 @@ def test_activations_leave_in_forward_and_come_back_in_backward() -> None:
     assert found.beside_states == Copied(0, 5)
 
 
-def test_gpus_have_from_each_other_all_but_their_share() -> None:
-    held = Held(params=8, states=48, grads=8, frozen=4)
-    assert exchanges(held, "deferred", 1, 1).total == Copied()
-    # Three quarters of 12 bytes for each of four gathers, and of 8 for each of two micro-batches' gradients.
-    assert exchanges(held, "deferred", 2, 4).total == Copied(4 * 9 + 2 * 6, 4 * 9 + 2 * 6)
-    assert exchanges(held, "deferred", 2, 4).beside_states == Copied(9, 9)
-    assert exchanges(held, "deferred", 2, 4, params_stay=True).total == Copied(6 + 12, 6 + 12)
-
-
 def test_a_link_carries_both_directions_at_once() -> None:
     link = Link(10.0, 5.0)
     assert link.busy_s(Copied(20, 5)) == 2.0
@@ -128,9 +118,6 @@ def test_a_step_s_copies_are_its_updates_window_and_the_rest_and_never_negative(
         assert min(part.h2d, part.d2h) >= 0
     if update == "backward" and micro_batches == 1:
         assert found.rest == Copied()  # one backward and one forward: everything may overlap
-    peers = exchanges(held, update, micro_batches, 3, params_stay=stay)
-    assert min(peers.rest.h2d, peers.beside_states.h2d) >= 0
-    assert peers.total.h2d <= 2 * micro_batches * (held.params + held.frozen) + micro_batches * held.grads
 
 
 @settings(deadline=None)

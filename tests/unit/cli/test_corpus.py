@@ -109,3 +109,17 @@ def test_a_text_too_short_says_what_to_change(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a few words\n" * 3)
     with pytest.raises(ValueError, match="--seq 64"):
         build_corpus(options(text=tmp_path / "a.txt", seq=64), bytes_of)
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 4), st.integers(1, 5), st.integers(0, 9))
+def test_the_rows_of_all_ranks_are_the_batches_of_one(train: int, held: int, batch: int, ranks: int, seed: int) -> None:
+    corpus = Corpus(torch.arange(train)[:, None], torch.arange(held)[:, None])
+    of_one = corpus.batches(ranks * batch, seed)
+    of_each = [corpus.batches(batch, seed, rank=rank, ranks=ranks) for rank in range(ranks)]
+    for _ in range(3):
+        assert torch.equal(torch.cat([next(rows) for rows in of_each]), next(of_one))
+    rows = [list(corpus.held_out_rows(batch, rank=rank, ranks=ranks)) for rank in range(ranks)]
+    assert len({len(found) for found in rows}) == 1  # as many forwards on each
+    assert all(len(ids) for found in rows for ids, _ in found)
+    counted = torch.cat([ids for turn in zip(*rows, strict=True) for ids, counts in turn if counts])
+    assert torch.equal(counted, corpus.held_out)

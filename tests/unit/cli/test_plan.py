@@ -301,3 +301,68 @@ def test_a_directory_of_weights_is_not_opened(small: Path, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text((small / "config.json").read_text())
     (tmp_path / "model.safetensors").write_text("these are no weights")
     assert read_shape(tmp_path, torch.bfloat16).params > 0
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+RANKS = ["--gpus", "4", "--nodes", "2", "--link-gbps", "10", "--micro-batches", "2", "--tokens-per-step", "65536"]
+
+
+def test_several_ranks_are_told_by_stage_and_tier_and_what_they_exchange(small: Path, tmp_path: Path) -> None:
+    status, shown = plan(small, *MACHINE, *RANKS, "--json", tmp_path / "plan.json")
+    assert status == 0, shown
+    for wanted in (
+        "on each of 4 GPUs of each of 2 nodes", "What each rank holds", "stage 1", "stage 2", "stage 3 (planned)",
+        "whole sums of gradients", "parameters on the device", "parameters gathered, at most", "optimizer states", "What each rank receives in a step",
+        "gather in forward", "gather in backward", "reduction of gradients", "from other nodes", "6 M", "link between nodes, alone",
+        "ZeRO++ with all of it (rounds)", "one more node",
+    ):  # fmt: skip
+        assert wanted in shown, wanted
+    assert "--link-gbps" not in shown  # given
+    record = json.loads((tmp_path / "plan.json").read_text())
+    assert set(record["rank_bytes"]) == {"1", "2", "3"}
+    one, two, three = (record["rank_bytes"][stage] for stage in "123")
+    assert one["together"]["cpu"] - one["whole sums of gradients"]["cpu"] == two["together"]["cpu"]
+    assert three["together"]["device"] < two["together"]["device"]
+    assert three["together"]["cpu"] * 4 == record["plan"]["ram"]["bytes"]
+    exchanged = record["plan"]["exchanged"]
+    assert exchanged["volume"] == pytest.approx(6, rel=1e-4)
+    assert exchanged["across_bytes"] == sum(each["count"] * each["across"] for each in exchanged["each"])
+    assert "--link-gbps: 100 Gbit/s each way, assumed" in plan(small, *MACHINE, *RANKS[:4], "--tokens-per-step", "65536")[1]
+    assert "What each rank holds" not in plan(small, *MACHINE)[1]
+
+
+def test_stages_and_switches_are_planned_as_told(small: Path, tmp_path: Path) -> None:
+    arguments = [*MACHINE, *RANKS, "--json", tmp_path / "plan.json"]
+    status, shown = plan(small, *arguments, "--zero", "1")  # parameters then are on the device
+    assert status == 0, shown
+    assert "stage 1 (planned)" in shown
+    job = json.loads((tmp_path / "plan.json").read_text())["plan"]["job"]
+    assert (job["zero"], job["params"], job["accumulate"]) == (1, "device", None)
+    status, shown = plan(small, *arguments, "--qwz", "--hpz", "cpu", "--qgz", "--error-feedback", "--accumulate-in", "local")
+    assert status == 0, shown
+    for wanted in ("gather from the node's copy", "the node's copy (hpZ)", "errors fed back (qgZ)", "whole sums of gradients"):
+        assert wanted in shown, wanted
+    plan_of = json.loads((tmp_path / "plan.json").read_text())["plan"]
+    assert plan_of["exchanged"]["volume"] == pytest.approx((1 + 2 / 64) / 2 + (0.5 + 2 / 64) / 2, rel=1e-3)
+    shown = plan(small, *MACHINE, "--gpus", "0", "--ranks", "3")[1]
+    assert "on each of 3 ranks on CPUs" in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--zero", "2", "--params", "nvme"], "use params='device', or zero=3"),
+        (["--zero", "1", "--accumulate-in", "shard"], "which is zero=2"),
+        (["--zero", "1", "--hpz", "cpu"], "hpz='cpu': with zero=1"),
+        (["--error-feedback"], "set qgz=True"),
+        (["--qwz", "--nodes", "1", "--gpus", "1"], "there is one: leave them out"),
+        (["--link-gbps", "0"], "--link-gbps 0.0: give a positive number"),
+        (["--link-gbps", "10", "--nodes", "1"], "add --nodes"),
+        (["--ranks", "2"], "--ranks 2 beside --gpus 4"),
+    ],
+)
+def test_mistakes_about_ranks_name_the_fix(small: Path, change: list[str], message: str) -> None:
+    status, shown = plan(small, *MACHINE, "--gpus", "4", "--nodes", "2", "--tokens-per-step", "65536", *change)
+    assert status == 2
+    assert message in shown

@@ -22,9 +22,8 @@ from infinity.cli import train as command  # noqa: E402
 from infinity.cli.main import build_parser  # noqa: E402
 from infinity.cli.train import learning_rate, run_train  # noqa: E402
 from tests.device import simulated  # noqa: E402
+from tests.tiny_llama import TEXT, write_model  # noqa: E402
 from tests.unit.aio.rig import BACKENDS  # noqa: E402
-
-TEXT = "In the beginning was the word, and the word was with the drive, and the drive was fast.\n" * 60
 
 
 def shown_on(console: Console) -> str:
@@ -34,23 +33,7 @@ def shown_on(console: Console) -> str:
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 130,000 random parameters, tied embeddings, with a tokenizer of bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    directory = tmp_path_factory.mktemp("model")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: index for index, letter in enumerate(letters)} | {"<eos>": 256}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=257, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, eos_token_id=256, bos_token_id=256,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    return directory
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True, scope="module")

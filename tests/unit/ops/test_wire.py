@@ -23,7 +23,9 @@ from infinity.ops.groups import DTYPES, dequantise, quantise
 from infinity.ops.rounding import rounding_key
 from infinity.ops.wire import decode, decode_sum, encode, sum_in_order, wire_bytes
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # overflow to infinity is meant; the interpreter is numpy
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton"
+)  # overflow to infinity is meant; the interpreter is numpy
 ROOT = Path(__file__).resolve().parents[3]
 KEY = rounding_key(7, 3, "layers.0.weight")
 quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -47,16 +49,22 @@ def finite(dtype: torch.dtype, x: Any) -> torch.Tensor:
 
 
 @st.composite
-def vectors(draw: Any, *, numel: int | None = None, odd: bool = True, dtype: torch.dtype | None = None) -> torch.Tensor:
+def vectors(
+    draw: Any, *, numel: int | None = None, odd: bool = True, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """[numel], magnitudes from denormal to huge, equal numbers, zeros; with `odd`, NaN and infinities."""
     numel = draw(st.integers(0, 2600)) if numel is None else numel
     rng = np.random.default_rng(draw(st.integers(0, 2**31)))
     spread = draw(st.sampled_from([0, 4, 30, 126]))
-    x = rng.standard_normal(numel) * np.exp2(rng.uniform(-spread, spread / 2, numel)) + draw(st.sampled_from([0, 0, 3]))
+    x = rng.standard_normal(numel) * np.exp2(rng.uniform(-spread, spread / 2, numel)) + draw(
+        st.sampled_from([0, 0, 3])
+    )
     x *= rng.random(numel) > draw(st.sampled_from([0.0, 0.5]))
     values = finite(dtype or draw(st.sampled_from(DTYPES)), x)
     if odd and draw(st.booleans()):
-        values[torch.from_numpy(rng.random(numel) < 0.002)] = draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+        values[torch.from_numpy(rng.random(numel) < 0.002)] = draw(
+            st.sampled_from([math.nan, math.inf, -math.inf])
+        )
         values[torch.from_numpy(rng.random(numel) < 0.002)] = -0.0
     return values
 
@@ -124,7 +132,9 @@ def test_encoding_has_the_bits_of_the_reference(device: torch.device, data: st.D
 
 @quick
 @given(st.data())
-def test_decoding_and_sums_of_any_bytes_have_the_bits_of_the_reference(device: torch.device, data: st.DataObject) -> None:
+def test_decoding_and_sums_of_any_bytes_have_the_bits_of_the_reference(
+    device: torch.device, data: st.DataObject
+) -> None:
     """Also of wires that `encode` never writes: infinite, negative and denormal scales, the code -128."""
     numel, groups = data.draw(st.integers(0, 2600)), data.draw(st.composite(groups_drawn)())
     count, divisor = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 2, 3, 8, 2**24]))
@@ -180,14 +190,18 @@ def test_torch_gives_the_same_bits_on_a_gpu(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_short_last_group_and_an_odd_last_element_leave_the_same_bits(device: torch.device, bits: int) -> None:
+def test_a_short_last_group_and_an_odd_last_element_leave_the_same_bits(
+    device: torch.device, bits: int
+) -> None:
     for numel in (1, 2, 63, 65, 127, 129, 1023, 1025, 2047, 2049):
         values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) - 0.5
         expected = spoilt(wire_bytes(numel, bits, 64), torch.uint8)
         wire.encode_torch(values, expected, bits, 64, KEY, 3, None)
         for way in implementations(device):
             with way():
-                assert torch.equal(encoded(values.to(device), bits=bits, group_numel=64, key=KEY, element=3).cpu(), expected)
+                assert torch.equal(
+                    encoded(values.to(device), bits=bits, group_numel=64, key=KEY, element=3).cpu(), expected
+                )
 
 
 def test_without_the_extension_torch_writes_the_same_bytes_and_says_so() -> None:
@@ -233,7 +247,11 @@ def test_a_wire_holds_the_codes_and_scales_of_the_groups_and_zeros(data: st.Data
     values, groups = data.draw(vectors()), data.draw(st.composite(groups_drawn)())
     keys, numel = data.draw(st.composite(keys_drawn)()), values.numel()
     q, buffer = quantise(values, **groups, **keys), encoded(values, **groups, **keys)
-    at, codes, scales = wire.codes_bytes(numel, groups["bits"]), q.codes.view(torch.uint8), q.scales.view(torch.uint8)
+    at, codes, scales = (
+        wire.codes_bytes(numel, groups["bits"]),
+        q.codes.view(torch.uint8),
+        q.scales.view(torch.uint8),
+    )
     assert torch.equal(buffer[: codes.numel()], codes)
     assert torch.equal(buffer[at : at + scales.numel()], scales)
     assert not buffer[codes.numel() : at].any()
@@ -276,7 +294,9 @@ def test_bytes_are_codes_then_scales_each_a_multiple_of_64(bits: int) -> None:
     if native.available():
         for numel in (0, 1, 63, 64, 65, 1000, 2**40 + 1):
             for group_numel in (64, 1024):
-                assert native.lib.inf_wire_bytes(numel, bits, group_numel, 0) == wire_bytes(numel, bits, group_numel)
+                assert native.lib.inf_wire_bytes(numel, bits, group_numel, 0) == wire_bytes(
+                    numel, bits, group_numel
+                )
                 assert native.lib.inf_wire_bytes(numel, bits, group_numel, 1) == wire.codes_bytes(numel, bits)
 
 
@@ -349,7 +369,11 @@ def test_error_feedback_telescopes(bits: int, key: int | None, error_dtype: torc
     """The sum of what was decoded is the sum of the values less the last error, whose size does not grow with the rounds."""
     rounds, numel, groups = 200, 777, {"bits": bits, "group_numel": 64}
     values = torch.randn(numel, generator=torch.Generator().manual_seed(4)) * torch.linspace(0.01, 3, numel)
-    error, sent, largest = torch.zeros(numel, dtype=error_dtype), torch.zeros(numel, dtype=torch.float64), torch.zeros(numel)
+    error, sent, largest = (
+        torch.zeros(numel, dtype=error_dtype),
+        torch.zeros(numel, dtype=torch.float64),
+        torch.zeros(numel),
+    )
     for step in range(rounds):
         buffer = encoded(values, **groups, key=None if key is None else key + step, error=error)
         sent += decoded(buffer, numel, **groups)
@@ -358,7 +382,9 @@ def test_error_feedback_telescopes(bits: int, key: int | None, error_dtype: torc
     bf16 = error_dtype is torch.bfloat16
     assert bool((error.float().abs() <= share * largest * (1.01 if bf16 else 1.0001)).all())
     # Each round loses at most half a last place of the error (8 bits in bf16), and of the fp32 sum.
-    lost = rounds * (share * largest.double() * 2.0**-8 * bf16 + 2.0**-24 * (values.abs() + largest).double() * 2)
+    lost = rounds * (
+        share * largest.double() * 2.0**-8 * bf16 + 2.0**-24 * (values.abs() + largest).double() * 2
+    )
     assert bool(((sent + error.double() - rounds * values.double()).abs() <= lost).all())
     if key is None:  # without feedback the same error is made again and again
         plain = rounds * decoded(encoded(values, **groups), numel, **groups).double()
@@ -382,7 +408,11 @@ def test_an_error_is_the_value_less_what_was_decoded(data: st.DataObject) -> Non
 @quick
 @given(st.data())
 def test_sums_are_fp32_additions_in_order_one_division_one_rounding(data: st.DataObject) -> None:
-    numel, count, divisor = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    numel, count, divisor = (
+        data.draw(st.integers(1, 70)),
+        data.draw(st.integers(1, 5)),
+        data.draw(st.integers(1, 9)),
+    )
     dtype = data.draw(st.sampled_from(DTYPES))
     pieces = [data.draw(vectors(numel=numel, dtype=dtype, odd=False)) for _ in range(count)]
     expected = []
@@ -420,8 +450,10 @@ def test_wires_are_summed_as_what_they_decode_to() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_piece_comes_back_as_it_is_and_out_may_be_a_piece(device: torch.device, dtype: torch.dtype) -> None:
-    piece = torch.tensor([0.0, -0.0, 1.5, -2.0**-14, math.inf, -math.inf] * 500, dtype=dtype)
+def test_one_piece_comes_back_as_it_is_and_out_may_be_a_piece(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    piece = torch.tensor([0.0, -0.0, 1.5, -(2.0**-14), math.inf, -math.inf] * 500, dtype=dtype)
     other = torch.arange(3000, dtype=torch.float32).to(dtype)
     for way in implementations(device):
         with way():

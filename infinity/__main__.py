@@ -1,0 +1,10 @@
+"""`python -m infinity`: the command `infinity`, also for `torchrun -m infinity`."""
+
+from __future__ import annotations
+
+import sys
+
+from infinity.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""A rank that is killed, raises, meets a broken drive or does not come: the others end with its name, at once, and leave nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import infinity as inf
+from infinity.aio import Seam
+from infinity.aio.executor import Fault
+from infinity.engine import offload
+from tests.crashes import Net, digest, step
+from tests.dist.ranks import Outcome, ends_of, on_ranks
+
+STRUCK_IN = 2  # the step
+STAGE3: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min"}
+STAGE2: dict[str, Any] = {"zero": 2, "params": "device", "optim": "nvme", "ram": "min"}
+SPECULATING: dict[str, Any] = {**STAGE3, "update": "backward", "generations": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a rank's training ended."""
+
+    kind: str
+    text: str
+    named: int | None  # the rank that RankFailed names
+    again: str  # the type of what the next forward raises
+    held: tuple[str, ...]  # files in the directory of the drive that the process has open after it has closed its engine
+    threads: tuple[str, ...]  # of ours, that still run
+    steps: int
+    closing: str  # what `handle.close()` raised: the failure once more
+    trace: str
+
+
+def strike_in(where: str, model: Any, optimizer: Any, strike: Callable[[], None]) -> None:
+    """Have `strike` called in the middle of a forward, a backward or a step, and after what a step leaves to the background."""
+    middle = model.blocks[1]
+    if where == "forward":
+        middle.register_forward_pre_hook(lambda *_: strike())
+    elif where == "backward":
+        middle.register_forward_hook(lambda _module, _inputs, out: (out.register_hook(lambda _grad: strike()), None)[1])
+    elif where == "step":
+        optimizer.register_step_pre_hook(lambda *_: strike())
+    elif where == "after":
+        optimizer.register_step_post_hook(lambda *_: strike())
+
+
+@dataclasses.dataclass(frozen=True)
+class Struck:
+    """Training in which something befalls one rank (`victim`; -1: all) in the middle of a step."""
+
+    how: str  # "kill", "raise", "sleep", "drive"
+    where: str = "forward"
+    victim: int = 1
+    values: tuple[tuple[str, Any], ...] = tuple(STAGE3.items())
+
+    def __call__(self, rank: int, place: Path) -> Ended:
+        drive = place / "drive"
+        drive.mkdir(exist_ok=True)
+        torch.manual_seed(0)
+        fault = Fault("read", 8, persistent=True) if self.how == "drive" and rank == self.victim else None
+        seam = Seam(delay_us_max=300, seed=rank, fault=fault)
+        policy = inf.Policy(**{"nvme": drive, "unit_bytes_max": 4096, "rank_timeout_s": 60.0, **dict(self.values)})
+        model: Any = offload(Net().bfloat16(), policy, _seam=seam)
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        index, ended, trace = 0, ("", "", None), ""
+
+        def strike() -> None:
+            if index == STRUCK_IN and rank == self.victim:
+                self.strike()
+
+        strike_in(self.where, model, optimizer, strike)
+        try:
+            for index in range(6):
+                step(model, optimizer, index, rank)
+            inf.handle(model).flush()
+        except Exception as error:
+            ended = (type(error).__name__, str(error), getattr(error, "rank", None))
+            trace = traceback.format_exc()
+        again = ""
+        try:
+            step(model, optimizer, index, rank)
+        except Exception as error:
+            again = type(error).__name__
+        closing = ""
+        try:
+            inf.handle(model).close()
+        except Exception:
+            closing = traceback.format_exc()
+        dist.destroy_process_group()
+        return Ended(*ended, again, open_in(drive), ours(), index, closing, trace)
+
+    def strike(self) -> None:
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.how == "sleep":
+            time.sleep(8)
+        else:
+            raise ValueError("out of luck")
+
+
+def open_in(directory: Path) -> tuple[str, ...]:
+    """What this process has open there, also what no name leads to any more."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(str(link.readlink()))
+    return tuple(target for target in found if target.startswith(str(directory)))
+
+
+def ours() -> tuple[str, ...]:
+    return tuple(thread.name for thread in threading.enumerate() if thread.name.startswith("infinity"))
+
+
+def survivors(outcomes: list[Outcome], victim: int, directory: Path) -> list[Ended]:
+    """The others ended with the victim's name, and left nothing."""
+    found = []
+    for outcome in outcomes:
+        if outcome.rank == victim:
+            continue
+        assert outcome.well, f"rank {outcome.rank}: {outcome}"
+        ended: Ended = outcome.result
+        assert (ended.kind, ended.named) == ("RankFailed", victim), f"{ended}\n{ended.trace}"
+        assert f"rank {victim}" in ended.text
+        assert ended.again == "RankFailed"
+        assert (ended.held, ended.threads) == ((), ()), f"{ended}\n{ended.closing}"
+        assert ended.closing == "" or "RankFailed" in ended.closing, ended.closing
+        found.append(ended)
+    assert len(found) == len(outcomes) - 1
+    assert list((directory / "drive").iterdir()) == []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("where", "victim", "world", "values"),
+    [
+        ("forward", 1, 3, STAGE3),
+        ("backward", 2, 3, SPECULATING),
+        ("step", 1, 3, STAGE3),
+        ("after", 1, 2, STAGE3),
+        ("backward", 0, 3, STAGE2),  # where the store is
+        ("forward", 0, 2, STAGE3),
+    ],
+)
+def test_a_rank_that_is_killed_is_named_by_all_others_which_end(
+    tmp_path: Path, where: str, victim: int, world: int, values: dict[str, Any]
+) -> None:
+    job = Struck("kill", where, victim, tuple(values.items()))
+    outcomes = ends_of(job, tmp_path / "run", world, leave=True)
+    assert outcomes[victim].exit_code == -signal.SIGKILL
+    for ended in survivors(outcomes, victim, tmp_path / "run"):
+        assert ended.steps in (STRUCK_IN, STRUCK_IN + 1)
+
+
+@pytest.mark.parametrize(("where", "values"), [("forward", STAGE3), ("backward", STAGE2), ("forward", SPECULATING)])
+def test_an_error_in_the_loop_of_one_rank_ends_the_others_with_its_text(
+    tmp_path: Path, where: str, values: dict[str, Any]
+) -> None:
+    outcomes = ends_of(Struck("raise", where, 1, tuple(values.items())), tmp_path / "run", 3, leave=True)
+    mine: Ended = outcomes[1].result
+    assert (mine.kind, mine.text, mine.held, mine.threads) == ("ValueError", "out of luck", (), ()), outcomes[1]
+    for ended in survivors(outcomes, 1, tmp_path / "run"):
+        if where == "forward":  # nobody sees an error leave a backward
+            assert "out of luck" in ended.text
+
+
+@pytest.mark.parametrize("values", [STAGE3, STAGE2, SPECULATING])
+def test_a_drive_that_fails_on_one_rank_ends_the_others_with_its_name(tmp_path: Path, values: dict[str, Any]) -> None:
+    outcomes = ends_of(Struck("drive", "none", 1, tuple(values.items())), tmp_path / "run", 3, leave=True)
+    mine: Ended = outcomes[1].result
+    assert "errno 5" in mine.text, outcomes[1]
+    assert (mine.held, mine.threads) == ((), ())
+    survivors(outcomes, 1, tmp_path / "run")
+
+
+def test_a_rank_that_does_not_come_is_given_up_after_rank_timeout_s(tmp_path: Path) -> None:
+    values = {**STAGE3, "rank_timeout_s": 2.0}
+    outcomes = ends_of(Struck("sleep", "forward", 1, tuple(values.items())), tmp_path / "run", 3, leave=True)
+    survivors(outcomes, 1, tmp_path / "run")
+    assert outcomes[1].result.kind == "RankFailed"  # it wakes up, and the others have gone
+
+
+class Unlucky:
+    """Raises once where it is armed."""
+
+    def __init__(self, model: Any) -> None:
+        self.armed = ""
+        for where in ("forward", "backward"):
+            strike_in(where, model, None, functools.partial(self, where))
+
+    def __call__(self, where: str) -> None:
+        if self.armed == where:
+            self.armed = ""
+            raise ValueError("out of luck")
+
+
+def raise_alike(rank: int, place: Path) -> list[str]:
+    """A forward that raises on all ranks at the same place, and then a backward; the loop tries the step again."""
+    found = []
+    for strikes in ({}, {1: "forward", 2: "backward"}):
+        torch.manual_seed(0)
+        model: Any = inf.offload(Net().bfloat16(), inf.Policy(**STAGE3, nvme=place, unit_bytes_max=4096))
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        unlucky = Unlucky(model)
+        for index in range(4):
+            if index in strikes:
+                unlucky.armed = strikes[index]
+                buffers = {name: value.clone() for name, value in model.named_buffers()}
+                with pytest.raises(ValueError, match="out of luck"):
+                    step(model, optimizer, index, rank)
+                optimizer.zero_grad()
+                for name, value in model.named_buffers():
+                    value.copy_(buffers[name])
+            step(model, optimizer, index, rank)
+        found.append(digest(model))
+        inf.handle(model).close()
+    return found
+
+
+def test_errors_that_all_ranks_meet_alike_end_nothing(tmp_path: Path) -> None:
+    for undisturbed, disturbed in on_ranks(raise_alike, tmp_path / "run", 3):
+        assert disturbed == undisturbed

@@ -1,0 +1,141 @@
+"""`infinity train` on two ranks, as torchrun starts them: what one rank does on the same global batch, and ends that all see."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from rich.console import Console  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+from infinity.cli.joining import Joined, joined, place_of  # noqa: E402
+from infinity.cli.main import build_parser  # noqa: E402
+from infinity.cli.train import run_train  # noqa: E402
+from tests.tiny_llama import TEXT, write_model  # noqa: E402
+
+TIMEOUT_S = 180
+SMALL = [
+    "--steps", "3", "--seq", "32", "--lr", "1e-3", "--eval-batches", "3", "--dtype", "float32", "--accumulate", "2",
+    "--no-trace", "--eval-every", "2", "--prompt", "In the", "--prompt-tokens", "2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, a text, and a drive for each of two ranks."""
+    directory = write_model(tmp_path_factory.mktemp("model"))
+    (directory / "text.txt").write_text(TEXT)
+    for rank in range(2):
+        (directory / f"drive{rank}").mkdir()
+    return directory
+
+
+def arguments(place: Path, out: Path, *more: str) -> list[str]:
+    return ["train", str(place), "--text", str(place / "text.txt"), "--out", str(out), *SMALL, *more]
+
+
+def on_two_ranks(place: Path, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """`torchrun --nproc-per-node 2 -m infinity train ...` on a free port; whatever it leaves is killed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "infinity"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, *arguments(place, out, *more)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            shown, errors = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its ranks
+            process.wait(30)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, shown, errors)
+
+
+def records(out: Path, kind: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def test_two_ranks_with_one_row_do_what_one_rank_does_with_two(place: Path, tmp_path: Path) -> None:
+    drives = ["--params", "nvme", "--optim", "nvme", "--nvme", str(place / "drive{local_rank}"), "--ram", "min"]
+    two = on_two_ranks(place, tmp_path / "two", "--batch", "1", *drives)
+    assert two.returncode == 0, two.stderr
+    options = build_parser().parse_args(arguments(place, tmp_path / "one", "--batch", "2"))
+    assert run_train(options, Console(file=io.StringIO())) == 0
+
+    for kind, value in (("step", "loss"), ("step", "grad_norm"), ("held_out", "loss")):
+        of_one, of_two = ([row[value] for row in records(tmp_path / name, kind)] for name in ("one", "two"))
+        assert len(of_two) == 3
+        assert of_two == pytest.approx(of_one, rel=1e-4), (kind, value)
+    assert [row["tokens"] for row in records(tmp_path / "two", "step")] == [2 * 2 * 32] * 3
+    assert records(tmp_path / "two", "held_out")[0]["windows"] == records(tmp_path / "one", "held_out")[0]["windows"]
+    (run,) = records(tmp_path / "two", "run")
+    assert run["ranks"] == 2
+    # Once each: only rank 0 speaks.
+    for said in ("loading /", "on 2 ranks, ZeRO stage 3", "step 1/3", "the trained model is in", "What the run did"):
+        assert two.stdout.count(said) == 1, two.stdout
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")]
+    assert weights[0].keys() == weights[1].keys()
+    for name, value in weights[0].items():
+        # AdamW's first steps divide a gradient by its own size: elements whose gradient is rounding noise may differ.
+        assert torch.isclose(weights[1][name], value, rtol=1e-3, atol=2e-5).float().mean() > 0.99, name
+    assert [list((place / f"drive{rank}").iterdir()) for rank in range(2)] == [[], []]
+
+
+def test_what_stops_one_rank_stops_both_with_one_message(place: Path, tmp_path: Path) -> None:
+    (place / "own0").mkdir()  # rank 1 has none
+    drives = ["--params", "nvme", "--optim", "nvme", "--nvme", str(place / "own{local_rank}"), "--ram", "min"]
+    found = on_two_ranks(place, tmp_path / "out", *drives)
+    assert found.returncode in (1, 2)
+    (message,) = [line for line in (found.stdout + found.stderr).splitlines() if line.startswith("error:")]
+    assert message.startswith("error: rank 1: ")
+    assert f"{place}/own1" in message
+    assert list((place / "own0").iterdir()) == []
+
+
+# -- the places of ranks -----------------------------------------------------------------------------------------------
+
+TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+def test_a_rank_computes_on_the_gpu_of_its_number_or_where_all_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place_of("cpu", TORCHRUN) == Joined(3, 4, 1, "cpu")
+    assert place_of("cuda:1", {}) == Joined(device="cuda:1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert place_of(None, TORCHRUN).device == "cuda:1"
+    assert place_of("cuda", TORCHRUN).device == "cuda:1"
+    assert place_of(None, {}).device == "cuda"
+    with pytest.raises(ValueError, match="local rank 2 has no GPU: there are 2"):
+        place_of(None, {**TORCHRUN, "LOCAL_RANK": "2"})
+
+
+@pytest.mark.parametrize(
+    ("device", "change", "message"),
+    [
+        ("cuda:0", {}, "with --device cuda each has the GPU of its number"),
+        ("cpu", {"MASTER_PORT": None, "RANK": None}, "RANK, MASTER_PORT not: start several ranks with torchrun --nproc-per-node 4"),
+        ("cpu", {"RANK": "first"}, "RANK='first' in the environment is not a number"),
+    ],
+)
+def test_an_environment_that_is_not_torchrun_s_names_the_fix(device: str, change: dict[str, str | None], message: str) -> None:
+    environment = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
+    with pytest.raises(ValueError, match=message), joined(device, environment):
+        pass
+
+
+def test_one_rank_has_nobody_to_ask() -> None:
+    with joined("cpu", {}) as alone:
+        assert alone.first
+        assert alone.sums(1.5, 2.0) == [1.5, 2.0]
+        assert alone.tells(RuntimeError("lost"))
+        alone.together()
