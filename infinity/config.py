@@ -323,8 +323,8 @@ class Policy:
             check_pattern(path)
         if self.durable and paths and is_pattern(paths[0]):
             raise ValueError(
-                f"nvme={[str(path) for path in paths]}: a durable run keeps the manifests of all ranks in the first directory: name "
-                "one there that is the same on every rank; the others may differ"
+                f"nvme={[str(path) for path in paths]}: a durable run keeps the manifests of all ranks in the first directory: "
+                "name one there that is the same on every rank; the others may differ"
             )
         if len({path.resolve() for path in paths}) != len(paths):
             raise ValueError(f"nvme={[str(path) for path in paths]} names a directory twice")
