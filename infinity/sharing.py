@@ -36,9 +36,13 @@ DEPTH_MIN = 8
 
 @contextlib.contextmanager
 def sharing(comm: Comm, policy: Policy) -> Iterator[Sharing]:
-    """The meeting of ranks that offload a model; over with `Sharing.agree`. Collective."""
+    """The meeting of ranks that offload a model; over with `Sharing.agree`. Collective. Left when the model is closed."""
     with Meeting(comm, "inf.offload") as meeting:
-        yield Sharing(comm, policy, meeting)
+        found = Sharing(comm, policy, meeting)
+        try:
+            yield found
+        finally:
+            found.closed = True
 
 
 class Sharing:
@@ -52,6 +56,7 @@ class Sharing:
     def __init__(self, comm: Comm, policy: Policy, meeting: Meeting) -> None:
         self._comm = comm
         self._meeting: Meeting | None = meeting
+        self.closed = False
         seen = memory_seen()
         everyone = meeting.exchange({"machine": machine(), "memory": seen})
         self._neighbours = [rank for rank, told in enumerate(everyone) if told["machine"] == machine()]
@@ -134,6 +139,9 @@ class Sharing:
     def together(self, what: str) -> Iterator[Callable[[], None]]:
         """Inside, ranks do the same, and call no collective but `check_room`; what comes with it says that all went well here, and
         raises PeerFailed unless it did everywhere. Collective."""
+        if self.closed:  # nobody else may come to say so
+            yield lambda: None
+            return
         with Meeting(self._comm, what) as meeting:
             self._meeting = meeting
             try:

@@ -25,7 +25,7 @@ from infinity.errors import AioError, ParameterReleased
 from infinity.ops import LinearCrossEntropy
 from infinity.ops.tiles import TiledModule
 from infinity.params.discover import find_units
-from infinity.params.residency import AHEAD
+from infinity.params.gathering import AHEAD
 from infinity.params.too_large import GATHERED_AT_ONCE, check_gatherable, tiles_needed
 from infinity.params.unit import Unit
 from infinity.runtime import activations

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from infinity.comm.exchange import Exchange, Volume
 from infinity.comm.groups import make_group
 from infinity.comm.lanes import Lane, Op
-from infinity.comm.topology import Topology
+from infinity.comm.topology import Topology, default_store
 from infinity.comm.watch import Watch
 
 # torch 2.13 renamed it; the floor is 2.10.
@@ -41,6 +41,7 @@ class Comm:
         self._reduce: Lane | None = None
         self._exchanges: dict[str, Exchange] = {}
         self._timeout_s = 0.0
+        self._groups: list[Any] = []
         self._asides: list[Lane] = []
         self._owns_watch = True
 
@@ -51,8 +52,7 @@ class Comm:
         if comm.world == 1:
             return comm
         comm._timeout_s = timeout_s
-        store: Any = dist.distributed_c10d._get_default_store()
-        comm.watch = Watch(comm.topology, store.clone(), timeout_s=timeout_s, name=name)
+        comm.watch = Watch(comm.topology, default_store(), timeout_s=timeout_s, name=name)
         device = device or torch.device("cpu")
         backend = "nccl" if device.type == "cuda" else "gloo"
         comm._control = comm._lane("control", "gloo", torch.device("cpu"))
@@ -63,6 +63,7 @@ class Comm:
     def _lane(self, name: str, backend: str, device: torch.device) -> Lane:
         assert self.watch is not None
         group = make_group(timeout_s=self._timeout_s, backend=backend)
+        self._groups.append(group)
         self._exchanges[name] = Exchange(self.topology, group, device)
         return Lane(name, group=group, watch=self.watch, device=device)
 
@@ -72,6 +73,7 @@ class Comm:
         if self.world > 1:
             assert self.watch is not None
             other.watch, other._timeout_s, other._owns_watch = self.watch, self._timeout_s, False
+            other._groups = self._groups
             other._control = other._lane("aside", "gloo", torch.device("cpu"))
             self._asides.append(other._control)
         return other
@@ -146,6 +148,11 @@ class Comm:
         if self.watch is not None:
             self.watch.raised(where, error)
 
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot go on: neither can the others, which are told why. Never blocks."""
+        if self.watch is not None:
+            self.watch.fail(error)
+
     def check(self) -> None:
         """Raise RankFailed if a rank is known to have failed."""
         if self.watch is not None:
@@ -159,7 +166,13 @@ class Comm:
                 lane.close()
         self._control = self._gather = self._reduce = None
         self._asides.clear()
-        if self.watch is not None and self._owns_watch:
-            self.watch.close(ok)
-        self.watch = None
         self._exchanges.clear()
+        if self.watch is not None and self._owns_watch:
+            failed = self.watch.failure is not None
+            self.watch.close(ok)
+            while self._groups:
+                group = self._groups.pop()
+                # One that was broken off has no peers to part from, and a call that is stuck in it would be waited for.
+                if not failed and dist.is_initialized():
+                    dist.destroy_process_group(group)
+        self.watch = None

@@ -61,7 +61,8 @@ class Process:
                 "pidfd_open is not available (%s): processes of other ranks are looked up in /proc", error
             )
             return
-        if start_time_of(pid) != start_time:
+        # 0 where it has just ended, which the descriptor says, or where /proc hides the processes of others.
+        if start_time_of(pid) not in (0, start_time):
             self.close()
 
     def ended(self) -> bool:

@@ -57,14 +57,14 @@ class Op:
 
         Raises: the work's own error if it failed on this rank; RankFailed if a rank does not come, or after any failure.
         """
+        error: BaseException | None = None
         try:
             self._watch.wait(self._done, self.what, self.number)
-        except RankFailed:
-            if self._error is not None:
-                raise self._error.with_traceback(None) from None
-            raise
-        if self._error is not None:
-            raise self._error
+        except RankFailed as failure:
+            error = failure
+        error = self._error or error
+        if error is not None:
+            raise error.with_traceback(None)
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
@@ -143,9 +143,8 @@ class Lane:
         self._closed = True
         atexit.unregister(self._exits)
         self._queue.put(None)
-        if self._last is not None:
-            self._last.finished()
-        self._thread.join(GIVE_UP_S)
+        left = self._last is None or self._last.finished()
+        self._thread.join(GIVE_UP_S if left else 0.0)
         if self._thread.is_alive():
             _GIVEN_UP.append(self._group)  # its destructor would wait for the stuck call
         if self._break_off in self._watch.on_failure:

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from infinity.comm.board import Board, Record
 from infinity.comm.hosts import Host, Process, start_time_of
 from infinity.comm.topology import Topology
+from infinity.comm.verdicts import cut, died, late, named, not_coming, ranks_of, told
 from infinity.errors import RankFailed
 
 log = logging.getLogger("infinity")
@@ -35,8 +36,8 @@ SILENCE_S = 15.0
 _TURN_MAX_S = 1.0
 _POLL_S = 0.25
 _LINGER_S = 2.0
+_DYING_S = 10.0
 _RAISED_MAX = 16
-_MESSAGE_MAX = 500
 # What gloo and NCCL say when it is the connection that broke, and not the call that was wrong.
 _CONNECTION = re.compile(
     r"gloo/transport|[Cc]onnection|closed by peer|[Tt]imed out|Broken pipe|NCCL|[Aa]borted"
@@ -44,7 +45,8 @@ _CONNECTION = re.compile(
 
 
 class Watch:
-    """Watches the ranks of one engine. Every rank makes one, at the same place of its program, under the same `name`.
+    """Watches the ranks of one engine. Every rank makes one, at the same place of its program, under the same `name`, which is
+    used once: what the ranks of an earlier engine said of themselves stays in the store.
 
     store: a client of the default group's store that is this watch's alone (`Store.clone()`). timeout_s: how long a collective
     waits for the others. silence_s: how long a rank of another host may send no sign of life; Python code that holds the
@@ -123,7 +125,7 @@ class Watch:
         """This rank's forward or backward broke off. A peer that waits for a later collective learns so, unless it broke off at
         the same place: then training may go on, and this rank's next collective waits for that. Does not block."""
         if self._number not in self._raised:
-            self._raised[self._number] = _cut(f"{type(error).__name__} in {where}: {error}")
+            self._raised[self._number] = cut(f"{type(error).__name__} in {where}: {error}")
             for old in list(self._raised)[:-_RAISED_MAX]:
                 del self._raised[old]
         if self._board is not None:
@@ -137,7 +139,7 @@ class Watch:
             self._over(error)
             return
         rank = self.topology.rank
-        failure = RankFailed(_cut(f"rank {rank} failed: {type(error).__name__}: {error}"), rank=rank)
+        failure = RankFailed(cut(f"rank {rank} failed: {type(error).__name__}: {error}"), rank=rank)
         failure.__cause__ = error
         self._over(failure)
 
@@ -155,33 +157,36 @@ class Watch:
             now_s = time.monotonic()
             turn_s = min(now_s - before_s, _TURN_MAX_S)
             waited_s, before_s = waited_s + turn_s, now_s
-            if found := self._not_coming(what, number):
+            if found := not_coming(self._others(), self._raised, what, number):
                 # A collective without a number may be complete and only not yet here: the peer did its part, and closed.
                 closed_s += turn_s
                 if number is not None or closed_s > _LINGER_S:
                     self._over(found)
             elif waited_s > self.timeout_s:
-                late = self._late(what, number)
+                found = self._late(what, number)
                 if not done.is_set():
-                    self._over(late)
+                    self._over(found)
         self.check()
 
     def blame(self, error: BaseException, what: str, number: int | None) -> RankFailed | None:
-        """Whose failure an error of a collective is, after waiting a little for a sign of it; None if it looks like this rank's own.
+        """Whose failure an error of a collective is, after waiting a little for a sign; None if it looks like this rank's own.
 
-        Blocks for a second or two; up to `silence_s` more where the connection broke and ranks run on other hosts.
+        Blocks for a second or two. Where the connection broke somebody broke it: up to ten seconds, by which a dying process of
+        this host is gone on a busy machine, or `silence_s` and a second where ranks run on other hosts.
         """
         broken = bool(_CONNECTION.search(str(error)))
-        limit_s = 3 * INTERVAL_S + (self._silence_s + INTERVAL_S if broken and self._far else 0.0)
+        limit_s = 3 * INTERVAL_S
+        if broken:
+            limit_s = max(_DYING_S, limit_s + self._silence_s + INTERVAL_S if self._far else 0.0)
         end_s = time.monotonic() + limit_s
         while not self._known.wait(INTERVAL_S / 5) and time.monotonic() < end_s and self._board is not None:
-            if found := self._not_coming(what, number):
+            if found := not_coming(self._others(), self._raised, what, number):
                 self._over(found)
         if self._failure is None and broken and self._board is not None:
             text = (
-                f"a connection to another rank broke in {_named(what, number)}, and no rank says why: {error}"
+                f"a connection to another rank broke in {named(what, number)}, and no rank says why: {error}"
             )
-            self._over(RankFailed(_cut(text)))
+            self._over(RankFailed(cut(text)))
         return self._failure
 
     def close(self, ok: bool = True) -> None:
@@ -211,10 +216,10 @@ class Watch:
         text = f"this rank ({self.topology.rank}) broke off ({self._raised[here]})"
         while True:
             self.check()
-            records = dict(self._others())
+            records = self._others()
             for rank, record in records.items():
                 if here not in dict(record.raised) and (record.number > here or record.left):
-                    self._over(RankFailed(_cut(f"{text}, and rank {rank} went on"), rank=self.topology.rank))
+                    self._over(RankFailed(cut(f"{text}, and rank {rank} went on"), rank=self.topology.rank))
             lacking = [rank for rank in range(self.topology.world) if rank != self.topology.rank]
             lacking = [
                 rank for rank in lacking if rank not in records or here not in dict(records[rank].raised)
@@ -224,8 +229,8 @@ class Watch:
             now_s = time.monotonic()
             waited_s, before_s = waited_s + min(now_s - before_s, _TURN_MAX_S), now_s
             if waited_s > self.timeout_s:
-                text = f"{text}, and {_ranks(lacking)} did not within {self.timeout_s:g} s"
-                self._over(RankFailed(_cut(text), rank=lacking[0], ranks=tuple(lacking)))
+                text = f"{text}, and {ranks_of(lacking)} did not within {self.timeout_s:g} s"
+                self._over(RankFailed(cut(text), rank=lacking[0], ranks=tuple(lacking)))
             time.sleep(_POLL_S / 10)
             self._board.refresh(_POLL_S)
 
@@ -240,11 +245,11 @@ class Watch:
         board = self._board
         assert board is not None
         board.say(left=how, number=self._number)
-        told = board.refresh(2 * _LINGER_S)
+        answers = board.refresh(2 * _LINGER_S)
         # Rank 0 may take the store with it: the others should have read first that it left in order.
         end_s = time.monotonic() + linger_s
-        while told and self.topology.rank == 0 and not self._all_know() and time.monotonic() < end_s:
-            told = board.refresh(INTERVAL_S)
+        while answers and self.topology.rank == 0 and not self._all_know() and time.monotonic() < end_s:
+            answers = board.refresh(INTERVAL_S)
             time.sleep(INTERVAL_S / 25)
         board.stop(_LINGER_S)
         self._turn_now()
@@ -273,55 +278,18 @@ class Watch:
             self._turn_now()
         self._known.set()
 
-    def _not_coming(self, what: str, number: int | None) -> RankFailed | None:
-        """The failure that it is to wait for this collective, if a rank is known that will not come to it."""
-        for rank, record in self._others():
-            why = ""
-            for after, text in record.raised:
-                if number is not None and after < number and after not in self._raised:
-                    why = f"rank {rank} broke off before it: {text}"
-            if record.left and (number is None or record.number < number):
-                left = "has closed its engine" if record.left == "closed" else "has ended"
-                why = f"{why}, and {left}" if why else f"rank {rank} {left}"
-            if why:
-                return RankFailed(_cut(f"{_named(what, number)} cannot complete: {why}"), rank=rank)
-        return None
-
     def _late(self, what: str, number: int | None) -> RankFailed:
-        """The failure that it is to have waited too long."""
-        text = f"{_named(what, number)} has not completed within {self.timeout_s:g} s"
-        if self._board is None:
-            return RankFailed(text)
-        fresh = self._board.refresh(2 * INTERVAL_S)
-        if found := self._failure or self._not_coming(what, number):
+        """The failure that it is to have waited for `timeout_s`, from records as fresh as can be had."""
+        fresh = self._board is None or self._board.refresh(2 * INTERVAL_S)
+        if found := self._failure or not_coming(self._others(), self._raised, what, number):
             return found
-        records = dict(self._others())
-        late = [
-            rank for rank in range(self.topology.world) if rank != self.topology.rank and rank not in records
-        ]
-        if late:
-            return RankFailed(f"{text}: {_ranks(late)} never began", rank=late[0], ranks=tuple(late))
-        late = [rank for rank, record in records.items() if number is not None and record.number < number]
-        where = "; ".join(
-            f"rank {rank} last came to {_named(records[rank].last, records[rank].number)}" for rank in late
-        )
-        if late:
-            return RankFailed(
-                _cut(f"{text}: {_ranks(late)} did not come ({where})"), rank=late[0], ranks=tuple(late)
-            )
-        if not fresh:
-            return RankFailed(
-                f"{text}, and the store of the default group, which rank 0 hosts, does not answer", rank=0
-            )
-        return RankFailed(
-            f"{text}, though every rank has come to it: a connection is stuck, or the timeout too short"
-        )
+        others = [rank for rank in range(self.topology.world) if rank != self.topology.rank]
+        return late(others, self._others(), what, number, timeout_s=self.timeout_s, fresh=fresh)
 
-    def _others(self) -> list[tuple[int, Record]]:
+    def _others(self) -> dict[int, Record]:
+        """What is known of the other ranks."""
         records = self._board.records if self._board is not None else []
-        return [
-            (rank, record) for rank, record in enumerate(records) if record and rank != self.topology.rank
-        ]
+        return {rank: record for rank, record in enumerate(records) if record and rank != self.topology.rank}
 
     def _turn_now(self) -> None:
         """Make the thread look now."""
@@ -352,7 +320,10 @@ class Watch:
             if self._failure is not None and not called:
                 called = True
                 for callback in list(self.on_failure):
-                    callback()
+                    try:
+                        callback()
+                    except Exception:  # the others are to be called all the same, and this thread is to live
+                        log.exception("%s: after %s", self._name, self._failure)
         for process in self._processes.values():
             process.close()
         with self._lock:
@@ -361,7 +332,7 @@ class Watch:
 
     def _meet(self, poll: select.poll) -> None:
         """Ranks whose first record has come: how is each of them watched?"""
-        for rank, record in self._others():
+        for rank, record in self._others().items():
             if rank in self._processes or rank in self._far:
                 continue
             host = Host(*record.host)
@@ -382,20 +353,20 @@ class Watch:
         assert self._board is not None
         if dead:
             self._board.refresh(2 * INTERVAL_S)  # it may have said why, or that all is well
-        records = dict(self._others())
+        records = self._others()
         for rank in dead:
             self._gone.add(rank)
             record = records[rank]
             if record.left != "closed" and record.failed is None:
-                self._over(self._died(rank, record, f"its process {record.pid} is gone"))
+                self._over(died(rank, record, f"its process {record.pid} is gone"))
                 return
         for rank, record in records.items():
             if record.failed is not None:
-                self._over(self._told(rank, *record.failed))
+                self._over(told(self.topology.rank, rank, *record.failed))
                 return
         for rank, record in records.items():
             if record.left == "ended":
-                self._over(self._died(rank, record, "without closing its engine"))
+                self._over(died(rank, record, "without closing its engine"))
                 return
         if 0 in records and records[0].left == "closed":
             if not self._said_read:
@@ -425,33 +396,5 @@ class Watch:
                 continue
             self._silent_s[rank] += listened_s
             if self._silent_s[rank] > self._silence_s:
-                self._over(self._died(rank, record, f"no sign of life for {self._silence_s:g} s"))
+                self._over(died(rank, record, f"no sign of life for {self._silence_s:g} s"))
                 return
-
-    def _died(self, rank: int, record: Record, how: str) -> RankFailed:
-        text = f"rank {rank} on {record.host[0]} has ended: {how}"
-        if record.raised:
-            text += f"; it had broken off ({record.raised[-1][1]})"
-        return RankFailed(_cut(text), rank=rank)
-
-    def _told(self, teller: int, culprit: int | None, text: str) -> RankFailed:
-        """The failure that rank `teller` tells of."""
-        if culprit == self.topology.rank:
-            return RankFailed(_cut(f"rank {teller} gave up on this rank ({culprit}): {text}"), rank=teller)
-        if culprit != teller and "(found by rank" not in text:
-            text = f"{text} (found by rank {teller})"
-        return RankFailed(text, rank=culprit)
-
-
-def _named(what: str, number: int | None) -> str:
-    if number == 0:
-        return "no collective yet"
-    return what if number is None else f"{what}, collective {number}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MESSAGE_MAX else f"{text[:_MESSAGE_MAX]} ..."

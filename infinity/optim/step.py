@@ -100,6 +100,7 @@ class Pipeline:
             fault = self.transaction.undo(fault.__cause__ or fault)
             self._residency.updates_ended()
         if fault is not None:
+            self._comm.fail(fault)
             raise fault
 
     def fail(self, fault: StateInvalid, *, final: bool = False) -> None:

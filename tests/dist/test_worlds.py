@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ def trained(runs: Sequence[tuple[Training, dict[str, Any]]], place: Path, world:
     return [whole(results) for results in zip(*on_ranks(Train(tuple(runs)), place, world), strict=True)]
 
 
-FP32 = Training(models.llama, steps=3, rows=12, lr=1e-3, max_norm=0.7, dtype=torch.float32)
+LLAMA = functools.partial(models.llama, 2)
+FP32 = Training(LLAMA, steps=2, rows=12, lr=1e-3, max_norm=0.7, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("world", [2, 3, FOUR])
@@ -48,15 +50,15 @@ def test_one_training_at_every_world_size_is_the_same_within_rounding(tmp_path: 
         one = harness.reference(training)
         with named(training, stage):
             if training is bf16:
-                assert_near(ours, one, losses=2e-3, norms=1e-2, share=0.9, far=2 * 3 * 1e-3)
+                assert_near(ours, one, losses=2e-3, norms=1e-2, share=0.9, far=2 * 2 * 1e-3)
             else:
-                assert_near(ours, one, losses=1e-5, norms=1e-4, share=0.99, far=2 * 3 * 1e-3)
+                assert_near(ours, one, losses=1e-5, norms=1e-4, share=0.99, far=2 * 2 * 1e-3)
 
 
 @pytest.mark.parametrize("world", [2, 3, FOUR])
 def test_where_sums_are_exact_every_world_size_gives_the_same_bits(tmp_path: Path, world: int) -> None:
     """Three ranks: the mean of three equal bf16 gradients is each of them. Two and four: also of different whole numbers."""
-    same = SameTraining(models.llama, steps=3, rows=2, lr=2e-3, max_norm=1e6)
+    same = SameTraining(LLAMA, steps=2, rows=2, lr=2e-3, max_norm=1e6)
     runs: list[tuple[Training, dict[str, Any]]] = [(dataclasses.replace(same, copies=world), stage) for stage in STAGES]
     compact = {**STAGES[0], "state": "compact"}
     runs.append((dataclasses.replace(same, copies=world), compact))
@@ -73,14 +75,14 @@ def test_where_sums_are_exact_every_world_size_gives_the_same_bits(tmp_path: Pat
             harness.assert_equal(Result([], [], [], ours.params), Result([], [], [], one.params))
 
 
-ROUTED = RoutedTraining(Routed, steps=3, rows=6, lr=1e-3, dtype=torch.float32, no_sync=True, max_norm=0.5)
+ROUTED = RoutedTraining(Routed, steps=2, rows=6, lr=1e-3, dtype=torch.float32, no_sync=True, max_norm=0.5)
 TRAININGS: tuple[Training, ...] = (
-    Training(models.llama, steps=3, accumulation=2, rows=6, lr=1e-3, dtype=torch.float32, max_norm=0.5, no_sync=True),
+    Training(LLAMA, steps=2, accumulation=2, rows=6, lr=1e-3, dtype=torch.float32, max_norm=0.5, no_sync=True),
     ROUTED,
-    Training(models.lora, steps=2, rows=6, lr=1e-3, dtype=torch.float32),
+    Training(functools.partial(models.lora, 2), steps=2, rows=6, lr=1e-3, dtype=torch.float32),
     Training(models.gpt2, steps=2, rows=6, lr=1e-3, dtype=torch.float32, max_norm=None, groups=True),
-    Training(models.llama, steps=2, rows=6, lr=1e-3, dtype=torch.float32, checkpointing=False),
-    Training(models.llama, steps=3, accumulation=2, rows=6, lr=1e-3, max_norm=0.5, no_sync=True),
+    Training(LLAMA, steps=2, rows=6, lr=1e-3, dtype=torch.float32, checkpointing=False),
+    Training(LLAMA, steps=2, accumulation=2, rows=6, lr=1e-3, max_norm=0.5, no_sync=True),
 )
 
 
@@ -88,7 +90,8 @@ TRAININGS: tuple[Training, ...] = (
 def test_every_stage_is_ddp_with_the_same_update_within_rounding(tmp_path: Path, world: int) -> None:
     """Clipping, accumulation with no_sync, schedules, experts that some ranks do not use, frozen and tied weights."""
     theirs = [whole(results) for results in zip(*on_ranks(Ddp(TRAININGS), tmp_path / "ddp", world), strict=True)]
-    runs = [(training, stage) for stage in STAGES for training in TRAININGS]
+    stages = STAGES if world == 2 else STAGES[::2]
+    runs = [(training, stage) for stage in stages for training in TRAININGS]
     for (training, stage), ours in zip(runs, trained(runs, tmp_path / "run", world), strict=True):
         other = theirs[TRAININGS.index(training)]
         far = 2 * training.steps * training.lr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.dist.plain_ranks import Rules, assert_modelled, coarse
 from tests.dist.rank_models import Odd, Routed, RoutedTraining
 from tests.dist.ranks import Train, assert_ranks_agree, named, on_ranks
 from tests.harness import Result, Training
+from tests.reference import round_ties_away
 
 MESHES = [
     pytest.param((2, 1), id="2x1"),
@@ -26,7 +28,7 @@ STAGE3: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min"}
 STAGE2: dict[str, Any] = {"zero": 2, "params": "device", "optim": "cpu"}
 LLAMA = Training(models.llama, steps=2, rows=4, lr=2e-3, max_norm=0.7)
 ODD = Training(Odd, steps=2, rows=4, lr=2e-3, no_sync=True)
-COMM = ("comm_inside_bytes", "comm_across_bytes")
+COMM = tuple(f"comm_{lane}_{where}_bytes" for where in ("across", "inside") for lane in ("gather", "reduce"))
 
 
 def trained(
@@ -81,36 +83,47 @@ def test_quantised_weights_and_gradients_are_a_plain_model_that_rounds_alike(tmp
             assert_modelled(results, training, dataclasses.replace(rules, nodes=mesh[0]))
 
 
-def weights_in_forward(rank: int, place: Path) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
-    """The weights that forward computes with, before a step and after it, and those that the state dict says."""
+Weights = dict[str, torch.Tensor]
+
+
+def weights_in_forward(rank: int, place: Path) -> list[tuple[Weights, Weights, Weights]]:
+    """The weights that forward computes with, before a step and after it, those that the state dict says, and the masters."""
     model = models.make(models.llama)
-    seen: dict[str, torch.Tensor] = {}
+    seen: Weights = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(lambda module, _i, _o, name=name: seen.update({f"{name}.weight": module.weight.detach().clone()}))
-    inf.offload(model, inf.Policy(**STAGE3, nvme=place, qwz=True))
+            module.register_forward_hook(functools.partial(_look, seen, f"{name}.weight"))
+    handle = inf.handle(inf.offload(model, inf.Policy(**STAGE3, nvme=place, qwz=True)))
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)
     found = []
     for batch in models.token_batches(2, seed=rank):
-        exact = {name: value.clone() for name, value in model.state_dict().items()}
+        masters = {name: handle.optimizer_state(param)["master"].clone() for name, param in model.named_parameters()}
+        shown = model.state_dict()
         models.loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append((dict(seen), {name: exact[name] for name in seen}))
-    inf.handle(model).close()
+        found.append((dict(seen), {name: shown[name] for name in seen}, {name: masters[name] for name in seen}))
+    handle.close()
     return found
 
 
+def _look(seen: Weights, name: str, module: Any, *_: Any) -> None:
+    seen[name] = module.weight.detach().clone()
+
+
 def test_all_ranks_compute_with_the_same_int8_groups_of_the_exact_weights(tmp_path: Path) -> None:
+    """And the state dict says what computes."""
     results = on_ranks(weights_in_forward, tmp_path / "run", 2)
     for rank in range(2):
         assert len(results[rank]) == 2
-        for seen, exact in results[rank]:
+        for seen, shown, masters in results[rank]:
             assert len(seen) > 20
-            for name, value in exact.items():
-                assert torch.equal(seen[name], coarse(value, 8).to(value.dtype)), name
-                assert not torch.equal(seen[name], value), name
-    before, after = (exact for _, exact in results[0])
+            for name, master in masters.items():
+                exact = round_ties_away(master)
+                assert torch.equal(seen[name], coarse(exact, 8).to(torch.bfloat16)), name
+                assert torch.equal(seen[name], shown[name]), name
+                assert not torch.equal(seen[name], exact), name
+    (_, _, before), (_, _, after) = results[0]
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
@@ -186,9 +199,9 @@ def test_volume_across_nodes_is_what_the_paper_counts(tmp_path: Path, mesh: tupl
     ]  # fmt: skip
     runs = [(one, {**STAGE3, "resident": {"params": 0.0}, **chosen}) for chosen, _ in switches]
     found = trained(runs, tmp_path / "run", mesh, held=COMM)
-    across = [sum(result.stats["comm_across_bytes"] for result in results) for results in found]
+    across = [sum(result.stats[name] for result in results for name in COMM[:2]) for results in found]
     for (chosen, units), measured in zip(switches, across, strict=True):
         with named(chosen, measured / across[0]):
             assert measured / across[0] == pytest.approx(units / 3.0, rel=0.12)
     if mesh[1] == 1:
-        assert all(result.stats["comm_inside_bytes"] == 0 for results in found for result in results)
+        assert all(result.stats[name] == 0 for results in found for result in results for name in COMM[2:])
