@@ -196,3 +196,13 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
     listed = subprocess.check_output(["ip", "netns", "list"], text=True)
     assert len(names) == 2
     assert not any(name in listed for name in names)
+
+
+def test_the_engine_counts_what_the_link_carries(hosts: Any) -> None:
+    module = scripts()
+    workload = module.r1.Workload(hidden=256, layers=2, vocab=512, tokens=16, warmup=1, steps=2)
+    record = module.run_arm(hosts, "all", workload)
+    told = module.engine_across(record)
+    assert told <= record["link_bytes_per_step"] <= 1.1 * told
+    # Twice what quantised groups take would be a part that crosses twice, or one that is not quantised.
+    assert told <= 1.05 * sum(module.WITH_SCALES[term] for term in module.FORMULA["all"]) * record["m_bytes"]
