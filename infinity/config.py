@@ -40,15 +40,15 @@ class Policy:
         (float, 0.0 to 1.0) or a size. None: what the budget leaves, as the planner places it.
     state: the encoding of states at rest. "exact": fp32 masters and moments (12 bytes per bf16 parameter). "bf16": moments in
         bf16 (8). "compact": 24-bit masters, moments in 8 bits (5.1). The last two round at random, keyed on `seed`.
-    zero: what the ranks split. 1: optimizer states; 2: gradients, too; 3: parameters, too. Stages 1 and 2 keep whole parameters on
-        every rank's device: params="device".
+    zero: what the ranks split. 1: optimizer states; 2: gradients, too; 3: parameters, too. Stages 1 and 2 keep whole
+        parameters on every rank's device: params="device".
     accumulate: what the micro-batches inside `handle.no_sync()` do on several ranks. "shard": each is reduced into this rank's
-        shard, at once; memory stays flat, and each costs a reduction. "local": they add up in whole gradients of this rank, in CPU
-        memory (in `ram`: the gradients of the whole model), which the last micro-batch reduces. None: "local" with zero=1, else
+        shard, at once; memory stays flat, and each costs a reduction. "local": they add up in whole gradients of this rank, in
+        CPU memory (in `ram`: the gradients of the whole model), which the last micro-batch reduces. None: "local" with zero=1, else
         "shard".
     qwz: weights are gathered as int8 groups (ZeRO++): half the bytes; every rank computes with what they stand for.
-    hpz: where each rank keeps a secondary shard of the gathered weights, one for each rank of its node: "device" or "cpu" (ZeRO++).
-        Until the weights change the ranks of other nodes, and drives, are not asked again. None: none.
+    hpz: where each rank keeps a secondary shard of the gathered weights, one for each rank of its node: "device" or "cpu"
+        (ZeRO++). Until the weights change the ranks of other nodes, and drives, are not asked again. None: none.
     qgz: gradients are reduced as int4 groups, first inside the node, then over nodes (ZeRO++): a quarter of the bytes.
     error_feedback: with qgz, what rounding took from a gradient is added to the next one. Costs 2 bytes for each parameter of the
         model, and 2 for each of this rank's node, in `ram`.

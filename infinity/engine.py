@@ -26,7 +26,7 @@ from infinity.checkpoint.saving import Saving
 from infinity.config import Policy
 from infinity.errors import EngineClosed
 from infinity.holding import Holding
-from infinity.memory.device import Leaving, compute_device, open_device
+from infinity.memory.device import Device, Leaving, compute_device, open_device
 from infinity.memory.heap import Heap
 from infinity.optim.modes import open_mode, staging_bytes
 from infinity.optim.state import OptimizerState, States
@@ -171,20 +171,7 @@ class Handle:
         source.fill_buffers(device)
         self._sharing.agree()
         ranks.check_values()
-        self._book = GradBook(self.comm.sum_floats if self.comm.world > 1 else None)
-        if there.copies:
-            self._book.leaving = Leaving(there, LEAVING_UNITS * max((unit.size_bytes for unit in self.units), default=0))
-            undo.callback(self._book.leaving.close)
-            self._gradients.leaving = self._book.leaving if alone else None  # ranks add up on the CPU, what was reduced
-        undo.callback(self._book.release)
-        self._drain = Drain(
-            self.units,
-            gradients=self._gradients,
-            book=self._book,
-            comm=self.comm,
-            reducer=ranks.reducer(self._flats, self._gradients, undo),
-            local=ranks.local_sums(self._flats, self._gradients, undo),
-        )
+        self._build_gradients(there, undo)
         self.residency = UnitResidency(
             self.units,
             rest=self._rest,
@@ -210,6 +197,17 @@ class Handle:
             check_state_dict=self._check_state_dict,
             activations=self._storage.open_activations(model, self.units, self.timeline, undo),
         )
+
+    def _build_gradients(self, there: Device, undo: contextlib.ExitStack) -> None:
+        """Where gradients go when backward makes them."""
+        self._book = GradBook(self.comm.sum_floats if self.comm.world > 1 else None)
+        if there.copies:
+            self._book.leaving = Leaving(there, LEAVING_UNITS * max((unit.size_bytes for unit in self.units), default=0))
+            undo.callback(self._book.leaving.close)
+            self._gradients.leaving = self._book.leaving if not self._ranks.several else None  # ranks add up on the CPU, what was reduced
+        undo.callback(self._book.release)
+        parts = self._ranks.gradient_parts(self._flats, self._gradients, undo)
+        self._drain = Drain(self.units, gradients=self._gradients, book=self._book, comm=self.comm, **parts)
 
     def _build_step(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
         """What updates: the pipeline, what optimizers hold, and when updates are submitted."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import xxhash
@@ -46,7 +47,7 @@ class Ranks:
     def note(self, flat: Flat, values: torch.Tensor) -> None:
         """The model has these values [layout.numel] for a flat on this rank."""
         if self.several:
-            self._values[flat] = xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy()) >> 1
+            self._values[flat] = xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy().data) >> 1
 
     def check_values(self) -> None:
         """Collective, blocks. Raises: ValueError when the ranks began with different values, of which each would keep a part."""
@@ -56,8 +57,8 @@ class Ranks:
         if differing:
             unit = flats[differing[0]].unit
             raise ValueError(
-                f"the parameters of {unit.name} are not the same on all ranks, and each rank would keep its part of them: seed all "
-                "ranks alike before the model is built, broadcast its values from one rank, or give load= the same source"
+                f"the parameters of {unit.name} are not the same on all ranks, and each rank would keep its part of them: seed "
+                "all ranks alike before the model is built, broadcast its values from one rank, or give load= the same source"
             )
 
     @property
@@ -79,7 +80,13 @@ class Ranks:
             size_bytes += Reducer.error_bytes(trained, topology.nodes, topology.local_world)
         return size_bytes
 
-    def local_sums(self, flats: Sequence[Flat], gradients: GradientMemory, undo: contextlib.ExitStack) -> LocalSums | None:
+    def gradient_parts(
+        self, flats: Sequence[Flat], gradients: GradientMemory, undo: contextlib.ExitStack
+    ) -> dict[str, Any]:
+        """What `Drain` has of several ranks."""
+        return {"reducer": self._reducer(flats, gradients, undo), "local": self._local_sums(flats, gradients, undo)}
+
+    def _local_sums(self, flats: Sequence[Flat], gradients: GradientMemory, undo: contextlib.ExitStack) -> LocalSums | None:
         """Where micro-batches inside `no_sync` add up, if not in the shards."""
         if not (self.several and self._policy.accumulates_locally):
             return None
@@ -88,7 +95,7 @@ class Ranks:
         self._whole_grad_bytes = local.size_bytes
         return local
 
-    def reducer(self, flats: Sequence[Flat], gradients: GradientMemory, undo: contextlib.ExitStack) -> Reducer | None:
+    def _reducer(self, flats: Sequence[Flat], gradients: GradientMemory, undo: contextlib.ExitStack) -> Reducer | None:
         """What reduces gradients."""
         if not self.several:
             return None

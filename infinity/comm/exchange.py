@@ -88,8 +88,8 @@ class Exchange:
             if not torch.equal(found, mine):
                 name = bytes(found.tolist()).rstrip(b"\0").decode(errors="replace")
                 raise RanksDiverged(
-                    f"rank {t.rank} has come to {what}, and rank {rank} to {name}: all ranks must run the same modules in the same "
-                    "order, and call what is collective together (control flow by rank, stochastic depth, another state_dict?)"
+                    f"rank {t.rank} has come to {what}, and rank {rank} to {name}: all ranks must run the same modules in "
+                    "the same order, and call what is collective together (control flow by rank, stochastic depth, another state_dict?)"
                 )
 
     def spread(self, wholes: Sequence[Parts], *, across: bool = True) -> None:

@@ -172,12 +172,12 @@ class Watch:
         """Whose failure an error of a collective is, after waiting a little for a sign; None if it looks like this rank's own.
 
         Blocks for a second or two. Where the connection broke somebody broke it: up to ten seconds, by which a dying process of
-        this host is gone on a busy machine, or `silence_s` and a second where ranks run on other hosts.
+        this host is gone on a busy machine, or twice `silence_s` where ranks run on other hosts.
         """
         broken = bool(_CONNECTION.search(str(error)))
         limit_s = 3 * INTERVAL_S
         if broken:
-            limit_s = max(_DYING_S, limit_s + self._silence_s + INTERVAL_S if self._far else 0.0)
+            limit_s = max(_DYING_S, 2 * self._silence_s if self._far else 0.0)
         end_s = time.monotonic() + limit_s
         while not self._known.wait(INTERVAL_S / 5) and time.monotonic() < end_s and self._board is not None:
             if found := not_coming(self._others(), self._raised, what, number):

@@ -26,8 +26,8 @@ from infinity.params.unit import Flat, Unit
 
 @dataclasses.dataclass
 class Fill:
-    """What fills one unit. op: None on one rank. before: what the thread that waits does once the tickets are filled; submit: makes
-    the op then, where it could not run ahead."""
+    """What fills one unit. op: None on one rank. before: what the thread that waits does once the tickets are filled; submit:
+    makes the op then, where it could not run ahead."""
 
     tickets: Sequence[Ticket]
     op: Op | None = None

@@ -50,8 +50,8 @@ class Reduction:
 class Reducer:
     """Reduces gradients of one model. One thread uses it at a time.
 
-    dtype_of: in which they wait. reduce_dtype: in which they travel, None: in that. qgz: as int4 groups. error_feedback: what their
-    rounding took is added the next time; it is kept in CPU memory.
+    dtype_of: in which they wait. reduce_dtype: in which they travel, None: in that. qgz: as int4 groups. error_feedback: what
+    their rounding took is added the next time; it is kept in CPU memory.
     """
 
     def __init__(
