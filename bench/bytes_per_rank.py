@@ -198,6 +198,21 @@ def differs(row: dict[str, Any]) -> bool:
     return any(value > row["predicted"] or (value != row["predicted"] and not bound) for value in row["counted"])
 
 
+def as_markdown(rows: list[dict[str, Any]], params: int) -> str:
+    """The README's table: what rank 0 counted, in bytes for each parameter of the model."""
+    short = {"parameters gathered, at most": "gathered", "parameters on the device": "parameters", "optimizer states": "optimizer",
+             "parameters at rest": "parameters", "whole sums of gradients": "whole sums", "shards kept on the device": "kept shards",
+             "the node's copy (hpZ)": "the node's copy", "errors fed back (qgZ)": "errors"}  # fmt: skip
+    lines = ["| bytes per parameter | device | RAM | NVMe |", "|---|---|---|---|"]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        cells = []
+        for tier in ("device", "cpu", "nvme"):
+            found = [row for row in rows if row["case"] == case and row["tier"] == tier]
+            cells.append(", ".join(f"{short.get(row['state'], row['state'])} {row['counted'][0] / params:.2f}" for row in found))
+        lines.append(f"| {case} | {' | '.join(cells)} |".replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit status 1 where something is not as predicted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -208,6 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=1021)
     parser.add_argument("--only", type=harness.some_of(CASES), default=list(CASES), metavar="CASE,CASE")
+    parser.add_argument("--markdown", action="store_true", help="print the README's table instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append a record")
     args = parser.parse_args(argv)
     if args.dir is None:
@@ -226,7 +242,10 @@ def main(argv: list[str] | None = None) -> int:
     ]  # fmt: skip
     title = f"{params:,} parameters ({format_size(2 * params)} in bf16), {args.ranks} ranks on {args.nodes} node(s): bytes"
     columns = ["case", "state", "tier", "predicted", "rank 0", f"rank {args.ranks - 1}", "B/param", ""]
-    harness.print_table(title, columns, cells)
+    if args.markdown:
+        print(as_markdown(rows, params))
+    else:
+        harness.print_table(title, columns, cells)
     if args.json is not None:
         record = {"run": harness.now(), "machine": harness.machine(), "params": params, "ranks": args.ranks, "nodes": args.nodes}
         harness.append_line(args.json, record | {"workload": dataclasses.asdict(workload), "rows": rows})
