@@ -6,7 +6,7 @@
 
 For each case every rank trains for two steps of two micro-batches and then counts, on rank 0 and on the last one, which has the
 padding: sections of chunks by where their memory or their extents lie, slabs of gradients and of whole sums, storages of flats,
-shards and errors that are kept. Nothing is taken from a plan. Of what is gathered and freed again the peak is counted. Pools,
+shards and errors that are kept; and what was sent to reduce gradients, in a step. Nothing is taken from a plan. Of what is gathered and freed again the peak is counted. Pools,
 checksums and scratch are not states, and left out. The prediction knows the model's shape and the policy, nothing else.
 """
 
@@ -32,6 +32,7 @@ import torch.multiprocessing as mp
 
 import infinity as inf
 from infinity.memory.layout import run_bytes
+from infinity.planning.exchanges import exchanges
 from infinity.planning.job import Job
 from infinity.planning.machine import describe_machine
 from infinity.planning.placed import Tiers
@@ -42,20 +43,21 @@ from infinity.sizes import GIB, format_size
 MICRO_BATCHES = 2
 STEPS = 2
 NOT_STATES = "buffers and checksums"
+SENT = "gradients sent in a step"
 
 CASES: dict[str, dict[str, Any]] = {
-    "stage 1, optimizer on CPU": {"zero": 1, "params": "device", "optim": "cpu"},
-    "stage 1, optimizer on NVMe": {"zero": 1, "params": "device", "optim": "nvme"},
-    "stage 2, optimizer on CPU": {"zero": 2, "params": "device", "optim": "cpu"},
-    "stage 2, optimizer on NVMe": {"zero": 2, "params": "device", "optim": "nvme"},
-    "stage 3, all on CPU": {"params": "cpu", "optim": "cpu"},
-    "stage 3, optimizer on NVMe": {"params": "cpu", "optim": "nvme"},
-    "stage 3, all on NVMe": {"params": "nvme", "optim": "nvme"},
-    "stage 3, parameters on the device": {"params": "device", "optim": "cpu"},
-    "stage 3, compact, all on NVMe": {"params": "nvme", "optim": "nvme", "state": "compact"},
-    "stage 3, hpZ on CPU": {"params": "cpu", "optim": "cpu", "hpz": "cpu"},
-    "stage 3, hpZ on the device": {"params": "cpu", "optim": "cpu", "hpz": "device"},
-    "stage 3, qgZ with errors fed back": {"params": "cpu", "optim": "cpu", "qgz": True, "error_feedback": True},
+    "stage 1: optimizer on CPU": {"zero": 1, "params": "device", "optim": "cpu"},
+    "stage 1: optimizer on NVMe": {"zero": 1, "params": "device", "optim": "nvme"},
+    "stage 2: optimizer on CPU": {"zero": 2, "params": "device", "optim": "cpu"},
+    "stage 2: optimizer on NVMe": {"zero": 2, "params": "device", "optim": "nvme"},
+    "stage 3: all on CPU": {"params": "cpu", "optim": "cpu"},
+    "stage 3: optimizer on NVMe": {"params": "cpu", "optim": "nvme"},
+    "stage 3: all on NVMe": {"params": "nvme", "optim": "nvme"},
+    "stage 3: parameters on the device": {"params": "device", "optim": "cpu"},
+    "stage 3: compact, all on NVMe": {"params": "nvme", "optim": "nvme", "state": "compact"},
+    "stage 3: hpZ on CPU": {"params": "cpu", "optim": "cpu", "hpz": "cpu"},
+    "stage 3: hpZ on the device": {"params": "cpu", "optim": "cpu", "hpz": "device"},
+    "stage 3: qgZ with errors fed back": {"params": "cpu", "optim": "cpu", "qgz": True, "error_feedback": True},
 }
 
 
@@ -77,7 +79,11 @@ def policy_of(case: str) -> dict[str, Any]:
     return {**values, "resident": resident or None, "ram": 64 * GIB}
 
 
-def predicted(case: str, task: Task) -> dict[str, Tiers]:
+Said = tuple[dict[str, Tiers], tuple[int, int]]
+"""Bytes by state and tier; gradients sent in a step, inside the node and across."""
+
+
+def predicted(case: str, task: Task) -> Said:
     """What the planner says of one rank, without what is no state."""
     values = policy_of(case)
     ram = values.pop("ram")
@@ -87,7 +93,9 @@ def predicted(case: str, task: Task) -> dict[str, Tiers]:
     with torch.device("meta"):
         shape = shape_of(model_of(task.workload), nested=False)
     job = Job(tokens=task.world * 64 * MICRO_BATCHES, sequence=64, micro_batches=MICRO_BATCHES, **values)
-    return {name: size for name, size in bytes_of_rank(shape, machine, job).states.items() if name != NOT_STATES}
+    states = {name: size for name, size in bytes_of_rank(shape, machine, job).states.items() if name != NOT_STATES}
+    (sent,) = (each for each in exchanges(shape, machine, job).each if each.name == "reduction of gradients")
+    return states, (int(sent.count * sent.inside), int(sent.count * sent.across))
 
 
 def model_of(workload: r1.Workload) -> torch.nn.Module:
@@ -140,7 +148,7 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
     return {name: size for name, size in found.items() if size}
 
 
-def train(case: str, task: Task, mesh: Any) -> dict[str, Tiers]:
+def train(case: str, task: Task, mesh: Any) -> Said:
     """Two steps of a case on this rank, and what it then holds."""
     torch.manual_seed(0)
     policy = inf.Policy(**policy_of(case), nvme=[task.directory], mesh=mesh)
@@ -155,7 +163,8 @@ def train(case: str, task: Task, mesh: Any) -> dict[str, Tiers]:
             optimizer.step()
             optimizer.zero_grad()
         inf.handle(model).flush()
-        return counted(model, policy)
+        stats = inf.handle(model).stats()
+        return counted(model, policy), (stats.comm_reduce_inside_bytes // STEPS, stats.comm_reduce_across_bytes // STEPS)
     finally:
         inf.handle(model).close()
 
@@ -171,24 +180,28 @@ def rank_main(rank: int, task: Task, place: str) -> None:
     dist.destroy_process_group()
 
 
-def measure(task: Task) -> list[dict[str, dict[str, Tiers]]]:
+def measure(task: Task) -> list[dict[str, Said]]:
     """What rank 0 and the last rank counted, by case. Blocks until all ranks have ended."""
     with tempfile.TemporaryDirectory() as place:
         mp.spawn(rank_main, (task, place), nprocs=task.world)
         return [pickle.loads(Path(place, f"counted{rank}").read_bytes()) for rank in sorted({0, task.world - 1})]
 
 
-def rows_of(task: Task, ranks: list[dict[str, dict[str, Tiers]]]) -> list[dict[str, Any]]:
+def rows_of(task: Task, ranks: list[dict[str, Said]]) -> list[dict[str, Any]]:
     """One row for each case, state and tier that either side has: predicted, and counted on each of the two ranks."""
     rows = []
     for case in task.cases:
-        said, counts = predicted(case, task), [found[case] for found in ranks]
+        (said, sent), counts = predicted(case, task), [found[case][0] for found in ranks]
         for name in dict.fromkeys([*said, *(name for count in counts for name in count)]):
             for tier in ("device", "cpu", "nvme"):
                 values = [int(getattr(count.get(name, Tiers()), tier)) for count in counts]
                 planned = int(getattr(said.get(name, Tiers()), tier))
                 if planned or any(values):
                     rows.append({"case": case, "state": name, "tier": tier, "predicted": planned, "counted": values})
+        for index, way in enumerate(("inside", "across")):
+            values = [found[case][1][index] for found in ranks]
+            if sent[index] or any(values):
+                rows.append({"case": case, "state": SENT, "tier": way, "predicted": sent[index], "counted": values})
     return rows
 
 
@@ -196,6 +209,21 @@ def differs(row: dict[str, Any]) -> bool:
     """Whether a row is not as predicted: to the byte, but for peaks of what is gathered, which the prediction bounds."""
     bound = row["state"] == "parameters gathered, at most"
     return any(value > row["predicted"] or (value != row["predicted"] and not bound) for value in row["counted"])
+
+
+def as_markdown(rows: list[dict[str, Any]], params: int) -> str:
+    """The README's table: what rank 0 counted, in bytes for each parameter of the model."""
+    short = {"parameters gathered, at most": "gathered", "parameters on the device": "parameters", "optimizer states": "optimizer",
+             "parameters at rest": "parameters", "whole sums of gradients": "whole sums", "shards kept on the device": "kept shards",
+             "the node's copy (hpZ)": "the node's copy", "errors fed back (qgZ)": "errors"}  # fmt: skip
+    lines = ["| bytes per parameter | device | RAM | NVMe |", "|---|---|---|---|"]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        cells = []
+        for tier in ("device", "cpu", "nvme"):
+            found = [row for row in rows if row["case"] == case and row["tier"] == tier]
+            cells.append(", ".join(f"{short.get(row['state'], row['state'])} {row['counted'][0] / params:.2f}" for row in found))
+        lines.append(f"| {case} | {' | '.join(cells)} |".replace("|  |", "| |"))
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -208,6 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=1021)
     parser.add_argument("--only", type=harness.some_of(CASES), default=list(CASES), metavar="CASE,CASE")
+    parser.add_argument("--markdown", action="store_true", help="print the README's table instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append a record")
     args = parser.parse_args(argv)
     if args.dir is None:
@@ -226,7 +255,10 @@ def main(argv: list[str] | None = None) -> int:
     ]  # fmt: skip
     title = f"{params:,} parameters ({format_size(2 * params)} in bf16), {args.ranks} ranks on {args.nodes} node(s): bytes"
     columns = ["case", "state", "tier", "predicted", "rank 0", f"rank {args.ranks - 1}", "B/param", ""]
-    harness.print_table(title, columns, cells)
+    if args.markdown:
+        print(as_markdown(rows, params))
+    else:
+        harness.print_table(title, columns, cells)
     if args.json is not None:
         record = {"run": harness.now(), "machine": harness.machine(), "params": params, "ranks": args.ranks, "nodes": args.nodes}
         harness.append_line(args.json, record | {"workload": dataclasses.asdict(workload), "rows": rows})

@@ -15,8 +15,8 @@ micro-batches are added on the GPU: the sum so far goes up, the new one down. In
 up and 2 down for each parameter with the update on the CPU, 18 up and 14 down on the GPU. "device" with "backward" is not
 built; there the last micro-batch's gradient would never leave the GPU, and the parameters go up once: 14 and 12.
 
-Several GPUs: each copies its share over its own link, and has the others' from them (`planning.exchanges`). GPUs without links of their
-own do that through the CPU's memory, over the same PCIe links: then it counts here too.
+Several GPUs: each copies its share over its own link, and has the others' from them (`planning.exchanges`). GPUs without links of
+their own do that through the CPU's memory, over the same PCIe links: then it counts here too.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ def exchange_table(found: Prediction) -> Table:
     plain = format_size(exchanged.plain_bytes)
     for column in ("", "times", "inside its node", *across, f"volume {'between nodes' if several else ''}, M = {plain}"):
         table.add_column(column.replace(" ,", ","), justify="right" if column else "left", overflow="fold")
-    for name, times, found_ in [*((each.name, str(each.count), (each,)) for each in exchanged.each), ("together", "", exchanged.each)]:
+    parts = [(each.name, str(each.count), (each,)) for each in exchanged.each]
+    for name, times, found_ in [*parts, ("together", "", exchanged.each)]:
         part = dataclasses.replace(exchanged, each=found_)
         sizes = [part.inside, *([part.across, machine.ranks * part.across] if several else [])]
         cells = [format_size(size) if size else "-" for size in sizes]

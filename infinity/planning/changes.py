@@ -71,7 +71,8 @@ def _other_exchanges(machine: Machine, job: Job) -> list[tuple[str, Job]]:
         switches |= {"qwZ (rounds)": {"qwz": True}, "hpZ, copies in CPU memory": {"hpz": "cpu"}}
     switches = {name: fields for name, fields in switches.items() if not getattr(job, next(iter(fields)))}
     if len(switches) > 1:
-        switches["ZeRO++ with all of it (rounds)"] = {name: value for fields in switches.values() for name, value in fields.items()}
+        every = {name: value for fields in switches.values() for name, value in fields.items()}
+        switches["ZeRO++ with all of it (rounds)"] = every
     return [(name, dataclasses.replace(job, **fields)) for name, fields in switches.items()]
 
 

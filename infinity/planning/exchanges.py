@@ -22,18 +22,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from infinity.comm.exchange import GRADIENT_BITS, GROUP_NUMEL, WEIGHT_BITS
 from infinity.copies import Copied, Copies
 from infinity.memory.layout import FlatLayout, plan_flat
+from infinity.ops.wire import wire_bytes
 from infinity.planning.job import Job
 from infinity.planning.machine import Machine
 from infinity.planning.shape import FlatShape, ModelShape
-from infinity.sizes import round_up
-
-GROUP_NUMEL = 64
-"""Elements that share a scale."""
-
-WIRE_ALIGN = 64
-"""Codes, and scales, of what is carried are padded to a multiple of so many bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,15 +80,6 @@ class Exchanges:
         return Copies(Copied(window, window), Copied(rest, rest))
 
 
-def wire_bytes(numel: int, bits: int, group_numel: int) -> int:
-    """Bytes that so many elements take as groups of codes: codes, then a bf16 scale for each group, both padded.
-
-    >>> wire_bytes(4096, 8, 64), wire_bytes(4096, 4, 64)
-    (4224, 2176)
-    """
-    return round_up(-(-numel * bits // 8), WIRE_ALIGN) + round_up(2 * -(-numel // group_numel), WIRE_ALIGN)
-
-
 def exchanges(shape: ModelShape, machine: Machine, job: Job) -> Exchanges:
     """What one of several ranks takes part in during a step; nothing where there is one."""
     flats = [(flat, plan_flat(flat.numels, flat.dtype.itemsize, machine.world)) for flat in shape.flats]
@@ -134,13 +120,13 @@ def _plain(flat: FlatShape, numel: int) -> float:
 
 def _weight_bytes(job: Job) -> _OfShard:
     """Bytes of a shard's values on the wire."""
-    return (lambda _flat, numel: float(wire_bytes(numel, 8, GROUP_NUMEL))) if job.qwz else _plain
+    return (lambda _flat, numel: float(wire_bytes(numel, WEIGHT_BITS, GROUP_NUMEL))) if job.qwz else _plain
 
 
 def _grad_bytes(job: Job) -> _OfShard:
     """Bytes of a shard's gradients on the wire."""
     if job.qgz:
-        return lambda _flat, numel: float(wire_bytes(numel, 4, GROUP_NUMEL))
+        return lambda _flat, numel: float(wire_bytes(numel, GRADIENT_BITS, GROUP_NUMEL))
     return lambda flat, numel: float(numel * job.grad_itemsize(flat.dtype))
 
 

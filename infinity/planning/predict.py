@@ -43,7 +43,8 @@ class Prediction:
     """What one job on one machine will need and give. Bytes over all ranks of a node, but gpu: of one GPU. Seconds per step.
 
     at_rest: all states by kind; on_nvme: of them on drives. copied: between the CPU and all GPUs; model_flops: what the model's
-    forward and backward take, without recomputing, over all nodes. exchanged: what each rank has from the others. why_not: what does not fit and what would help, empty where all does;
+    forward and backward take, without recomputing, over all nodes. exchanged: what each rank has from the others.
+    why_not: what does not fit and what would help, empty where all does;
     the times are then those of the least that would work. days: until the drives had their rating.
     """
 
@@ -298,7 +299,7 @@ def _held(shape: ModelShape, machine: Machine, job: Job, at_rest: AtRest, activa
 
 
 def _copies(machine: Machine, job: Job, held: Held, between: Copies) -> Copies:
-    """Between the CPU and all GPUs, what these have from each other (one of them: `between`) by way of the CPU's memory included."""
+    """Between the CPU and all GPUs, what these have from each other (`between`, one of them) by way of its memory, too."""
     stay = job.params == "device" and machine.gpus > 0
     found = copies(
         held, job.update, job.micro_batches, update_on=job.update_on, params_stay=stay, grads_kept=job.speculates

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.memory.layout import plan_flat
+from infinity.ops.wire import wire_bytes
 from infinity.planning.changes import one_change
-from infinity.planning.exchanges import Exchanges, exchanges, wire_bytes
+from infinity.planning.exchanges import Exchanges, exchanges
 from infinity.planning.job import Job
 from infinity.planning.machine import Machine, describe_machine
 from infinity.planning.placed import Tiers
@@ -204,13 +205,6 @@ def test_what_all_ranks_receive_of_a_gather_completes_each_of_them(
         assert each.inside + each.across == (where.world - 1) * size
     if where.world > 1:
         assert found.plain_bytes == 2 * where.world * sum(shards)
-
-
-def test_codes_and_scales_are_padded_by_themselves() -> None:
-    assert wire_bytes(0, 8, 64) == 0
-    assert wire_bytes(1, 8, 64) == wire_bytes(64, 8, 64) == 128
-    assert wire_bytes(65, 4, 64) == 64 + 64
-    assert wire_bytes(2048, 4, 64) == 1024 + 64
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------
