@@ -16,8 +16,8 @@ def check_pattern(path: Path) -> None:
     """Raises ValueError for braces that are neither {rank} nor {local_rank}."""
     if re.search(r"[{}]", _FIELDS.sub("", str(path))):
         raise ValueError(
-            f"nvme={str(path)!r} has braces of no known meaning; '{{rank}}' stands for a rank's number, and '{{local_rank}}' for its "
-            "number within its node"
+            f"nvme={str(path)!r} has braces of no known meaning; '{{rank}}' stands for a rank's number, and '{{local_rank}}' for "
+            "its number within its node"
         )
 
 
@@ -38,8 +38,8 @@ def resolve(paths: Sequence[Path], *, rank: int, local_rank: int) -> tuple[Path,
         if place != path and not place.is_dir():
             what = "is not a directory" if place.exists() else "does not exist"
             raise ValueError(
-                f"nvme={str(path)!r} is {str(place)!r} on rank {rank} (local rank {local_rank}), which {what}; create it, or give "
-                "each rank a directory that it has"
+                f"nvme={str(path)!r} is {str(place)!r} on rank {rank} (local rank {local_rank}), which {what}; create it, or "
+                "give each rank a directory that it has"
             )
         earlier = next((index for index, other in enumerate(found) if other.resolve() == place.resolve()), None)
         if earlier is not None:

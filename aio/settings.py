@@ -29,9 +29,11 @@ class IoSettings:
 
     block_bytes: bytes per request, a multiple of 4096. None: what suits the backend, 1 MiB for rings, whole runs of up to
         16 MiB for threads, which have one request each.
-    depth: requests in flight per drive, at least 2. Both are fitted to what the device takes without blocking.
-    bandwidths: for each directory (absolute) the measured (read, write) in bytes per second. Where all directories of a
-        policy are in it, they share the data in this proportion; else it is measured at set-up.
+    depth: requests in flight per drive, at least 2. Both are fitted to what the device takes without blocking. Ranks that share a
+        drive divide it, 8 each at least.
+    bandwidths: for each directory (absolute) the measured (read, write) of its drive in bytes per second; ranks that share one
+        have equal parts. Where all directories of a policy are in it, they share the data in this proportion; else it is
+        measured at set-up.
     backend: the one that `block_bytes` was measured with ("io_uring", "threads" or "python"); another takes what suits it.
         None: `block_bytes` is for any.
 

@@ -1,8 +1,8 @@
 """The slab: memory for slots, resident extents and gradients.
 
-2 MiB aligned, on the NUMA node that was chosen (numa_node.py), backed by transparent huge pages where the kernel gives them, touched on creation, not inherited by forked
-children (a page under DMA must not become copy-on-write). Huge pages decide the drive's speed: 3.9 against 1.7 GB/s
-measured on a virtio disk, because a 1 MiB request of 4 KiB pages is 256 segments.
+2 MiB aligned, on the NUMA node that was chosen (numa_node.py), backed by transparent huge pages where the kernel gives them,
+touched on creation, not inherited by forked children (a page under DMA must not become copy-on-write). Huge pages decide the
+drive's speed: 3.9 against 1.7 GB/s measured on a virtio disk, because a 1 MiB request of 4 KiB pages is 256 segments.
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "qgz": {"qgz": True},
     "all": {"qwz": True, "hpz": "cpu", "qgz": True},
 }
+# Signs of life and barriers stay below this in the time; a gather does not.
+SMALL_BYTES, SETTLE_S = 16384, 0.3
 
 
 def link_bytes(link: str) -> int:
@@ -66,23 +68,32 @@ def train(workload: r1.Workload, arm: str, link: str) -> dict[str, Any] | None:
         optimizer.zero_grad()
         return total / len(batches)
 
-    def quiet() -> tuple[int, dict[str, float]]:
-        """The counts when no rank sends. What the barriers send themselves is some hundred bytes."""
+    def counts() -> tuple[int, dict[str, float]]:
+        """What was sent, when no rank sends: what the engine gathers ahead of the next forward goes on after a step."""
+        before = -SMALL_BYTES
+        while link_bytes(link) - before >= SMALL_BYTES:
+            before = link_bytes(link)
+            time.sleep(SETTLE_S)
+        dist.barrier()
+        found = (link_bytes(link), engine_counts(handle))
+        dist.barrier()
+        return found
+
+    def done() -> None:
         handle.flush()
         dist.barrier()
-        counts = (link_bytes(link), engine_counts(handle))
-        dist.barrier()
-        return counts
 
     losses = [step() for _ in range(workload.warmup)]
     gc.collect()
-    before = quiet()
+    done()
+    before = counts()
     marks = [time.perf_counter()]
     for _ in range(workload.steps):
         losses.append(step())
         marks.append(time.perf_counter())
-    after = quiet()
+    done()
     total_s = time.perf_counter() - marks[0]
+    after = counts()
     mine = {
         "link": (after[0] - before[0]) / workload.steps,
         "engine": {name: (after[1][name] - before[1][name]) / workload.steps for name in after[1]},

@@ -267,10 +267,16 @@ def summarise(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[st
                 "wire_share": harness.Summary.of([wire_share(record) for record in mine]).median,
                 "formula_m": sum(FORMULA[arm]),
                 "scales_m": sum(WITH_SCALES[term] for term in FORMULA[arm]),
+                "engine_m": harness.Summary.of([engine_across(record) / record["m_bytes"] for record in mine]).median,
                 "engine_per_step": mine[-1]["engine_per_step"],
                 "last_loss": mine[-1]["losses"][-1],
             }
     return summary
+
+
+def engine_across(record: Mapping[str, Any]) -> float:
+    """Bytes that the engine says all ranks have sent to other nodes, per step."""
+    return sum(value for name, value in record["engine_per_step"].items() if name.endswith("_across_bytes"))
 
 
 def wire_share(record: Mapping[str, Any]) -> float:
@@ -284,11 +290,11 @@ def show(rate: str, m_bytes: int, summary: Mapping[str, Mapping[str, Any]]) -> N
     first = next(iter(summary.values()))
     rows = [[
         arm, harness.Summary(**values["s_per_step"]).text(3), f"{values['link_bytes'] / 1e6:.1f}", f"{values['link_m']:.3f}",
-        f"{values['formula_m']:.2f}", f"{values['scales_m']:.3f}", f"{values['link_bytes'] / first['link_bytes']:.3f}",
-        f"{values['wire_share']:.3f}", f"{values['last_loss']:.4f}",
+        f"{values['engine_m']:.3f}", f"{values['formula_m']:.2f}", f"{values['scales_m']:.3f}",
+        f"{values['link_bytes'] / first['link_bytes']:.3f}", f"{values['wire_share']:.3f}", f"{values['last_loss']:.4f}",
     ] for arm, values in summary.items()]  # fmt: skip
-    columns = ["arm", "s/step (min–max)", "MB/step on the link", "in M", "formula, M", "with scales, M", "of the first arm's",
-               "wire/tx", "last loss"]  # fmt: skip
+    columns = ["arm", "s/step (min–max)", "MB/step on the link", "in M", "engine counts, M", "formula, M",
+               "with scales, M", "of the first arm's", "wire/tx", "last loss"]  # fmt: skip
     title = f"two nodes of two ranks, {rate} each way, both directions counted; M = {m_bytes / 1e6:.1f} MB"
     harness.print_table(title, columns, rows)
     for arm, values in summary.items():

@@ -26,6 +26,7 @@ def build(workload: r1.Workload, policy: inf.Policy) -> arm_infinity.Training:
     optimizer = inf.AdamW(model.parameters(), lr=workload.lr, weight_decay=workload.weight_decay)
     handle = inf.handle(model)
     batches = ranks_record.batches(workload, dist.get_rank())
+    clips = policy.update != "backward" or policy.speculates
 
     def step() -> float:
         total = 0.0
@@ -34,7 +35,8 @@ def build(workload: r1.Workload, policy: inf.Policy) -> arm_infinity.Training:
                 loss = model(input_ids=tokens, labels=tokens).loss
                 (loss / len(batches)).backward()
             total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), workload.clip)
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), workload.clip)
         optimizer.step()
         optimizer.zero_grad()
         return total / len(batches)
@@ -70,10 +72,9 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
-    values = dict(vars(arm_infinity.policy_of(args)), zero=args.zero)
-    if args.ram == "default":
-        values["ram"] = None
-    ranks_record.report("infinity", run(r1.from_arguments(args), inf.Policy(**values)))
+    args.ram = None if args.ram == "default" else args.ram
+    policy = dataclasses.replace(arm_infinity.policy_of(args), zero=args.zero)
+    ranks_record.report("infinity", run(r1.from_arguments(args), policy))
     dist.destroy_process_group()
     return 0
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from infinity.aio.directories import check_pattern
+from infinity.aio.directories import check_pattern, is_pattern
 from infinity.aio.settings import IoSettings
 from infinity.sizes import parse_size
 
@@ -321,6 +321,11 @@ class Policy:
         paths = tuple(Path(path) for path in given)
         for path in paths:
             check_pattern(path)
+        if self.durable and paths and is_pattern(paths[0]):
+            raise ValueError(
+                f"nvme={[str(path) for path in paths]}: a durable run keeps the manifests of all ranks in the first directory: "
+                "name one there that is the same on every rank; the others may differ"
+            )
         if len({path.resolve() for path in paths}) != len(paths):
             raise ValueError(f"nvme={[str(path) for path in paths]} names a directory twice")
         return paths

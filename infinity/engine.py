@@ -170,6 +170,7 @@ class Handle:
             fill_unit(unit, source, self._store_flat)
         source.fill_buffers(device)
         self._sharing.agree()
+        ranks.check_values()
         self._book = GradBook(self.comm.sum_floats if self.comm.world > 1 else None)
         if there.copies:
             self._book.leaving = Leaving(there, LEAVING_UNITS * max((unit.size_bytes for unit in self.units), default=0))
@@ -270,6 +271,7 @@ class Handle:
 
     def _store_flat(self, flat: Flat, values: torch.Tensor) -> None:
         """Write a whole flat [layout.numel] to rest; this rank's shard of it. Blocks."""
+        self._ranks.note(flat, values)
         start = self.rank * flat.layout.shard_numel
         shard = values[start : start + flat.layout.shard_numel].contiguous()
         self._rest.store(flat, 0, shard.data_ptr()).wait()

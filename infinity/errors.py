@@ -76,6 +76,10 @@ class RankFailed(InfinityError, RuntimeError):
         self.ranks = ranks or (() if rank is None else (rank,))
 
 
+class RanksDiverged(InfinityError):
+    """Ranks have come to different collectives: their programs use other units, or in another order."""
+
+
 class AioError(InfinityError, OSError):
     """An I/O operation failed.
 

@@ -76,8 +76,8 @@ class Holding:
         """Give parameters the states that `optimizer.moments_of` names. Blocks while they are written. Collective.
 
         Raises: ValueError when another optimizer holds one, when its dtype has no state format or that of its unit is another;
-        BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. Then the optimizer holds none of them, and training goes on as before
-        (what moved already, and memory that was made, stays and is counted).
+        BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. Then the optimizer holds none of them, and training goes on
+        as before (what moved already, and memory that was made, stays and is counted).
         """
         with self._together("building an optimizer") as agree:
             self._check_open()
@@ -108,7 +108,8 @@ class Holding:
         """update="backward" accumulates for the first time: make room for the gradients of all that is held. Blocks.
         Collective.
 
-        Raises: BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. Then all goes on without, and it may be called again.
+        Raises: BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. Then all goes on without, and it may be called
+        again.
         """
         with self._together("making room for gradients") as agree:
             self._check_open()

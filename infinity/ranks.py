@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import torch
+import xxhash
 
 from infinity.comm.collectives import Comm
 from infinity.config import Policy
@@ -38,8 +39,26 @@ class Ranks:
             mesh=policy.mesh, device=device, timeout_s=policy.rank_timeout_s, name=f"infinity/{next(_ENGINES)}"
         )
         self.several = self.comm.world > 1
+        self._values: dict[Flat, int] = {}
         self._whole_grad_bytes = self._secondary_bytes = self._feedback_bytes = 0
         undo.callback(self.comm.close)
+
+    def note(self, flat: Flat, values: torch.Tensor) -> None:
+        """The model has these values [layout.numel] for a flat on this rank."""
+        if self.several:
+            self._values[flat] = xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy()) >> 1
+
+    def check_values(self) -> None:
+        """Collective, blocks. Raises: ValueError when the ranks began with different values, of which each would keep a part."""
+        flats = list(self._values)
+        differing = self.comm.differing(list(self._values.values()))
+        self._values.clear()
+        if differing:
+            unit = flats[differing[0]].unit
+            raise ValueError(
+                f"the parameters of {unit.name} are not the same on all ranks, and each rank would keep its part of them: seed all "
+                "ranks alike before the model is built, broadcast its values from one rank, or give load= the same source"
+            )
 
     @property
     def whole_params(self) -> bool:

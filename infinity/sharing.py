@@ -36,22 +36,27 @@ DEPTH_MIN = 8
 
 @contextlib.contextmanager
 def sharing(comm: Comm, policy: Policy) -> Iterator[Sharing]:
-    """The meeting of ranks that offload a model; over with `Sharing.agree`. Collective."""
+    """The meeting of ranks that offload a model; over with `Sharing.agree`. Collective. Left when the model is closed."""
     with Meeting(comm, "inf.offload") as meeting:
-        yield Sharing(comm, policy, meeting)
+        found = Sharing(comm, policy, meeting)
+        try:
+            yield found
+        finally:
+            found.closed = True
 
 
 class Sharing:
     """What this rank has of its machine. Methods are collective where they say so; with one rank they call nothing.
 
-    policy: as given, with this rank's directories, and its part of the bandwidths that are given. number, ranks: this rank's number
-    among those of the machine, and how many these are. default_bytes: RAM_SHARE of its part of the memory that was left before
-    any rank took some.
+    policy: as given, with this rank's directories, and its part of the bandwidths that are given. number, ranks: this rank's
+    number among those of the machine, and how many these are. default_bytes: RAM_SHARE of its part of the memory that was left
+    before any rank took some.
     """
 
     def __init__(self, comm: Comm, policy: Policy, meeting: Meeting) -> None:
         self._comm = comm
         self._meeting: Meeting | None = meeting
+        self.closed = False
         seen = memory_seen()
         everyone = meeting.exchange({"machine": machine(), "memory": seen})
         self._neighbours = [rank for rank, told in enumerate(everyone) if told["machine"] == machine()]
@@ -93,8 +98,8 @@ class Sharing:
             if wanted > left:
                 raise MemoryError(
                     f"{_ranks(ranks)} would hold {format_size(wanted)} together, and what they share ({limit.partition(' ')[2]}) "
-                    f"leaves {format_size(left)}: {format_size(wanted - left)} are missing. Policy.ram is what each rank may hold: "
-                    "choose a smaller one, or None (a part of what is left)"
+                    f"leaves {format_size(left)}: {format_size(wanted - left)} are missing. Policy.ram is what each rank may "
+                    "hold: choose a smaller one, or None (a part of what is left)"
                 )
 
     def check_room(self, files: Sequence[SwapFile], sizes: Sequence[int]) -> None:
@@ -116,8 +121,8 @@ class Sharing:
             left, path = min(everyone[rank]["free"][system] for rank in ranks)
             if wanted > left:
                 raise SwapFullError(
-                    f"{path!r} has room for {left} of {wanted} more bytes that {_ranks(ranks)} need together: {wanted - left} are "
-                    "missing; free space, or add a directory to Policy.nvme",
+                    f"{path!r} has room for {left} of {wanted} more bytes that {_ranks(ranks)} need together: {wanted - left} "
+                    "are missing; free space, or add a directory to Policy.nvme",
                     errno=errno.ENOSPC,
                     path=path,
                     op="allocate",
@@ -132,8 +137,11 @@ class Sharing:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[Callable[[], None]]:
-        """Inside, ranks do the same, and call no collective but `check_room`; what comes with it says that all went well here, and
-        raises PeerFailed unless it did everywhere. Collective."""
+        """Inside, ranks do the same, and call no collective but `check_room`; what comes with it says that all went well here,
+        and raises PeerFailed unless it did everywhere. Collective."""
+        if self.closed:  # nobody else may come to say so
+            yield lambda: None
+            return
         with Meeting(self._comm, what) as meeting:
             self._meeting = meeting
             try:
@@ -142,7 +150,7 @@ class Sharing:
                 self._meeting = None
 
     def _local_rank(self) -> int:
-        """This rank's number within its node. A topology of one node may stand for several that are unequal: then its machine's."""
+        """This rank's number within its node; within its machine where one node may stand for several that are unequal."""
         topology = self._comm.topology
         return topology.local_rank if topology.nodes > 1 else self.number
 

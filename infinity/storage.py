@@ -55,7 +55,7 @@ class Storage:
         rank: int = 0,
     ) -> None:
         numa.bind(device.torch_device, number=sharing.number, ranks=sharing.ranks)
-        sharing.check_memory(plan.ram_bytes)
+        sharing.check_memory(plan.ram_bytes)  # all ranks come here, so those that share drives measure them at the same time
         self._device = device
         undo.callback(device.close)
         settings = policy.io_settings

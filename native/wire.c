@@ -34,6 +34,18 @@ INF_INLINE int wire_within(float scale) {
     return fabsf(scale) < 0x1.0p120f;
 }
 
+/* Ask for the bytes that the next block reads while this one is computed: the hardware looks ahead only after a few lines of each
+ * stream, and a block is short (a tenth and more where several are summed). Past the end it asks for what nobody reads. */
+INF_INLINE void wire_ahead(const void *source, int64_t first, int64_t size_bytes) {
+    const uintptr_t from = (uintptr_t)source + (uintptr_t)first;
+    for (int64_t at = 0; at < size_bytes; at += WIRE_ALIGN) __builtin_prefetch((const void *)(from + (uintptr_t)at));
+}
+
+INF_INLINE void wire_values_ahead(const void *source, int32_t dtype, int64_t first, int64_t numel) {
+    const int64_t itemsize = dtype == INF_GRAD_FP32 ? 4 : 2;
+    wire_ahead(source, first * itemsize, numel * itemsize);
+}
+
 #define INF_ISA(name) name##_portable
 #include "wire_body.h"
 #undef INF_ISA
@@ -111,6 +123,7 @@ void inf_wire_encode(const void *values, int32_t dtype, void *error, int32_t err
                      int32_t bits, int32_t group_numel, int32_t random, uint64_t key, int64_t element) {
     const wire_shape shape = shape_of(numel, bits, group_numel);
     const int64_t codes = codes_bytes(numel, bits), scales = scales_bytes(numel, group_numel);
+    if (numel == 0) return; /* pointers may be NULL, which memset must not get */
     const fp_mode mode = fp_mode_enter();
     ISA_TABLE[inf_isa_index()].encode(values, dtype, error, error_dtype, wire, numel, &shape, random, key, element);
     fp_mode_leave(mode);

@@ -161,8 +161,12 @@ static void INF_ISA(encode)(const void *values, int32_t dtype, void *error, int3
     uint8_t *scales = wire + shape->codes_bytes;
     for (int64_t at = 0; at < numel; at += WIRE_BLOCK) {
         const int32_t n = numel - at < WIRE_BLOCK ? (int32_t)(numel - at) : WIRE_BLOCK;
+        wire_values_ahead(values, dtype, at + n, n);
         INF_ISA(load_values)(x, values, dtype, at, n);
-        if (error != NULL) INF_ISA(add_values)(x, error, error_dtype, at, n);
+        if (error != NULL) {
+            wire_values_ahead(error, error_dtype, at + n, n);
+            INF_ISA(add_values)(x, error, error_dtype, at, n);
+        }
         if (random) INF_ISA(fill_uniform)(u, key, element + at, n);
         INF_ISA(encode_block)(shape->bits == 8 ? (int8_t *)wire + at : code, scales + at / shape->group_numel * 2, x,
                               random ? u : NULL, shape, error != NULL, n);
@@ -210,6 +214,7 @@ static void INF_ISA(decode_sum)(const uint64_t *wires, int32_t count, void *out,
             const uint8_t *wire = (const uint8_t *)(uintptr_t)wires[k];
             const uint8_t *scales = wire + shape->codes_bytes + at / shape->group_numel * 2;
             const int8_t *code = (const int8_t *)wire + at;
+            wire_ahead(wire, (at + n) * shape->bits / 8, n * shape->bits / 8);
             if (shape->bits == 4) {
                 INF_ISA(unpack)(unpacked, wire + at / 2, n + n % 2);
                 code = unpacked;
@@ -231,6 +236,9 @@ static void INF_ISA(sum_in_order)(const uint64_t *pieces, int32_t count, int32_t
     float x[WIRE_BLOCK] __attribute__((aligned(64)));
     for (int64_t at = 0; at < numel; at += WIRE_BLOCK) {
         const int32_t n = numel - at < WIRE_BLOCK ? (int32_t)(numel - at) : WIRE_BLOCK;
+        for (int32_t k = 0; k < count; k++) {
+            wire_values_ahead((const void *)(uintptr_t)pieces[k], dtype, at + n, n);
+        }
         INF_ISA(load_values)(x, (const void *)(uintptr_t)pieces[0], dtype, at, n);
         for (int32_t k = 1; k < count; k++) {
             INF_ISA(add_values)(x, (const void *)(uintptr_t)pieces[k], dtype, at, n);

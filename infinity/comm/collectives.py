@@ -19,7 +19,7 @@ import torch.distributed as dist
 from infinity.comm.exchange import Exchange, Volume
 from infinity.comm.groups import make_group
 from infinity.comm.lanes import Lane, Op
-from infinity.comm.topology import Topology
+from infinity.comm.topology import Topology, default_store
 from infinity.comm.watch import Watch
 
 # torch 2.13 renamed it; the floor is 2.10.
@@ -41,6 +41,7 @@ class Comm:
         self._reduce: Lane | None = None
         self._exchanges: dict[str, Exchange] = {}
         self._timeout_s = 0.0
+        self._groups: list[Any] = []
         self._asides: list[Lane] = []
         self._owns_watch = True
 
@@ -51,8 +52,7 @@ class Comm:
         if comm.world == 1:
             return comm
         comm._timeout_s = timeout_s
-        store: Any = dist.distributed_c10d._get_default_store()
-        comm.watch = Watch(comm.topology, store.clone(), timeout_s=timeout_s, name=name)
+        comm.watch = Watch(comm.topology, default_store(), timeout_s=timeout_s, name=name)
         device = device or torch.device("cpu")
         backend = "nccl" if device.type == "cuda" else "gloo"
         comm._control = comm._lane("control", "gloo", torch.device("cpu"))
@@ -63,7 +63,9 @@ class Comm:
     def _lane(self, name: str, backend: str, device: torch.device) -> Lane:
         assert self.watch is not None
         group = make_group(timeout_s=self._timeout_s, backend=backend)
-        self._exchanges[name] = Exchange(self.topology, group, device)
+        check = make_group(timeout_s=self._timeout_s) if backend != "gloo" else None
+        self._groups += [found for found in (group, check) if found is not None]
+        self._exchanges[name] = Exchange(self.topology, group, device, check_group=check)
         return Lane(name, group=group, watch=self.watch, device=device)
 
     def aside(self) -> Comm:
@@ -72,6 +74,7 @@ class Comm:
         if self.world > 1:
             assert self.watch is not None
             other.watch, other._timeout_s, other._owns_watch = self.watch, self._timeout_s, False
+            other._groups = self._groups
             other._control = other._lane("aside", "gloo", torch.device("cpu"))
             self._asides.append(other._control)
         return other
@@ -81,14 +84,22 @@ class Comm:
     def gather(self, what: str, work: Callable[[Exchange], None]) -> Op:
         """Let `work` run in the gather lane. Never blocks."""
         assert self._gather is not None
-        exchange = self._exchanges["gather"]
-        return self._gather.submit(what, lambda _group: work(exchange))
+        return self._gather.submit(what, self._met("gather", what, work))
 
     def reduce(self, what: str, work: Callable[[Exchange], None]) -> Op:
         """Let `work` run in the reduce lane. Never blocks."""
         assert self._reduce is not None
-        exchange = self._exchanges["reduce"]
-        return self._reduce.submit(what, lambda _group: work(exchange))
+        return self._reduce.submit(what, self._met("reduce", what, work))
+
+    def _met(self, lane: str, what: str, work: Callable[[Exchange], None]) -> Callable[[Any], None]:
+        """The work, which begins when it is the same on all ranks."""
+        exchange = self._exchanges[lane]
+
+        def together(_group: Any) -> None:
+            exchange.meet(what)
+            work(exchange)
+
+        return together
 
     def volume(self, lane: str) -> Volume:
         """What this rank has sent in a lane ("gather", "reduce")."""
@@ -101,7 +112,13 @@ class Comm:
         if self._control is None:
             work(None)
         else:
-            self._control.submit(what, lambda group: (work(group), None)[1], numbered=self._owns_watch).wait()
+            exchange = self._exchanges["control" if self._owns_watch else "aside"]
+
+            def together(group: Any) -> None:
+                exchange.meet(what)
+                work(group)
+
+            self._control.submit(what, together, numbered=self._owns_watch).wait()
 
     def assemble(self, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:
         """The whole [numel] of an fp32 vector of which every rank holds one part, from `start` on; bits are kept. Blocks."""
@@ -111,7 +128,7 @@ class Comm:
         whole[start : start + part.numel()] = part
         if self.world > 1:
             bits = whole.view(torch.int32)  # every element is one rank's and nothing elsewhere
-            self._together("a whole from its parts", lambda group: dist.all_reduce(bits, group=group))
+            self._together(f"a whole of {numel} from its parts", lambda group: dist.all_reduce(bits, group=group))
         return whole
 
     def sum_floats(self, values: Sequence[float]) -> list[float]:
@@ -120,7 +137,7 @@ class Comm:
             return list(values)
         mine = torch.tensor(values, dtype=torch.float64)
         everyone = torch.empty(self.world * len(values), dtype=torch.float64)
-        self._together("a sum", lambda group: _all_gather(everyone, mine, group=group))
+        self._together(f"sums of {len(values)}", lambda group: _all_gather(everyone, mine, group=group))
         total = torch.zeros(len(values), dtype=torch.float64)
         for row in everyone.view(self.world, -1):
             total += row
@@ -131,8 +148,17 @@ class Comm:
         if self.world == 1 or not flags:
             return list(flags)
         mine = torch.tensor(list(flags), dtype=torch.uint8)
-        self._together("agreement", lambda group: dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group))
+        self._together(f"agreement on {len(flags)}", lambda group: dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group))
         return [bool(flag) for flag in mine]
+
+    def differing(self, values: Sequence[int]) -> list[int]:
+        """The places of whole numbers (below 2^63) that are not the same on all ranks. Blocks."""
+        if self.world == 1 or not values:
+            return []
+        mine = torch.tensor(values, dtype=torch.int64)
+        everyone = torch.empty(self.world * len(values), dtype=torch.int64)
+        self._together(f"comparison of {len(values)}", lambda group: _all_gather(everyone, mine, group=group))
+        return [int(place) for place in (everyone.view(self.world, -1) != mine).any(dim=0).nonzero()]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -164,7 +190,13 @@ class Comm:
                 lane.close()
         self._control = self._gather = self._reduce = None
         self._asides.clear()
-        if self.watch is not None and self._owns_watch:
-            self.watch.close(ok)
-        self.watch = None
         self._exchanges.clear()
+        if self.watch is not None and self._owns_watch:
+            failed = self.watch.failure is not None
+            self.watch.close(ok)
+            while self._groups:
+                group = self._groups.pop()
+                # One that was broken off has no peers to part from, and a call that is stuck in it would be waited for.
+                if not failed and dist.is_initialized():
+                    dist.destroy_process_group(group)
+        self.watch = None

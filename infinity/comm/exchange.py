@@ -25,7 +25,11 @@ import torch
 import torch.distributed as dist
 
 from infinity.comm.topology import Topology
+from infinity.errors import RanksDiverged
 from infinity.ops import wire
+
+HEADER_BYTES = 128
+"""Of the name of a collective, by which ranks know that they have come to the same one."""
 
 GROUP_NUMEL = 64
 """Elements that share a scale; parameters start at multiples of it, so no group holds two of them."""
@@ -44,12 +48,16 @@ class Volume:
 
 
 class Exchange:
-    """What one lane exchanges, over its process group. Blocks; one thread uses it at a time."""
+    """What one lane exchanges, over its process group. Blocks; one thread uses it at a time.
 
-    def __init__(self, topology: Topology, group: Any, device: torch.device) -> None:
+    check_group: of gloo, for names of collectives where `group` is of another backend.
+    """
+
+    def __init__(self, topology: Topology, group: Any, device: torch.device, *, check_group: Any = None) -> None:
         self.topology = topology
         self.volume = Volume()
         self._group = group
+        self._check_group = check_group or group
         self._device = device
         self._buffers: dict[str, torch.Tensor] = {}
 
@@ -62,6 +70,27 @@ class Exchange:
             self._buffers.pop(name, None)
             found = self._buffers[name] = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         return found[:size_bytes].view(dtype)
+
+    def meet(self, what: str) -> None:
+        """Return when the ranks that this one exchanges with have come to the collective `what`, too. Without this, ranks whose
+        programs differ would take each other's data for what they expect.
+
+        Raises: RanksDiverged.
+        """
+        t = self.topology
+        others = sorted({*t.node_ranks, *t.counterparts} - {t.rank})
+        mine, theirs = _header(what), [torch.zeros(HEADER_BYTES, dtype=torch.uint8) for _ in others]
+        operations = [dist.P2POp(dist.isend, mine, rank, self._check_group) for rank in others]
+        operations += [dist.P2POp(dist.irecv, to, rank, self._check_group) for to, rank in zip(theirs, others, strict=True)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        for rank, found in zip(others, theirs, strict=True):
+            if not torch.equal(found, mine):
+                name = bytes(found.tolist()).rstrip(b"\0").decode(errors="replace")
+                raise RanksDiverged(
+                    f"rank {t.rank} has come to {what}, and rank {rank} to {name}: all ranks must run the same modules in the same "
+                    "order, and call what is collective together (control flow by rank, stochastic depth, another state_dict?)"
+                )
 
     def spread(self, wholes: Sequence[Parts], *, across: bool = True) -> None:
         """Complete each whole, of which this rank has its own part; with `across` False, those of its counterparts, too."""
@@ -224,6 +253,12 @@ class Exchange:
         operations += [dist.P2POp(dist.irecv, tensor, rank, self._group) for rank, tensor in receives]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
+
+
+def _header(what: str) -> torch.Tensor:
+    """The end of a name, which tells most."""
+    text = what.encode()[-HEADER_BYTES:]
+    return torch.tensor(list(text.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
 
 def _placed(parts: Parts, ranks: Sequence[int], world: int) -> Parts:

@@ -100,7 +100,7 @@ def _check(mesh: DeviceMesh, world: int) -> None:
 
 def _everyone(rank: int, world: int, timeout_s: float) -> list[tuple[Any, str]]:
     """For each rank, its host and its LOCAL_WORLD_SIZE. Through the store: any backend of the group does."""
-    store: Any = PrefixStore("infinity/host", default_store())
+    store: Any = PrefixStore("infinity/host", _store())
     mine = [*Host.this().node, os.environ.get("LOCAL_WORLD_SIZE", "")]
     store.set(str(rank), json.dumps(mine))
     deadline = time.monotonic() + timeout_s
@@ -141,5 +141,9 @@ def _fits(hosts: list[Any], size: int) -> bool:
 
 def default_store() -> Any:
     """A client of its own to the store of the default group, for one thread."""
+    return _store().clone()
+
+
+def _store() -> Any:
     world: Any = torch.distributed.group.WORLD
-    return world.get_group_store().clone()
+    return world.get_group_store()

@@ -51,7 +51,7 @@ def parse_list(text: str) -> tuple[int, ...]:
 
 
 def node_of_pci(address: str, root: Path = _ROOT) -> int | None:
-    """The node of a PCI device ("0000:65:00.0"); None where the kernel does not know it (it writes -1), as in many virtual machines."""
+    """The node of a PCI device ("0000:65:00.0"); None where the kernel does not know it (-1), as in many virtual machines."""
     text = _text(root / "sys" / "bus" / "pci" / "devices" / address.lower() / "numa_node").strip()
     return int(text) if text.isdecimal() else None
 

@@ -72,8 +72,8 @@ class SwapSpace:
     Layer 0 is ephemeral: its files have no name, so nothing stays behind however the process ends. Others are added, as files
     that their owner made; a layer's number is that of its files in an executor.
     shares: what part of the bytes each drive gets, in any unit (None: the same); set before the first `reserve`.
-    room: raises SwapFullError when these files cannot grow by so many bytes each, beside what other ranks want of the same drives;
-    `at_once` asks it.
+    room: raises SwapFullError when these files cannot grow by so many bytes each, beside what other ranks want of the same
+    drives; `at_once` asks it.
     Raises: what SwapFile raises for a directory that is missing, read-only, full or on tmpfs.
     """
 

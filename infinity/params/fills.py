@@ -117,7 +117,7 @@ class Fills:
                 put()
                 exchange.spread([_parts(flat) for flat in flats], across=across)
 
-        self._fills[unit] = Fill((), self._comm.gather(f"gather of {unit.name}", work))
+        self._fills[unit] = Fill((), self._comm.gather(f"gather of {unit.name} as it is kept", work))
 
     def finish(self, unit: Unit) -> Fill:
         """Take the unit's fill, for the caller to wait for."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from infinity.memory.layout import run_bytes
 from infinity.memory.needs import FlatNeed
 from infinity.memory.placement import Plan
 from infinity.planning.device_memory import gathered_bytes
@@ -73,8 +74,10 @@ def _states(shape: ModelShape, machine: Machine, job: Job, needs: Sequence[FlatN
             kind = "grads" if spilled else "optim" if index else "params"
             versions = 1 if spilled else need.versions
             for numel, mask in zip(need.numels, row, strict=True):
-                where = nvme if mask >> index & 1 else cpu
-                where[kind] += versions * section.size_bytes(numel)
+                if mask >> index & 1:
+                    nvme[kind] += versions * run_bytes(section, numel)
+                else:
+                    cpu[kind] += versions * section.size_bytes(numel)
     stays = job.whole_params(machine.world)
     found = {
         "parameters at rest": Tiers(cpu=cpu["params"], nvme=nvme["params"]),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity as inf
-from infinity.errors import BudgetError, PeerFailed, SwapFullError
+from infinity.errors import BudgetError, EngineClosed, PeerFailed, SwapFullError
 from infinity.memory.ledger import RAM_SHARE, machine, memory_seen
 from tests import models
 from tests.dist.test_two_ranks import on_ranks, on_two_ranks
@@ -109,8 +109,38 @@ def half_an_optimizer(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
     return told, values
 
 
+def durable(rank: int, place: Path) -> tuple[bool, bool]:
+    """A durable run whose second drive is each rank's own, and what a later process finds there."""
+    for name in ("all", "mine0", "mine1"):
+        (place / name).mkdir(exist_ok=True)
+    dist.barrier()
+    policy = {"nvme": [place / "all", place / "mine{rank}"], "ram": None, "durable": True, "io": {"bandwidths": {}}}
+    model = offloaded(**policy)
+    values = trained(model, rank)
+    inf.handle(model).close()
+    again = offloaded(**policy)
+    optimizer = inf.AdamW(again.parameters(), lr=1e-2)
+    inf.restore(again, optimizer, place / "all")
+    same = all(torch.equal(mine, then) for mine, then in zip(again.state_dict().values(), values, strict=True))
+    inf.handle(again).close()
+    return same, any((place / f"mine{rank}").rglob("states-*"))
+
+
+def after_close(rank: int, place: Path) -> str:
+    """An optimizer that one rank alone builds for a model that is closed."""
+    model = offloaded(nvme=place)
+    params = list(model.parameters())
+    inf.handle(model).close()
+    if rank:
+        return ""
+    with pytest.raises(EngineClosed) as caught:
+        inf.AdamW(params)
+    return str(caught.value)
+
+
 def everything(rank: int, place: Path) -> list[Any]:
-    return [job(rank, place) for job in (by_pattern, wrong_places, shared, half_an_optimizer)]
+    jobs = (by_pattern, wrong_places, shared, half_an_optimizer, durable, after_close)
+    return [job(rank, place) for job in jobs]
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +190,15 @@ def test_an_optimizer_that_one_rank_refuses_is_none_on_both_and_training_goes_on
     assert all(torch.equal(mine, other) for mine, other in zip(zero, one, strict=True))
 
 
-def three(rank: int, place: Path) -> int:
+def test_a_durable_run_may_have_drives_of_each_ranks_own_beside_the_first(results: list[Any]) -> None:
+    assert results[5] == ((True, True), (True, True))
+
+
+def test_after_close_a_rank_is_told_so_and_waits_for_nobody(results: list[Any]) -> None:
+    assert "was closed" in results[6][0]
+
+
+def depth_of(rank: int, place: Path) -> int:
     model = offloaded(nvme=place)
     depth = inf.handle(model)._executor.stats().drives[0].depth
     inf.handle(model).close()
@@ -168,7 +206,7 @@ def three(rank: int, place: Path) -> int:
 
 
 def test_no_rank_has_fewer_than_eight_requests_however_many_share_the_drive(tmp_path: Path) -> None:
-    assert on_ranks(three, tmp_path / "run", 5) == [8] * 5
+    assert on_ranks(depth_of, tmp_path / "run", 5) == [8] * 5
 
 
 class Wide(nn.Module):
@@ -272,6 +310,12 @@ class InCgroup:
 
     def __call__(self, rank: int, place: Path) -> tuple[int, int, str]:
         (self.cgroup / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            return self.inside(place)
+        finally:  # this process may serve other tests
+            (self.cgroup.parent / "cgroup.procs").write_text(str(os.getpid()))
+
+    def inside(self, place: Path) -> tuple[int, int, str]:
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(24)))
         model = inf.offload(

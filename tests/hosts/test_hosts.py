@@ -47,9 +47,11 @@ def hosts() -> Iterator[Any]:
 
 
 def until(happened: Callable[[], bool], within_s: float, two: Any, processes: list[Any]) -> None:
+    """Wait for something, while all of `processes` run."""
     deadline = time.monotonic() + within_s
     while not happened():
-        assert time.monotonic() < deadline, "\n".join(two.output(process)[-3000:] for process in processes)
+        goes_on = time.monotonic() < deadline and all(process.poll() is None for process in processes)
+        assert goes_on, "\n".join(two.output(process)[-3000:] for process in processes)
         time.sleep(0.1)
 
 
@@ -76,12 +78,13 @@ def test_training_over_two_nodes_has_the_bits_of_four_ranks_on_one(hosts: Any, t
     assert all(node["tx_bytes"] > parameters for node in over_link)
 
 
-def survivors_learn(two: Any, place: Path, survivors: tuple[int, int], break_it: Callable[[list[Any]], None]) -> list[str]:
+def survivors_learn(two: Any, place: Path, survivors: tuple[int, ...], break_it: Callable[[list[Any]], None]) -> list[str]:
     """What RankFailed says on each survivor after `break_it`, in the midst of training."""
     processes = two.torchrun([JOB, "endless", str(place)])
     until(lambda: all((place / f"goes{rank}").exists() for rank in range(4)), START_S, two, processes)
     break_it(processes)
-    until(lambda: all((place / f"failed{rank}").exists() for rank in survivors), WITHIN_S, two, processes)
+    going = [processes[node] for node in {rank // 2 for rank in survivors}]
+    until(lambda: all((place / f"failed{rank}").exists() for rank in survivors), WITHIN_S, two, going)
     return [(place / f"failed{rank}").read_text().partition("\n")[2] for rank in survivors]
 
 
@@ -193,3 +196,13 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
     listed = subprocess.check_output(["ip", "netns", "list"], text=True)
     assert len(names) == 2
     assert not any(name in listed for name in names)
+
+
+def test_the_engine_counts_what_the_link_carries(hosts: Any) -> None:
+    module = scripts()
+    workload = module.r1.Workload(hidden=256, layers=2, vocab=512, tokens=16, warmup=1, steps=2)
+    record = module.run_arm(hosts, "all", workload)
+    told = module.engine_across(record)
+    assert told <= record["link_bytes_per_step"] <= 1.1 * told
+    # Twice what quantised groups take would be a part that crosses twice, or one that is not quantised.
+    assert told <= 1.05 * sum(module.WITH_SCALES[term] for term in module.FORMULA["all"]) * record["m_bytes"]

@@ -19,6 +19,10 @@ def test_a_policy_takes_patterns_before_ranks_are_known_and_refuses_other_braces
         assert repr(wrong) in str(caught.value)
     with pytest.raises(ValueError, match="names a directory twice"):
         Policy(params="nvme", nvme=["/mnt/{rank}", "/mnt/{rank}"])
+    durable = {"params": "nvme", "optim": "nvme", "durable": True}
+    with pytest.raises(ValueError, match="manifests of all ranks in the first directory"):
+        Policy(**durable, nvme=["/mnt/{rank}", "/mnt/all"])
+    assert Policy(**durable, nvme=["/mnt/all", "/mnt/{rank}"]).durable
     monkeypatch.setenv("INFINITY_NVME_DIR", "/mnt/nvme{local_rank}")
     assert Policy(params="nvme").directories == (Path("/mnt/nvme{local_rank}"),)
 

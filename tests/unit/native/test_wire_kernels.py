@@ -103,6 +103,15 @@ def test_sums_of_pieces(isa: str, dtype: torch.dtype, out_dtype: torch.dtype) ->
             assert_guards_hold(room)
 
 
+def test_empty_tensors_have_no_address(isa: str) -> None:
+    """Nothing is read or written; the sanitizers of `make asan` see it if it is."""
+    nothing, buffer = torch.zeros(0), torch.zeros(0, dtype=torch.uint8)
+    assert nothing.data_ptr() == buffer.data_ptr() == 0
+    encode(nothing, buffer, bits=4, group_numel=64, key=KEY, error=nothing.clone())
+    decode_sum([buffer, buffer], nothing, bits=4, group_numel=64, divisor=2)
+    sum_in_order([nothing, nothing], nothing, divisor=2)
+
+
 def test_denormals_are_kept_in_a_thread_that_flushes_them(isa: str) -> None:
     pieces = [torch.full((100,), 2.0**-140), torch.full((100,), 2.0**-141)]
     tiny = torch.full((100,), 2.0**-130)

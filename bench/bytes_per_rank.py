@@ -1,0 +1,240 @@
+"""Bytes that each rank holds, by state, ZeRO stage and tier: what `infinity plan` predicts beside what the engine has allocated.
+
+    python bench/bytes_per_rank.py --dir /mnt/nvme0                        # 2 ranks on the CPU, gloo; a minute
+    python bench/bytes_per_rank.py --dir /mnt/nvme0 --ranks 4 --nodes 2    # the same with a mesh of 2 x 2
+    python bench/bytes_per_rank.py --dir /mnt/nvme0 --json FILE            # one record a line, too
+
+For each case every rank trains for two steps of two micro-batches and then counts, on rank 0 and on the last one, which has the
+padding: sections of chunks by where their memory or their extents lie, slabs of gradients and of whole sums, storages of flats,
+shards and errors that are kept. Nothing is taken from a plan. Of what is gathered and freed again the peak is counted. Pools,
+checksums and scratch are not states, and left out. The prediction knows the model's shape and the policy, nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pickle
+import sys
+import tempfile
+from collections import defaultdict
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import harness
+import r1
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import infinity as inf
+from infinity.memory.layout import run_bytes
+from infinity.planning.job import Job
+from infinity.planning.machine import describe_machine
+from infinity.planning.placed import Tiers
+from infinity.planning.ranks import bytes_of_rank
+from infinity.planning.shape import shape_of
+from infinity.sizes import GIB, format_size
+
+MICRO_BATCHES = 2
+STEPS = 2
+NOT_STATES = "buffers and checksums"
+
+CASES: dict[str, dict[str, Any]] = {
+    "stage 1, optimizer on CPU": {"zero": 1, "params": "device", "optim": "cpu"},
+    "stage 1, optimizer on NVMe": {"zero": 1, "params": "device", "optim": "nvme"},
+    "stage 2, optimizer on CPU": {"zero": 2, "params": "device", "optim": "cpu"},
+    "stage 2, optimizer on NVMe": {"zero": 2, "params": "device", "optim": "nvme"},
+    "stage 3, all on CPU": {"params": "cpu", "optim": "cpu"},
+    "stage 3, optimizer on NVMe": {"params": "cpu", "optim": "nvme"},
+    "stage 3, all on NVMe": {"params": "nvme", "optim": "nvme"},
+    "stage 3, parameters on the device": {"params": "device", "optim": "cpu"},
+    "stage 3, compact, all on NVMe": {"params": "nvme", "optim": "nvme", "state": "compact"},
+    "stage 3, hpZ on CPU": {"params": "cpu", "optim": "cpu", "hpz": "cpu"},
+    "stage 3, hpZ on the device": {"params": "cpu", "optim": "cpu", "hpz": "device"},
+    "stage 3, qgZ with errors fed back": {"params": "cpu", "optim": "cpu", "qgz": True, "error_feedback": True},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What every rank does: the cases, the model, the ranks as nodes x ranks of a node."""
+
+    cases: tuple[str, ...]
+    workload: r1.Workload
+    world: int
+    nodes: int
+    directory: str
+
+
+def policy_of(case: str) -> dict[str, Any]:
+    """The case as fields of a policy: nothing rests higher than its tier, whatever there is room for."""
+    values = CASES[case]
+    resident = {kind: 0.0 for kind in ("params", "optim") if values[kind] == "nvme"}
+    return {**values, "resident": resident or None, "ram": 64 * GIB}
+
+
+def predicted(case: str, task: Task) -> dict[str, Tiers]:
+    """What the planner says of one rank, without what is no state."""
+    values = policy_of(case)
+    ram = values.pop("ram")
+    machine = describe_machine(
+        gpus=0, ranks=task.world // task.nodes, nodes=task.nodes, ram_bytes=float(ram * task.world), drives=1
+    )
+    with torch.device("meta"):
+        shape = shape_of(model_of(task.workload), nested=False)
+    job = Job(tokens=task.world * 64 * MICRO_BATCHES, sequence=64, micro_batches=MICRO_BATCHES, **values)
+    return {name: size for name, size in bytes_of_rank(shape, machine, job).states.items() if name != NOT_STATES}
+
+
+def model_of(workload: r1.Workload) -> torch.nn.Module:
+    """R1's model at this size, in bf16."""
+    return r1.LlamaForCausalLM(workload.config()).to(torch.bfloat16)
+
+
+def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
+    """What this rank's engine has allocated, by the planner's names."""
+    handle: Any = inf.handle(model)
+    found: dict[str, Tiers] = defaultdict(Tiers)
+    sections, extents = 0, 0
+    for flat in handle._flats:
+        rest = handle._rest[flat]
+        for record in rest.records:
+            for index, section in enumerate(rest.sections):
+                name = "gradients" if index >= rest.format.written_count else "optimizer states" if index else "parameters at rest"
+                size = section.size_bytes(int(record["numel"]))
+                if record["section_at"][index] >= 0:
+                    found[name] += Tiers(nvme=run_bytes(section, int(record["numel"])))
+                else:
+                    assert record["section_ptr"][index], (flat, name)
+                    found[name] += Tiers(cpu=size)
+                    sections += -(-size // 64) * 64
+        extents += sum(place.size_bytes for place in rest.places)
+    # What the records say is what slabs and swap files have been asked for.
+    assert sections == handle._rest.resident_bytes, (sections, handle._rest.resident_bytes)
+    assert extents == handle._rest.nvme_bytes, (extents, handle._rest.nvme_bytes)
+    files = handle._storage.space.files if handle._storage.space is not None else []
+    assert sum(os.fstat(file.fd).st_blocks * 512 for file in files) >= extents
+    assert sum(size.nvme for size in found.values()) == extents
+    found["gradients"] += Tiers(cpu=handle._gradients.size_bytes)
+    live = sum(flat.tensor.untyped_storage().nbytes() for flat in handle._flats)
+    if policy.zero < 3:
+        found["parameters on the device"] = Tiers(device=live)
+    else:
+        found["parameters gathered, at most"] = Tiers(device=handle.stats().gathered_bytes_peak)
+    drain, kept = handle._drain, handle.residency._fills.kept
+    if drain._local is not None:
+        found["whole sums of gradients"] = Tiers(cpu=drain._local._slab.size_bytes)
+    if kept is not None:
+        size = sum(part.nbytes for part in kept._parts.values())
+        if policy.hpz is None:
+            found["shards kept on the device"] = Tiers(device=size)
+        else:
+            found["the node's copy (hpZ)"] = Tiers(device=size) if policy.hpz == "device" else Tiers(cpu=size)
+    errors = [error for parts in drain._reducer._errors.values() for error in parts]
+    if errors:
+        found["errors fed back (qgZ)"] = Tiers(cpu=sum(error.nbytes for error in errors))
+    return {name: size for name, size in found.items() if size}
+
+
+def train(case: str, task: Task, mesh: Any) -> dict[str, Tiers]:
+    """Two steps of a case on this rank, and what it then holds."""
+    torch.manual_seed(0)
+    policy = inf.Policy(**policy_of(case), nvme=[task.directory], mesh=mesh)
+    model = inf.offload(model_of(task.workload), policy)
+    try:
+        optimizer = inf.AdamW(model.parameters(), lr=1e-4)
+        ids = torch.randint(0, task.workload.vocab, (1, 64))
+        for _ in range(STEPS):
+            for index in range(MICRO_BATCHES):
+                with inf.handle(model).no_sync() if index < MICRO_BATCHES - 1 else nullcontext():
+                    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        inf.handle(model).flush()
+        return counted(model, policy)
+    finally:
+        inf.handle(model).close()
+
+
+def rank_main(rank: int, task: Task, place: str) -> None:
+    """One rank: every case, one after the other; rank 0 and the last one leave what they counted."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=task.world)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (task.nodes, task.world // task.nodes))
+    found = {case: train(case, task, mesh) for case in task.cases}
+    if rank in (0, task.world - 1):
+        Path(place, f"counted{rank}").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+def measure(task: Task) -> list[dict[str, dict[str, Tiers]]]:
+    """What rank 0 and the last rank counted, by case. Blocks until all ranks have ended."""
+    with tempfile.TemporaryDirectory() as place:
+        mp.spawn(rank_main, (task, place), nprocs=task.world)
+        return [pickle.loads(Path(place, f"counted{rank}").read_bytes()) for rank in sorted({0, task.world - 1})]
+
+
+def rows_of(task: Task, ranks: list[dict[str, dict[str, Tiers]]]) -> list[dict[str, Any]]:
+    """One row for each case, state and tier that either side has: predicted, and counted on each of the two ranks."""
+    rows = []
+    for case in task.cases:
+        said, counts = predicted(case, task), [found[case] for found in ranks]
+        for name in dict.fromkeys([*said, *(name for count in counts for name in count)]):
+            for tier in ("device", "cpu", "nvme"):
+                values = [int(getattr(count.get(name, Tiers()), tier)) for count in counts]
+                planned = int(getattr(said.get(name, Tiers()), tier))
+                if planned or any(values):
+                    rows.append({"case": case, "state": name, "tier": tier, "predicted": planned, "counted": values})
+    return rows
+
+
+def differs(row: dict[str, Any]) -> bool:
+    """Whether a row is not as predicted: to the byte, but for peaks of what is gathered, which the prediction bounds."""
+    bound = row["state"] == "parameters gathered, at most"
+    return any(value > row["predicted"] or (value != row["predicted"] and not bound) for value in row["counted"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 1 where something is not as predicted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, default=os.environ.get("INFINITY_NVME_DIR"), help="where swap files go")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--nodes", type=int, default=1, help="of a mesh of nodes x ranks of a node")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=1021)
+    parser.add_argument("--only", type=harness.some_of(CASES), default=list(CASES), metavar="CASE,CASE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a record")
+    args = parser.parse_args(argv)
+    if args.dir is None:
+        parser.error("--dir DIR (or $INFINITY_NVME_DIR) says where swap files go")
+    if args.nodes < 1 or args.ranks < 2 or args.ranks % args.nodes:
+        parser.error(f"--ranks {args.ranks} --nodes {args.nodes}: give at least two ranks, as many on each node")
+    workload = r1.Workload(hidden=args.hidden, layers=args.layers, vocab=args.vocab)
+    task = Task(tuple(args.only), workload, args.ranks, args.nodes, str(args.dir))
+    rows = rows_of(task, measure(task))
+    with torch.device("meta"):
+        params = sum(parameter.numel() for parameter in model_of(workload).parameters())
+    cells = [
+        [row["case"], row["state"], row["tier"], f"{row['predicted']:,}", *(f"{value:,}" for value in row["counted"]),
+         f"{row['counted'][0] / params:.3f}", "differs" if differs(row) else ""]
+        for row in rows
+    ]  # fmt: skip
+    title = f"{params:,} parameters ({format_size(2 * params)} in bf16), {args.ranks} ranks on {args.nodes} node(s): bytes"
+    columns = ["case", "state", "tier", "predicted", "rank 0", f"rank {args.ranks - 1}", "B/param", ""]
+    harness.print_table(title, columns, cells)
+    if args.json is not None:
+        record = {"run": harness.now(), "machine": harness.machine(), "params": params, "ranks": args.ranks, "nodes": args.nodes}
+        harness.append_line(args.json, record | {"workload": dataclasses.asdict(workload), "rows": rows})
+    wrong = [row for row in rows if differs(row)]
+    for row in wrong:
+        sys.stderr.write(f"not as predicted: {json.dumps(row)}\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))
