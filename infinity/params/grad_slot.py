@@ -206,10 +206,10 @@ class GradSlot:
     def expect(self, current: torch.Tensor | None) -> bool:
         """A gradient of this rank has come that is reduced later; current: what is in `p.grad`. Returns whether it is the first
         since the slot was cleared, or reduced."""
-        self._refuse_consumed()
         first = not self.unreduced or current is None
         if current is None:
             self.empty()
+        self._refuse_consumed()
         self.unreduced = True
         return first
 

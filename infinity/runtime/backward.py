@@ -152,8 +152,13 @@ class Backward:
 
     def _end_use(self, use: Use) -> None:
         use.active = False
-        for slots in use.held:
-            self._residency.unit_done(slots.unit)
+        try:
+            for slots in use.held:
+                self._residency.unit_done(slots.unit)
+        except BaseException:  # another rank has failed: no reset will find this Use
+            for slots in use.held:
+                slots.leave(check=False)
+            raise
         failure: Exception | None = None
         for slots in use.held:
             try:
