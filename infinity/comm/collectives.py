@@ -53,6 +53,7 @@ class Comm:
             return comm
         comm._timeout_s = timeout_s
         comm.watch = Watch(comm.topology, default_store(), timeout_s=timeout_s, name=name)
+        comm.watch.meet()
         device = device or torch.device("cpu")
         backend = "nccl" if device.type == "cuda" else "gloo"
         comm._control = comm._lane("control", "gloo", torch.device("cpu"))

@@ -121,6 +121,19 @@ class Watch:
             self._board.say(urgent=False, number=self._number, last=what)
         return self._number
 
+    def meet(self) -> None:
+        """Block until all ranks are known: one that dies before would be missed by the timeout only. Raises: RankFailed."""
+        waited_s, before_s = 0.0, time.monotonic()
+        while self._board is not None and len(self._processes.keys() | self._far) < self.topology.world - 1:
+            self.check()
+            if waited_s > self.timeout_s:
+                self._over(self._late("the beginning", None))
+            time.sleep(INTERVAL_S / 25)
+            self._board.refresh(INTERVAL_S)
+            self._turn_now()
+            now_s = time.monotonic()
+            waited_s, before_s = waited_s + min(now_s - before_s, _TURN_MAX_S), now_s
+
     def raised(self, where: str, error: BaseException) -> None:
         """This rank's forward or backward broke off. A peer that waits for a later collective learns so, unless it broke off at
         the same place: then training may go on, and this rank's next collective waits for that. Does not block."""

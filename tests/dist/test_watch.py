@@ -379,6 +379,7 @@ def far(ranks: Ranks, job: Callable[[Ranks], Any]) -> Any:
     """The job in an engine of hosts of their own."""
     hosts_of_their_own()
     with watched.engine(ranks.rank, ranks.world, ranks.place, "far", silence_s=6.0) as engine:
+        engine.watch.meet()
         found = job(engine)
         assert len(engine.watch._far) == ranks.world - 1
     return found
