@@ -218,6 +218,7 @@ class Pipeline:
     def stepped(self) -> None:
         """A step was taken: count it."""
         self.begun = False
+        self._residency.passes.step_taken()
         if self.transaction is not None:
             self.transaction.counted(self._uncount)
         self.steps += 1

@@ -70,12 +70,11 @@ class Fill:
 class Fills:
     """The fills of one model. One thread uses it at a time.
 
-    qwz: weights travel as int8 groups. kept: where they may come from instead of from rest.
+    kept: where they may come from instead of from rest.
     """
 
-    def __init__(self, comm: Comm, *, qwz: bool = False, kept: KeptShards | None = None) -> None:
+    def __init__(self, comm: Comm, *, kept: KeptShards | None = None) -> None:
         self._comm = comm
-        self._qwz = qwz
         self.kept = kept
         self._fills: dict[Unit, Fill] = {}
         self.stuck: set[Unit] = set()  # whose memory must stay
@@ -93,18 +92,24 @@ class Fills:
         return self.kept is not None and self.kept.has(unit, age)
 
     def begin(
-        self, unit: Unit, tickets: Sequence[Ticket], age: Hashable, *, late: Callable[[], None] | None = None
+        self,
+        unit: Unit,
+        tickets: Sequence[Ticket],
+        age: Hashable,
+        *,
+        coarse: bool = False,
+        late: Callable[[], None] | None = None,
     ) -> None:
         """The tickets fill this rank's shards, of weights of this age; gather the others' behind them. Does not block.
 
-        late: to be called by the thread that waits, between the tickets and the exchange.
+        age: None for what shall not be kept. coarse: they travel as int8 groups, and are rounded to these here, too. late: to be called by the thread that waits, between the tickets and the exchange.
         """
         if self._comm.world == 1:
             self._fills[unit] = Fill(tickets, before=late)
         elif late is None:
-            self._fills[unit] = Fill(tickets, self._submit(unit, tickets, age))
+            self._fills[unit] = Fill(tickets, self._submit(unit, tickets, age, coarse))
         else:
-            self._fills[unit] = Fill(tickets, before=late, submit=lambda: self._submit(unit, tickets, age))
+            self._fills[unit] = Fill(tickets, before=late, submit=lambda: self._submit(unit, tickets, age, coarse))
 
     def begin_kept(self, unit: Unit) -> None:
         """Gather the unit from what is kept of it. Does not block."""
@@ -142,9 +147,9 @@ class Fills:
         if self.kept is not None:
             self.kept.forget(unit)
 
-    def _submit(self, unit: Unit, tickets: Sequence[Ticket], age: Hashable) -> Op:
-        keep = self.kept.keep(unit, age) if self.kept is not None else None
-        coded = [flat for flat in unit.flats if self._qwz and flat.dtype in DTYPES]
+    def _submit(self, unit: Unit, tickets: Sequence[Ticket], age: Hashable, coarse: bool) -> Op:
+        keep = self.kept.keep(unit, age) if self.kept is not None and age is not None else None
+        coded = [flat for flat in unit.flats if coarse and flat.dtype in DTYPES]
         plain = [flat for flat in unit.flats if flat not in coded]
 
         def work(exchange: Exchange) -> None:
@@ -156,7 +161,8 @@ class Fills:
                 if keep is not None:
                     keep()
 
-        return self._comm.gather(f"gather of {unit.name}", work)
+        how = " in int8 groups" if coarse else ""
+        return self._comm.gather(f"gather of {unit.name}{how}", work)
 
     def close(self) -> None:
         """Return when nothing is under way, and forget everything."""

@@ -16,7 +16,8 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from infinity._torch_compat import profiled
 from infinity.aio import Gate, Priority, Ticket
@@ -46,11 +47,24 @@ class PendingUpdate:
     opened: bool = False
 
 
+class View(NamedTuple):
+    """Which values of a unit are gathered. lags: those before an update that is delayed; coarse: as they travel, in int8 groups.
+    Neither: those that rest."""
+
+    lags: bool = False
+    coarse: bool = False
+
+
+AT_REST = View()
+"""What `gather()`, reads and exports show."""
+
+
 class Gathering:
     """The gathered units of one model. One thread uses it at a time.
 
     gathered_bytes_max bounds what is gathered, prefetches included, as far as units in use allow: room for AHEAD + 1
-    of the largest units. keep: units are never evicted. coarse: what is gathered is not, bit for bit, what rests.
+    of the largest units. keep: units are never evicted. coarse: forward and backward compute with weights as they travel, in int8
+    groups.
     """
 
     gradients: Drain
@@ -85,8 +99,7 @@ class Gathering:
         self._updates: dict[Unit, PendingUpdate] = {}
         self._current: Unit | None = None  # being demanded: nobody holds it yet, and it must not go
         self.shadow: Shadow | None = None  # update="delayed": the parameters that compute
-        self._finer: set[Unit] = set()  # written while in use, and coarse else
-        self._newest: set[Unit] = set()  # gathered from rest although the shadow computes
+        self._views: dict[Unit, View] = {}  # of what is held
         self.on_demand: Callable[[Unit], None] = lambda _unit: None  # raises sticky faults, and after close
         self.on_idle: Callable[[Unit], None] = lambda _unit: None  # told when nothing uses a unit any more
         self.on_evict: Callable[[], None] = lambda: None
@@ -104,15 +117,14 @@ class Gathering:
 
     def _demand(self, unit: Unit) -> None:
         self.schedule.demand(unit.index)
-        computes = self.passes.trains  # else `gather()` or evaluation, which want the newest values
-        if computes == (unit in self._newest):
-            self._refill(unit)
+        view = self._wanted(unit)
+        self._refill(unit, view)
         ready = unit.gathered and unit not in self._fills
         if not ready and unit not in self._held:
             self.demand_reads += 1
-            self._start_fill(unit, Priority.DEMAND, newest=not computes)
+            self._start_fill(unit, Priority.DEMAND, view)
         elif not ready and unit not in self._fills:  # an interrupt broke its fill off
-            self._fill(unit, Priority.DEMAND, newest=not computes)
+            self._fill(unit, Priority.DEMAND, view)
         self.prefetch_ahead()
         if self.passes.in_backward:
             self.gradients.ahead([unit, *(self.units[index] for index in itertools.islice(self.schedule.upcoming(), 1))])
@@ -120,67 +132,77 @@ class Gathering:
             self._finish_fill(unit)
 
     def mixes(self, unit: Unit, *, window: bool) -> bool:
-        """Whether a training pass would meet the newer values that `gather()` shows of the unit; with `window`, the reverse."""
-        lags = self.shadow is not None and self.shadow.computes(unit) and unit not in self._newest
-        return lags if window else unit in self._newest and self.passes.trains
+        """Whether a training pass would meet the values that `gather()` shows of the unit; with `window`, the reverse."""
+        if window:
+            return self._views.get(unit, AT_REST) != AT_REST
+        return self.passes.trains and self._views.get(unit, AT_REST) != self._trained(unit)
 
     def shows_newest(self, unit: Unit) -> bool:
         """Whether the unit is gathered from rest although the shadow computes."""
-        return unit in self._newest
+        return unit in self._views and self._views[unit].lags != self._trained(unit).lags
+
+    def _trained(self, unit: Unit) -> View:
+        """What training computes with."""
+        return View(self.shadow is not None and self.shadow.computes(unit), self._coarse)
+
+    def _wanted(self, unit: Unit) -> View:
+        """What the pass that runs computes with, or `gather()` shows."""
+        if self.passes.trains:
+            return self._trained(unit)
+        return View(False, self._coarse and self.passes.evaluates)
 
     def idle(self, unit: Unit) -> None:
         """The unit may be evicted; it stays until its room is wanted."""
         self.on_idle(unit)
-        if self._coarse and unit in self._finer:  # it shows values that were written, and not what travels of them
-            self.renew(unit)
         if not self._keep and self._held_bytes > self.gathered_bytes_max:
             self._make_room(0, NEVER)
 
-    def _start_fill(self, unit: Unit, priority: Priority, *, newest: bool = False) -> None:
-        """Allocate the unit's buffers and start filling them. Does not block.
-
-        newest: with what rests, although an update is delayed and computing goes on with the values before it.
-        """
+    def _start_fill(self, unit: Unit, priority: Priority, view: View) -> None:
+        """Allocate the unit's buffers and start filling them. Does not block."""
         self._make_room(unit.size_bytes, NEVER)
         gathered.allocate(unit, self.device)
         self._held.add(unit)
         self._held_bytes += unit.size_bytes
         self.gathered_bytes_peak = max(self.gathered_bytes_peak, self._held_bytes)
-        self._fill(unit, priority, newest=newest)
+        self._fill(unit, priority, view)
 
-    def _fill(self, unit: Unit, priority: Priority, *, newest: bool = False) -> None:
+    def _fill(self, unit: Unit, priority: Priority, view: View) -> None:
         """Start filling the unit's buffers, which are allocated."""
-        self._newest.discard(unit)
-        self._finer.discard(unit)
-        shadow = self.shadow if self.shadow is not None and self.shadow.active else None
-        if shadow is not None and newest:
-            self._newest.add(unit)
-        age = (unit.generation, shadow is not None and not newest)
+        self._views[unit] = view
+        shadow = self.shadow if view.lags else None
         update = self._updates.get(unit)
         if update is not None and not update.opened:
             update.opened = True
             self.device.behind()
             if update.gate.open(self.targets(unit)):
-                self._fills.begin(unit, [update.ticket], age)
+                self._begin(unit, [update.ticket], view)
                 return
-        if self._fills.has_kept(unit, age):
+        if view.coarse == self._coarse and self._fills.has_kept(unit, (unit.generation, view)):
             self._fills.begin_kept(unit)
             return
         tickets = [
             self._rest.fetch(flat, 0, self._target(flat), priority=priority, there=True)
             for flat in unit.flats
-            if newest or shadow is None or flat not in shadow  # those are copied when somebody waits for them
+            if shadow is None or flat not in shadow  # those are copied when somebody waits for them
         ]
-        late = None if shadow is None or newest else functools.partial(shadow.copy_to, unit, self._comm.rank)
-        self._fills.begin(unit, tickets, age, late=late)
+        self._begin(unit, tickets, view, late=functools.partial(shadow.copy_to, unit, self._comm.rank) if shadow else None)
 
-    def _refill(self, unit: Unit) -> None:
-        """What is gathered is of another age than what is wanted now: gather it anew, unless somebody uses it."""
-        if unit not in self._held or unit.refs or self.shadow is None or not self.shadow.active:
+    def _begin(
+        self, unit: Unit, tickets: Sequence[Ticket], view: View, *, late: Callable[[], None] | None = None
+    ) -> None:
+        """The tickets fill this rank's shards with what `view` says."""
+        self._views[unit] = view
+        # Only what forward computes with is kept for the next one.
+        age = (unit.generation, view) if view.coarse == self._coarse else None
+        self._fills.begin(unit, tickets, age, coarse=view.coarse, late=late)
+
+    def _refill(self, unit: Unit, view: View) -> None:
+        """Gather the unit anew if what is gathered is not what is wanted now, unless somebody uses it."""
+        if unit not in self._held or unit.refs or self._views[unit] == view:
             return
         self._settle(unit)
         gathered.invalidate(unit)
-        self._fill(unit, Priority.DEMAND, newest=unit not in self._newest)
+        self._fill(unit, Priority.DEMAND, view)
 
     def _target(self, flat: Flat) -> int:
         """Where this rank's shard lies in the gathered flat."""
@@ -208,7 +230,7 @@ class Gathering:
     def _forget(self, unit: Unit) -> None:
         interrupt = self._fills.abandon(unit)
         self._held.discard(unit)
-        self._newest.discard(unit)
+        self._views.pop(unit, None)
         self._held_bytes -= unit.size_bytes
         if unit in self._fills.stuck:
             gathered.invalidate(unit)
@@ -228,7 +250,8 @@ class Gathering:
                 continue
             if not self._make_room(unit.size_bytes, self.schedule.distance(index)):
                 return
-            self._start_fill(unit, Priority.PREFETCH, newest=self.passes.evaluates)
+            view = View(False, self._coarse) if self.passes.evaluates else self._trained(unit)
+            self._start_fill(unit, Priority.PREFETCH, view)
 
     def _make_room(self, size_bytes: int, distance: int) -> bool:
         """Evict idle units, farthest next use first, until `size_bytes` more fit; only such as are needed later than
@@ -264,7 +287,7 @@ class Gathering:
         """The unit's values have changed: if it is gathered, start filling its buffers again."""
         if unit in self._held:
             self._abandon(unit)
-            self._fill(unit, Priority.PREFETCH)
+            self._fill(unit, Priority.PREFETCH, self._trained(unit))
 
     def _changed(self, unit: Unit) -> None:
         unit.generation += 1
@@ -273,7 +296,7 @@ class Gathering:
     def _settle(self, unit: Unit) -> None:
         """Finish a fill that nobody has waited for, or make it if its values were taken back."""
         if unit in self._held and not unit.gathered and unit not in self._fills:
-            self._fill(unit, Priority.DEMAND, newest=unit in self._newest)
+            self._fill(unit, Priority.DEMAND, self._views[unit])
         if unit in self._fills:
             self._finish_fill(unit)
 

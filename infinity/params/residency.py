@@ -21,7 +21,7 @@ from infinity.memory.device import Device
 from infinity.params import gathered
 from infinity.params.drain import Drain
 from infinity.params.fills import Fills
-from infinity.params.gathering import Gathering, PendingUpdate
+from infinity.params.gathering import AT_REST, Gathering, PendingUpdate
 from infinity.params.kept import KeptShards
 from infinity.params.rest import Rest
 from infinity.params.schedule import Phase
@@ -32,7 +32,7 @@ from infinity.telemetry import Marks, PhaseClock, Timeline
 class UnitResidency(Gathering):
     """The real residency (see `params.unit.Residency`), over an executor. One thread uses it at a time.
 
-    keep: units are never evicted (whole parameters on the device). qwz, kept: see `Fills`.
+    keep: units are never evicted (whole parameters on the device). qwz: weights travel as int8 groups. kept: see `Fills`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class UnitResidency(Gathering):
             keep=keep,
             timeline=timeline,
             device=device or Device(torch.device("cpu")),
-            fills=Fills(comm, qwz=qwz, kept=kept),
+            fills=Fills(comm, kept=kept),
             coarse=qwz and comm.world > 1,
         )
         self.update_wait_s = 0.0  # told by the pipeline
@@ -139,8 +139,10 @@ class UnitResidency(Gathering):
 
     def unit_done(self, unit: Unit) -> None:
         """A Use of the unit has ended; its gradients are reduced."""
-        self.gradients.unit_done(unit)
         self.passes.use_ended(unit)
+        # Ranks reduce a unit once: what several of its modules gave it, or several calls of one, comes together.
+        if self._comm.world == 1 or self.passes.all_ended(unit):
+            self.gradients.unit_done(unit)
 
     def _taken(self, unit: Unit) -> None:
         """What came of the unit from all ranks was taken, perhaps after it went idle."""
@@ -159,21 +161,21 @@ class UnitResidency(Gathering):
         update.opened = True
         self.device.behind()
         if gate.open(self.targets(unit)):
-            self._fills.begin(unit, [ticket], (unit.generation, False))
+            self._begin(unit, [ticket], self._trained(unit))
         else:  # it escaped while this thread was held up: read the values that the update left at rest
-            self._fill(unit, Priority.PREFETCH)
+            self._fill(unit, Priority.PREFETCH, self._trained(unit))
 
     def can_update_in_place(self, unit: Unit) -> bool:
         """Whether an update may take the unit's parameters from its buffers and leave the new ones there."""
-        # What travelled as int8 is not what the optimizer holds.
-        return unit in self._held and unit.gathered and unit.refs == 0 and unit not in self._fills and not self._coarse
+        ready = unit in self._held and unit.gathered and unit.refs == 0 and unit not in self._fills
+        return ready and not self._views[unit].coarse  # which is not what the optimizer holds
 
     def updated(self, unit: Unit, ticket: Ticket, *, in_place: bool) -> None:
         """An update of the unit was submitted without a gate; in_place: into its buffers, too."""
         self._changed(unit)
         if in_place:
             gathered.invalidate(unit)
-            self._fills.begin(unit, [ticket], (unit.generation, False))
+            self._begin(unit, [ticket], self._views[unit])
         else:
             self.renew(unit)
 
@@ -184,7 +186,7 @@ class UnitResidency(Gathering):
             self.renew(unit)
         elif self._comm.world > 1:  # this rank's shards; the others are on their way
             gathered.invalidate(unit)
-            self._fills.begin(unit, (), (unit.generation, False))
+            self._begin(unit, (), self._views[unit])
         else:
             gathered.mark_filled(unit)
 
@@ -206,10 +208,9 @@ class UnitResidency(Gathering):
     def borrowed(self, unit: Unit) -> Iterator[None]:
         """The unit is gathered inside, without a trace in the schedule."""
         self.on_demand(unit)
-        if unit not in self._newest:
-            self._refill(unit)
+        self._refill(unit, AT_REST)
         if unit not in self._held:
-            self._start_fill(unit, Priority.DEMAND, newest=True)
+            self._start_fill(unit, Priority.DEMAND, AT_REST)
         self._settle(unit)
         unit.refs += 1
         try:
@@ -241,11 +242,9 @@ class UnitResidency(Gathering):
         if unit in self._held:
             if unit.refs == 0 and not self._keep:
                 self._forget(unit)
-            elif unit.refs == 0 and self._coarse:
+            elif unit.refs == 0 and self._views[unit].coarse:
                 self.renew(unit)
             else:
-                if self._coarse:
-                    self._finer.add(unit)
                 with torch.no_grad():
                     param.flat.tensor[param.offset :][: param.numel].copy_(flat_value)
                 gathered.mark_filled(unit)
