@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 
 from infinity.comm.collectives import Comm
@@ -27,8 +29,8 @@ from infinity.params.local_sums import LocalSums
 from infinity.params.reducing import Reducer
 from infinity.params.unit import Flat, Unit
 
-_ENGINES = itertools.count()
-"""Numbers the engines of this process; all ranks make theirs in one order."""
+_ENGINES: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
+"""Numbers the engines of each default process group; all its ranks make theirs in one order."""
 
 
 class Ranks:
@@ -36,9 +38,8 @@ class Ranks:
 
     def __init__(self, policy: Policy, device: torch.device, undo: contextlib.ExitStack) -> None:
         self._policy = policy
-        self.comm = Comm.open(
-            mesh=policy.mesh, device=device, timeout_s=policy.rank_timeout_s, name=f"infinity/{next(_ENGINES)}"
-        )
+        name = f"engine {next(_ENGINES.setdefault(dist.group.WORLD, itertools.count()))}" if dist.is_initialized() else ""
+        self.comm = Comm.open(mesh=policy.mesh, device=device, timeout_s=policy.rank_timeout_s, name=name)
         self.several = self.comm.world > 1
         self._values: dict[Flat, int] = {}
         self._whole_grad_bytes = self._secondary_bytes = self._feedback_bytes = 0
