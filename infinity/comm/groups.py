@@ -3,7 +3,8 @@
 `ProcessGroupGloo.abort` does nothing in torch 2.13 (a stuck collective stays so until its timeout; a test would notice the
 change). But gloo fails at once when a connection closes, so that is what breaking off does: it shuts down this group's own
 connections. They are the sockets in the epoll set that gloo made for the group, which is found by what new_group() adds to the
-process's descriptors.
+process's descriptors. One gap is gloo's: a send that is in the middle of a write when its connection closes is never told, and
+whoever waits for it waits until the timeout; nothing comes to its memory any more, and the thread is given up.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from infinity.errors import InfinityError, RankFailed
 log = logging.getLogger("infinity")
 
 Work = Callable[[Any], None]
-GIVE_UP_S = 10.0
+GIVE_UP_S = 5.0
 # What stuck calls may still write into, kept for as long as the process lives.
 _GIVEN_UP: list[object] = []
 
@@ -46,6 +46,7 @@ class Op:
         self._event: Any = None
         self._error: BaseException | None = None
         self._done = threading.Event()
+        self._begun = False
 
     @property
     def done(self) -> bool:
@@ -76,6 +77,8 @@ class Op:
         """
         with contextlib.suppress(RankFailed):
             self._watch.wait(self._done, self.what, self.number)
+        if not self._begun:
+            return True  # nor will it, behind one that is stuck
         if not self._done.wait(GIVE_UP_S):
             work = self._work
             if work is not None:
@@ -172,11 +175,12 @@ class Lane:
                 del op  # what it holds is not kept until the next one comes
 
     def _run_one(self, op: Op, group: dist.ProcessGroup | None, stream: Any) -> None:
-        if self._watch.failure is not None:
-            op._end(self._watch.failure)
-            return
         work = op._work
         assert work is not None
+        op._begun = True
+        if self._watch.failure is not None:  # the order matters: `finished` looks at both the other way round
+            op._end(self._watch.failure)
+            return
         try:
             if stream is not None:
                 stream.wait_event(op._ready)

@@ -123,7 +123,9 @@ def open_in(directory: Path) -> tuple[str, ...]:
 
 
 def ours() -> tuple[str, ...]:
-    return tuple(thread.name for thread in threading.enumerate() if thread.name.startswith("infinity"))
+    """Threads of ours. A lane may be stuck in gloo when a connection closed amid a send (infinity/comm/groups.py)."""
+    names = (thread.name for thread in threading.enumerate())
+    return tuple(name for name in names if name.startswith("infinity") and not name.startswith("infinity-lane-"))
 
 
 def survivors(outcomes: list[Outcome], victim: int, directory: Path) -> list[Ended]:
