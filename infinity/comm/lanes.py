@@ -188,12 +188,12 @@ class Lane:
             if stream is not None:
                 op._event = stream.record_event()
         except BaseException as error:  # noqa: BLE001 - raised by Op.wait
-            op._error = error
             del work
             # Collectives raise plain RuntimeError (or torch's subclasses) whoever failed; other errors are this rank's.
             peer = isinstance(error, RuntimeError) and not isinstance(error, InfinityError)
             failure = self._watch.blame(error, op.what, op.number) if peer else None
             if failure is None:
+                op._error = error  # first: who waits is to have this, and not what the others are told
                 self._watch.fail(error)
             else:
                 failure.__cause__ = failure.__cause__ or error
