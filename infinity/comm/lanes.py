@@ -184,10 +184,11 @@ class Lane:
             if stream is not None:
                 op._event = stream.record_event()
         except BaseException as error:  # noqa: BLE001 - raised by Op.wait
-            op._error = error
             del work
             # Collectives raise plain RuntimeError (or torch's subclasses) whoever failed; other errors are this rank's.
             peer = isinstance(error, RuntimeError) and not isinstance(error, InfinityError)
+            if not peer:  # or one who waits, and hears of a failure first, would raise what breaking off made of it
+                op._error = error
             failure = self._watch.blame(error, op.what, op.number) if peer else None
             if failure is None:
                 self._watch.fail(error)
