@@ -191,6 +191,8 @@ class Lane:
             del work
             # Collectives raise plain RuntimeError (or torch's subclasses) whoever failed; other errors are this rank's.
             peer = isinstance(error, RuntimeError) and not isinstance(error, InfinityError)
+            if not peer:  # or one who waits, and hears of a failure first, would raise what breaking off made of it
+                op._error = error
             failure = self._watch.blame(error, op.what, op.number) if peer else None
             if failure is None:
                 op._error = error  # first: who waits is to have this, and not what the others are told

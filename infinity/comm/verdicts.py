@@ -25,6 +25,8 @@ def not_coming(
         if record.left and (number is None or record.number < number):
             left = "has closed its engine" if record.left == "closed" else "has ended"
             why = f"{why}, and {left}" if why else f"rank {rank} {left}"
+        if not why and record.number == number and record.last and record.last != what:
+            why = f"rank {rank} has come to {record.last} instead; all ranks must call what is collective together"
         if why:
             return RankFailed(cut(f"{named(what, number)} cannot complete: {why}"), rank=rank)
     return None

@@ -220,7 +220,9 @@ class Watch:
         """This process ends without close(): a failure for all who wait for it. Does not block."""
         if self._failure is None and not self._closed:
             rank = self.topology.rank
-            self._over(RankFailed(f"rank {rank} has ended without closing its engine", rank=rank))
+            broke = self._raised.get(self._number)  # and nothing came after it
+            why = f"; it had broken off ({broke})" if broke else ""
+            self._over(RankFailed(cut(f"rank {rank} has ended without closing its engine{why}"), rank=rank))
 
     def _agree(self) -> None:
         """Block until every rank is known to have broken off where this one did."""
