@@ -15,6 +15,10 @@ from infinity.aio.settings import IoSettings
 from infinity.sizes import parse_size
 
 TIERS = ("device", "cpu", "nvme")
+_OF_ALL_RANKS = (
+    "params", "state", "zero", "accumulate", "qwz", "hpz", "qgz", "error_feedback", "update", "delayed_warmup", "seed",
+    "grad_dtype", "reduce_dtype", "unit_bytes_max", "on_nonfinite", "update_on", "generations", "durable", "durable_every",
+)  # fmt: skip
 NONFINITE = ("raise", "skip", "ignore")
 
 # Values that design names and a later release builds: (field, value) -> what the user gets to read.
@@ -51,9 +55,9 @@ class Policy:
         (ZeRO++). Until the weights change the ranks of other nodes, and drives, are not asked again. None: none.
     qgz: gradients are reduced as int4 groups, first inside the node, then over nodes (ZeRO++): a quarter of the bytes.
     error_feedback: with qgz, what rounding took from a gradient is added to the next one. Costs 2 bytes for each parameter of the
-        model, and 2 for each of this rank's node, in `ram`.
+        model, and 2 for each of this rank's node, in `ram`. It is in no checkpoint: after `inf.restore` it begins with nothing.
     mesh: a DeviceMesh over all ranks: one dimension, or (nodes, ranks of a node). None: nodes are found.
-    rank_timeout_s: seconds after which a rank that does not come to what all do together is given up, on all others.
+    rank_timeout_s: seconds after which a rank that does not come to what all do together is given up, on all others; 600.
     update: "deferred": `opt.step()` returns at once and the update overlaps with the next forward. "backward": each unit is
         updated as soon as backward has its gradient; no clipping by norm, no GradScaler, unless generations=2. "delayed": the
         update overlaps with the whole next step, which computes with the parameters before it (ZeRO-Offload's delayed parameter
@@ -204,6 +208,11 @@ class Policy:
             raise ValueError(f"rank_timeout_s={timeout!r}: give a number of seconds, more than 0")
         if self.mesh is not None and not hasattr(self.mesh, "get_group"):
             raise ValueError(f"mesh={self.mesh!r}: give a torch.distributed.device_mesh.DeviceMesh, or None")
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """What all ranks must have alike: what decides numbers, and what they exchange."""
+        return {field: repr(getattr(self, field)) for field in _OF_ALL_RANKS}
 
     @property
     def accumulates_locally(self) -> bool:

@@ -76,7 +76,7 @@ class RankFailed(InfinityError, RuntimeError):
         self.ranks = ranks or (() if rank is None else (rank,))
 
 
-class RanksDiverged(InfinityError):
+class RanksDiverged(RankFailed):
     """Ranks have come to different collectives: their programs use other units, or in another order."""
 
 

@@ -58,7 +58,8 @@ class Sharing:
         self._meeting: Meeting | None = meeting
         self.closed = False
         seen = memory_seen()
-        everyone = meeting.exchange({"machine": machine(), "memory": seen})
+        everyone = meeting.exchange({"machine": machine(), "memory": seen, "rules": policy.rules})
+        _check_rules([told["rules"] for told in everyone])
         self._neighbours = [rank for rank, told in enumerate(everyone) if told["machine"] == machine()]
         self.number, self.ranks = self._neighbours.index(comm.rank), len(self._neighbours)
         self.default_bytes = int(RAM_SHARE * fair_share(seen, [told["memory"] for told in everyone]))
@@ -161,6 +162,17 @@ class Sharing:
         if parts == given:
             return policy
         return dataclasses.replace(policy, io=dataclasses.replace(policy.io_settings, bandwidths=parts))
+
+
+def _check_rules(everyone: Sequence[dict[str, str]]) -> None:
+    """Raises ValueError where ranks would train by different rules, each its part."""
+    for field, first in everyone[0].items():
+        other = next((rank for rank, rules in enumerate(everyone) if rules[field] != first), None)
+        if other is not None:
+            raise ValueError(
+                f"Policy.{field} is {first} on rank 0 and {everyone[other][field]} on rank {other}: all ranks train by one policy; "
+                "give them the same"
+            )
 
 
 def _drive(directory: Path) -> str:

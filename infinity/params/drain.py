@@ -178,6 +178,13 @@ class Drain:
             self._under_way.popleft().op.finished()
         self._gradients.reset()
 
+    def restored(self) -> None:
+        """The states are those of another step: nothing of the gradients before counts."""
+        if self._reducer is not None:
+            self._reducer.forget()
+        if self._local is not None:
+            self._local.forget()
+
     def accumulate(self, param: Param, grad: torch.Tensor) -> None:
         """Copy or add a gradient (this rank's part) into its slot, and show its stand-in in `p.grad`."""
         slot = self.slot(param)

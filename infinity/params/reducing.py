@@ -145,6 +145,12 @@ class Reducer:
                 if kept is not error:
                     kept.copy_(error)
 
+    def forget(self) -> None:
+        """What rounding took belongs to other states than those that rest now."""
+        for errors in self._errors.values():
+            for error in errors:
+                error.zero_()
+
     def close(self) -> None:
         """Free the memory. Nothing may be under way."""
         self._errors.clear()
