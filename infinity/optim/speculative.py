@@ -143,7 +143,7 @@ class Speculation:
     def _backward_end(self) -> None:
         while self._due:
             self._speculate(self._due.popleft())
-        for unit in list(self._ready):
+        for unit in sorted(self._ready, key=lambda unit: unit.index):  # not of memory addresses, as a set: ranks must agree
             self._speculate(unit)
         self._ready.clear()
         self._lasts += self._is_last

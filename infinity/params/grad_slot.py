@@ -265,7 +265,7 @@ class GradSlot:
         if self.state is SlotState.HELD:
             self._drains_before = max(1, self._drains)
         self.leave_it_here()
-        self.state = SlotState.EMPTY
+        self.state, self.unreduced = SlotState.EMPTY, False  # what of it waits for a reduction is dropped, too
         self._drains = 0
         self.log.clear()
         self._forget_norms()

@@ -72,7 +72,7 @@ class Passes:
 
     def use_left(self, unit: Unit) -> None:
         """A forward call that needed the unit has left a Use for backward."""
-        if not self.in_backward:
+        if not self.in_backward and not self.evaluates:  # ranks may evaluate alone where weights are whole
             self._left[unit] = self._left.get(unit, 0) + 1
 
     def use_ended(self, unit: Unit) -> None:
