@@ -69,7 +69,8 @@ class Policy:
     compute_dtype: None: as the module is.
     grad_dtype: the dtype in which gradients are accumulated and wait; None: the parameter's.
     reduce_dtype: the dtype in which gradients travel between ranks; None: the dtype in which they wait. They are summed in fp32
-        in the order of ranks (of the node, then, rounded to it, of nodes), divided by their number, and rounded once.
+        in the order of ranks, divided by their number, and rounded once; over several nodes of several ranks first so in each
+        node, then over nodes.
     units: the modules to gather as one unit: modules, their classes' names, or qualified names. None: found.
     unit_bytes_max: modules larger than this are split further where the module tree allows it.
     on_nonfinite: what `opt.step()` does about a gradient that is not finite, before any state is touched.

@@ -281,7 +281,8 @@ class Handle:
 
         Waits for pending updates of their units, and, before it keeps writes, for all: a step that is undone raises StepUndone,
         and nothing is kept. With update="delayed" these are the updated values, which training computes with one step later: a
-        training forward or backward through them raises RuntimeError inside. Raises: ValueError for a parameter of another model.
+        training forward or backward through them raises RuntimeError inside. On several ranks all gather, and write, the same. Raises:
+        ValueError for a parameter of another model.
         """
         self.check_open()
         return self._lifecycle.gather(params)

@@ -8,8 +8,8 @@ With several nodes of several ranks both go in two turns, so that no byte crosse
     spread   ranks with the same place in their node (counterparts) exchange their parts, then each node those it has
     sums     each node sums, then counterparts sum what the nodes found
 
-**Order of sums**: fp32, in the order of ranks; with two turns the sums of a node in the order of its ranks, rounded to the dtype
-that travels, and those in the order of nodes. Then divided by the number of ranks and rounded once. It depends on
+**Order of sums**: fp32, in the order of ranks, divided by their number, and rounded once. With two turns so twice: the mean of a
+node in the order of its ranks, rounded to the dtype that travels, and the mean of these in the order of nodes. It depends on
 nothing else: not on the backend of torch.distributed, its algorithms, sizes, or timing.
 
 Quantised parts (ZeRO++: Wang et al. 2023, sections 3.1 and 3.3) travel as `infinity.ops.wire` lays them out.
@@ -89,7 +89,8 @@ class Exchange:
                 name = bytes(found.tolist()).rstrip(b"\0").decode(errors="replace")
                 raise RanksDiverged(
                     f"rank {t.rank} has come to {what}, and rank {rank} to {name}: all ranks must run the same modules in "
-                    "the same order, and call what is collective together (control flow by rank, stochastic depth, another state_dict?)"
+                    "the same order, and call what is collective together (control flow by rank, stochastic depth, another state_dict?)",
+                    rank=rank,
                 )
 
     def spread(self, wholes: Sequence[Parts], *, across: bool = True) -> None:
@@ -136,10 +137,13 @@ class Exchange:
         partial = [[parts[rank] for rank in t.counterparts] for parts in wholes]  # of the node: in the place of this rank's own
         flat = [part for parts in partial for part in parts]
         self._swap_and_sum(
-            [self._for_node(parts, rank) for parts in wholes for rank in range(t.nodes)], t.node_ranks, flat, divisor=1
+            [self._for_node(parts, rank) for parts in wholes for rank in range(t.nodes)],
+            t.node_ranks,
+            flat,
+            divisor=t.local_world,
         )
         self._swap_and_sum(
-            [_placed(parts, t.counterparts, t.world) for parts in partial], t.counterparts, means, divisor=t.world
+            [_placed(parts, t.counterparts, t.world) for parts in partial], t.counterparts, means, divisor=t.nodes
         )
 
     def sums_quantised(

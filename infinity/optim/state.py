@@ -110,8 +110,7 @@ class States:
 
     def touch(self, param: Param) -> None:
         """The parameter's values at rest are about to change: what is gathered of its unit is gathered anew."""
-        param.unit.generation += 1
-        self._residency.discard(param.unit)
+        self._residency.touched(param.unit)
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
@@ -121,7 +120,7 @@ class States:
         if param.grad is None and param.at_rest.grad is None:
             return None
         slot = self._residency.slot(param)
-        if slot.reconcile(param.at_rest.grad) is SlotState.EMPTY:
+        if slot.reconcile(param.at_rest.grad) is SlotState.EMPTY and not slot.unreduced:
             return None
         return self._whole(param, [slot.part()])
 

@@ -87,7 +87,9 @@ class Drain:
         if param not in fresh:
             self._fresh_bytes += size_bytes
             self.fresh_bytes_peak = max(self.fresh_bytes_peak, self._fresh_bytes)
-        fresh[param] = fresh[param] + grad if param in fresh else grad
+        if param in fresh:  # several drains in one backward
+            grad = fresh[param].to(self.dtype(param.flat)) + grad
+        fresh[param] = grad
 
     def assign(self, param: Param, grad: torch.Tensor) -> None:
         """Make `grad` [param.shape] the whole gradient. Raises: RuntimeError on several ranks, which must do so together."""
@@ -124,6 +126,11 @@ class Drain:
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Inside, gradients add up in this rank's whole sums, if the policy keeps such."""
+        if self._local is not None:  # slots in one order on all ranks, whichever of their parameters each uses
+            for unit in self._units:
+                for param in unit.params:
+                    if param.flat.trainable:
+                        self.slot(param)
         before, self._accumulates = self._accumulates, self._local is not None
         try:
             yield

@@ -21,6 +21,7 @@ class Passes:
         self._forward: Phase | None = None
         self.in_backward = False
         self._left: dict[Unit, int] = {}  # Uses
+        self._idle_left: dict[Unit, int] = {}  # of those, by forwards without gradients: no backward, or that of a checkpoint of all
         self._ended: dict[Unit, int] = {}  # of those, for good: in backwards that freed their graph
         self._ended_now: dict[Unit, int] = {}  # in this backward
         self._kept = False  # the graph of this backward may run again
@@ -36,7 +37,12 @@ class Passes:
         return self._forward is Phase.TRAIN or (self.in_backward and not self.evaluates)
 
     def forward_start(self, *, trains: bool) -> None:
-        """An outermost forward begins; trains: with gradients."""
+        """An outermost forward begins; trains: with gradients. Forwards without, before it, have been evaluation: what they left
+        ends never, and on one rank perhaps alone."""
+        if trains:
+            for unit, count in self._idle_left.items():
+                self._left[unit] = max(self._left.get(unit, 0) - count, 0)
+            self._idle_left.clear()
         self._forward = Phase.TRAIN if trains else Phase.EVAL
 
     def backward_start(self, *, kept: bool) -> None:
@@ -53,7 +59,9 @@ class Passes:
         for unit, count in self._ended_now.items():
             self._ended[unit] = self._ended.get(unit, 0) + count
         for unit in [unit for unit, count in self._left.items() if self._ended.get(unit, 0) >= count]:
-            del self._left[unit], self._ended[unit]
+            del self._left[unit]
+            self._ended.pop(unit, None)
+            self._idle_left.pop(unit, None)
 
     def forward_end(self) -> None:
         """The outermost forward has ended."""
@@ -68,12 +76,15 @@ class Passes:
     def step_taken(self) -> None:
         """No Use of before will be wanted."""
         self._left.clear()
+        self._idle_left.clear()
         self._ended.clear()
 
     def use_left(self, unit: Unit) -> None:
         """A forward call that needed the unit has left a Use for backward."""
-        if not self.in_backward and not self.evaluates:  # ranks may evaluate alone where weights are whole
+        if not self.in_backward:
             self._left[unit] = self._left.get(unit, 0) + 1
+            if self.evaluates:
+                self._idle_left[unit] = self._idle_left.get(unit, 0) + 1
 
     def use_ended(self, unit: Unit) -> None:
         """A Use of the unit has ended."""
@@ -81,4 +92,4 @@ class Passes:
 
     def all_ended(self, unit: Unit) -> bool:
         """Whether as many Uses of the unit have ended in this backward as forwards have left: it is done with the unit."""
-        return self._ended_now.get(unit, 0) >= self._left.get(unit, 1)
+        return self._ended_now.get(unit, 0) >= max(self._left.get(unit, 0), 1)

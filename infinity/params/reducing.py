@@ -32,11 +32,13 @@ class Reduction:
     flats: list[Flat]
     means: list[torch.Tensor]  # [shard] each, in the dtype in which gradients wait
     size_bytes: int  # of fresh gradients that it holds
+    held: dict[Param, Sequence[torch.Tensor]]  # until the stream that computes is behind the lane's, which reads them
     present: torch.Tensor  # uint8, a flag for each parameter of these flats
 
     def shards(self, rank: int) -> list[tuple[Param, torch.Tensor]]:
         """This rank's part of each gradient that some rank has. Blocks until it is there. Raises: RankFailed."""
         self.op.wait()
+        self.held.clear()
         found = []
         flags = iter(self.present.tolist())
         for flat, mean in zip(self.flats, self.means, strict=True):
@@ -105,16 +107,15 @@ class Reducer:
         def work(exchange: Exchange) -> None:
             with torch.no_grad():
                 self._reduce(exchange, flats, held, means, present)
-                held.clear()
 
         op = self._comm.reduce(f"gradients of {unit.name}", work)
-        return Reduction(unit, op, flats, means, size_bytes, present)
+        return Reduction(unit, op, flats, means, size_bytes, held, present)
 
     def _reduce(
         self,
         exchange: Exchange,
         flats: Sequence[Flat],
-        gradients: dict[Param, Sequence[torch.Tensor]],
+        gradients: Wholes,
         means: Sequence[torch.Tensor],
         present: torch.Tensor,
     ) -> None:
@@ -125,7 +126,7 @@ class Reducer:
             for param in flat.params:
                 whole[end : param.offset].zero_()  # what lies between parameters
                 end = param.offset + param.numel
-                _sum_into(whole[param.offset : end], gradients.pop(param, ()))
+                _sum_into(whole[param.offset : end], gradients.get(param, ()))
             whole[end:].zero_()
             wholes.append(list(whole.view(flat.layout.world, -1)))
         flags = present.to(means[0].device)

@@ -198,6 +198,11 @@ class UnitResidency(Gathering):
             if unit in self._held:
                 self._abandon(unit)
 
+    def touched(self, unit: Unit) -> None:
+        """The unit's values at rest are about to change: what is gathered of it is gathered anew."""
+        self._changed(unit)
+        self.discard(unit)
+
     def updates_ended(self) -> None:
         """Every update that was submitted has been waited for."""
         self._updates.clear()

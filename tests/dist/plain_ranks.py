@@ -69,8 +69,9 @@ class Mean:
         if 1 < self._rules.nodes < len(pieces):
             each = len(pieces) // self._rules.nodes
             sums = [self._sum(name, 0, pieces[at : at + each], at) for at in range(0, len(pieces), each)]
-            pieces = sums if self._rules.qgz else [one.to(wire) for one in sums]
-            return (self._sum(name, 1, pieces, 0) / len(grads)).to(dtype)
+            if self._rules.qgz:
+                return (self._sum(name, 1, sums, 0) / len(grads)).to(dtype)
+            return (self._sum(name, 1, [(one / each).to(wire) for one in sums], 0) / self._rules.nodes).to(dtype)
         return (self._sum(name, 0, pieces, 0) / len(grads)).to(dtype)
 
     def _sum(self, name: Any, turn: int, pieces: Sequence[torch.Tensor], first: int) -> torch.Tensor:
