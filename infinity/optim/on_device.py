@@ -167,7 +167,7 @@ class DeviceUpdates:
         if in_place:
             with torch.no_grad():
                 values = sections[0].view(chunk.flat.dtype)
-                chunk.flat.tensor[chunk.start : chunk.start + chunk.numel].copy_(values)
+                self._residency.shard_of(chunk.flat)[chunk.start : chunk.start + chunk.numel].copy_(values)
         states = (1 << self._rest[chunk.flat].format.written_count) - 1
         window.stored = self._move(JobKind.STORE, chunk, window, states)
         return window.stored

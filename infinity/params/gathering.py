@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from infinity._torch_compat import profiled
 from infinity.aio import Gate, Priority, Ticket
 from infinity.comm.collectives import Comm
@@ -282,6 +284,11 @@ class Gathering:
     def targets(self, unit: Unit) -> list[int]:
         """Where this rank's shards lie in the unit's flats, which are gathered."""
         return [self._target(flat) for flat in unit.flats]
+
+    def shard_of(self, flat: Flat) -> torch.Tensor:
+        """This rank's shard [shard_numel] of a flat, which is gathered."""
+        start = self._comm.rank * flat.layout.shard_numel
+        return flat.tensor[start : start + flat.layout.shard_numel]
 
     def renew(self, unit: Unit) -> None:
         """The unit's values have changed: if it is gathered, start filling its buffers again."""

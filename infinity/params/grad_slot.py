@@ -226,7 +226,8 @@ class GradSlot:
         self._left_in = leaving.backwards
         self._forget_norms()
         self._device_norm = norm_there(total.view(self.shape) if self.whole else total.reshape(-1))
-        self._arriving = leaving.send(total, self.tensor)
+        # Of a small parameter a rank may have nothing.
+        self._arriving = leaving.send(total, self.tensor) if total.numel() else None
 
     def _summed_so_far(self, device: torch.device) -> torch.Tensor:
         """What the slot holds, as a new tensor on the device."""

@@ -1,0 +1,173 @@
+"""Two ranks, each on a simulated device: the same bits as on the CPU, nothing unordered, nothing pinned left behind.
+
+What this covers: copies of the executor (fetches into gathered units, gradients on their way out) against what the lanes read and
+write. A lane's work is announced as done by the host on the lane's thread, which is what it is here: gloo, ordinary memory.
+What it does not: with CUDA a lane launches kernels and NCCL on a stream of its own (infinity/comm/lanes.py), which the simulation
+does not know, nor does it tell one thread of the host from another: order between streams, and between threads, needs a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import infinity as inf
+from infinity.aio import Seam
+from infinity.comm.exchange import Exchange, Parts
+from infinity.params.kept import KeptShards
+from infinity.params.unit import Unit
+from tests import harness, models
+from tests.device import simulated
+from tests.dist.ranks import assert_ranks_agree, named, on_ranks, shard_of
+from tests.harness import Result, Training
+from tests.simulated import Simulated
+from tests.unit.aio.rig import BACKENDS
+
+pytestmark = pytest.mark.skipif(BACKENDS == ["python"], reason="copies to a device need the native extension")
+
+MIN = {"ram": "min"}
+EARLY = {"update": "backward", "generations": 2}
+LLAMA = Training(functools.partial(models.llama, 1), steps=2, rows=4, lr=2e-3, max_norm=0.7)
+DEEP = dataclasses.replace(LLAMA, no_sync=True)
+WIDE = dataclasses.replace(LLAMA, grad_dtype=torch.float32)
+
+STAGES: dict[str, dict[str, Any]] = {
+    "3": {"params": "nvme", "optim": "nvme", **MIN},
+    "3, cpu": {"params": "cpu", "optim": "cpu"},
+    "3, device": {"params": "device", "optim": "nvme", **MIN},
+    "2": {"zero": 2, "params": "device", "optim": "nvme", **MIN},
+    "1": {"zero": 1, "params": "device", "optim": "cpu"},
+}
+RUNS: dict[str, list[tuple[Training, dict[str, Any]]]] = {
+    "deferred": [(LLAMA, stage) for stage in STAGES.values()],
+    "backward": [(LLAMA, {**stage, **EARLY}) for stage in STAGES.values()],
+    "accumulate": [
+        (DEEP, {**stage, **early, "accumulate": accumulate})
+        for stage, early, accumulate in [
+            (STAGES["3"], {}, "shard"), (STAGES["3, cpu"], {}, "local"), (STAGES["3"], EARLY, "local"), (STAGES["2"], {}, "shard"),
+            (STAGES["2"], EARLY, "local"), (STAGES["1"], {}, "local"), (STAGES["1"], EARLY, None),
+        ]
+    ],
+    "zero++": [
+        (LLAMA, {**STAGES["3"], "hpz": "cpu"}),
+        (LLAMA, {**STAGES["3"], "hpz": "device", **EARLY}),
+        (LLAMA, {**STAGES["3"], "qwz": True}),
+        (LLAMA, {**STAGES["2"], "qwz": True, **EARLY}),
+        (LLAMA, {**STAGES["3, device"], "qwz": True, "hpz": "cpu"}),
+        (LLAMA, {**STAGES["3"], "qgz": True, "error_feedback": True}),
+        (DEEP, {**STAGES["1"], "qgz": True}),
+        (LLAMA, {**STAGES["3, cpu"], "qwz": True, "hpz": "cpu", "qgz": True, "error_feedback": True, **EARLY}),
+    ],
+    "others": [
+        (WIDE, {**STAGES["3"], "grad_dtype": torch.float32, "reduce_dtype": torch.bfloat16}),
+        (LLAMA, {**STAGES["3"], "update": "delayed", "delayed_warmup": 1}),
+        (LLAMA, {**STAGES["2"], "update": "delayed", "delayed_warmup": 1}),
+        (LLAMA, {**STAGES["3"], "state": "compact", "update_on": "device"}),
+        (LLAMA, {**STAGES["2"], "update_on": "device"}),
+        (LLAMA, {**STAGES["3"], "grads": "nvme"}),
+    ],
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def lanes_announced(device: Simulated) -> Iterator[None]:
+    """What lanes read and write of gathered units is announced to the simulation."""
+    patch = pytest.MonkeyPatch()
+
+    def touch(tensor: torch.Tensor, writes: bool, what: str) -> None:
+        device.host(tensor.data_ptr(), tensor.numel() * tensor.element_size(), writes=writes, what=what)
+
+    spread, coded, put, keep = Exchange.spread, Exchange.spread_quantised, KeptShards.put, KeptShards.keep
+
+    def spreads(self: Exchange, wholes: Sequence[Parts], *, across: bool = True) -> None:
+        for parts in wholes:
+            touch(parts[self.topology.rank], False, "a lane sends this rank's shard")
+            for rank in range(self.topology.world):
+                if rank != self.topology.rank and (across or rank in self.topology.node_ranks):
+                    touch(parts[rank], True, "a lane receives a shard")
+        spread(self, wholes, across=across)
+
+    def spreads_coded(self: Exchange, wholes: Sequence[Parts]) -> None:
+        coded(self, wholes)
+        for parts in wholes:
+            for part in parts:
+                touch(part, True, "a lane decodes a shard")
+
+    def puts(self: KeptShards, unit: Unit) -> Any:
+        work = put(self, unit)
+
+        def announced() -> None:
+            work()
+            for flat in unit.flats:
+                for rank in self.ranks:
+                    touch(flat.tensor.view(-1, flat.layout.shard_numel)[rank], True, "a lane puts what was kept")
+
+        return announced
+
+    def keeps(self: KeptShards, unit: Unit, age: Any) -> Any:
+        work = keep(self, unit, age)
+
+        def announced() -> None:
+            for flat in unit.flats:
+                for rank in self.ranks:
+                    touch(flat.tensor.view(-1, flat.layout.shard_numel)[rank], False, "a lane keeps a shard")
+            work()
+
+        return announced
+
+    patch.setattr(Exchange, "spread", spreads)
+    patch.setattr(Exchange, "spread_quantised", spreads_coded)
+    patch.setattr(KeptShards, "put", puts)
+    patch.setattr(KeptShards, "keep", keeps)
+    try:
+        yield
+    finally:
+        patch.undo()
+
+
+@dataclasses.dataclass(frozen=True)
+class OnBoth:
+    """Each training on the CPU, and on a simulated device."""
+
+    runs: tuple[tuple[Training, dict[str, Any]], ...]
+
+    def __call__(self, rank: int, place: Path) -> list[tuple[Result, Result]]:
+        found = []
+        for index, (training, chosen) in enumerate(self.runs):
+            try:
+                on_cpu = self.trained(index, {**chosen, "update_on": "cpu"}, training, rank, place)
+                with simulated(pytest.MonkeyPatch(), seed=7 * index + rank) as device, lanes_announced(device):
+                    there = self.trained(index, chosen, training, rank, place)
+                    to_device, from_device = device.copied()
+                    assert to_device > 0
+                    assert from_device > 0
+                    assert device.live() == (0, 0, 0)
+            except Exception as error:
+                raise RuntimeError(f"run {index}, {chosen}: {error}") from error
+            found.append((on_cpu, there))
+        return found
+
+    def trained(self, index: int, chosen: dict[str, Any], training: Training, rank: int, place: Path) -> Result:
+        nvme = {"nvme": place} if "nvme" in chosen.values() else {}
+        shard = shard_of(training, rank, dist.get_world_size())
+        result = harness.offloaded(shard, inf.Policy(**chosen, **nvme), seam=Seam(seed=index + rank, delay_us_max=800))
+        return dataclasses.replace(result, stats=None)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_on_a_device_have_the_bits_of_two_on_the_cpu(name: str, tmp_path: Path) -> None:
+    """Copies come late, drives too; the driver reports accesses that nothing orders, and what stays pinned."""
+    ranks = on_ranks(OnBoth(tuple(RUNS[name])), tmp_path / "run", 2)
+    for (_, chosen), results in zip(RUNS[name], zip(*ranks, strict=True), strict=True):
+        with named(chosen):
+            for on_cpu, there in results:
+                harness.assert_equal(there, on_cpu)
+            assert_ranks_agree([there for _, there in results])
