@@ -204,7 +204,7 @@ class Handle:
         if there.copies:
             self._book.leaving = Leaving(there, LEAVING_UNITS * max((unit.size_bytes for unit in self.units), default=0))
             undo.callback(self._book.leaving.close)
-            self._gradients.leaving = self._book.leaving if not self._ranks.several else None  # ranks add up on the CPU, what was reduced
+            self._gradients.leaving = self._book.leaving if not self._ranks.several else None  # ranks' parts come back when they are wanted
         undo.callback(self._book.release)
         parts = self._ranks.gradient_parts(self._flats, self._gradients, undo)
         self._drain = Drain(self.units, gradients=self._gradients, book=self._book, comm=self.comm, **parts)

@@ -204,7 +204,6 @@ class Drain:
             self._forget_cleared(unit)
         return bool(self._fresh.get(unit)) or (self._local is not None and self._local.any(unit))
 
-
     def _add_up(self, unit: Unit) -> None:
         """Add the unit's fresh gradients to this rank's whole sums."""
         assert self._local is not None

@@ -159,11 +159,6 @@ class Reducer:
 
 def _sum_into(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
     """The terms' sum [numel], in the dtype of the first; zeros without any."""
-    for term in terms:
-        if term.is_cuda:
-            # Allocated for the stream that computes: without this their memory would be used there again before this stream,
-            # the lane's, has read it.
-            term.record_stream(torch.cuda.current_stream(term.device))
     if not terms:
         target.zero_()
         return

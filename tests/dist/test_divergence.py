@@ -1,0 +1,161 @@
+"""Ranks whose programs, policies or values differ are told so; what may differ between them does no harm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity as inf
+from infinity.errors import RankFailed
+from tests import models
+from tests.dist.ranks import on_ranks
+
+STEPS = 3
+
+
+def build(place: Path, **chosen: Any) -> tuple[Any, Any, inf.AdamW]:
+    values = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": place, "rank_timeout_s": 60.0, **chosen}
+    model = inf.offload(models.make(models.llama), inf.Policy(**values))
+    return model, inf.handle(model), inf.AdamW(model.parameters(), lr=1e-2)
+
+
+def backward(model: Any, rank: int, index: int) -> None:
+    models.loss_of(model, models.token_batches(8, seed=rank)[index]).backward()
+
+
+def weights(model: Any) -> list[torch.Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def norm_alone(rank: int, place: Path) -> str:
+    """Rank 0 takes a norm that rank 1 does not: one waits in the control lane, the other in that of gathers."""
+    model, handle, optimizer = build(place)
+    try:
+        with pytest.raises(RankFailed) as caught:
+            backward(model, rank, 0)
+            if rank == 0:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            backward(model, rank, 1)
+            handle.flush()
+            model.state_dict()
+    finally:
+        handle.close()
+    return str(caught.value)
+
+
+def test_a_norm_on_one_rank_alone_is_told_to_both(tmp_path: Path) -> None:
+    told = on_ranks(norm_alone, tmp_path / "run", 2)
+    assert all("has come to" in text or "failed" in text for text in told), told
+    assert not any("did not come" in text or "within 60 s" in text for text in told), told
+
+
+def other_policy(rank: int, place: Path) -> list[str]:
+    found = []
+    for field, values in {"state": ("exact", "bf16"), "qwz": (False, True), "seed": (0, 1)}.items():
+        with pytest.raises(ValueError, match=f"Policy.{field} is ") as caught:
+            build(place, **{field: values[rank]})
+        found.append(str(caught.value))
+    torch.manual_seed(rank)
+    with pytest.raises(ValueError, match="not the same on all ranks") as caught:
+        inf.offload(torch.nn.Linear(64, 64), inf.Policy(params="cpu"))
+    return [*found, str(caught.value)]
+
+
+def test_other_policies_and_other_values_on_other_ranks_are_refused_on_all(tmp_path: Path) -> None:
+    mine, theirs = on_ranks(other_policy, tmp_path / "run", 2)
+    assert mine == theirs
+
+
+def evaluates(rank: int, place: Path) -> list[list[torch.Tensor]]:
+    """Forwards without a backward leave units that speculation meets at the end of the next one."""
+    found = []
+    for chosen in ({}, {"update": "backward", "generations": 2}):
+        model, handle, optimizer = build(place, **chosen)
+        for index in range(STEPS):
+            with torch.no_grad():
+                models.loss_of(model, models.token_batches(8, seed=9)[index])
+            models.loss_of(model, models.token_batches(8, seed=9)[index])  # with a graph, which nobody uses
+            backward(model, rank, index)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(model))
+        handle.close()
+    return found
+
+
+def test_evaluation_between_steps_changes_no_bit_in_any_update_mode(tmp_path: Path) -> None:
+    for deferred, ahead in on_ranks(evaluates, tmp_path / "run", 3):
+        assert all(map(torch.equal, deferred, ahead))
+
+
+def evaluates_alone(rank: int, place: Path) -> list[list[torch.Tensor]]:
+    found = []
+    for alone in (False, True):
+        model, handle, optimizer = build(place, params="device", zero=2)
+        for index in range(STEPS):
+            backward(model, rank, index)
+            optimizer.step()
+            optimizer.zero_grad()
+            handle.flush()
+            if alone and rank == 0:
+                with torch.no_grad():
+                    models.loss_of(model, models.token_batches(8, seed=9)[index])
+        found.append(weights(model))
+        handle.close()
+    return found
+
+
+def test_one_rank_may_evaluate_alone_where_it_has_all_weights(tmp_path: Path) -> None:
+    for together, alone in on_ranks(evaluates_alone, tmp_path / "run", 2):
+        assert all(map(torch.equal, together, alone))
+
+
+def restores(rank: int, place: Path) -> list[float]:
+    """What rounding took from gradients of steps that were given up does not come into the steps after a restore."""
+    model, handle, optimizer = build(place, qgz=True, error_feedback=True)
+    saved = place / "saved"
+    for index in range(2):
+        backward(model, rank, index)
+        optimizer.step()
+        optimizer.zero_grad()
+    inf.save(model, optimizer, saved)
+    norms = []
+    for index in (3, 4):  # another batch goes between
+        inf.restore(model, optimizer, saved)
+        backward(model, rank, 2)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.zero_grad()
+        backward(model, rank, index)
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.close()
+    return norms
+
+
+def test_error_feedback_begins_anew_after_a_restore(tmp_path: Path) -> None:
+    for first, second in on_ranks(restores, tmp_path / "run", 2):
+        assert first == second
+
+
+def reads_unreduced(rank: int, place: Path) -> None:
+    model, handle, optimizer = build(place, params="device", zero=1)
+    parameter = next(model.parameters())
+    with handle.no_sync():
+        backward(model, rank, 0)
+    for look in (lambda: handle.full_grad(parameter), lambda: parameter.grad.norm(), optimizer.step):
+        with pytest.raises(RuntimeError, match="no_sync"):
+            look()
+    handle.set_full_grad(parameter, torch.ones(parameter.shape))
+    assert float(parameter.grad.norm()) == pytest.approx(parameter.numel() ** 0.5)
+    optimizer.zero_grad()
+    backward(model, rank, 1)
+    optimizer.step()
+    handle.close()
+
+
+def test_sums_that_are_not_reduced_are_not_read(tmp_path: Path) -> None:
+    on_ranks(reads_unreduced, tmp_path / "run", 2)
