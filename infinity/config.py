@@ -48,8 +48,8 @@ class Policy:
         parameters on every rank's device: params="device".
     accumulate: what the micro-batches inside `handle.no_sync()` do on several ranks. "shard": each is reduced into this rank's
         shard, at once; memory stays flat, and each costs a reduction. "local": they add up in whole gradients of this rank, in
-        CPU memory (in `ram`: the gradients of the whole model), which the last micro-batch reduces. None: "local" with zero=1, else
-        "shard".
+        CPU memory (in `ram`: the gradients of the whole model), which the last micro-batch reduces. None: "local" with zero=1,
+        else "shard".
     qwz: weights are gathered as int8 groups (ZeRO++): half the bytes; every rank computes with what they stand for.
     hpz: where each rank keeps a secondary shard of the gathered weights, one for each rank of its node: "device" or "cpu"
         (ZeRO++). Until the weights change the ranks of other nodes, and drives, are not asked again. None: none.

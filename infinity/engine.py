@@ -204,7 +204,8 @@ class Handle:
         if there.copies:
             self._book.leaving = Leaving(there, LEAVING_UNITS * max((unit.size_bytes for unit in self.units), default=0))
             undo.callback(self._book.leaving.close)
-            self._gradients.leaving = self._book.leaving if not self._ranks.several else None  # ranks' parts come back when they are wanted
+            # The parts of several ranks come back when they are added to.
+            self._gradients.leaving = self._book.leaving if not self._ranks.several else None
         undo.callback(self._book.release)
         parts = self._ranks.gradient_parts(self._flats, self._gradients, undo)
         self._drain = Drain(self.units, gradients=self._gradients, book=self._book, comm=self.comm, **parts)
@@ -281,8 +282,8 @@ class Handle:
 
         Waits for pending updates of their units, and, before it keeps writes, for all: a step that is undone raises StepUndone,
         and nothing is kept. With update="delayed" these are the updated values, which training computes with one step later: a
-        training forward or backward through them raises RuntimeError inside. On several ranks all gather, and write, the same. Raises:
-        ValueError for a parameter of another model.
+        training forward or backward through them raises RuntimeError inside. On several ranks all gather, and write, the same.
+        Raises: ValueError for a parameter of another model.
         """
         self.check_open()
         return self._lifecycle.gather(params)

@@ -170,8 +170,8 @@ def _check_rules(everyone: Sequence[dict[str, str]]) -> None:
         other = next((rank for rank, rules in enumerate(everyone) if rules[field] != first), None)
         if other is not None:
             raise ValueError(
-                f"Policy.{field} is {first} on rank 0 and {everyone[other][field]} on rank {other}: all ranks train by one policy; "
-                "give them the same"
+                f"Policy.{field} is {first} on rank 0 and {everyone[other][field]} on rank {other}: all ranks train by one "
+                "policy; give them the same"
             )
 
 

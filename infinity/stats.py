@@ -157,8 +157,8 @@ class Stats:
     gradients, to ranks of its node (inside) and of others (across), comm_wait_s: time that backward waited for reductions;
     whole_grad_bytes: whole sums of gradients (accumulate="local"), secondary_bytes: kept shards of gathered weights (hpz, or
     stage 3 on the device), feedback_bytes: what rounding of gradients took (error_feedback); h2d_bytes, d2h_bytes: copied to a
-    GPU that computes and from it, h2d_s, d2h_s: while at least one such copy was under way (all four 0 where the CPU computes; gradients that an update on the
-    device reads where they wait are no copies, and not counted);
+    GPU that computes and from it, h2d_s, d2h_s: while at least one such copy was under way (all four 0 where the CPU computes;
+    gradients that an update on the device reads where they wait are no copies, and not counted);
     activations: see `ActivationFigures`; terms: a step against its limits, None before there were two, and where the device
     updates;
     drives: bytes and more for each drive.

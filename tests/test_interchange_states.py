@@ -108,7 +108,7 @@ class OnRanks:
             seen["trained"] = states_of(model, handle)
             inf.export_safetensors(model, place / "masters", masters=True)
             inf.export_dcp(model, optimizer, place / "dcp")
-        with opened(make.Net, place, seed=1 + rank, **NVME) as (model, optimizer, handle):
+        with opened(make.Net, place, seed=1, **NVME) as (model, optimizer, handle):
             assert inf.load_safetensors(model, place / "masters") == ((), ())
             seen["safetensors"] = states_of(model, handle)
             assert inf.load_dcp(model, optimizer, place / "dcp") == ((), ())

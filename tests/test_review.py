@@ -22,6 +22,7 @@ from infinity.aio import Priority, Seam
 from infinity.engine import offload
 from infinity.errors import NonFiniteGradient
 from infinity.memory.layout import plan_flat
+from infinity.params.gathering import AT_REST
 from tests import models
 from tests.harness import one_thread
 from tests.reference import ReferenceAdamW
@@ -262,7 +263,7 @@ def test_an_interrupt_while_a_unit_is_evicted_is_raised_after_its_reads_have_end
         return residency._executor.stats().drives[0].busy_s
 
     before = busy_s()
-    residency._start_fill(unit, Priority.PREFETCH)
+    residency._start_fill(unit, Priority.PREFETCH, AT_REST)
     (ticket,) = residency._fills._fills[unit].tickets
     while busy_s() == before:  # a read that no drive has begun is given up at once
         assert not ticket.filled

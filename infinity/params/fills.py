@@ -102,7 +102,8 @@ class Fills:
     ) -> None:
         """The tickets fill this rank's shards, of weights of this age; gather the others' behind them. Does not block.
 
-        age: None for what shall not be kept. coarse: they travel as int8 groups, and are rounded to these here, too. late: to be called by the thread that waits, between the tickets and the exchange.
+        age: None for what shall not be kept. coarse: they travel as int8 groups, and are rounded to these here, too.
+        late: to be called by the thread that waits, between the tickets and the exchange.
         """
         if self._comm.world == 1:
             self._fills[unit] = Fill(tickets, before=late)

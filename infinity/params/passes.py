@@ -21,7 +21,8 @@ class Passes:
         self._forward: Phase | None = None
         self.in_backward = False
         self._left: dict[Unit, int] = {}  # Uses
-        self._idle_left: dict[Unit, int] = {}  # of those, by forwards without gradients: no backward, or that of a checkpoint of all
+        # Of those, by forwards without gradients: no backward comes for them, or that of a checkpoint of the whole model.
+        self._idle_left: dict[Unit, int] = {}
         self._ended: dict[Unit, int] = {}  # of those, for good: in backwards that freed their graph
         self._ended_now: dict[Unit, int] = {}  # in this backward
         self._kept = False  # the graph of this backward may run again

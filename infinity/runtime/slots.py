@@ -89,9 +89,9 @@ class UnitSlots:
         """Raise if a training pass would take what `gather()` shows; or, with `window`, the reverse."""
         if self._residency.mixes(self.unit, window=window):
             raise RuntimeError(
-                f"a training forward or backward beside handle.gather() of {self.unit.name}: gather() shows the newest parameters "
-                "as they are, and training computes with those before the update (update='delayed'), or as they travel (qwz=True); "
-                "run forward and backward outside of gather(), and gather outside of them (evaluation may be inside)"
+                f"a training forward or backward beside handle.gather() of {self.unit.name}: gather() shows the newest "
+                "parameters as they are, and training computes with those before the update (update='delayed'), or as they "
+                "travel (qwz=True); run forward and backward outside of gather(), and gather outside of them (evaluation may be inside)"
             )
 
     def release(self) -> None:
