@@ -89,7 +89,7 @@ class Exchange:
                 name = bytes(found.tolist()).rstrip(b"\0").decode(errors="replace")
                 raise RanksDiverged(
                     f"rank {t.rank} has come to {what}, and rank {rank} to {name}: all ranks must run the same modules in "
-                    "the same order, and call what is collective together (control flow by rank, stochastic depth, a state_dict?)",
+                    "the same order, and call what is collective together (control flow by rank? a state_dict on one?)",
                     rank=rank,
                 )
 

@@ -91,7 +91,8 @@ class UnitSlots:
             raise RuntimeError(
                 f"a training forward or backward beside handle.gather() of {self.unit.name}: gather() shows the newest "
                 "parameters as they are, and training computes with those before the update (update='delayed'), or as they "
-                "travel (qwz=True); run forward and backward outside of gather(), and gather outside of them (evaluation may be inside)"
+                "travel (qwz=True); run forward and backward outside of gather(), and gather outside of them (evaluation "
+                "without gradients may be inside)"
             )
 
     def release(self) -> None:
