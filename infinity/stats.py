@@ -125,6 +125,12 @@ _OF_EXECUTOR = (
 )  # fmt: skip
 """What `Stats` has of the executor's counters as they are."""
 
+_OF_PLACEMENT = (
+    "pool_bytes", "grad_bytes", "spilled_bytes", "staging_bytes", "shadow_bytes", "resident_bytes", "sums_bytes", "scratch_bytes",
+    "nvme_bytes",
+)  # fmt: skip
+"""What it has of the placement's."""
+
 _OF_RANKS = (
     "comm_gather_inside_bytes", "comm_gather_across_bytes", "comm_reduce_inside_bytes", "comm_reduce_across_bytes",
     "whole_grad_bytes", "secondary_bytes", "feedback_bytes",
@@ -314,15 +320,7 @@ class Stats:
             compute_s=executor.compute_s,
             ram_bytes=placement.ram_bytes,
             ram_min_bytes=placement.min_bytes,
-            pool_bytes=placement.pool_bytes,
-            grad_bytes=placement.grad_bytes,
-            spilled_bytes=placement.spilled_bytes,
-            staging_bytes=placement.staging_bytes,
-            shadow_bytes=placement.shadow_bytes,
-            resident_bytes=placement.resident_bytes,
-            sums_bytes=placement.sums_bytes,
-            scratch_bytes=placement.scratch_bytes,
-            nvme_bytes=placement.nvme_bytes,
+            **{name: getattr(placement, name) for name in _OF_PLACEMENT},
             frozen_bytes=frozen_bytes,
             gathered_bytes_peak=residency.gathered_bytes_peak,
             fresh_grad_bytes_peak=fresh_grad_bytes_peak,
