@@ -63,44 +63,8 @@ INF_INLINE float inf_fourth_code(uint8_t code, float scale) {
     return ((square * square) * INF_FOURTH_STEP) * scale;
 }
 
-#define INF_ISA(name) name##_portable
-#include "update_body.h"
-#undef INF_ISA
-
-#if defined(__x86_64__)
-#define INF_HAS_X86 1
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2")
-#endif
-#define INF_ISA(name) name##_avx2
-#include "update_body.h"
-#undef INF_ISA
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"), min_vector_width(512))), \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
-#endif
-#define INF_ISA(name) name##_avx512
-#include "update_body.h"
-#undef INF_ISA
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
+#define INF_BODY "update_body.h"
+#include "each_isa.h"
 
 /* ---- dispatch -------------------------------------------------------------------------------------------------- */
 

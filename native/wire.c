@@ -46,42 +46,8 @@ INF_INLINE void wire_values_ahead(const void *source, int32_t dtype, int64_t fir
     wire_ahead(source, first * itemsize, numel * itemsize);
 }
 
-#define INF_ISA(name) name##_portable
-#include "wire_body.h"
-#undef INF_ISA
-
-#if defined(__x86_64__)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2")
-#endif
-#define INF_ISA(name) name##_avx2
-#include "wire_body.h"
-#undef INF_ISA
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"), min_vector_width(512))), \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
-#endif
-#define INF_ISA(name) name##_avx512
-#include "wire_body.h"
-#undef INF_ISA
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
+#define INF_BODY "wire_body.h"
+#include "each_isa.h"
 
 typedef struct {
     void (*encode)(const void *, int32_t, void *, int32_t, uint8_t *, int64_t, const wire_shape *, int32_t, uint64_t, int64_t);
