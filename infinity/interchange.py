@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.agreement import agreed
 from infinity.checkpoint.dcp_reading import DCPFiles
 from infinity.checkpoint.dcp_states import (
     MASTER,
@@ -32,6 +31,7 @@ from infinity.checkpoint.describing import buffers_of
 from infinity.checkpoint.incoming import Incoming, Loaded, check_idle, match, take_in
 from infinity.checkpoint.safetensors import read_value, write_safetensors
 from infinity.checkpoint.wholes import wholes_of
+from infinity.comm.meeting import Meeting
 from infinity.engine import Handle, handle
 from infinity.optim.base import Optimizer
 from infinity.runtime.filling import SafetensorsFiles
@@ -105,13 +105,13 @@ def export_dcp(
     target = Path(directory)
     with contextlib.ExitStack() as undo:
         writer: DCPWriter | None = None
-        with agreed(comm, f"making {target}"):
+        with Meeting(comm, f"making {target}"):
             if comm.rank == 0:
                 writer = DCPWriter(target)
                 undo.callback(writer.abandon)
 
         def put(values: Iterable[tuple[Key, Any]]) -> None:
-            with agreed(comm, f"writing {target}"):
+            with Meeting(comm, f"writing {target}"):
                 if writer is not None:
                     for key, value in values:
                         writer.put(key, value)
@@ -123,7 +123,7 @@ def export_dcp(
                 put([pair])
         put(((keys[0], name), value) for name, value in buffers_of(model).items())
         put(groups_of(opt, keys[1]) if opt is not None else ())
-        with agreed(comm, f"finishing {target}"):
+        with Meeting(comm, f"finishing {target}"):
             if writer is not None:
                 writer.finish()
 
@@ -155,14 +155,14 @@ def load_dcp(
     comm = of.comm
     of.flush()
     with contextlib.ExitStack() as undo:
-        with agreed(comm, f"opening {directory}"):
+        with Meeting(comm, f"opening {directory}"):
             check_idle(of.units)
             files = DCPFiles(Path(directory))
             undo.callback(files.close)
             part = ModelPart(files, keys[0])
             matched = match(model, of.units, part, strict=strict)
             states = match_states(files, keys[1], _held(of, opt), strict=strict) if opt is not None else None
-        with agreed(comm, f"loading {directory}"):
+        with Meeting(comm, f"loading {directory}"):
             take_in(of, part, matched)
             if states is not None:
                 take_in_states(files, states)
@@ -204,10 +204,10 @@ def _load(model: torch.nn.Module, opened: Callable[[], Incoming], *, strict: boo
     of = handle(model)
     comm = of.comm
     of.flush()
-    with agreed(comm, "opening the values to load"):
+    with Meeting(comm, "opening the values to load"):
         check_idle(of.units)
         source = opened()
         matched = match(model, of.units, source, strict=strict)
-    with agreed(comm, f"loading {source.label}"):
+    with Meeting(comm, f"loading {source.label}"):
         take_in(of, source, matched)
     return matched.left_out

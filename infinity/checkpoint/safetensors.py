@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 from safetensors.torch import save_file
 
-from infinity.checkpoint.agreement import agreed
 from infinity.checkpoint.describing import buffers_of
 from infinity.checkpoint.incoming import has_master
 from infinity.checkpoint.syncing import publish, sync_directory, sync_file
 from infinity.checkpoint.wholes import Whole, wholes_of
 from infinity.comm.collectives import Comm
+from infinity.comm.meeting import Meeting
 from infinity.optim.state import States
 from infinity.params.unit import Param, Unit
 from infinity.sizes import format_size, parse_size
@@ -68,18 +68,18 @@ def write_safetensors(
         return read_value(of, param, masters=masters)
 
     with files:
-        with agreed(comm, f"making {directory}"):
+        with Meeting(comm, f"making {directory}"):
             files.begin()
         for index, group in enumerate(groups):
             tensors = {whole.name: whole.merged(read) for part in group for whole in parts[part]}
             if index == 0:
                 tensors.update(buffers_of(model))
             file = shard_name(index, len(groups))
-            with agreed(comm, f"writing {file}"):
+            with Meeting(comm, f"writing {file}"):
                 if tensors:
                     size_bytes = sum(tensor.nbytes for tensor in tensors.values())
                     files.put(file, tensors, size_bytes, functools.partial(_write, tensors))
-        with agreed(comm, f"finishing {directory}"):
+        with Meeting(comm, f"finishing {directory}"):
             files.finish()
 
 

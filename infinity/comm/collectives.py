@@ -27,10 +27,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class Comm:
-    """This process's place among the ranks that share a model, and its lanes to them.
-
-    `Comm()` has no lanes: control collectives go to the default process group, unwatched.
-    """
+    """This process's place among the ranks that share a model, and its lanes to them, which `open` makes (for one rank, none)."""
 
     def __init__(self, topology: Topology | None = None) -> None:
         self.topology = topology or Topology.find()
@@ -67,7 +64,7 @@ class Comm:
         check = make_group(timeout_s=self._timeout_s) if backend != "gloo" else None
         self._groups += [found for found in (group, check) if found is not None]
         self._exchanges[name] = Exchange(self.topology, group, device, check_group=check)
-        return Lane(name, group=group, watch=self.watch, device=device)
+        return Lane(name, group=group, watch=self.watch, device=device, beside=check)
 
     def aside(self) -> Comm:
         """The same ranks with a control lane of their own, which another thread may use. Blocks; all ranks ask at once."""
@@ -110,16 +107,30 @@ class Comm:
     # -- control -------------------------------------------------------------------------------------------------------
 
     def _together(self, what: str, work: Callable[[Any], object]) -> None:
-        if self._control is None:
-            work(None)
-        else:
-            exchange = self._exchanges["control" if self._owns_watch else "aside"]
+        """Run a collective in the control lane, which begins when it is the same on all ranks. Blocks."""
+        assert self._control is not None
+        exchange = self._exchanges["control" if self._owns_watch else "aside"]
 
-            def together(group: Any) -> None:
-                exchange.meet(what)
-                work(group)
+        def together(group: Any) -> None:
+            exchange.meet(what)
+            work(group)
 
-            self._control.submit(what, together, numbered=self._owns_watch).wait()
+        self._control.submit(what, together, numbered=self._owns_watch).wait()
+
+    def _everyone(self, what: str, mine: torch.Tensor) -> torch.Tensor:
+        """What each rank has, [world, len]: `mine` is [len], of one length and dtype on all. Blocks."""
+        everyone = torch.empty(self.world * mine.numel(), dtype=mine.dtype)
+        self._together(f"{what} of {mine.numel()}", lambda group: _all_gather(everyone, mine, group=group))
+        return everyone.view(self.world, -1)
+
+    def tell(self, data: bytes) -> list[bytes]:
+        """What each rank tells, by rank; not empty, and of any length. Blocks."""
+        if self.world == 1:
+            return [data]
+        sizes = self._everyone("a telling", torch.tensor([len(data)]))[:, 0].tolist()
+        mine = torch.tensor(list(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+        rows = self._everyone("what is told", mine)
+        return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
 
     def assemble(self, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:
         """The whole [numel] of an fp32 vector of which every rank holds one part, from `start` on; bits are kept. Blocks."""
@@ -136,11 +147,8 @@ class Comm:
         """The sum over ranks of each value, in double, in the order of ranks: the same on every rank. Blocks."""
         if self.world == 1:
             return list(values)
-        mine = torch.tensor(values, dtype=torch.float64)
-        everyone = torch.empty(self.world * len(values), dtype=torch.float64)
-        self._together(f"sums of {len(values)}", lambda group: _all_gather(everyone, mine, group=group))
         total = torch.zeros(len(values), dtype=torch.float64)
-        for row in everyone.view(self.world, -1):
+        for row in self._everyone("sums", torch.tensor(values, dtype=torch.float64)):
             total += row
         return [float(value) for value in total]
 
@@ -148,23 +156,14 @@ class Comm:
         """For each flag, whether it is set on any rank. Blocks."""
         if self.world == 1 or not flags:
             return list(flags)
-        mine = torch.tensor(list(flags), dtype=torch.uint8)
-        self._together(f"agreement on {len(flags)}", lambda group: dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group))
-        return [bool(flag) for flag in mine]
+        return [bool(flag) for flag in self._everyone("agreement", torch.tensor(list(flags), dtype=torch.uint8)).any(dim=0)]
 
     def differing(self, values: Sequence[int]) -> list[int]:
         """The places of whole numbers (below 2^63) that are not the same on all ranks. Blocks."""
         if self.world == 1 or not values:
             return []
-        mine = torch.tensor(values, dtype=torch.int64)
-        everyone = torch.empty(self.world * len(values), dtype=torch.int64)
-        self._together(f"comparison of {len(values)}", lambda group: _all_gather(everyone, mine, group=group))
-        return [int(place) for place in (everyone.view(self.world, -1) != mine).any(dim=0).nonzero()]
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.world > 1:
-            self._together("a barrier", lambda group: dist.barrier(group=group))
+        rows = self._everyone("comparison", torch.tensor(values, dtype=torch.int64))
+        return [int(place) for place in (rows != rows[0]).any(dim=0).nonzero()]
 
     # -- failures and the end ------------------------------------------------------------------------------------------
 

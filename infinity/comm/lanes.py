@@ -98,8 +98,8 @@ class Op:
 class Lane:
     """A daemon thread that runs collectives in a process group of its own.
 
-    group: of this lane alone; `groups.make_group` makes one that can be broken off. device: of the tensors; on CUDA, work runs
-    under a stream of the lane's, after what the submitting thread's stream held when it was submitted.
+    group: of this lane alone; `groups.make_group` makes one that can be broken off. beside: another that work uses. device: of the
+    tensors; on CUDA, work runs under a stream of the lane's, after what the submitting thread's stream held when it was submitted.
     """
 
     def __init__(
@@ -109,9 +109,11 @@ class Lane:
         group: dist.ProcessGroup | None,
         watch: Watch,
         device: torch.device = torch.device("cpu"),  # noqa: B008
+        beside: dist.ProcessGroup | None = None,
     ) -> None:
         self.name = name
         self._group = group
+        self._beside = beside
         self._watch = watch
         self._device = device
         self._queue: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
@@ -152,7 +154,7 @@ class Lane:
             _GIVEN_UP.append(self._group)  # its destructor would wait for the stuck call
         if self._break_off in self._watch.on_failure:
             self._watch.on_failure.remove(self._break_off)
-        self._group = self._last = None
+        self._group = self._beside = self._last = None
 
     def _exits(self) -> None:
         """At the interpreter's exit, without close(): a thread that returns from a call into torch after that ends the process
@@ -163,9 +165,9 @@ class Lane:
 
     def _break_off(self) -> None:
         """Called by the watch's thread."""
-        group = self._group
-        if group is not None and not break_off(group):
-            log.debug("lane %s cannot be broken off", self.name)
+        for group in (self._group, self._beside):
+            if group is not None and not break_off(group):
+                log.debug("lane %s cannot be broken off", self.name)
 
     def _run(self) -> None:
         group = self._group

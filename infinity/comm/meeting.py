@@ -22,8 +22,6 @@ from infinity.errors import PeerFailed
 
 log = logging.getLogger("infinity")
 
-_WORD_BYTES = 6
-"""Bytes that a double holds exactly, as a whole number."""
 _TOLD_CHARACTERS_MAX = 2000
 
 
@@ -81,18 +79,4 @@ class Meeting:
         self._over = True
 
     def _gather(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        data = json.dumps(row).encode()
-        sizes = self._everyone([float(len(data))])
-        words = -(-int(max(size[0] for size in sizes)) // _WORD_BYTES)
-        padded = data.ljust(words * _WORD_BYTES)
-        cut = [padded[at : at + _WORD_BYTES] for at in range(0, len(padded), _WORD_BYTES)]
-        rows = self._everyone([float(int.from_bytes(word, "little")) for word in cut])
-        return [json.loads(b"".join(int(word).to_bytes(_WORD_BYTES, "little") for word in row)) for row in rows]
-
-    def _everyone(self, mine: list[float]) -> list[list[float]]:
-        """The values of each rank: a sum to which every rank adds zeros in the places of others."""
-        count, world = len(mine), self._comm.world
-        values = [0.0] * (count * world)
-        values[self._comm.rank * count : (self._comm.rank + 1) * count] = mine
-        total = self._comm.sum_floats(values)
-        return [total[rank * count : (rank + 1) * count] for rank in range(world)]
+        return [json.loads(told) for told in self._comm.tell(json.dumps(row).encode())]

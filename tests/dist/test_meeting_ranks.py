@@ -48,13 +48,14 @@ def ends_early(comm: Comm) -> str:
 
 
 def meetings(rank: int, place: Path) -> dict[str, Any]:
-    comm = Comm()
+    comm = Comm.open(timeout_s=60.0, name="meetings")
     found: dict[str, Any] = {"told": told(comm)}
     for culprits in ((1,), (0, 2)):
         for rounds in range(4):
             found[f"{culprits} {rounds}"] = one_fails(comm, culprits, rounds)
     found["early"] = ends_early(comm)
     found["after"] = comm.sum_floats([1.0])  # no collective of a meeting is left over, or this would be another's
+    comm.close()
     return found
 
 
