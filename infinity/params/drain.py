@@ -78,18 +78,18 @@ class Drain:
 
     def drain(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]; on several ranks it waits until its unit is reduced."""
-        size_bytes = grad.numel() * grad.element_size()
         if self._comm.world == 1:
-            self.fresh_bytes_peak = max(self.fresh_bytes_peak, size_bytes)
+            self.fresh_bytes_peak = max(self.fresh_bytes_peak, grad.numel() * grad.element_size())
             self.take(param, grad)
             return
         fresh = self._fresh.setdefault(param.unit, {})
-        if param not in fresh:
-            self._fresh_bytes += size_bytes
-            self.fresh_bytes_peak = max(self.fresh_bytes_peak, self._fresh_bytes)
         if param in fresh:  # several drains in one backward
-            grad = fresh[param].to(self.dtype(param.flat)) + grad
+            before = fresh.pop(param)
+            self._fresh_bytes -= before.numel() * before.element_size()
+            grad = before.to(self.dtype(param.flat)) + grad
         fresh[param] = grad
+        self._fresh_bytes += grad.numel() * grad.element_size()
+        self.fresh_bytes_peak = max(self.fresh_bytes_peak, self._fresh_bytes)
 
     def assign(self, param: Param, grad: torch.Tensor) -> None:
         """Make `grad` [param.shape] the whole gradient. Raises: RuntimeError on several ranks, which must do so together."""

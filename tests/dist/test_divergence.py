@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity.errors import RankFailed
+from infinity.errors import RankFailed, RanksDiverged
 from tests import models
 from tests.dist.ranks import on_ranks
 
@@ -51,6 +51,24 @@ def test_a_norm_on_one_rank_alone_is_told_to_both(tmp_path: Path) -> None:
     told = on_ranks(norm_alone, tmp_path / "run", 2)
     assert all("has come to" in text or "failed" in text for text in told), told
     assert not any("did not come" in text or "within 60 s" in text for text in told), told
+
+
+def other_units(rank: int, place: Path) -> tuple[str, bool]:
+    """Each rank gathers another block, of the same size: taken for what each expects, the shards would fit."""
+    model, handle, _ = build(place)
+    blocks = model.model.layers
+    try:
+        with pytest.raises(RankFailed) as caught, handle.gather(blocks[rank].parameters()):
+            next(blocks[rank].parameters()).sum()
+    finally:
+        handle.close()
+    return str(caught.value), isinstance(caught.value, RanksDiverged)
+
+
+def test_shards_of_another_unit_are_never_taken_for_those_that_are_wanted(tmp_path: Path) -> None:
+    told = on_ranks(other_units, tmp_path / "run", 2)
+    assert any(diverged for _, diverged in told) or all("has come to" in text for text, _ in told), told
+    assert all("layers.0" in text or "layers.1" in text for text, _ in told), told
 
 
 def other_policy(rank: int, place: Path) -> list[str]:
