@@ -98,8 +98,9 @@ class Op:
 class Lane:
     """A daemon thread that runs collectives in a process group of its own.
 
-    group: of this lane alone; `groups.make_group` makes one that can be broken off. beside: another that work uses. device: of the
-    tensors; on CUDA, work runs under a stream of the lane's, after what the submitting thread's stream held when it was submitted.
+    group: of this lane alone; `groups.make_group` makes one that can be broken off. beside: another that work uses. device: of
+    the tensors; on CUDA, work runs under a stream of the lane's, after what the submitting thread's stream held when it was
+    submitted.
     """
 
     def __init__(
