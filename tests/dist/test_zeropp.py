@@ -60,6 +60,27 @@ def test_secondary_shards_change_no_bit(tmp_path: Path, mesh: tuple[int, int]) -
     assert_modelled(plain[LLAMA], LLAMA, Rules(nodes=mesh[0]))
 
 
+def test_in_every_update_mode_the_switches_change_what_they_say_and_nothing_else(tmp_path: Path) -> None:
+    """An update takes masters from what rests, never from weights that travelled as int8; what is kept is of the step that computes,
+    also where that is not the newest."""
+    training = dataclasses.replace(LLAMA, steps=4, accumulation=1, max_norm=None)
+    late = {"update": "delayed", "delayed_warmup": 1}
+    groups = [
+        [{"qwz": True}, {"qwz": True, "update": "backward"}, {"qwz": True, "update": "backward", "generations": 2},
+         {"qwz": True, "hpz": "cpu", "update": "backward"}],
+        [late, {**late, "hpz": "cpu"}, {**late, "hpz": "device"}],
+        [{**late, "qwz": True}, {**late, "qwz": True, "hpz": "cpu"}],
+    ]  # fmt: skip
+    chosen = [values for group in groups for values in group]
+    found = iter(trained([(training, {**STAGE3, **values}) for values in chosen], tmp_path / "run", (2, 1)))
+    for group in groups:
+        first, *others = [next(found) for _ in group]
+        for values, results in zip(group[1:], others, strict=True):
+            with named(values):
+                for ours, theirs in zip(results, first, strict=True):
+                    harness.assert_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_quantised_weights_and_gradients_are_a_plain_model_that_rounds_alike(tmp_path: Path, mesh: tuple[int, int]) -> None:
     """Masters are exact: only what computes, or what travels, is rounded."""
