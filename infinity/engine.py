@@ -147,9 +147,7 @@ class Handle:
         self.rank, alone = self.comm.rank, not ranks.several
         specs = find_units(model, units=policy.units, unit_bytes_max=int(policy.unit_bytes_max), nested=alone)
         check_gatherable(model, specs, int(policy.unit_bytes_max), device, device_memory_bytes(device))
-        self.units: list[Unit] = build(
-            model, specs, device, self.comm.world, lambda dtype: chunk_numel_of(policy.state, dtype)
-        )
+        self.units: list[Unit] = build(model, specs, device, self.comm.world, lambda dtype: chunk_numel_of(policy.state, dtype))
         for unit in self.units:
             unit.engine = self
         self._flats: list[Flat] = [flat for unit in self.units for flat in unit.flats]
@@ -213,9 +211,7 @@ class Handle:
     def _build_step(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
         """What updates: the pipeline, what optimizers hold, and when updates are submitted."""
         policy = self.policy
-        self.pipeline = Pipeline(
-            self.units, rest=self._rest, executor=self._executor, residency=self.residency, comm=self.comm
-        )
+        self.pipeline = Pipeline(self.units, rest=self._rest, executor=self._executor, residency=self.residency, comm=self.comm)
         if policy.generations > 1:
             self.pipeline.transaction = Transaction(
                 self.units, rest=self._rest, executor=self._executor, residency=self.residency
@@ -346,7 +342,9 @@ class Handle:
         return self.residency.read(param)
 
     def stats(self) -> Stats:
-        """Counters since `offload`; `infinity.stats.Stats` says what each means."""
+        """Counters since `offload`; `infinity.stats.Stats` says what each means. Raises: EngineClosed."""
+        if self._closed:
+            raise EngineClosed("handle.stats(): the engine of this model was closed; ask before close()")
         return Stats.collect(
             executor=self._storage.observe(self.pipeline.steps),
             endurance=self._storage.endurance,

@@ -77,7 +77,7 @@ class RankFailed(InfinityError, RuntimeError):
 
 
 class RanksDiverged(RankFailed):
-    """Ranks have come to different collectives: their programs use other units, or in another order."""
+    """Ranks have come to different collectives: their programs use other units, in another order, or step with other values."""
 
 
 class AioError(InfinityError, OSError):

@@ -449,3 +449,5 @@ def test_a_drive_that_keeps_failing_raises_at_every_call_and_close_returns(op: s
         handle.close()
         with pytest.raises(EngineClosed):
             handle.flush()
+        with pytest.raises(EngineClosed):
+            handle.stats()

@@ -117,6 +117,11 @@ class Comm:
 
         self._control.submit(what, together, numbered=self._owns_watch).wait()
 
+    def meet(self, what: Callable[[], str]) -> None:
+        """Return when all ranks have come here, too, and `what` names the same. Blocks. Raises: RanksDiverged."""
+        if self.world > 1:
+            self._together(what(), lambda _group: None)
+
     def _everyone(self, what: str, mine: torch.Tensor) -> torch.Tensor:
         """What each rank has, [world, len]: `mine` is [len], of one length and dtype on all. Blocks."""
         everyone = torch.empty(self.world * mine.numel(), dtype=mine.dtype)

@@ -197,6 +197,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         for engine, params in self._engines.items():
             engine.check_open()
             live[engine] = [param for param in params if self._has_gradient(engine, param)]
+            engine.pipeline.meet(self)
             engine.pipeline.check_idle(live[engine])
             bad = engine.pipeline.check_finite(live[engine])
             goes_on = refuse_nonfinite(bad, engine.on_nonfinite) and goes_on

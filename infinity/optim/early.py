@@ -23,6 +23,7 @@ from infinity._torch_compat import NO_TASK, graph_task_id
 from infinity.aio import Ticket
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid
 from infinity.ops.finite import all_finite
+from infinity.optim.groups import Grouped, values_of
 from infinity.optim.plans import Work
 from infinity.optim.staging import LAG_UNITS, Staging
 from infinity.optim.step import Pipeline, guard
@@ -36,11 +37,8 @@ UNITS_AHEAD = 3
 """Fresh gradients of so many of the largest units may wait for the drives; then backward waits."""
 
 
-class Holder(Protocol):
+class Holder(Grouped, Protocol):
     """What early updates need of the optimizer that holds a parameter."""
-
-    param_groups: list[dict[str, Any]]
-    defaults: dict[str, Any]
 
     def take_groups(self) -> None:
         """A step begins: find each parameter's group anew."""
@@ -228,7 +226,8 @@ class EarlyUpdates:
         work: list[Work] = []
         for holder, held in by_holder.items():
             if holder not in self._captured:
-                self._captured[holder] = _hyper(holder)
+                self._pipeline.meet(holder)
+                self._captured[holder] = values_of(holder)
                 holder.take_groups()
             work.extend(holder.work_of(held))
         return work
@@ -282,7 +281,7 @@ class EarlyUpdates:
         self._residency.passes.step_taken()
         stepping: Any = self._pipeline.stepping
         captured = self._captured.pop(stepping, None)
-        if captured is not None and captured != _hyper(stepping):
+        if captured is not None and captured != values_of(stepping):
             self._pipeline.fail(
                 StateInvalid(
                     "lr, betas or another value of a parameter group changed between backward and opt.step(), and with "
@@ -341,12 +340,3 @@ def _comes_late(param: Param) -> RuntimeError:
 def _slot_state(param: Param) -> SlotState:
     assert param.grad is not None
     return param.grad.state
-
-
-def _hyper(holder: Holder) -> list[dict[str, Any]]:
-    """The values that an update takes from the groups; not what others keep there (schedulers: `initial_lr`)."""
-    used = holder.defaults
-    return [
-        {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items() if key in used}
-        for group in holder.param_groups
-    ]

@@ -53,6 +53,39 @@ def test_a_norm_on_one_rank_alone_is_told_to_both(tmp_path: Path) -> None:
     assert not any("did not come" in text or "within 60 s" in text for text in told), told
 
 
+MODES: list[dict[str, Any]] = [
+    {},
+    {"generations": 2, "update": "backward"},
+    {"update": "backward", "on_nonfinite": "ignore"},
+    {"update": "delayed", "delayed_warmup": 0},
+]
+
+
+def other_rates(rank: int, place: Path) -> list[tuple[str, set[int]]]:
+    """A learning rate that follows the loss of its own rank: alike in the first step, not in the second."""
+    found = []
+    for values in MODES:
+        model, handle, optimizer = build(place, **values)
+        try:
+            backward(model, rank, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] *= 1 + rank
+            with pytest.raises(RankFailed) as caught:
+                backward(model, rank, 1)
+                optimizer.step()
+            found.append((str(caught.value), {state["step"] for state in optimizer.state.values()}))
+        finally:
+            handle.close()
+    return found
+
+
+def test_a_learning_rate_of_one_rank_alone_is_told_to_both_before_it_is_used(tmp_path: Path) -> None:
+    for told in zip(*on_ranks(other_rates, tmp_path / "run", 2), strict=True):
+        assert all(counts == {1} for _, counts in told), told
+        assert any("AdamW with lr 0.01 " in text and "AdamW with lr 0.02 " in text for text, _ in told), told
+
+
 def other_units(rank: int, place: Path) -> tuple[str, bool]:
     """Each rank gathers another block, of the same size: taken for what each expects, the shards would fit."""
     model, handle, _ = build(place)
