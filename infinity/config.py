@@ -18,6 +18,7 @@ TIERS = ("device", "cpu", "nvme")
 _OF_ALL_RANKS = (
     "params", "state", "zero", "accumulate", "qwz", "hpz", "qgz", "error_feedback", "update", "delayed_warmup", "seed",
     "grad_dtype", "reduce_dtype", "unit_bytes_max", "on_nonfinite", "update_on", "generations", "durable", "durable_every",
+    "mesh",
 )  # fmt: skip
 NONFINITE = ("raise", "skip", "ignore")
 

@@ -16,6 +16,7 @@ from typing import Any
 from infinity.aio import Executor
 from infinity.aio.plan import Format
 from infinity.config import Policy
+from infinity.optim.groups import holding_name
 from infinity.optim.modes import UpdateMode
 from infinity.optim.step import Pipeline
 from infinity.params.gradients import GradientMemory
@@ -49,7 +50,7 @@ class Holding:
         pipeline: Pipeline,
         rank: int,
         check_open: Callable[[], None],
-        together: Callable[[str], AbstractContextManager[Callable[[], None]]],
+        together: Callable[..., AbstractContextManager[Callable[[], None]]],
     ) -> None:
         self._policy = policy
         self._flats = list(flats)
@@ -75,11 +76,11 @@ class Holding:
     def hold(self, optimizer: Any, params: list[Param]) -> None:
         """Give parameters the states that `optimizer.moments_of` names. Blocks while they are written. Collective.
 
-        Raises: ValueError when another optimizer holds one, when its dtype has no state format or that of its unit is another;
-        BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. Then the optimizer holds none of them, and training goes on
-        as before (what moved already, and memory that was made, stays and is counted).
+        Raises: ValueError when another optimizer holds one, when its dtype has no state format or that of its unit is another, or
+        when other ranks hold others; BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. Then the optimizer holds none
+        of them, and training goes on as before (what moved already, and memory that was made, stays and is counted).
         """
-        with self._together("building an optimizer") as agree:
+        with self._together("building an optimizer", holding_name(optimizer, params)) as agree:
             self._check_open()
             self._check(optimizer, params)
             formats = self._formats_with(optimizer, params)

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 
+from infinity.comm.alike import digest
 from infinity.comm.collectives import Comm
 from infinity.config import Policy
 from infinity.memory.device import Device
@@ -48,7 +48,7 @@ class Ranks:
     def note(self, flat: Flat, values: torch.Tensor) -> None:
         """The model has these values [layout.numel] for a flat on this rank."""
         if self.several:
-            self._values[flat] = xxhash.xxh3_64_intdigest(values.view(torch.uint8).numpy().data) >> 1
+            self._values[flat] = digest(values)
 
     def check_values(self) -> None:
         """Collective, blocks. Raises: ValueError when the ranks began with different values, of which each would keep a part."""

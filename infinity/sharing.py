@@ -137,15 +137,20 @@ class Sharing:
         self._meeting = None
 
     @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[Callable[[], None]]:
+    def together(self, what: str, alike: str = "") -> Iterator[Callable[[], None]]:
         """Inside, ranks do the same, and call no collective but `check_room`; what comes with it says that all went well here,
-        and raises PeerFailed unless it did everywhere. Collective."""
+        and raises PeerFailed unless it did everywhere. Collective. Raises: ValueError where `alike` is not the same on all ranks.
+        """
         if self.closed:  # nobody else may come to say so
             yield lambda: None
             return
         with Meeting(self._comm, what) as meeting:
             self._meeting = meeting
             try:
+                names = [told["alike"] for told in meeting.exchange({"alike": alike})]
+                other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
+                if other is not None:
+                    raise ValueError(f"{what}: all ranks do the same; rank 0 has {names[0]}, and rank {other} has {names[other]}")
                 yield self.agree
             finally:
                 self._meeting = None

@@ -1,16 +1,19 @@
-"""What updates take from an optimizer's parameter groups, and its name: by that ranks know that they take the same step.
+"""What updates take from an optimizer's parameter groups, and names of its steps: by them ranks know that they take the same.
 
-A scheduler that follows the loss of its own rank (ReduceLROnPlateau) gives every rank another lr. Each would then update its
-shard of every parameter with it, and no loss would tell.
+A scheduler that follows the loss of its own rank (ReduceLROnPlateau) gives every rank another lr; a norm of one rank's part
+clips by another factor. Each would then update its shard of every parameter in its own way.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+
+from infinity.comm.alike import digest_of_text, named
+from infinity.params.unit import Param
 
 
 class Grouped(Protocol):
@@ -29,11 +32,22 @@ def values_of(optimizer: Grouped) -> list[dict[str, Any]]:
     ]
 
 
-def step_name(optimizer: Grouped) -> str:
-    """Names the optimizer's step: the same on all ranks whose values are the same. Of what is not data it takes the type."""
+def step_name(optimizer: Grouped, params: Sequence[Param]) -> str:
+    """Names a step that updates these parameters, with the values of all groups and what the loop did to the gradients."""
     values = values_of(optimizer)
-    text = json.dumps(values, sort_keys=True, default=lambda value: type(value).__name__)
-    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    done = [(param.name, param.grad.log if param.grad is not None else []) for param in params]
     rates = sorted({group["lr"] for group in values if isinstance(group.get("lr"), float | int)})
     told = ", ".join(f"{rate:.10g}" for rate in rates[:3]) + (" ..." if len(rates) > 3 else "")
-    return f"a step of {type(optimizer).__name__} with lr {told} (digest of its groups: {digest})"
+    return named(f"a step of {type(optimizer).__name__} with lr {told} for {len(params)} parameters", _digest([values, done]))
+
+
+def holding_name(optimizer: Grouped, params: Sequence[Param]) -> str:
+    """Names what an optimizer holds from now on: these parameters, with the values of its groups."""
+    names = [param.name for param in params]
+    told = ", ".join(names[:2]) + (" ..." if len(names) > 2 else "")
+    return named(f"{type(optimizer).__name__} for {len(names)} parameters ({told})", _digest([values_of(optimizer), names]))
+
+
+def _digest(values: Any) -> int:
+    """Of what is no data, the type."""
+    return digest_of_text(json.dumps(values, sort_keys=True, default=lambda value: type(value).__name__))

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from infinity.aio.plan import Format, GradSection, Moments
+from infinity.comm.alike import digest, named
 from infinity.comm.collectives import Comm
 from infinity.ops.codec import decode_sections, encode_sections
 from infinity.params.residency import UnitResidency
@@ -63,6 +64,13 @@ class States:
         while len(self._stages) < count:
             self._stages.append(Stage(self.rest))
         return self._stages[:count]
+
+    def meet(self, what: str, tensor: torch.Tensor | None = None) -> None:
+        """Return when all ranks have come to this with the same tensor, of which each keeps its part. Collective.
+
+        Raises: RanksDiverged.
+        """
+        self._comm.meet(lambda: what if tensor is None else named(what, digest(tensor)))
 
     # -- states ------------------------------------------------------------------------------------------------------------
 
@@ -132,6 +140,7 @@ class States:
         """
         if tensor is not None:
             check_tensor("the gradient", param, tensor)
+            self.meet(f"setting the gradient of {param.name}", tensor)
         self._wait()
         if tensor is None:
             self._residency.slot(param).empty()
@@ -179,9 +188,11 @@ class OptimizerState(MutableMapping[str, Any]):
         if name not in self._tensors:
             if name not in self._holder.scalars(param):
                 raise KeyError(f"{name!r} of {param.name}; it has {', '.join(self)}")
+            self._states.meet(f"writing {name}={value!r} of {param.name}")
             self._holder.set_scalar(param, name, value)
             return
         check_tensor(name, param, value)
+        self._states.meet(f"writing {name} of {param.name}", value)
         self._states.write(param, self._tensors.index(name), value)
         if name != "master":
             self._holder.moment_given(param, name)

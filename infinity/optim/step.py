@@ -32,7 +32,6 @@ from infinity.aio.executor import MASK_GIVEN
 from infinity.aio.plan import JobKind
 from infinity.comm.collectives import Comm
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid, StepUndone
-from infinity.optim.groups import Grouped, step_name
 from infinity.optim.plans import FlatPlan, Submission, Work, plan_flat, plan_unit
 from infinity.optim.transaction import Transaction
 from infinity.params.residency import UnitResidency
@@ -161,9 +160,9 @@ class Pipeline:
 
     # -- the step ------------------------------------------------------------------------------------------------------------
 
-    def meet(self, optimizer: Grouped) -> None:
-        """Return when all ranks take this step, with the same values in their groups. Collective. Raises: RanksDiverged."""
-        self._comm.meet(lambda: step_name(optimizer))
+    def meet(self, what: Callable[[], str]) -> None:
+        """Return when all ranks have come to what `what` names. Collective. Raises: RanksDiverged."""
+        self._comm.meet(what)
 
     def check_finite(self, params: Sequence[Param]) -> list[Param]:
         """The parameters whose gradient is not finite on some rank. Collective: all ranks pass the same parameters."""

@@ -16,6 +16,7 @@ import torch
 
 from infinity._torch_compat import graph_is_kept, profiled
 from infinity.aio import Executor, Gate, Priority, Ticket
+from infinity.comm.alike import digest, named
 from infinity.comm.collectives import Comm
 from infinity.memory.device import Device
 from infinity.params import gathered
@@ -229,6 +230,11 @@ class UnitResidency(Gathering):
         """The current value [param.shape] as an ordinary CPU tensor; waits for pending updates of its unit."""
         with self.borrowed(param.unit), torch.no_grad():
             return param.flat.tensor[param.offset :][: param.numel].view(param.shape).to("cpu", copy=True)
+
+    def write_alike(self, param: Param, value: torch.Tensor) -> None:
+        """As `write`, when all ranks have come to it with the same value."""
+        self._comm.meet(lambda: named(f"writing {param.name}", digest(value)))
+        self.write(param, value)
 
     def write(self, param: Param, value: torch.Tensor) -> None:
         """Set the value, master included. value: [param.shape], any floating dtype (cast as copy_ does)."""

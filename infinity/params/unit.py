@@ -148,8 +148,11 @@ class Residency(Protocol):
     def read(self, param: Param) -> torch.Tensor:
         """The current value as an ordinary CPU tensor; waits for pending updates."""
 
-    def write(self, param: Param, value: torch.Tensor) -> None:
-        """Set the value, master included; waits for pending updates."""
+    def write_alike(self, param: Param, value: torch.Tensor) -> None:
+        """Set the value, master included, when all ranks have come to it with the same; waits for pending updates.
+
+        Raises: RanksDiverged; then nothing is written.
+        """
 
     def forward_start(self) -> None:
         """The outermost forward begins."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from infinity._torch_compat import bump_version
-from infinity.errors import StepUndone
+from infinity.errors import RankFailed, StepUndone
 from infinity.params.at_rest import AtRestParameter
 from infinity.params.unit import Param
 from infinity.runtime.slots import Window
@@ -76,7 +76,8 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
 
 def _close(lifecycle: Lifecycle, opened: list[Window]) -> None:
     """Keep what was written through the windows. All are closed even if a write fails; the first failure is raised. Nothing is
-    kept when the step before was undone: the windows showed what it had made."""
+    kept when the step before was undone: the windows showed what it had made; nor from where on ranks differ in what they wrote.
+    """
     failure: Exception | None = None
     for window in opened:
         param = window.param
@@ -86,9 +87,9 @@ def _close(lifecycle: Lifecycle, opened: list[Window]) -> None:
         del lifecycle.windows[param]
         written = window.written
         bump_version(window.tensor)
-        if written and not isinstance(failure, StepUndone):
+        if written and not isinstance(failure, StepUndone | RankFailed):
             try:
-                lifecycle.residency.write(param, window.tensor.detach())
+                lifecycle.residency.write_alike(param, window.tensor.detach())
             except Exception as error:  # noqa: BLE001  raised below, when the others are closed
                 failure = failure or error
     if failure is not None:

@@ -236,7 +236,7 @@ class Lifecycle:
     def load(self, param: Param, value: torch.Tensor) -> None:
         """Set the values from a state dict. value: the shape is checked, the dtype is cast as `copy_` does."""
         with torch.no_grad():
-            self.residency.write(param, value.detach().expand(param.shape))
+            self.residency.write_alike(param, value.detach().expand(param.shape))
 
     # -- forward -----------------------------------------------------------------------------------------------------------
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import infinity as inf
 from infinity.errors import RankFailed, RanksDiverged
@@ -86,6 +88,94 @@ def test_a_learning_rate_of_one_rank_alone_is_told_to_both_before_it_is_used(tmp
         assert any("AdamW with lr 0.01 " in text and "AdamW with lr 0.02 " in text for text, _ in told), told
 
 
+def writes_in_a_window(model: Any, _optimizer: Any, rank: int) -> None:
+    weight = model.model.norm.weight
+    with torch.no_grad(), inf.handle(model).gather(weight):
+        weight.fill_(0.5 + rank)
+
+
+def loads(model: Any, _optimizer: Any, rank: int) -> None:
+    norm = model.model.norm
+    norm.load_state_dict({"weight": torch.full(norm.weight.shape, 0.5 + rank, dtype=norm.weight.dtype)})
+
+
+def writes_a_master(model: Any, _optimizer: Any, rank: int) -> None:
+    weight = model.model.norm.weight
+    inf.handle(model).optimizer_state(weight)["master"] = torch.full(weight.shape, 0.5 + rank)
+
+
+def writes_a_count(model: Any, _optimizer: Any, rank: int) -> None:
+    inf.handle(model).optimizer_state(model.model.norm.weight)["step"] = 5 + rank
+
+
+def sets_a_gradient(model: Any, _optimizer: Any, rank: int) -> None:
+    weight = model.model.norm.weight
+    inf.handle(model).set_full_grad(weight, torch.full(weight.shape, 0.5 + rank))
+
+
+def clips(model: Any, optimizer: Any, rank: int) -> None:
+    backward(model, rank, 1)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 * (1 + rank))
+    optimizer.step()
+
+
+UNLIKE: list[tuple[Callable[[Any, Any, int], None], str]] = [
+    (writes_in_a_window, "writing model.norm.weight"),
+    (loads, "writing model.norm.weight"),
+    (writes_a_master, "writing master of model.norm.weight"),
+    (writes_a_count, "writing step=6 of model.norm.weight"),
+    (sets_a_gradient, "setting the gradient of model.norm.weight"),
+    (clips, "a step of AdamW with lr 0.01"),
+]
+
+
+def does_unlike(rank: int, place: Path) -> list[str]:
+    """Each rank does it with values of its own, of which it would keep its part."""
+    found = []
+    for does, _ in UNLIKE:
+        model, handle, optimizer = build(place)
+        backward(model, rank, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        try:
+            with pytest.raises(RuntimeError) as caught:  # RankFailed; of load_state_dict what torch makes of it
+                does(model, optimizer, rank)
+                model.state_dict()
+        finally:
+            handle.close()
+        found.append(str(caught.value))
+    return found
+
+
+def test_values_of_one_rank_alone_are_told_to_both_before_they_are_used(tmp_path: Path) -> None:
+    for (_, what), *told in zip(UNLIKE, *on_ranks(does_unlike, tmp_path / "run", 2), strict=True):
+        assert any("rank 0 has come to" in text or "rank 1 has come to" in text for text in told), told
+        assert all(what in text for text in told), (what, told)
+
+
+def holds_others(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
+    """Each rank gives its optimizer another block; then all go on with one for all of the model."""
+    model = inf.offload(models.make(models.llama), inf.Policy(params="nvme", optim="nvme", ram="min", nvme=place))
+    told = []
+    for params, lr in ((model.model.layers[rank].parameters(), 1e-2), (model.parameters(), 1e-2 * (1 + rank))):
+        with pytest.raises(ValueError, match="building an optimizer: all ranks do the same") as caught:
+            inf.AdamW(params, lr=lr)
+        told.append(str(caught.value))
+    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    backward(model, rank, 0)
+    optimizer.step()
+    found = weights(model)
+    inf.handle(model).close()
+    return "\n".join(told), found
+
+
+def test_optimizers_of_other_parameters_or_values_are_none_and_training_goes_on(tmp_path: Path) -> None:
+    (mine, left), (theirs, right) = on_ranks(holds_others, tmp_path / "run", 2)
+    assert mine == theirs
+    assert "model.layers.0.self_attn.q_proj.weight" in mine and "model.layers.1.self_attn.q_proj.weight" in mine
+    assert all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
 def other_units(rank: int, place: Path) -> tuple[str, bool]:
     """Each rank gathers another block, of the same size: taken for what each expects, the shards would fit."""
     model, handle, _ = build(place)
@@ -106,7 +196,8 @@ def test_shards_of_another_unit_are_never_taken_for_those_that_are_wanted(tmp_pa
 
 def other_policy(rank: int, place: Path) -> list[str]:
     found = []
-    for field, values in {"state": ("exact", "bf16"), "qwz": (False, True), "seed": (0, 1)}.items():
+    mesh = init_device_mesh("cpu", (2, 1))
+    for field, values in {"state": ("exact", "bf16"), "qwz": (False, True), "seed": (0, 1), "mesh": (None, mesh)}.items():
         with pytest.raises(ValueError, match=f"Policy.{field} is ") as caught:
             build(place, **{field: values[rank]})
         found.append(str(caught.value))

@@ -89,7 +89,7 @@ class RamResidency:
     def read(self, param: Param) -> torch.Tensor:
         return self.copies[param].clone()
 
-    def write(self, param: Param, value: torch.Tensor) -> None:
+    def write_alike(self, param: Param, value: torch.Tensor) -> None:
         self.writes += 1
         with torch.no_grad():
             self.copies[param] = value.detach().to(param.dtype, copy=True).reshape(param.shape)
