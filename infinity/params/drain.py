@@ -76,6 +76,14 @@ class Drain:
                 param.at_rest.grad_dtype = param.grad.stand_in.dtype  # what torch lets `.grad` be
         return param.grad
 
+    def allocate(self) -> None:
+        """Make room for what the gradients of all that learns need on their way, if there is none yet. Raises: MemoryError."""
+        flats = [flat for unit in self._units for flat in unit.flats if flat.learns]
+        if self._reducer is not None:
+            self._reducer.allocate(flats)
+        if self._local is not None:
+            self._local.allocate(flats)
+
     def drain(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]; on several ranks it waits until its unit is reduced."""
         if self._comm.world == 1:
@@ -114,7 +122,7 @@ class Drain:
             self._gradients.unit_done(unit)
         elif self._accumulates:
             self._add_up(unit)
-        elif any(flat.trainable for flat in unit.flats):
+        elif any(flat.learns for flat in unit.flats):
             # Also without a gradient here: another rank may have one, and all must take part.
             self._reduce(unit)
 
@@ -126,10 +134,12 @@ class Drain:
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Inside, gradients add up in this rank's whole sums, if the policy keeps such."""
-        if self._local is not None:  # slots in one order on all ranks, whichever of their parameters each uses
+        if self._local is not None:
+            self.allocate()  # what was thawed, and no optimizer holds
+            # Slots in one order on all ranks, whichever of their parameters each uses.
             for unit in self._units:
                 for param in unit.params:
-                    if param.flat.trainable:
+                    if param.flat.learns:
                         self.slot(param)
         before, self._accumulates = self._accumulates, self._local is not None
         try:

@@ -17,17 +17,25 @@ from infinity.sizes import round_up
 
 
 class LocalSums:
-    """The sums of one model's flats, in CPU memory. One thread uses it at a time, but for `into`, which the reduce lane calls."""
+    """The sums of one model's flats, in CPU memory. One thread uses it at a time. dtype_of: in which gradients of a flat wait."""
 
-    def __init__(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> None:
-        self._slab = Slab(max(self.needs_bytes(flats, dtype_of), 1))
+    def __init__(self, dtype_of: Callable[[Flat], torch.dtype]) -> None:
+        self._slabs: list[Slab] = []
         self._dtype_of = dtype_of
         self._sums: dict[Flat, torch.Tensor] = {}
         self._present: dict[Unit, set[Param]] = {}
-        memory = torch.from_numpy(self._slab.array(np.uint8))
+
+    def allocate(self, flats: Sequence[Flat]) -> None:
+        """Make room for those of these flats that have none yet. Raises: MemoryError."""
+        fresh = [flat for flat in flats if flat not in self._sums]
+        if not fresh:
+            return
+        slab = Slab(self.needs_bytes(fresh, self._dtype_of))
+        self._slabs.append(slab)
+        memory = torch.from_numpy(slab.array(np.uint8))
         start = 0
-        for flat in flats:
-            dtype = dtype_of(flat)
+        for flat in fresh:
+            dtype = self._dtype_of(flat)
             self._sums[flat] = memory[start : start + flat.layout.numel * dtype.itemsize].view(dtype)
             start += round_up(flat.layout.numel * dtype.itemsize, 64)
 
@@ -43,6 +51,7 @@ class LocalSums:
 
     def add(self, param: Param, grad: torch.Tensor) -> None:
         """Add a fresh gradient [param.shape]; the first since `take` is copied."""
+        self.allocate([param.flat])
         total = self._sums[param.flat][param.offset : param.offset + param.numel]
         present = self._present.setdefault(param.unit, set())
         source = grad.detach().reshape(-1).to("cpu")
@@ -75,4 +84,6 @@ class LocalSums:
         """Free the memory. Nothing may be under way."""
         self._present.clear()
         self._sums.clear()
-        self._slab.close()
+        for slab in self._slabs:
+            slab.close()
+        self._slabs.clear()
