@@ -20,6 +20,8 @@ from infinity.comm.exchange import Exchange, Parts
 from infinity.comm.lanes import Op
 from infinity.params.unit import Flat, Param, Unit
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 Wholes = Mapping[Param, Sequence[torch.Tensor]]
 """For each parameter what adds up to its gradient on this rank: [shape] or [numel] tensors."""
 
@@ -102,8 +104,12 @@ class Reducer:
 
     def start(self, unit: Unit, gradients: Wholes, *, size_bytes: int) -> Reduction:
         """Begin the reduction of a unit. Does not block. `gradients` may be changed by nobody until it is done; size_bytes: of
-        those that nobody else holds."""
+        those that nobody else holds.
+
+        Raises: ValueError for a dtype that ranks do not reduce, of a parameter that was thawed.
+        """
         flats = [flat for flat in unit.flats if flat.learns]
+        check_reducible(flats, self._dtype_of)
         self.allocate(flats)  # what was thawed, and no optimizer holds
         params = [param for flat in flats for param in flat.params]
         present = torch.tensor([param in gradients for param in params], dtype=torch.uint8)
@@ -162,6 +168,16 @@ class Reducer:
     def close(self) -> None:
         """Free the memory. Nothing may be under way."""
         self._errors.clear()
+
+
+def check_reducible(flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> None:
+    """Raise ValueError for a flat whose gradients wait in a dtype that ranks do not reduce."""
+    for flat in flats:
+        if dtype_of(flat) not in _DTYPES:
+            raise ValueError(
+                f"the gradient of {flat.params[0].name} is {dtype_of(flat)}; several ranks reduce bfloat16, float16 and float32 "
+                "gradients: cast the model before inf.offload, or freeze the parameter"
+            )
 
 
 def _title(unit: Unit) -> str:

@@ -273,3 +273,23 @@ def test_ranks_that_thaw_other_parameters_are_told_so(tmp_path: Path) -> None:
     for told in zip(*on_ranks(thaw_apart, tmp_path / "run", 2), strict=True):
         assert any(diverged for _, diverged in told) or all("has come to" in text for text, _ in told), told
         assert any("blocks." in text for text, _ in told), told
+
+
+def doubles(_rank: int, _place: Path) -> list[str]:
+    found = []
+    with pytest.raises(ValueError, match="cast the model") as caught:
+        pair((), torch.float64)
+    found.append(str(caught.value))
+    model, handle = pair(["blocks"], torch.float64)
+    model.blocks[2].requires_grad_(True)
+    with pytest.raises(ValueError, match="cast the model") as caught:
+        backward(model, 0)
+    found.append(str(caught.value))
+    handle.close()
+    return found
+
+
+def test_gradients_that_ranks_do_not_reduce_are_refused_by_name(tmp_path: Path) -> None:
+    for at_once, thawed in on_ranks(doubles, tmp_path / "run", 2):
+        assert "blocks.0.0.weight is torch.float64" in at_once
+        assert "blocks.2.0.weight is torch.float64" in thawed
