@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,6 +73,8 @@ class Drain:
                 param.name, param.shape, self._gradients.of(param), param.flat.tensor.device
             )
             self._gradients.take_in(param)
+            if self._local is not None:
+                param.grad.on_zero = functools.partial(self._local.zero, param)
             if param.grad.stand_in.dtype is not param.dtype:
                 param.at_rest.grad_dtype = param.grad.stand_in.dtype  # what torch lets `.grad` be
         return param.grad
@@ -231,7 +234,8 @@ class Drain:
         """Drop sums whose gradients the loop has cleared."""
         assert self._local is not None
         for param in unit.params if self._local.any(unit) else ():
-            if param.at_rest.grad is None or param.grad is None or not param.grad.unreduced:
+            slot = param.grad
+            if param.at_rest.grad is None or slot is None or (self._local.has(param) and not slot.unreduced):
                 self._local.drop(param)
 
     def _reduce(self, unit: Unit) -> None:
@@ -239,10 +243,10 @@ class Drain:
         terms: dict[Param, list[torch.Tensor]] = {}
         if self._local is not None and self._local.any(unit):
             self._forget_cleared(unit)
-            for param, total in self._local.take(unit).items():
+            terms = self._local.take(unit)
+            for param in terms:
                 assert param.grad is not None
                 param.grad.unreduced = False
-                terms[param] = [total]
         fresh = self._fresh.pop(unit, {})
         for param, grad in fresh.items():
             terms.setdefault(param, []).append(grad)
