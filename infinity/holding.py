@@ -196,6 +196,7 @@ class Holding:
         """Room for the gradients of what is held, as planned, in RAM or on NVMe; and for what the mode wants besides."""
         plan, spilled = self._placing.plan, self._placing.spilled
         self.mode.allocate(self._held, spilled)
+        self._residency.gradients.allocate()
         if self._stores_gradients:
             self._gradients.allocate([flat for flat in self._held if flat not in spilled])
             # The last that may fail: from here on these flats must have the section.

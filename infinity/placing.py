@@ -10,7 +10,7 @@ the model is offloaded. An optimizer that holds fewer leaves budget, which goes 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,11 +57,13 @@ class Saved(NamedTuple):
     plan: Plan
     spilled: frozenset[Flat] | None
     scratch_bytes: int
+    staging_bytes: int
 
 
 class Placing:
     """The placement of one model's flats. `plan` is the one in force; `ledger_owner` is whose its RAM is.
 
+    staging_bytes: what gradients need on their way to where they wait; more after parameters were thawed.
     Formats are those of states without gradients; `plan.formats` says which flats have a section for theirs.
     """
 
@@ -73,12 +75,13 @@ class Placing:
         *,
         ledger_owner: int,
         default_bytes: int,
-        staging_bytes: int = 0,
+        staging_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._policy = policy
         self._flats = list(flats)
         self._gradients = gradients
         self._staging_bytes = staging_bytes
+        self._staged = 0  # bytes of that in the plan in force
         self._owner = ledger_owner
         # Once: what is left shrinks as this model takes its share, and must not be halved again for the optimizer.
         self._default_bytes = default_bytes
@@ -154,15 +157,16 @@ class Placing:
 
     def saved(self) -> Saved:
         """What `restore` brings back."""
-        return Saved(self.plan, self._spilled, self.scratch_bytes)
+        return Saved(self.plan, self._spilled, self.scratch_bytes, self._staged)
 
     def restore(self, saved: Saved, *, resident_bytes: int, gradient_bytes: int) -> None:
         """Put a former plan in force again. resident_bytes: what rests in RAM now; gradient_bytes: memory of gradients, and of
         the parameters that compute, which a later plan will find there. What is more than planned is reserved, too.
         """
-        plan, self._spilled, self.scratch_bytes = saved
+        plan, self._spilled, self.scratch_bytes, self._staged = saved
         more = max(resident_bytes - plan.resident_bytes, 0)
         more += max(gradient_bytes - plan.grad_bytes - plan.shadow_bytes, 0)
+        more += max(self._staging_bytes() - self._staged, 0)  # of what was thawed since: made, or when its first gradient comes
         LEDGER.reserve(self._owner, plan.ram_bytes + more, plan.min_bytes)
         self._plan = plan
 
@@ -172,7 +176,7 @@ class Placing:
 
     def _enforce(self, plan: Plan) -> Plan:
         LEDGER.reserve(self._owner, plan.ram_bytes, plan.min_bytes)
-        self._plan = plan
+        self._plan, self._staged = plan, self._staging_bytes()
         return plan
 
     def _make(self, formats: Mapping[Flat, Format], *, stores_gradients: bool) -> Plan:
@@ -186,7 +190,7 @@ class Placing:
             needs,
             budget_bytes(policy.ram, self._owner, self._default_bytes),
             drive_count=len(policy.directories),
-            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + self.scratch_bytes + self._staging_bytes,
+            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + self.scratch_bytes + self._staging_bytes(),
             pools=self._pools,
             resident=self._resident(),
             # What a resident byte saves is valued for a step of one micro-batch: how many there will be nobody knows at placement

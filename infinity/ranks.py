@@ -11,6 +11,7 @@ Source: Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5; the switches o
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from infinity.memory.device import Device
 from infinity.params.gradients import GradientMemory
 from infinity.params.kept import KeptShards
 from infinity.params.local_sums import LocalSums
-from infinity.params.reducing import Reducer
+from infinity.params.reducing import Reducer, check_reducible
 from infinity.params.unit import Flat, Unit
 
 _ENGINES: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
@@ -42,7 +43,9 @@ class Ranks:
         self.comm = Comm.open(mesh=policy.mesh, device=device, timeout_s=policy.rank_timeout_s, name=name)
         self.several = self.comm.world > 1
         self._values: dict[Flat, int] = {}
-        self._whole_grad_bytes = self._secondary_bytes = self._feedback_bytes = 0
+        self._secondary_bytes = 0
+        self._local: LocalSums | None = None
+        self._reduces: Reducer | None = None
         undo.callback(self.comm.close)
 
     def note(self, flat: Flat, values: torch.Tensor) -> None:
@@ -67,33 +70,42 @@ class Ranks:
         """Whether this rank keeps all parameters on its device."""
         return self._policy.params == "device" and (self._policy.zero < 3 or not self.several)
 
-    def ram_bytes(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
-        """CPU memory that these parts take, all of it from the start."""
+    def staging(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> Callable[[], int]:
+        """What tells the CPU memory that these parts take: all of it from the start, and more after parameters were thawed.
+
+        Raises: ValueError for a parameter whose gradient several ranks do not reduce.
+        """
         if not self.several:
-            return 0
-        topology, trained = self.comm.topology, [flat for flat in flats if flat.trainable]
+            return lambda: 0
+        check_reducible([flat for flat in flats if flat.learns], dtype_of)
+        return functools.partial(self._ram_bytes, flats, dtype_of)
+
+    def _ram_bytes(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
+        topology, learning = self.comm.topology, [flat for flat in flats if flat.learns]
         size_bytes = 0
         if self._policy.accumulates_locally:
-            size_bytes += LocalSums.needs_bytes(trained, dtype_of)
+            size_bytes += LocalSums.needs_bytes(learning, dtype_of)
         if self._policy.hpz == "cpu":
             size_bytes += KeptShards.needs_bytes(flats, topology.nodes)
         if self._policy.error_feedback:
-            size_bytes += Reducer.error_bytes(trained, topology.nodes, topology.local_world)
+            size_bytes += Reducer.error_bytes(learning, topology.nodes, topology.local_world)
         return size_bytes
 
     def gradient_parts(
         self, flats: Sequence[Flat], gradients: GradientMemory, undo: contextlib.ExitStack
     ) -> dict[str, Any]:
         """What `Drain` has of several ranks."""
-        return {"reducer": self._reducer(flats, gradients, undo), "local": self._local_sums(flats, gradients, undo)}
+        learning = [flat for flat in flats if flat.learns]
+        self._reduces, self._local = self._reducer(learning, gradients, undo), self._local_sums(learning, gradients, undo)
+        return {"reducer": self._reduces, "local": self._local}
 
     def _local_sums(self, flats: Sequence[Flat], gradients: GradientMemory, undo: contextlib.ExitStack) -> LocalSums | None:
         """Where micro-batches inside `no_sync` add up, if not in the shards."""
         if not (self.several and self._policy.accumulates_locally):
             return None
-        local = LocalSums([flat for flat in flats if flat.trainable], gradients.dtype)
+        local = LocalSums(gradients.dtype)
         undo.callback(local.close)
-        self._whole_grad_bytes = local.size_bytes
+        local.allocate(flats)
         return local
 
     def _reducer(self, flats: Sequence[Flat], gradients: GradientMemory, undo: contextlib.ExitStack) -> Reducer | None:
@@ -110,7 +122,6 @@ class Ranks:
             error_feedback=policy.error_feedback,
         )
         undo.callback(reducer.close)
-        self._feedback_bytes = reducer.feedback_bytes
         return reducer
 
     def kept(self, units: Sequence[Unit], device: Device) -> KeptShards | None:
@@ -133,7 +144,7 @@ class Ranks:
             "comm_gather_across_bytes": gather.across,
             "comm_reduce_inside_bytes": reduce.inside,
             "comm_reduce_across_bytes": reduce.across,
-            "whole_grad_bytes": self._whole_grad_bytes,
+            "whole_grad_bytes": self._local.size_bytes if self._local is not None else 0,
             "secondary_bytes": self._secondary_bytes,
-            "feedback_bytes": self._feedback_bytes,
+            "feedback_bytes": self._reduces.feedback_bytes if self._reduces is not None else 0,
         }

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,9 +73,19 @@ class Drain:
                 param.name, param.shape, self._gradients.of(param), param.flat.tensor.device
             )
             self._gradients.take_in(param)
+            if self._local is not None:
+                param.grad.on_zero = functools.partial(self._local.zero, param)
             if param.grad.stand_in.dtype is not param.dtype:
                 param.at_rest.grad_dtype = param.grad.stand_in.dtype  # what torch lets `.grad` be
         return param.grad
+
+    def allocate(self) -> None:
+        """Make room for what the gradients of all that learns need on their way, if there is none yet. Raises: MemoryError."""
+        flats = [flat for unit in self._units for flat in unit.flats if flat.learns]
+        if self._reducer is not None:
+            self._reducer.allocate(flats)
+        if self._local is not None:
+            self._local.allocate(flats)
 
     def drain(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]; on several ranks it waits until its unit is reduced."""
@@ -114,7 +125,7 @@ class Drain:
             self._gradients.unit_done(unit)
         elif self._accumulates:
             self._add_up(unit)
-        elif any(flat.trainable for flat in unit.flats):
+        elif any(flat.learns for flat in unit.flats):
             # Also without a gradient here: another rank may have one, and all must take part.
             self._reduce(unit)
 
@@ -126,10 +137,12 @@ class Drain:
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Inside, gradients add up in this rank's whole sums, if the policy keeps such."""
-        if self._local is not None:  # slots in one order on all ranks, whichever of their parameters each uses
+        if self._local is not None:
+            self.allocate()  # what was thawed, and no optimizer holds
+            # Slots in one order on all ranks, whichever of their parameters each uses.
             for unit in self._units:
                 for param in unit.params:
-                    if param.flat.trainable:
+                    if param.flat.learns:
                         self.slot(param)
         before, self._accumulates = self._accumulates, self._local is not None
         try:
@@ -221,7 +234,8 @@ class Drain:
         """Drop sums whose gradients the loop has cleared."""
         assert self._local is not None
         for param in unit.params if self._local.any(unit) else ():
-            if param.at_rest.grad is None or param.grad is None or not param.grad.unreduced:
+            slot = param.grad
+            if param.at_rest.grad is None or slot is None or (self._local.has(param) and not slot.unreduced):
                 self._local.drop(param)
 
     def _reduce(self, unit: Unit) -> None:
@@ -229,10 +243,10 @@ class Drain:
         terms: dict[Param, list[torch.Tensor]] = {}
         if self._local is not None and self._local.any(unit):
             self._forget_cleared(unit)
-            for param, total in self._local.take(unit).items():
+            terms = self._local.take(unit)
+            for param in terms:
                 assert param.grad is not None
                 param.grad.unreduced = False
-                terms[param] = [total]
         fresh = self._fresh.pop(unit, {})
         for param, grad in fresh.items():
             terms.setdefault(param, []).append(grad)

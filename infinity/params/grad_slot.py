@@ -82,6 +82,7 @@ class GradSlot:
         self._drains = 0  # since the slot was last empty
         self._drains_before = 1  # the count the slot reached when it was last emptied
         self.unreduced = False  # this rank's whole sum waits for a reduction, besides what the slot holds
+        self.on_zero: Callable[[], None] | None = None  # called when the loop has set that sum to zeros
         self._lost = False  # emptied while somebody may still have the stand-in
 
     @property
@@ -287,6 +288,8 @@ class GradSlot:
         if self.unreduced:
             self.unreduced = False
             self.state = SlotState.HELD
+            if self.on_zero is not None:
+                self.on_zero()
         if self.state is SlotState.EMPTY:
             return
         self._require_held("zero_")

@@ -13,11 +13,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import xxhash
 
 from infinity.comm.collectives import Comm
 from infinity.comm.exchange import Exchange, Parts
 from infinity.comm.lanes import Op
 from infinity.params.unit import Flat, Param, Unit
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 Wholes = Mapping[Param, Sequence[torch.Tensor]]
 """For each parameter what adds up to its gradient on this rank: [shape] or [numel] tensors."""
@@ -52,8 +55,8 @@ class Reduction:
 class Reducer:
     """Reduces gradients of one model. One thread uses it at a time.
 
-    dtype_of: in which they wait. reduce_dtype: in which they travel, None: in that. qgz: as int4 groups. error_feedback: what
-    their rounding took is added the next time; it is kept in CPU memory.
+    flats: those that learn from the start. dtype_of: in which gradients wait. reduce_dtype: in which they travel, None: in that.
+    qgz: as int4 groups. error_feedback: what their rounding took is added the next time; it is kept in CPU memory.
     """
 
     def __init__(
@@ -70,12 +73,17 @@ class Reducer:
         self._dtype_of = dtype_of
         self._reduce_dtype = reduce_dtype
         self._qgz = qgz
+        self._error_feedback = error_feedback
         self._errors: dict[Flat, tuple[torch.Tensor, ...]] = {}
-        if error_feedback:
-            for flat in flats:
-                if flat.trainable:
-                    shapes = self.error_shapes(flat, comm.topology.nodes, comm.topology.local_world)
-                    self._errors[flat] = tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+        self.allocate(flats)
+
+    def allocate(self, flats: Sequence[Flat]) -> None:
+        """Make room for what rounding takes from gradients of these flats, where there is none yet. Raises: MemoryError."""
+        topology = self._comm.topology
+        for flat in flats if self._error_feedback else ():
+            if flat not in self._errors:
+                shapes = self.error_shapes(flat, topology.nodes, topology.local_world)
+                self._errors[flat] = tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
 
     @staticmethod
     def error_shapes(flat: Flat, nodes: int, local_world: int) -> list[tuple[int, int]]:
@@ -96,11 +104,16 @@ class Reducer:
 
     def start(self, unit: Unit, gradients: Wholes, *, size_bytes: int) -> Reduction:
         """Begin the reduction of a unit. Does not block. `gradients` may be changed by nobody until it is done; size_bytes: of
-        those that nobody else holds."""
-        flats = [flat for flat in unit.flats if flat.trainable]
+        those that nobody else holds.
+
+        Raises: ValueError for a dtype that ranks do not reduce, of a parameter that was thawed.
+        """
+        flats = [flat for flat in unit.flats if flat.learns]
+        check_reducible(flats, self._dtype_of)
+        self.allocate(flats)  # what was thawed, and no optimizer holds
         params = [param for flat in flats for param in flat.params]
         present = torch.tensor([param in gradients for param in params], dtype=torch.uint8)
-        device = flats[0].tensor.device
+        device = unit.flats[0].tensor.device
         means = [torch.empty(flat.layout.shard_numel, dtype=self._dtype_of(flat), device=device) for flat in flats]
         held = dict(gradients)
 
@@ -108,7 +121,7 @@ class Reducer:
             with torch.no_grad():
                 self._reduce(exchange, flats, held, means, present)
 
-        op = self._comm.reduce(f"gradients of {unit.name}", work)
+        op = self._comm.reduce(_title(unit), work)
         return Reduction(unit, op, flats, means, size_bytes, held, present)
 
     def _reduce(
@@ -155,6 +168,24 @@ class Reducer:
     def close(self) -> None:
         """Free the memory. Nothing may be under way."""
         self._errors.clear()
+
+
+def check_reducible(flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> None:
+    """Raise ValueError for a flat whose gradients wait in a dtype that ranks do not reduce."""
+    for flat in flats:
+        if dtype_of(flat) not in _DTYPES:
+            raise ValueError(
+                f"the gradient of {flat.params[0].name} is {dtype_of(flat)}; several ranks reduce bfloat16, float16 and float32 "
+                "gradients: cast the model before inf.offload, or freeze the parameter"
+            )
+
+
+def _title(unit: Unit) -> str:
+    """What a reduction is called, by which ranks meet: one that trains other parameters of the unit has come to another."""
+    flags = bytes(param.gathered.requires_grad for param in unit.params)
+    if all(flags):
+        return f"gradients of {unit.name}"
+    return f"gradients of {unit.name}, trained {sum(flags)} of its {len(flags)} parameters ({xxhash.xxh32_hexdigest(flags)})"
 
 
 def _sum_into(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:

@@ -74,7 +74,11 @@ def keys_of(names: Iterable[str], place: Place | None) -> tuple[str, ...]:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Flat:
-    """The parameters of a unit that share a dtype and are trainable or not, as one tensor."""
+    """The parameters of a unit that share a dtype and are trainable or not, as one tensor.
+
+    trainable: they required a gradient when the model was offloaded, by which memory is planned. learns: one of them does, or did
+    at some time; several ranks reduce its gradients.
+    """
 
     unit: Unit
     index: int
@@ -83,6 +87,10 @@ class Flat:
     layout: FlatLayout
     tensor: torch.Tensor  # [layout.numel] of dtype on the compute device
     params: list[Param] = dataclasses.field(default_factory=list)
+    learns: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.learns = self.trainable
 
     def __repr__(self) -> str:
         return f"Flat({self.unit.name!r}, {self.index})"

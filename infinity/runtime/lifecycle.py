@@ -391,6 +391,7 @@ class Lifecycle:
         """Drain the parameter's gradients from now on, if it can have some."""
         if param.gathered.requires_grad and param not in self._drained:
             self._drained.add(param)
+            param.flat.learns = True
             hook = self._backward.drain_hook(param)
             param.gathered.register_post_accumulate_grad_hook(hook)
             # A custom autograd Function that was handed the parameter at rest gives its gradient to that leaf.

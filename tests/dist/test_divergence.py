@@ -301,3 +301,49 @@ def reads_unreduced(rank: int, place: Path) -> None:
 
 def test_sums_that_are_not_reduced_are_not_read(tmp_path: Path) -> None:
     on_ranks(reads_unreduced, tmp_path / "run", 2)
+
+
+class Gain(torch.nn.Module):
+    """A gain that only some calls use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64)
+        self.gain = torch.nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor, *, used: bool) -> torch.Tensor:
+        x = self.linear(x)
+        return (x * self.gain if used else x).square().mean()
+
+
+def zeroes(rank: int, _place: Path) -> list[tuple[bool, torch.Tensor]]:
+    """Rank 0 alone has used the gain when what has come so far is set to zeros, or cleared; nobody uses it afterwards."""
+    found = []
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
+    for values in ({"zero": 1}, {"zero": 2, "accumulate": "local", "update": "backward"}):
+        for to_none in (False, True):
+            torch.manual_seed(0)
+            model = inf.offload(Gain(), inf.Policy(params="device", optim="cpu", rank_timeout_s=60.0, **values))
+            handle, optimizer = inf.handle(model), inf.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+            for _ in range(2):
+                with handle.no_sync():
+                    model(x, used=rank == 0).backward()
+                optimizer.zero_grad(set_to_none=to_none)
+                model(x, used=False).backward()
+                has = model.gain.grad is not None
+                if "update" not in values:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((has, model.state_dict()["gain"].clone()))
+            handle.close()
+    return found
+
+
+def test_zeros_in_place_of_a_sum_that_waits_on_one_rank_are_a_gradient_on_all(tmp_path: Path) -> None:
+    """As in a plain loop over the rows of all ranks: zeros decay a parameter, and none leaves it alone."""
+    decayed = torch.full((64,), (1 - 1e-2 * 0.5) ** 2)
+    for found in on_ranks(zeroes, tmp_path / "run", 2):
+        for (has, gain), wanted in zip(found, [decayed, torch.ones(64)] * 2, strict=True):
+            assert has == (wanted is decayed)
+            torch.testing.assert_close(gain, wanted)
