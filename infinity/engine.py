@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import warnings
@@ -155,10 +156,10 @@ class Handle:
         there = open_device(device)
         check_activations(policy, there)
         source, self._gradients = open_source(model, load), GradientMemory(self.rank, policy.grad_dtype, there)
-        early = staging_bytes(policy, self.units, there, self._gradients.dtype)
+        early = functools.partial(staging_bytes, policy, self.units, there, self._gradients.dtype)
         staging = ranks.staging(self._flats, self._gradients.dtype)
         share = {"default_bytes": self._sharing.default_bytes, "ledger_owner": id(self)}
-        self._placing = Placing(policy, self._flats, self._gradients, staging_bytes=lambda: early + staging(), **share)
+        self._placing = Placing(policy, self._flats, self._gradients, staging_bytes=lambda: early() + staging(), **share)
         undo.callback(self._placing.close)
         plan = self._placing.first()
         self._storage = Storage(policy, plan, seam, undo, device=there, sharing=self._sharing, rank=self.rank)

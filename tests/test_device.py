@@ -143,6 +143,32 @@ def test_the_threads_current_device_stays_what_it_is(tmp_path: Path, monkeypatch
         device.current(0)
 
 
+def thawed(**given: Any) -> list[torch.Tensor]:
+    """Parameters after steps of a model that was frozen when it was offloaded, but for its last layer."""
+    model = models.make(models.llama)
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    inf.offload(model, inf.Policy(**given))
+    model.requires_grad_(True)
+    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    for batch in models.token_batches(3):
+        models.loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [value.clone() for value in model.state_dict().values()]
+    inf.handle(model).close()
+    return found
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_what_is_thawed_after_offload_trains(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = thawed(update=update)
+    with simulated(monkeypatch) as device:
+        found = thawed(update=update)
+        assert device.live() == (0, 0, 0)
+    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+
+
 def test_a_gradient_that_the_loop_assigns_is_the_loops_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated(monkeypatch, delay_us=200_000):
         model = inf.offload(models.make(models.llama), inf.Policy())

@@ -110,6 +110,11 @@ class EarlyUpdates:
         """Whether gradients that come now wait for a reduction, and none is taken here before."""
         return self._drain.waits_local
 
+    def allocate(self) -> None:
+        """Make what is held besides states and gradients fit what learns by now. Nothing may be pending."""
+        if self._staging is not None:
+            self._staging.grow()
+
     def close(self) -> None:
         """Let go of gradients that updates have read. Nothing may be pending."""
         self._ready.clear()

@@ -105,6 +105,9 @@ class EarlyMode(UpdateMode):
         """Once micro-batches were accumulated."""
         return self._accumulated
 
+    def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:  # noqa: ARG002 - windows are for all that learns
+        self._updates.allocate()
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         if not (self._accumulated or self._updates.reduced_later):
@@ -205,6 +208,6 @@ def open_mode(
 
 
 def staging_bytes(policy: Policy, units: list[Unit], device: Device, dtype_of: Callable[[Flat], torch.dtype]) -> int:
-    """Pinned memory by way of which gradients leave the device for updates during backward."""
+    """Pinned memory by way of which gradients leave the device for updates during backward; more after parameters were thawed."""
     early = device.copies and policy.update == "backward" and not policy.speculates
-    return Staging(units, device, dtype_of).size_bytes if early else 0
+    return Staging.needs_bytes(units, dtype_of) if early else 0

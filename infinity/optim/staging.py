@@ -38,9 +38,10 @@ class Staging:
     """The windows, each for one unit's gradients. One thread uses it at a time. dtype_of: in which gradients of a flat wait."""
 
     def __init__(self, units: Sequence[Unit], device: Device, dtype_of: Callable[[Flat], torch.dtype]) -> None:
+        self._units = list(units)
         self._dtype_of = dtype_of
-        self._window_bytes = max((self._needs(unit) for unit in units), default=0)
         self._device = device
+        self._window_bytes = self.needs_bytes(units, dtype_of) // WINDOW_UNITS
         self._leaving = Leaving(device, WINDOW_UNITS * self._window_bytes)
         self._slab: Slab | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -50,10 +51,22 @@ class Staging:
         self._due: deque[Unit] = deque()
         self._tickets: dict[Unit, list[Ticket]] = {}
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all windows."""
-        return WINDOW_UNITS * self._window_bytes
+    @staticmethod
+    def needs_bytes(units: Sequence[Unit], dtype_of: Callable[[Flat], torch.dtype]) -> int:
+        """Bytes of all windows: more after parameters were thawed."""
+        needs = (
+            window_bytes(param.numel * dtype_of(param.flat).itemsize for param in unit.params if param.flat.learns)
+            for unit in units
+        )
+        return WINDOW_UNITS * max(needs, default=0)
+
+    def grow(self) -> None:
+        """Make the windows fit what learns by now. Nothing may be under way."""
+        window = self.needs_bytes(self._units, self._dtype_of) // WINDOW_UNITS
+        if window > self._window_bytes:
+            self.close()
+            self._window_bytes = window
+            self._leaving = Leaving(self._device, WINDOW_UNITS * window)
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._tickets
@@ -113,8 +126,8 @@ class Staging:
 
     def allocate(self) -> None:
         """Make the windows, if there are none. Blocks while they are pinned."""
-        if self._slab is None and self.size_bytes:
-            self._slab = Slab(self.size_bytes)
+        if self._slab is None and self._window_bytes:
+            self._slab = Slab(WINDOW_UNITS * self._window_bytes)
             self._device.pin(self._slab)
             self._memory = torch.from_numpy(self._slab.array(np.uint8))
 
@@ -127,8 +140,3 @@ class Staging:
             except AioError:
                 break  # it is the pipeline's to raise, and reads no more
         return self._memory[index * self._window_bytes : (index + 1) * self._window_bytes]
-
-    def _needs(self, unit: Unit) -> int:
-        return window_bytes(
-            param.numel * self._dtype_of(param.flat).itemsize for param in unit.params if param.flat.trainable
-        )
