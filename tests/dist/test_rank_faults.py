@@ -22,7 +22,8 @@ import infinity as inf
 from infinity.aio import Seam
 from infinity.aio.executor import Fault
 from infinity.engine import offload
-from tests.crashes import Net, digest, step
+from infinity.errors import AioError, RankFailed
+from tests.crashes import Net, Rooted, digest, step
 from tests.dist.ranks import Outcome, ends_of, on_ranks
 
 STRUCK_IN = 2  # the step
@@ -236,3 +237,63 @@ def raise_alike(rank: int, place: Path) -> list[str]:
 def test_errors_that_all_ranks_meet_alike_end_nothing(tmp_path: Path) -> None:
     for undisturbed, disturbed in on_ranks(raise_alike, tmp_path / "run", 3):
         assert disturbed == undisturbed
+
+
+@dataclasses.dataclass(frozen=True)
+class AtTheEnd:
+    """What befalls rank 0 while rank 1 ends a backward, or rank 1 itself there."""
+
+    how: str  # "kill": rank 0; "drive": rank 1
+    values: tuple[tuple[str, Any], ...] = tuple(STAGE2.items())
+
+    def __call__(self, rank: int, place: Path) -> Any:
+        drive = place / "drive"
+        drive.mkdir(exist_ok=True)
+        policy = inf.Policy(**{"nvme": drive, "unit_bytes_max": 4096, "rank_timeout_s": 60.0, **dict(self.values)})
+        torch.manual_seed(0)
+        model: Any = inf.offload(Rooted().bfloat16(), policy)
+        optimizer, handle = inf.AdamW(model.parameters(), lr=1e-2), inf.handle(model)
+        step(model, optimizer, 0, rank)
+        handle.flush()
+        loss = model(torch.randn(4, 24).bfloat16())
+        reached = place / "reached"
+        if self.how == "kill" and rank == 0:
+            while not reached.exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            before, left = handle.residency.unit_done, 3  # blocks.2, blocks.1, and the first of the two that end last
+
+            def unit_done(unit: Any) -> None:
+                nonlocal left
+                left -= 1
+                if left == 0 and self.how == "drive":
+                    raise AioError("no such luck", path="/swap", op="write", length=4096)
+                if left == 0:
+                    reached.touch()
+                before(unit)
+
+            handle.residency.unit_done = unit_done
+        with pytest.raises((RankFailed, AioError)) as caught:
+            loss.backward()
+            optimizer.step()
+        closing = ""
+        try:
+            handle.close()
+        except Exception:
+            closing = traceback.format_exc()
+        dist.destroy_process_group()
+        return type(caught.value).__name__, str(caught.value), open_in(drive), ours(), closing
+
+
+@pytest.mark.parametrize(("how", "values"), [("kill", STAGE2), ("drive", STAGE2), ("drive", STAGE3)])
+def test_a_failure_at_the_end_of_backward_leaves_nothing(tmp_path: Path, how: str, values: dict[str, Any]) -> None:
+    outcomes = ends_of(AtTheEnd(how, tuple(values.items())), tmp_path / "run", 2, leave=True)
+    assert (outcomes[0].exit_code == -signal.SIGKILL) == (how == "kill")
+    kinds = {0: "RankFailed", 1: "RankFailed" if how == "kill" else "AioError"}
+    for outcome in outcomes if how == "drive" else outcomes[1:]:
+        assert outcome.well, outcome
+        kind, text, held, threads, closing = outcome.result
+        assert kind == kinds[outcome.rank], text
+        assert (held, threads) == ((), ()), closing
+        assert closing == "" or "RankFailed" in closing.splitlines()[-1], closing
