@@ -1,6 +1,6 @@
 """What the ranks of a model do together: agree, gather weights, reduce gradients, and notice when one of them is gone.
 
-    control lane   flags, small sums, barriers           the caller waits
+    control lane   flags, small sums, what ranks tell    the caller waits
     gather lane    shards of weights                     behind the reads of this rank's shard, ahead of forward and backward
     reduce lane    gradients of a unit                   while backward goes on
 
