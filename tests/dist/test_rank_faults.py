@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import signal
 import threading
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import infinity as inf
 from infinity.aio import Seam
 from infinity.aio.executor import Fault
+from infinity.comm import collectives
 from infinity.engine import offload
 from infinity.errors import AioError, RankFailed
 from tests.crashes import Net, Rooted, digest, step
@@ -297,3 +299,47 @@ def test_a_failure_at_the_end_of_backward_leaves_nothing(tmp_path: Path, how: st
         assert kind == kinds[outcome.rank], text
         assert (held, threads) == ((), ()), closing
         assert closing == "" or "RankFailed" in closing.splitlines()[-1], closing
+
+
+def cannot_make_groups(rank: int, place: Path) -> tuple[str, str, list[str]]:
+    """Rank 0 has no descriptors for the second lane, when the others are about to meet it there."""
+    if rank == 0:
+        before, calls = collectives.make_group, itertools.count()
+
+        def make_group(**values: Any) -> Any:
+            if next(calls):
+                raise OSError("too many open files")
+            return before(**values)
+
+        collectives.make_group = make_group
+    with pytest.raises((OSError, RankFailed)) as caught:
+        inf.offload(Net(), inf.Policy(params="cpu", optim="cpu", rank_timeout_s=60.0))
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")]
+    dist.destroy_process_group()
+    return type(caught.value).__name__, str(caught.value), threads
+
+
+def test_a_rank_that_fails_amid_opening_ends_the_others_and_leaves_no_thread(tmp_path: Path) -> None:
+    outcomes = ends_of(cannot_make_groups, tmp_path / "run", 2, leave=True, timeout_s=45.0)
+    assert all(outcome.well for outcome in outcomes), outcomes
+    kind, text, threads = outcomes[0].result
+    assert (kind, text, threads) == ("OSError", "too many open files", [])
+    kind, text, threads = outcomes[1].result
+    assert (kind, text) == ("RankFailed", "rank 0 failed: OSError: too many open files")
+    assert set(threads) <= {"infinity-lane-gather-maker"}  # given up: torch knows no way to break off new_group()
+
+
+def test_a_rank_that_does_not_offload_is_named_after_rank_timeout_s(tmp_path: Path) -> None:
+    for outcome in on_ranks(offloads_alone, tmp_path / "run", 2)[:1]:
+        assert "ranks [1] have not said within 0.5 s on which host they are" in outcome
+
+
+def offloads_alone(rank: int, place: Path) -> str:
+    if rank == 1:
+        while not (place / "told").exists():
+            time.sleep(0.01)
+        return ""
+    with pytest.raises(RankFailed) as caught:
+        inf.offload(Net(), inf.Policy(params="cpu", optim="cpu", rank_timeout_s=0.5))
+    (place / "told").touch()
+    return str(caught.value)
