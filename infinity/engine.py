@@ -24,6 +24,7 @@ import torch
 from infinity.aio import Seam
 from infinity.checkpoint.durable import DurableRun
 from infinity.checkpoint.saving import Saving
+from infinity.closing import then_every
 from infinity.config import Policy
 from infinity.errors import EngineClosed
 from infinity.holding import Holding
@@ -398,21 +399,17 @@ class Handle:
             return
         if self._lifecycle.windows:
             raise RuntimeError("handle.close() inside handle.gather(): the writes of the block would be lost; leave it first")
-        try:
+        steps = (self._lifecycle.detach, self._executor.drain, self.residency.close, lambda: part(self._params))
+        with then_every(self._forget, *steps, self._gradients.close, self._undo.close):
             self.saving.settle()
             self.pipeline.wait()
             self.saving.raise_fault()
             if commit:
                 self.pipeline.settle()
-        finally:
-            self._closed = True
-            _OPEN.discard(self)
-            self._lifecycle.detach()
-            self._executor.drain()
-            self.residency.close()
-            part(self._params)
-            self._gradients.close()
-            self._undo.close()
+
+    def _forget(self) -> None:
+        self._closed = True
+        _OPEN.discard(self)
 
     @property
     def closed(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from infinity.errors import (
     StateInvalid,
     SwapFullError,
 )
-from tests import harness, models
+from tests import crashes, harness, models
+from tests.crashes import Rooted
 
 BATCH = models.token_batches(1, seed=3)[0]
 
@@ -451,3 +453,111 @@ def test_a_drive_that_keeps_failing_raises_at_every_call_and_close_returns(op: s
             handle.flush()
         with pytest.raises(EngineClosed):
             handle.stats()
+
+
+def held_in(directory: Path) -> list[str]:
+    """What this process has open there, also what no name leads to any more."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(str(link.readlink()))
+    return [target for target in found if target.startswith(str(directory))]
+
+
+def failing(text: str, *, after: int = 0) -> Callable[..., None]:
+    """Raises AioError, at every call or at that number of it alone."""
+    calls = itertools.count(1)
+
+    def fails(*_: object) -> None:
+        if after in (0, next(calls)):
+            raise AioError(text, path="/swap", op="write", length=4096)
+
+    return fails
+
+
+def rooted(place: Path, **values: Any) -> tuple[Any, inf.AdamW]:
+    torch.manual_seed(0)
+    model = inf.offload(Rooted().bfloat16(), nvme(place, unit_bytes_max=4096, **values))
+    return model, inf.AdamW(model.parameters(), lr=1e-2)
+
+
+def break_backward(model: nn.Module, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows when a Use has ended fails, at the nth of one backward: those of `Rooted` are of its blocks, from the last
+    on, and of itself, and the last two end with the backward."""
+    residency, fails = inf.handle(model).residency, failing("no such luck", after=nth)
+    before = residency.unit_done
+    monkeypatch.setattr(residency, "unit_done", lambda unit: (fails(), before(unit)))
+
+
+@pytest.mark.parametrize("values", [{}, {"generations": 2, "update": "backward"}], ids=str)
+@pytest.mark.parametrize("nth", [3, 4])
+def test_training_goes_on_after_an_error_at_the_end_of_backward(
+    nth: int, values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    with harness.one_thread():
+        for breaks in (False, True):
+            model, optimizer = rooted(tmp_path, **values)
+            if breaks:
+                break_backward(model, nth, monkeypatch)
+                buffers = {name: value.clone() for name, value in model.named_buffers()}
+                with pytest.raises(AioError, match="no such luck"):
+                    crashes.step(model, optimizer, 0, 0)
+                optimizer.zero_grad()
+                for name, value in model.named_buffers():
+                    value.copy_(buffers[name])
+            for index in range(3):
+                crashes.step(model, optimizer, index, 0)
+            found.append(crashes.digest(model))
+            inf.handle(model).close()
+    assert found[0] == found[1]
+
+
+def test_no_step_goes_past_an_update_in_backward_that_broke_off_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = rooted(tmp_path, update="backward", on_nonfinite="ignore")
+    monkeypatch.setattr(inf.handle(model).residency.gradients, "backward_end", failing("no such luck"))
+    with pytest.raises(AioError, match="no such luck"):
+        crashes.step(model, optimizer, 0, 0)
+    with pytest.raises(StateInvalid, match="broke off"):
+        optimizer.step()
+    with pytest.raises(StateInvalid, match="broke off"):
+        inf.handle(model).close()
+
+
+@pytest.mark.parametrize("nth", [3, 4])
+def test_close_frees_everything_after_an_error_at_the_end_of_backward(
+    nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = rooted(tmp_path)
+    break_backward(model, nth, monkeypatch)
+    with pytest.raises(AioError, match="no such luck"):
+        crashes.step(model, optimizer, 0, 0)
+    assert held_in(tmp_path)
+    inf.handle(model).close()
+    assert not held_in(tmp_path)
+
+
+def test_every_step_of_closing_is_taken_and_the_first_error_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for also in ("pipeline.wait", "_lifecycle.detach", "_executor.drain", "_gradients.close"):
+        model = inf.offload(llama(), nvme(tmp_path))
+        optimizer, handle = inf.AdamW(model.parameters(), lr=1e-2), inf.handle(model)
+        train(model, optimizer, 1)
+        part, name = also.split(".")
+        with monkeypatch.context() as patches:
+            patches.setattr(getattr(handle, part), name, failing(also))
+            patches.setattr(handle.residency, "close", failing("residency.close"))
+            first, second = sorted((also, "residency.close"), key=ORDER.index)
+            with pytest.raises(AioError, match=first):
+                handle.close()
+        assert handle.closed
+        assert not held_in(tmp_path), also
+        assert f"AioError: {second}" in caplog.text
+        caplog.clear()
+        handle.close()
+
+
+ORDER = ["pipeline.wait", "_lifecycle.detach", "_executor.drain", "residency.close", "_gradients.close"]

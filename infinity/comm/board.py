@@ -25,6 +25,8 @@ class Record:
     """Collectives that its main thread has submitted."""
     last: str = ""
     """The last of them."""
+    recent: tuple[tuple[int, str], ...] = ()
+    """The last few of them, numbered, while it waits for one."""
     raised: tuple[tuple[int, str], ...] = ()
     """Forwards and backwards that broke off: after which number, and why."""
     failed: tuple[int | None, str] | None = None
@@ -34,11 +36,17 @@ class Record:
     read: bool = False
     """It has read that rank 0, which may be the store's host, has left."""
 
+    @property
+    def names(self) -> dict[int, str]:
+        """What is known of the collectives that it has submitted, by number."""
+        return {**dict(self.recent), **({self.number: self.last} if self.last else {})}
+
     @classmethod
     def parse(cls, text: bytes) -> Record:
         """The record that `json` made."""
         found = json.loads(text)
         found["host"] = tuple(found["host"])
+        found["recent"] = tuple((int(number), what) for number, what in found["recent"])
         found["raised"] = tuple((int(number), why) for number, why in found["raised"])
         found["failed"] = tuple(found["failed"]) if found["failed"] else None
         return cls(**found)

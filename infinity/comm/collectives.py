@@ -1,6 +1,6 @@
 """What the ranks of a model do together: agree, gather weights, reduce gradients, and notice when one of them is gone.
 
-    control lane   flags, small sums, barriers           the caller waits
+    control lane   flags, small sums, what ranks tell    the caller waits
     gather lane    shards of weights                     behind the reads of this rank's shard, ahead of forward and backward
     reduce lane    gradients of a unit                   while backward goes on
 
@@ -30,7 +30,7 @@ class Comm:
     """This process's place among the ranks that share a model, and its lanes to them, which `open` makes (for one rank, none)."""
 
     def __init__(self, topology: Topology | None = None) -> None:
-        self.topology = topology or Topology.find()
+        self.topology = topology or Topology.alone()
         self.world, self.rank = self.topology.world, self.topology.rank
         self.watch: Watch | None = None
         self._control: Lane | None = None
@@ -38,33 +38,57 @@ class Comm:
         self._reduce: Lane | None = None
         self._exchanges: dict[str, Exchange] = {}
         self._timeout_s = 0.0
-        self._groups: list[Any] = []
+        self._groups: list[dist.ProcessGroup] = []
         self._asides: list[Lane] = []
         self._owns_watch = True
 
     @classmethod
     def open(cls, *, mesh: Any = None, device: torch.device | None = None, timeout_s: float, name: str) -> Comm:
         """With lanes, for a model that computes on `device`. Collective; blocks. name: of this engine alone, on all ranks."""
-        comm = cls(Topology.find(mesh))
+        comm = cls(Topology.find(mesh, timeout_s=timeout_s))
         if comm.world == 1:
             return comm
         comm._timeout_s = timeout_s
         comm.watch = Watch(comm.topology, default_store(), timeout_s=timeout_s, name=name)
-        comm.watch.meet()
-        device = device or torch.device("cpu")
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        comm._control = comm._lane("control", "gloo", torch.device("cpu"))
-        comm._gather = comm._lane("gather", backend, device)
-        comm._reduce = comm._lane("reduce", backend, device)
+        try:
+            comm.watch.meet()
+            device = device or torch.device("cpu")
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            comm._control = comm._lane("control", "gloo", torch.device("cpu"))
+            comm._gather = comm._lane("gather", backend, device)
+            comm._reduce = comm._lane("reduce", backend, device)
+        except BaseException as error:
+            comm.fail(error)  # first: the others may wait for this rank
+            comm.close()
+            raise
         return comm
 
     def _lane(self, name: str, backend: str, device: torch.device) -> Lane:
         assert self.watch is not None
-        group = make_group(timeout_s=self._timeout_s, backend=backend)
-        check = make_group(timeout_s=self._timeout_s) if backend != "gloo" else None
-        self._groups += [found for found in (group, check) if found is not None]
+        group, *beside = self._make_groups(name, [backend] if backend == "gloo" else [backend, "gloo"], device)
+        check = beside[0] if beside else None
         self._exchanges[name] = Exchange(self.topology, group, device, check_group=check)
         return Lane(name, group=group, watch=self.watch, device=device, beside=check)
+
+    def _make_groups(self, name: str, backends: Sequence[str], device: torch.device) -> list[dist.ProcessGroup]:
+        """Process groups for a lane, made in a thread that can be given up: new_group() waits for ranks that have failed, too."""
+        assert self.watch is not None
+        maker = Lane(f"{name}-maker", group=None, watch=self.watch, device=device)
+
+        def make(_group: Any) -> None:
+            for backend in backends:
+                group = make_group(timeout_s=self._timeout_s, backend=backend)
+                assert group is not None
+                self._groups.append(group)
+
+        try:
+            maker.submit(f"the making of the {name} lane", make, numbered=False).wait()
+        except BaseException as error:
+            self.fail(error)  # first: closing would wait for what does not come
+            raise
+        finally:
+            maker.close()
+        return self._groups[-len(backends) :]
 
     def aside(self) -> Comm:
         """The same ranks with a control lane of their own, which another thread may use. Blocks; all ranks ask at once."""

@@ -45,9 +45,11 @@ def make_group(
         added = _epolls() - before
     if not isinstance(group, dist.ProcessGroup):
         return None  # torch returns a sentinel to who is not a member
+    if backend != "gloo":  # whatever it has added is not what gloo connects by
+        return group
     if len(added) == 1:
         _EPOLLS[group] = added.pop()
-    elif backend == "gloo":
+    else:
         log.info(
             "the connections of a process group are not known (%d candidates): it cannot be broken off",
             len(added),

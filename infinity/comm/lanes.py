@@ -152,7 +152,7 @@ class Lane:
         left = self._last is None or self._last.finished()
         self._thread.join(GIVE_UP_S if left else 0.0)
         if self._thread.is_alive():
-            _GIVEN_UP.append(self._group)  # its destructor would wait for the stuck call
+            _GIVEN_UP.extend((self._group, self._beside))  # their destructors would wait for the stuck call
         if self._break_off in self._watch.on_failure:
             self._watch.on_failure.remove(self._break_off)
         self._group = self._beside = self._last = None
@@ -165,10 +165,13 @@ class Lane:
             self.close()
 
     def _break_off(self) -> None:
-        """Called by the watch's thread."""
-        for group in (self._group, self._beside):
-            if group is not None and not break_off(group):
-                log.debug("lane %s cannot be broken off", self.name)
+        """Called by the watch's thread. The group of gloo comes first, and by itself: abort() of NCCL may raise, or hang."""
+        for group in (self._beside, self._group):
+            try:
+                if group is not None and not break_off(group):
+                    log.debug("lane %s cannot be broken off", self.name)
+            except Exception:  # the other is to be broken off all the same
+                log.exception("lane %s: one of its groups cannot be broken off", self.name)
 
     def _run(self) -> None:
         group = self._group

@@ -51,7 +51,7 @@ class Topology:
         return cls(rank, world, rank // local_world, world // local_world, rank % local_world, local_world)
 
     @classmethod
-    def find(cls, mesh: DeviceMesh | None = None, *, timeout_s: float = 300.0) -> Topology:
+    def find(cls, mesh: DeviceMesh | None = None, *, timeout_s: float) -> Topology:
         """This rank's place in the default group of torch.distributed; alone if there is none. Blocks; all ranks ask at once.
 
         mesh: one-dimensional over all ranks (nodes are found as without), or two-dimensional: (nodes, ranks of a node).

@@ -5,17 +5,29 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 
 from infinity.comm.board import Record
-from infinity.errors import RankFailed
+from infinity.errors import RankFailed, RanksDiverged
 
 _MESSAGE_MAX = 500
 
 
 def not_coming(
-    others: Mapping[int, Record], raised: Container[int], what: str, number: int | None
+    others: Mapping[int, Record],
+    raised: Container[int],
+    what: str,
+    number: int | None,
+    names: Mapping[int, str],
 ) -> RankFailed | None:
     """The failure that it is to wait for this collective, if a rank is known that will not come to it.
 
-    raised: the numbers after which this rank itself broke off.
+    raised: the numbers after which this rank itself broke off. names: this rank's own collectives, by number, the last few.
+
+    Two names under one number are programs that have diverged, whichever lanes they are in: a number is given once, by the main
+    thread, in the order of the program, and what was said under it stays. A rank that is merely late is never accused: it has
+    said nothing yet under the numbers to come, and under those before it has said the same as this one.
+    Ranks that wait for each other are found: take two that have come to `a` and `b`, a <= b. Were all names up to `a` the same,
+    each lane of both would begin with the same collectives, and what the first waits for would complete, since the other has
+    submitted it. So some name up to `a` differs. It is among the last few, since who has submitted one that is stuck soon waits;
+    or names after it differ, too, being shifted. What is left ends with the timeout.
     """
     for rank, record in others.items():
         why = ""
@@ -25,11 +37,24 @@ def not_coming(
         if record.left and (number is None or record.number < number):
             left = "has closed its engine" if record.left == "closed" else "has ended"
             why = f"{why}, and {left}" if why else f"rank {rank} {left}"
-        if not why and record.number == number and record.last and record.last != what:
-            why = f"rank {rank} has come to {record.last} instead; all ranks must call what is collective together"
         if why:
             return RankFailed(cut(f"{named(what, number)} cannot complete: {why}"), rank=rank)
+        if number is not None and (why := _apart(rank, record.names, names, number)):
+            return RanksDiverged(cut(f"{named(what, number)} cannot complete: {why}"), rank=rank)
     return None
+
+
+def _apart(rank: int, theirs: Mapping[int, str], mine: Mapping[int, str], waits_for: int) -> str:
+    """Where a rank's collectives differ from this one's, in words; empty if they are not known to."""
+    both = sorted(theirs.keys() & mine.keys())
+    at = next((number for number in both if theirs[number] != mine[number]), None)
+    if at is None:
+        return ""
+    if at == waits_for:
+        where = f"rank {rank} has come to {theirs[at]} instead"
+    else:
+        where = f"as collective {at} this rank has come to {mine[at]}, and rank {rank} to {theirs[at]}"
+    return f"{where}; all ranks must run the same modules in the same order, and call what is collective together"
 
 
 def late(
@@ -61,8 +86,15 @@ def late(
         return RankFailed(text, rank=0)
     if number is None:
         return RankFailed(f"{text}, and it is not known which rank has not come")
+    past = [rank for rank, record in others.items() if number not in record.names]
+    if past:
+        last = [f"rank {rank} has come to {named(others[rank].last, others[rank].number)}" for rank in past]
+        text = f"{text}, though no rank is behind ({'; '.join(last)})"
+        return RankFailed(
+            cut(f"{text}: a connection or a drive is stuck, ranks diverged long ago, or the timeout is too short")
+        )
     return RankFailed(
-        f"{text}, though every rank has come to it: a connection is stuck, or the timeout too short"
+        f"{text}, though every rank has come to it: a connection or a drive is stuck, or the timeout too short"
     )
 
 

@@ -2,7 +2,7 @@
 
     this rank:  number, raised, fail, close ──► Board ──► store ◄── boards of the other ranks
     watch's thread:  pids of this host (at once) · records of all ranks (0.5 s) · beats of other hosts (15 s) ──► failure
-    who waits:       the failure, or: that peer broke off before this collective / has closed / does not come
+    who waits:       the failure, or: that peer broke off before this collective / has closed / came to another / does not come
 
 A failure is for good: the first one found is raised at everything that follows, on every rank. Time counts in turns of the
 thread that counts it, each of which counts for at most a second: a process that was stopped, or a machine that slept, does not
@@ -38,6 +38,8 @@ _POLL_S = 0.25
 _LINGER_S = 2.0
 _DYING_S = 10.0
 _RAISED_MAX = 16
+_RECENT_MAX = 32  # more than are submitted ahead of one that is stuck: gathers (AHEAD_MAX), and reductions of a few units
+_NAME_MAX = 128  # characters, from the end, which tells most
 # What gloo and NCCL say when it is the connection that broke, and not the call that was wrong.
 _CONNECTION = re.compile(
     r"gloo/transport|[Cc]onnection|closed by peer|[Tt]imed out|Broken pipe|NCCL|[Aa]borted"
@@ -62,6 +64,7 @@ class Watch:
         self._name = name
         self._silence_s = silence_s
         self._number = 0
+        self._recent: tuple[tuple[int, str], ...] = ()
         self._raised: dict[int, str] = {}
         self._unagreed = False
         self._failure: RankFailed | None = None
@@ -117,8 +120,10 @@ class Watch:
             self._agree()
             self._unagreed = False
         self._number += 1
+        what = what[-_NAME_MAX:]
+        self._recent = (*self._recent[1 - _RECENT_MAX :], (self._number, what))
         if self._board is not None:
-            self._board.say(urgent=False, number=self._number, last=what)
+            self._board.say(urgent=False, number=self._number, last=what, recent=())
         return self._number
 
     def meet(self) -> None:
@@ -167,10 +172,12 @@ class Watch:
             self.check()
             if done.wait(min(_POLL_S, self.timeout_s)):
                 break
+            if waited_s == 0.0 and number is not None and self._board is not None:
+                self._board.say(recent=self._recent)
             now_s = time.monotonic()
             turn_s = min(now_s - before_s, _TURN_MAX_S)
             waited_s, before_s = waited_s + turn_s, now_s
-            if found := not_coming(self._others(), self._raised, what, number):
+            if found := self._not_coming(what, number):
                 # A collective without a number may be complete and only not yet here: the peer did its part, and closed.
                 closed_s += turn_s
                 if number is not None or closed_s > _LINGER_S:
@@ -193,7 +200,7 @@ class Watch:
             limit_s = max(_DYING_S, 2 * self._silence_s if self._far else 0.0)
         end_s = time.monotonic() + limit_s
         while not self._known.wait(INTERVAL_S / 5) and time.monotonic() < end_s and self._board is not None:
-            if found := not_coming(self._others(), self._raised, what, number):
+            if found := self._not_coming(what, number):
                 self._over(found)
         if self._failure is None and broken and self._board is not None:
             text = (
@@ -296,10 +303,14 @@ class Watch:
     def _late(self, what: str, number: int | None) -> RankFailed:
         """The failure that it is to have waited for `timeout_s`, from records as fresh as can be had."""
         fresh = self._board is None or self._board.refresh(2 * INTERVAL_S)
-        if found := self._failure or not_coming(self._others(), self._raised, what, number):
+        if found := self._failure or self._not_coming(what, number):
             return found
         others = [rank for rank in range(self.topology.world) if rank != self.topology.rank]
         return late(others, self._others(), what, number, timeout_s=self.timeout_s, fresh=fresh)
+
+    def _not_coming(self, what: str, number: int | None) -> RankFailed | None:
+        """The failure that it is to wait for this collective, as far as is known now."""
+        return not_coming(self._others(), self._raised, what, number, dict(self._recent))
 
     def _others(self) -> dict[int, Record]:
         """What is known of the other ranks."""

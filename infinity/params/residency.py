@@ -103,9 +103,13 @@ class UnitResidency(Gathering):
     def backward_end(self) -> None:
         """A backward has ended: gradients that no Use claimed are reduced."""
         self.passes.backward_end()
-        self.schedule.end()
-        self.gradients.backward_end()
-        self.on_backward_end()
+        try:
+            self.schedule.end()
+            self.gradients.backward_end()
+            self.on_backward_end()
+        except BaseException:
+            self.passes.in_backward = True  # it has broken off, as what comes next is to know
+            raise
         self.clock.enter("idle")
 
     def broke(self, where: str, error: BaseException) -> None:

@@ -144,18 +144,22 @@ class Backward:
                         slots.leave(check=False)
 
     def _end_task(self, task: int) -> None:
+        """The graph task has ended. It is forgotten last: where something here raises, the backward has broken off, and `reset`
+        is to find the Uses that are left."""
         with self._lock:
-            for use in reversed(self._tasks.pop(task, [])):
-                self._end_use(use)
-            if not self._tasks:
+            uses = self._tasks.get(task, [])
+            while uses:
+                self._end_use(uses.pop())
+            if not self._tasks.keys() - {task}:
                 self._residency.backward_end()
+            self._tasks.pop(task, None)
 
     def _end_use(self, use: Use) -> None:
         use.active = False
         try:
             for slots in use.held:
                 self._residency.unit_done(slots.unit)
-        except BaseException:  # another rank has failed: no reset will find this Use
+        except BaseException:  # a drive, or another rank, has failed: no reset will find this Use
             for slots in use.held:
                 slots.leave(check=False)
             raise

@@ -167,12 +167,14 @@ class Lifecycle:
         if self.closed:
             return
         with self._lock:
-            self._reset()
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-            uninstall(self._installed)
-            self.closed = self._backward.closed = True
+            try:
+                self._reset()
+            finally:
+                for handle in self._handles:
+                    handle.remove()
+                self._handles.clear()
+                uninstall(self._installed)
+                self.closed = self._backward.closed = True
 
     def slots_of(self, unit: Unit) -> UnitSlots:
         """The references to `unit`."""

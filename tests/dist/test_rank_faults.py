@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import signal
 import threading
@@ -21,8 +22,10 @@ import torch.distributed as dist
 import infinity as inf
 from infinity.aio import Seam
 from infinity.aio.executor import Fault
+from infinity.comm import collectives
 from infinity.engine import offload
-from tests.crashes import Net, digest, step
+from infinity.errors import AioError, RankFailed
+from tests.crashes import Net, Rooted, digest, step
 from tests.dist.ranks import Outcome, ends_of, on_ranks
 
 STRUCK_IN = 2  # the step
@@ -236,3 +239,107 @@ def raise_alike(rank: int, place: Path) -> list[str]:
 def test_errors_that_all_ranks_meet_alike_end_nothing(tmp_path: Path) -> None:
     for undisturbed, disturbed in on_ranks(raise_alike, tmp_path / "run", 3):
         assert disturbed == undisturbed
+
+
+@dataclasses.dataclass(frozen=True)
+class AtTheEnd:
+    """What befalls rank 0 while rank 1 ends a backward, or rank 1 itself there."""
+
+    how: str  # "kill": rank 0; "drive": rank 1
+    values: tuple[tuple[str, Any], ...] = tuple(STAGE2.items())
+
+    def __call__(self, rank: int, place: Path) -> Any:
+        drive = place / "drive"
+        drive.mkdir(exist_ok=True)
+        policy = inf.Policy(**{"nvme": drive, "unit_bytes_max": 4096, "rank_timeout_s": 60.0, **dict(self.values)})
+        torch.manual_seed(0)
+        model: Any = inf.offload(Rooted().bfloat16(), policy)
+        optimizer, handle = inf.AdamW(model.parameters(), lr=1e-2), inf.handle(model)
+        step(model, optimizer, 0, rank)
+        handle.flush()
+        loss = model(torch.randn(4, 24).bfloat16())
+        reached = place / "reached"
+        if self.how == "kill" and rank == 0:
+            while not reached.exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            before, left = handle.residency.unit_done, 3  # blocks.2, blocks.1, and the first of the two that end last
+
+            def unit_done(unit: Any) -> None:
+                nonlocal left
+                left -= 1
+                if left == 0 and self.how == "drive":
+                    raise AioError("no such luck", path="/swap", op="write", length=4096)
+                if left == 0:
+                    reached.touch()
+                before(unit)
+
+            handle.residency.unit_done = unit_done
+        with pytest.raises((RankFailed, AioError)) as caught:
+            loss.backward()
+            optimizer.step()
+        closing = ""
+        try:
+            handle.close()
+        except Exception:
+            closing = traceback.format_exc()
+        dist.destroy_process_group()
+        return type(caught.value).__name__, str(caught.value), open_in(drive), ours(), closing
+
+
+@pytest.mark.parametrize(("how", "values"), [("kill", STAGE2), ("drive", STAGE2), ("drive", STAGE3)])
+def test_a_failure_at_the_end_of_backward_leaves_nothing(tmp_path: Path, how: str, values: dict[str, Any]) -> None:
+    outcomes = ends_of(AtTheEnd(how, tuple(values.items())), tmp_path / "run", 2, leave=True)
+    assert (outcomes[0].exit_code == -signal.SIGKILL) == (how == "kill")
+    kinds = {0: "RankFailed", 1: "RankFailed" if how == "kill" else "AioError"}
+    for outcome in outcomes if how == "drive" else outcomes[1:]:
+        assert outcome.well, outcome
+        kind, text, held, threads, closing = outcome.result
+        assert kind == kinds[outcome.rank], text
+        assert (held, threads) == ((), ()), closing
+        assert closing == "" or "RankFailed" in closing.splitlines()[-1], closing
+
+
+def cannot_make_groups(rank: int, place: Path) -> tuple[str, str, list[str]]:
+    """Rank 0 has no descriptors for the second lane, when the others are about to meet it there."""
+    if rank == 0:
+        before, calls = collectives.make_group, itertools.count()
+
+        def make_group(**values: Any) -> Any:
+            if next(calls):
+                raise OSError("too many open files")
+            return before(**values)
+
+        collectives.make_group = make_group
+    with pytest.raises((OSError, RankFailed)) as caught:
+        inf.offload(Net(), inf.Policy(params="cpu", optim="cpu", rank_timeout_s=60.0))
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")]
+    dist.destroy_process_group()
+    return type(caught.value).__name__, str(caught.value), threads
+
+
+def test_a_rank_that_fails_amid_opening_ends_the_others_and_leaves_no_thread(tmp_path: Path) -> None:
+    outcomes = ends_of(cannot_make_groups, tmp_path / "run", 2, leave=True, timeout_s=45.0)
+    assert all(outcome.well for outcome in outcomes), outcomes
+    kind, text, threads = outcomes[0].result
+    assert (kind, text, threads) == ("OSError", "too many open files", [])
+    kind, text, threads = outcomes[1].result
+    assert (kind, text) == ("RankFailed", "rank 0 failed: OSError: too many open files")
+    assert set(threads) <= {"infinity-lane-gather-maker"}  # given up: torch knows no way to break off new_group()
+
+
+def test_a_rank_that_does_not_offload_is_named_after_rank_timeout_s(tmp_path: Path) -> None:
+    for outcome in on_ranks(offloads_alone, tmp_path / "run", 2)[:1]:
+        assert "ranks [1] have not said within 0.5 s on which host they are" in outcome
+
+
+def offloads_alone(rank: int, place: Path) -> str:
+    if rank == 1:
+        while not (place / "told").exists():
+            time.sleep(0.01)
+        return ""
+    with pytest.raises(RankFailed) as caught:
+        inf.offload(Net(), inf.Policy(params="cpu", optim="cpu", rank_timeout_s=0.5))
+    (place / "told").touch()
+    return str(caught.value)

@@ -92,7 +92,7 @@ def reads_badly(ranks: Ranks) -> Any:
     def work(group: Any) -> None:
         raise AioError("no such luck", path="/swap", op="read", length=4096)
 
-    op = ranks.lane.submit("gather of layers.3", work)
+    op = ranks.lane.submit("sum", work)  # of the same name: it is the same collective
     with pytest.raises(AioError, match="no such luck"):
         op.wait()
     with pytest.raises(AioError, match="no such luck"):
@@ -111,7 +111,7 @@ def wrong_call(ranks: Ranks) -> Any:
         raise RuntimeError("sizes differ")
 
     with pytest.raises(RuntimeError, match="sizes differ"):
-        ranks.lane.submit("gather", work).wait()
+        ranks.lane.submit("sum", work).wait()
     return ranks.watch.failure
 
 
@@ -169,13 +169,13 @@ def interrupted(ranks: Ranks) -> Any:
 
 def topologies(ranks: Ranks) -> Any:
     """Without a mesh, and with meshes of one and two dimensions."""
-    found = [Topology.find()]
+    found = [Topology.find(timeout_s=60.0)]
     for shape in ((3,), (1, 3), (3, 1)):
-        found.append(Topology.find(init_device_mesh("cpu", shape)))
+        found.append(Topology.find(init_device_mesh("cpu", shape), timeout_s=60.0))
     with pytest.raises(ValueError, match=r"the mesh holds the ranks \[2, 1, 0\], and there are 3"):
-        Topology.find(DeviceMesh("cpu", [2, 1, 0]))
+        Topology.find(DeviceMesh("cpu", [2, 1, 0]), timeout_s=60.0)
     with pytest.raises(ValueError, match="3 dimensions"):
-        Topology.find(init_device_mesh("cpu", (3, 1, 1)))
+        Topology.find(init_device_mesh("cpu", (3, 1, 1)), timeout_s=60.0)
     return found
 
 
@@ -435,7 +435,7 @@ from infinity.comm.topology import Topology, default_store
 from infinity.comm.watch import Watch
 rank, init, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
-watch = Watch(Topology.find(), default_store(), timeout_s=60.0, name="engine")
+watch = Watch(Topology.find(timeout_s=60.0), default_store(), timeout_s=60.0, name="engine")
 lane = Lane("lane", group=make_group(timeout_s=60.0) if how == "broken off" else dist.new_group(), watch=watch)
 ones = torch.ones(1000)
 lane.submit("sum", lambda group: dist.all_reduce(ones, group=group)).wait()

@@ -92,7 +92,7 @@ def await_file(path: Path) -> None:
 def engine(rank: int, world: int, place: Path, name: str = "engine", **options: Any) -> Iterator[Ranks]:
     """A watch and a lane, closed at the end."""
     options = {"timeout_s": 60.0, **options}
-    watch = Watch(Topology.find(), default_store(), name=name, **options)
+    watch = Watch(Topology.find(timeout_s=60.0), default_store(), name=name, **options)
     group = make_group(timeout_s=options["timeout_s"])
     lane = Lane(name, group=group, watch=watch)
     try:

@@ -112,3 +112,33 @@ def test_what_has_run_holds_no_memory(lane: Lane) -> None:
     lane.submit("next", lambda group: None).wait()
     gc.collect()
     assert gone() is None
+
+
+def test_each_group_of_a_lane_is_broken_off_by_itself_and_that_of_names_first(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken: list[str] = []
+
+    def break_off(group: Any) -> bool:
+        broken.append(group)
+        raise RuntimeError(f"{group} does not abort")
+
+    monkeypatch.setattr("infinity.comm.lanes.break_off", break_off)
+    lane = Lane("two groups", group="nccl", beside="gloo", watch=watch)  # type: ignore[arg-type]
+    lane._break_off()
+    lane.close()
+    assert broken == ["gloo", "nccl"]
+    assert all(f"RuntimeError: {group} does not abort" in caplog.text for group in broken)
+
+
+def test_a_lane_that_is_stuck_keeps_both_of_its_groups(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr("infinity.comm.lanes.GIVE_UP_S", 0.05)
+    monkeypatch.setattr("infinity.comm.lanes._GIVEN_UP", kept)
+    monkeypatch.setattr("infinity.comm.lanes.break_off", lambda group: True)
+    lane, go = Lane("stuck", group="nccl", beside="gloo", watch=watch), threading.Event()  # type: ignore[arg-type]
+    lane.submit("wait", lambda group: go.wait())
+    lane.close()
+    go.set()
+    lane._thread.join()
+    assert {"nccl", "gloo"} <= {each for each in kept if isinstance(each, str)}

@@ -13,13 +13,13 @@ A_OTHER_NETWORK = ("boot a", "", 2)
 
 
 def test_alone_is_a_world_of_one() -> None:
-    assert Topology.find() == Topology.alone() == Topology(0, 1, 0, 1, 0, 1)
+    assert Topology.find(timeout_s=60.0) == Topology.alone() == Topology(0, 1, 0, 1, 0, 1)
     assert Topology.alone().node_ranks == Topology.alone().counterparts == (0,)
 
 
 def test_a_mesh_without_a_process_group_says_what_to_call() -> None:
     with pytest.raises(ValueError, match="init_process_group"):
-        Topology.find(object())  # type: ignore[arg-type]
+        Topology.find(object(), timeout_s=60.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("world", "local_world"), [(6, 3), (6, 2), (6, 1), (6, 6), (1, 1)])
