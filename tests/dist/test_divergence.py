@@ -188,6 +188,30 @@ def test_values_of_one_rank_alone_are_told_to_both_before_they_are_used(tmp_path
         assert all(what in text for text in told), (what, told)
 
 
+def writes_alone(rank: int, place: Path) -> list[str]:
+    """Rank 0 writes through a window, rank 1 only looks; then both go on, in other lanes."""
+    found = []
+    for values in ({}, {"params": "device", "zero": 2}):
+        model, handle, optimizer = build(place, **values)
+        weight = model.model.norm.weight
+        try:
+            with pytest.raises(RankFailed) as caught:
+                with torch.no_grad(), handle.gather(weight):
+                    weight.add_(1) if rank == 0 else weight.sum()
+                backward(model, rank, 0)
+                optimizer.step()
+        finally:
+            handle.close()
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_window_that_one_rank_alone_writes_to_is_told_to_both(tmp_path: Path) -> None:
+    for told in zip(*on_ranks(writes_alone, tmp_path / "run", 2), strict=True):
+        assert any("writing model.norm.weight" in text for text in told), told
+        assert not any("within 60 s" in text for text in told), told
+
+
 def holds_others(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
     """Each rank gives its optimizer another block; then all go on with one for all of the model."""
     model = inf.offload(models.make(models.llama), inf.Policy(params="nvme", optim="nvme", ram="min", nvme=place))
