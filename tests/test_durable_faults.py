@@ -312,7 +312,7 @@ def test_a_full_disk_at_a_commit(tmp_path: Path, wanted: list[str]) -> None:
 
     model, optimizer = made(tmp_path)
     step(model, optimizer, 0, 0)
-    model.state_dict()  # the updates have ended: the limit is for the commit
+    inf.handle(model).pipeline.wait()  # their writes, too: the limit is for the commit
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (256, hard))
     try:
