@@ -16,7 +16,7 @@ from typing import Any
 from infinity.aio import Executor
 from infinity.aio.plan import Format
 from infinity.config import Policy
-from infinity.optim.groups import holding_name
+from infinity.optim.groups import told_of_holding
 from infinity.optim.modes import UpdateMode
 from infinity.optim.step import Pipeline
 from infinity.params.gradients import GradientMemory
@@ -80,7 +80,7 @@ class Holding:
         when other ranks hold others; BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. Then the optimizer holds none
         of them, and training goes on as before (what moved already, and memory that was made, stays and is counted).
         """
-        with self._together("building an optimizer", holding_name(optimizer, params)) as agree:
+        with self._together("building an optimizer", told_of_holding(optimizer, params)) as agree:
             self._check_open()
             self._check(optimizer, params)
             formats = self._formats_with(optimizer, params)

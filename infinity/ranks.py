@@ -27,7 +27,7 @@ from infinity.memory.device import Device
 from infinity.params.gradients import GradientMemory
 from infinity.params.kept import KeptShards
 from infinity.params.local_sums import LocalSums
-from infinity.params.reducing import Reducer, check_reducible
+from infinity.params.reducing import Reducer
 from infinity.params.unit import Flat, Unit
 
 _ENGINES: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
@@ -71,13 +71,9 @@ class Ranks:
         return self._policy.params == "device" and (self._policy.zero < 3 or not self.several)
 
     def staging(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> Callable[[], int]:
-        """What tells the CPU memory that these parts take: all of it from the start, and more after parameters were thawed.
-
-        Raises: ValueError for a parameter whose gradient several ranks do not reduce.
-        """
+        """What tells the CPU memory that these parts take: all of it from the start, and more after parameters were thawed."""
         if not self.several:
             return lambda: 0
-        check_reducible([flat for flat in flats if flat.learns], dtype_of)
         return functools.partial(self._ram_bytes, flats, dtype_of)
 
     def _ram_bytes(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -137,7 +138,7 @@ class Sharing:
         self._meeting = None
 
     @contextlib.contextmanager
-    def together(self, what: str, alike: str = "") -> Iterator[Callable[[], None]]:
+    def together(self, what: str, alike: Sequence[str] = ()) -> Iterator[Callable[[], None]]:
         """Inside, ranks do the same, and call no collective but `check_room`; what comes with it says that all went well here,
         and raises PeerFailed unless it did everywhere. Collective. Raises: ValueError where `alike` is not the same on all ranks.
         """
@@ -147,10 +148,7 @@ class Sharing:
         with Meeting(self._comm, what) as meeting:
             self._meeting = meeting
             try:
-                names = [told["alike"] for told in meeting.exchange({"alike": alike})]
-                other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
-                if other is not None:
-                    raise ValueError(f"{what}: all ranks do the same; rank 0 has {names[0]}, and rank {other} has {names[other]}")
+                _check_alike(what, [told["alike"] for told in meeting.exchange({"alike": [*alike]})])
                 yield self.agree
             finally:
                 self._meeting = None
@@ -167,6 +165,14 @@ class Sharing:
         if parts == given:
             return policy
         return dataclasses.replace(policy, io=dataclasses.replace(policy.io_settings, bandwidths=parts))
+
+
+def _check_alike(what: str, everyone: Sequence[Sequence[str]]) -> None:
+    """Raise ValueError for the first line that some rank has, and rank 0 has not, or the other way round."""
+    for rank, lines in enumerate(everyone):
+        for mine, theirs in itertools.zip_longest(everyone[0], lines, fillvalue="nothing more"):
+            if mine != theirs:
+                raise ValueError(f"{what}: all ranks do the same; rank 0 has {mine}, and rank {rank} has {theirs}")
 
 
 def _check_rules(everyone: Sequence[dict[str, str]]) -> None:

@@ -21,9 +21,15 @@ from infinity.comm.groups import make_group
 from infinity.comm.lanes import Lane, Op
 from infinity.comm.topology import Topology, default_store
 from infinity.comm.watch import Watch
+from infinity.errors import EngineClosed
 
 # torch 2.13 renamed it; the floor is 2.10.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+_ROUNDING = 1e-5
+"""Part of a number by which ranks may differ in it: processors round differently."""
+_ROUNDING_NEAR_ZERO = 1e-15
 
 
 class Comm:
@@ -131,8 +137,9 @@ class Comm:
     # -- control -------------------------------------------------------------------------------------------------------
 
     def _together(self, what: str, work: Callable[[Any], object]) -> None:
-        """Run a collective in the control lane, which begins when it is the same on all ranks. Blocks."""
-        assert self._control is not None
+        """Run a collective in the control lane, which begins when it is the same on all ranks. Blocks. Raises: EngineClosed."""
+        if self._control is None:
+            raise EngineClosed(f"{what}: the engine of this model was closed, and its ranks meet no more")
         exchange = self._exchanges["control" if self._owns_watch else "aside"]
 
         def together(group: Any) -> None:
@@ -146,6 +153,23 @@ class Comm:
         if self.world > 1:
             self._together(what(), lambda _group: None)
 
+    def compare(self, what: str, numbers: Sequence[float], names: Sequence[str]) -> None:
+        """Return when all ranks have come here, too, `what` is the same, and the numbers are, but for rounding. Blocks.
+
+        names: of the numbers. Raises: RanksDiverged; ValueError on all ranks where numbers differ, and all may go on.
+        """
+        if self.world == 1:
+            return
+        rows = self._everyone(what, torch.tensor(numbers, dtype=torch.float64))
+        found = (~torch.isclose(rows, rows[0], rtol=_ROUNDING, atol=_ROUNDING_NEAR_ZERO, equal_nan=True)).nonzero()
+        if len(found):
+            rank, place = found[0].tolist()
+            raise ValueError(
+                f"rank {rank} has come to {what} with {names[place]} {rows[rank, place]:.10g}, and rank 0 with {names[place]} "
+                f"{rows[0, place]:.10g}: all ranks must come to it with the same numbers, but for rounding (a learning rate that "
+                "follows the loss of one rank? a norm of its part?)"
+            )
+
     def _everyone(self, what: str, mine: torch.Tensor) -> torch.Tensor:
         """What each rank has, [world, len]: `mine` is [len], of one length and dtype on all. Blocks."""
         everyone = torch.empty(self.world * mine.numel(), dtype=mine.dtype)
@@ -157,9 +181,9 @@ class Comm:
         if self.world == 1:
             return [data]
         sizes = self._everyone("a telling", torch.tensor([len(data)]))[:, 0].tolist()
-        mine = torch.tensor(list(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
         rows = self._everyone("what is told", mine)
-        return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
+        return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def assemble(self, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:
         """The whole [numel] of an fp32 vector of which every rank holds one part, from `start` on; bits are kept. Blocks."""

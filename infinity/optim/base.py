@@ -18,7 +18,6 @@ import torch
 from infinity.aio.plan import Format
 from infinity.config import Policy
 from infinity.ops.rounding import rounding_key
-from infinity.optim.groups import step_name
 from infinity.optim.plans import Work
 from infinity.optim.state import States
 from infinity.optim.step import Pipeline, refuse_nonfinite
@@ -198,7 +197,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         for engine, params in self._engines.items():
             engine.check_open()
             live[engine] = [param for param in params if self._has_gradient(engine, param)]
-            engine.pipeline.meet(functools.partial(step_name, self, live[engine]))
+            engine.pipeline.meet(self, live[engine])
             engine.pipeline.check_idle(live[engine])
             bad = engine.pipeline.check_finite(live[engine])
             goes_on = refuse_nonfinite(bad, engine.on_nonfinite) and goes_on

@@ -12,7 +12,6 @@ The scalars of the update are captured in backward, so they are set before it, a
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from infinity._torch_compat import NO_TASK, graph_task_id
 from infinity.aio import Ticket
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid
 from infinity.ops.finite import all_finite
-from infinity.optim.groups import Grouped, step_name, values_of
+from infinity.optim.groups import Grouped, values_of
 from infinity.optim.plans import Work
 from infinity.optim.staging import LAG_UNITS, Staging
 from infinity.optim.step import Pipeline, guard
@@ -232,9 +231,9 @@ class EarlyUpdates:
         work: list[Work] = []
         for holder, held in by_holder.items():
             if holder not in self._captured:
-                self._pipeline.meet(functools.partial(step_name, holder, held))
-                self._captured[holder] = values_of(holder)
                 holder.take_groups()
+                self._pipeline.meet(holder, held)
+                self._captured[holder] = values_of(holder)
             work.extend(holder.work_of(held))
         return work
 

@@ -32,6 +32,7 @@ from infinity.aio.executor import MASK_GIVEN
 from infinity.aio.plan import JobKind
 from infinity.comm.collectives import Comm
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid, StepUndone
+from infinity.optim.groups import Grouped, told_of_step
 from infinity.optim.plans import FlatPlan, Submission, Work, plan_flat, plan_unit
 from infinity.optim.transaction import Transaction
 from infinity.params.residency import UnitResidency
@@ -160,9 +161,12 @@ class Pipeline:
 
     # -- the step ------------------------------------------------------------------------------------------------------------
 
-    def meet(self, what: Callable[[], str]) -> None:
-        """Return when all ranks have come to what `what` names. Collective. Raises: RanksDiverged."""
-        self._comm.meet(what)
+    def meet(self, optimizer: Grouped, params: Sequence[Param]) -> None:
+        """Return when all ranks are about to update these parameters in the same way. Collective. Raises: RanksDiverged,
+        ValueError for an lr, or another number, of one rank's own."""
+        if self._comm.world > 1:
+            told = told_of_step(optimizer, params)
+            self._comm.compare(told.what, told.numbers, told.names)
 
     def check_finite(self, params: Sequence[Param]) -> list[Param]:
         """The parameters whose gradient is not finite on some rank. Collective: all ranks pass the same parameters."""

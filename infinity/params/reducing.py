@@ -106,10 +106,10 @@ class Reducer:
         """Begin the reduction of a unit. Does not block. `gradients` may be changed by nobody until it is done; size_bytes: of
         those that nobody else holds.
 
-        Raises: ValueError for a dtype that ranks do not reduce, of a parameter that was thawed.
+        Raises: ValueError for a dtype that ranks do not reduce.
         """
         flats = [flat for flat in unit.flats if flat.learns]
-        check_reducible(flats, self._dtype_of)
+        _check_reducible(flats, self._dtype_of)
         self.allocate(flats)  # what was thawed, and no optimizer holds
         params = [param for flat in flats for param in flat.params]
         present = torch.tensor([param in gradients for param in params], dtype=torch.uint8)
@@ -170,7 +170,7 @@ class Reducer:
         self._errors.clear()
 
 
-def check_reducible(flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> None:
+def _check_reducible(flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> None:
     """Raise ValueError for a flat whose gradients wait in a dtype that ranks do not reduce."""
     for flat in flats:
         if dtype_of(flat) not in _DTYPES:

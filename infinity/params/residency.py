@@ -235,6 +235,11 @@ class UnitResidency(Gathering):
         with self.borrowed(param.unit), torch.no_grad():
             return param.flat.tensor[param.offset :][: param.numel].view(param.shape).to("cpu", copy=True)
 
+    def written(self, here: list[bool]) -> list[bool]:
+        """Of windows that all ranks close now, which some rank has written to; where ranks keep all weights, one may look alone,
+        and they are asked nothing."""
+        return here if self._keep else self._comm.any_of(here)
+
     def write_alike(self, param: Param, value: torch.Tensor) -> None:
         """As `write`, when all ranks have come to it with the same value."""
         self._comm.meet(lambda: named(f"writing {param.name}", digest(value)))

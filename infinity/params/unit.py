@@ -156,6 +156,9 @@ class Residency(Protocol):
     def read(self, param: Param) -> torch.Tensor:
         """The current value as an ordinary CPU tensor; waits for pending updates."""
 
+    def written(self, here: list[bool]) -> list[bool]:
+        """Of windows that all ranks close now, which some rank has written to; `here`: this one."""
+
     def write_alike(self, param: Param, value: torch.Tensor) -> None:
         """Set the value, master included, when all ranks have come to it with the same; waits for pending updates.
 

@@ -49,9 +49,11 @@ def chosen_params(lifecycle: Lifecycle, what: Gatherable) -> list[Param]:
 def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
     """Inside, the chosen parameters are readable and writable; writes are kept, also when the body raises."""
     params = [param for param in chosen_params(lifecycle, what) if param not in lifecycle.windows]
+    params.sort(key=lambda param: (param.unit.index, param.flat.index, param.slot_index))  # the same on all ranks
     units = list({param.unit: None for param in params})
     held = []
     opened: list[Window] = []
+    well = False
     try:
         for unit in units:
             slots = lifecycle.slots_of(unit)
@@ -66,31 +68,39 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
             lifecycle.slots_of(param.unit).windows.append(window)
             opened.append(window)
         yield
+        well = True
     finally:
         try:
-            _close(lifecycle, opened)
+            _close(lifecycle, opened, together=well)
         finally:
             for slots in reversed(held):
                 slots.release()
 
 
-def _close(lifecycle: Lifecycle, opened: list[Window]) -> None:
+def _close(lifecycle: Lifecycle, opened: list[Window], *, together: bool) -> None:
     """Keep what was written through the windows. All are closed even if a write fails; the first failure is raised. Nothing is
     kept when the step before was undone: the windows showed what it had made; nor from where on ranks differ in what they wrote.
+
+    together: all ranks close these windows now. What one of them has written is then kept by all: a collective that fills the
+    others' (`dist.broadcast`) is no write that torch counts.
     """
-    failure: Exception | None = None
     for window in opened:
-        param = window.param
-        slots = lifecycle.slots_of(param.unit)
+        slots = lifecycle.slots_of(window.param.unit)
         slots.note_window_writes()
         slots.windows.remove(window)
-        del lifecycle.windows[param]
-        written = window.written
+        del lifecycle.windows[window.param]
         bump_version(window.tensor)
-        if written and not isinstance(failure, StepUndone | RankFailed):
+    failure: Exception | None = None
+    written = [window.written for window in opened]
+    try:
+        written = lifecycle.residency.written(written) if together else written
+    except Exception as error:  # noqa: BLE001  raised below
+        failure = error
+    for window, is_written in zip(opened, written, strict=True):
+        if is_written and not isinstance(failure, StepUndone | RankFailed):
             try:
-                lifecycle.residency.write_alike(param, window.tensor.detach())
-            except Exception as error:  # noqa: BLE001  raised below, when the others are closed
+                lifecycle.residency.write_alike(window.param, window.tensor.detach())
+            except Exception as error:  # noqa: BLE001  raised below, when the others are written
                 failure = failure or error
     if failure is not None:
         raise failure

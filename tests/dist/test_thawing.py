@@ -255,9 +255,12 @@ def thaw_apart(rank: int, _place: Path) -> list[tuple[str, bool]]:
     for chosen, thaws in (({}, THAWS), (local, THAWS[:2]), ({**DEVICE, "zero": 2}, THAWS[:1]), (early, THAWS[1:])):
         for of in thaws:
             model, handle = pair(["blocks.1", "blocks.2.1"], **chosen)
+            optimizer = inf.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
             of(model, rank).requires_grad_(True)
-            optimizer = inf.AdamW(model.parameters(), lr=1e-2)
             try:
+                if of is not THAWS[-1]:  # where each rank has some to hold
+                    with pytest.raises(ValueError, match="building an optimizer: all ranks do the same"):
+                        inf.AdamW(set(model.parameters()) - set(optimizer.param_groups[0]["params"]), lr=1e-2)
                 with pytest.raises(RankFailed) as caught:
                     with handle.no_sync():
                         backward(model, 0)
@@ -276,20 +279,24 @@ def test_ranks_that_thaw_other_parameters_are_told_so(tmp_path: Path) -> None:
 
 
 def doubles(_rank: int, _place: Path) -> list[str]:
+    """Models in fp64 may be evaluated; an optimizer is refused, and so is the first gradient without one."""
     found = []
-    with pytest.raises(ValueError, match="cast the model") as caught:
-        pair((), torch.float64)
-    found.append(str(caught.value))
-    model, handle = pair(["blocks"], torch.float64)
-    model.blocks[2].requires_grad_(True)
-    with pytest.raises(ValueError, match="cast the model") as caught:
-        backward(model, 0)
-    found.append(str(caught.value))
-    handle.close()
+    for frozen, thawed in (((), None), (["blocks"], 2)):
+        model, handle = pair(frozen, torch.float64)
+        with torch.no_grad():
+            model(torch.ones(4, 64, dtype=torch.float64))
+        if thawed is not None:
+            model.blocks[thawed].requires_grad_(True)
+        with pytest.raises(ValueError, match="cast the model"):
+            inf.AdamW(model.parameters())
+        with pytest.raises(ValueError, match="cast the model") as caught:
+            backward(model, 0)
+        found.append(str(caught.value))
+        handle.close()
     return found
 
 
 def test_gradients_that_ranks_do_not_reduce_are_refused_by_name(tmp_path: Path) -> None:
-    for at_once, thawed in on_ranks(doubles, tmp_path / "run", 2):
-        assert "blocks.0.0.weight is torch.float64" in at_once
+    for untouched, thawed in on_ranks(doubles, tmp_path / "run", 2):
+        assert "blocks.2.0.weight is torch.float64" in untouched
         assert "blocks.2.0.weight is torch.float64" in thawed
