@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,10 @@ UNITS_AHEAD = 3
 
 class Holder(Grouped, Protocol):
     """What early updates need of the optimizer that holds a parameter."""
+
+    @property
+    def held(self) -> list[Param]:
+        """The parameters that it keeps states for."""
 
     def take_groups(self) -> None:
         """A step begins: find each parameter's group anew."""
@@ -201,6 +205,7 @@ class EarlyUpdates:
             assert param.grad is not None
             param.grad.arrive()
         self._check_finite(ready)
+        self._capture(ready)
         del self._ready[unit]
         if None in ready.values():
             self._drain.settle(unit)
@@ -222,6 +227,15 @@ class EarlyUpdates:
         self._residency.updated(unit, ticket, in_place=in_place)
         self._make_room()
 
+    def _capture(self, params: Iterable[Param]) -> None:
+        """The first update of a step, for each optimizer: the values of its groups are those of the step from here on. Raises:
+        ValueError, RanksDiverged where those of other ranks are others; then nothing of it has been updated."""
+        for holder in {self._holder_of(param): None for param in params}:
+            if holder is not None and holder not in self._captured:
+                holder.take_groups()
+                self._pipeline.meet(holder, holder.held)
+                self._captured[holder] = values_of(holder)
+
     def _work(self, params: list[Param]) -> list[Work]:
         by_holder: dict[Holder, list[Param]] = {}
         for param in params:
@@ -230,10 +244,6 @@ class EarlyUpdates:
             by_holder.setdefault(holder, []).append(param)
         work: list[Work] = []
         for holder, held in by_holder.items():
-            if holder not in self._captured:
-                holder.take_groups()
-                self._pipeline.meet(holder, held)
-                self._captured[holder] = values_of(holder)
             work.extend(holder.work_of(held))
         return work
 

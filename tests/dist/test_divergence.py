@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,27 @@ from tests.dist.ranks import on_ranks
 STEPS = 3
 
 
-def build(place: Path, **chosen: Any) -> tuple[Any, Any, inf.AdamW]:
+def offloaded(place: Path, **chosen: Any) -> tuple[Any, inf.Handle]:
     values = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": place, "rank_timeout_s": 60.0, **chosen}
     model = inf.offload(models.make(models.llama), inf.Policy(**values))
-    return model, inf.handle(model), inf.AdamW(model.parameters(), lr=1e-2)
+    return model, inf.handle(model)
+
+
+def build(place: Path, **chosen: Any) -> tuple[Any, Any, inf.AdamW]:
+    model, handle = offloaded(place, **chosen)
+    return model, handle, inf.AdamW(model.parameters(), lr=1e-2)
+
+
+@contextlib.contextmanager
+def raising(handle: inf.Handle, kind: type[Exception] = RankFailed) -> Iterator[list[str]]:
+    """What is inside raises this, and then the engine is closed. Gives the list that will hold the message."""
+    told: list[str] = []
+    try:
+        with pytest.raises(kind) as caught:
+            yield told
+        told.append(str(caught.value))
+    finally:
+        handle.close()
 
 
 def backward(model: Any, rank: int, index: int) -> None:
@@ -36,18 +54,15 @@ def weights(model: Any) -> list[torch.Tensor]:
 def norm_alone(rank: int, place: Path) -> str:
     """Rank 0 takes a norm that rank 1 does not: one waits in the control lane, the other in that of gathers."""
     model, handle, optimizer = build(place)
-    try:
-        with pytest.raises(RankFailed) as caught:
-            backward(model, rank, 0)
-            if rank == 0:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            backward(model, rank, 1)
-            handle.flush()
-            model.state_dict()
-    finally:
-        handle.close()
-    return str(caught.value)
+    with raising(handle) as told:
+        backward(model, rank, 0)
+        if rank == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        backward(model, rank, 1)
+        handle.flush()
+        model.state_dict()
+    return told[0]
 
 
 def test_a_norm_on_one_rank_alone_is_told_to_both(tmp_path: Path) -> None:
@@ -97,6 +112,31 @@ MODES: list[dict[str, Any]] = [
     {"update": "backward", "on_nonfinite": "ignore"},
     {"update": "delayed", "delayed_warmup": 0},
 ]
+
+
+def other_rate_of_a_group(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
+    """Of a group that backward comes to last: nothing is updated before it is refused, and all may go on."""
+    model, handle = offloaded(place, update="backward", on_nonfinite="ignore")
+    embedding, *others = model.parameters()
+    optimizer = inf.AdamW([{"params": others}, {"params": [embedding], "lr": 1e-3}], lr=1e-2)
+    before = weights(model)
+    optimizer.param_groups[1]["lr"] *= 1 + rank
+    with pytest.raises(ValueError, match="with lr 0.002, and rank 0 with lr 0.001: all ranks") as caught:
+        backward(model, rank, 0)
+    assert all(torch.equal(one, other) for one, other in zip(weights(model), before, strict=True))
+    optimizer.param_groups[1]["lr"] = 1e-3
+    optimizer.zero_grad()
+    backward(model, rank, 0)
+    optimizer.step()
+    found = weights(model)
+    handle.close()
+    return str(caught.value), found
+
+
+def test_another_rate_of_any_group_is_refused_before_the_first_update(tmp_path: Path) -> None:
+    (mine, left), (theirs, right) = on_ranks(other_rate_of_a_group, tmp_path / "run", 2)
+    assert mine == theirs
+    assert all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
 
 
 def other_rates(rank: int, place: Path) -> list[tuple[str, set[int]]]:
@@ -188,13 +228,10 @@ def does_unlike(rank: int, place: Path) -> list[str]:
         backward(model, rank, 0)
         optimizer.step()
         optimizer.zero_grad()
-        try:
-            with pytest.raises(RuntimeError) as caught:  # RankFailed; of load_state_dict what torch makes of it
-                does(model, optimizer, rank)
-                model.state_dict()
-        finally:
-            handle.close()
-        found.append(str(caught.value))
+        with raising(handle, RuntimeError) as told:  # RankFailed; of load_state_dict what torch makes of it
+            does(model, optimizer, rank)
+            model.state_dict()
+        found += told
     return found
 
 
@@ -210,15 +247,12 @@ def writes_alone(rank: int, place: Path) -> list[str]:
     for values in ({}, {"params": "device", "zero": 2}):
         model, handle, optimizer = build(place, **values)
         weight = model.model.norm.weight
-        try:
-            with pytest.raises(RankFailed) as caught:
-                with torch.no_grad(), handle.gather(weight):
-                    weight.add_(1) if rank == 0 else weight.sum()
-                backward(model, rank, 0)
-                optimizer.step()
-        finally:
-            handle.close()
-        found.append(str(caught.value))
+        with raising(handle) as told:
+            with torch.no_grad(), handle.gather(weight):
+                weight.add_(1) if rank == 0 else weight.sum()
+            backward(model, rank, 0)
+            optimizer.step()
+        found += told
     return found
 
 
@@ -262,7 +296,7 @@ def test_states_of_a_closed_engine_are_not_written(tmp_path: Path) -> None:
 
 def holds_others(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
     """Each rank gives its optimizer another block; then all go on with one for all of the model."""
-    model = inf.offload(models.make(models.llama), inf.Policy(params="nvme", optim="nvme", ram="min", nvme=place))
+    model, handle = offloaded(place)
     told = []
     for params, lr in ((model.model.layers[rank].parameters(), 1e-2), (model.parameters(), 1e-2 * (1 + rank))):
         with pytest.raises(ValueError, match="building an optimizer: all ranks do the same") as caught:
@@ -272,7 +306,7 @@ def holds_others(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
     backward(model, rank, 0)
     optimizer.step()
     found = weights(model)
-    inf.handle(model).close()
+    handle.close()
     return "\n".join(told), found
 
 
