@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import os
 import shutil
 import subprocess
@@ -163,3 +164,11 @@ def test_a_machine_without_a_compiler_gets_a_wheel_that_installs_only_infinity(t
     assert {entry.split("/")[0].split("-")[0] for entry in names} <= {"infinity", "infinity_offload"}
     assert {"infinity/py.typed", "infinity/aio/__init__.py", "infinity/cli/main.py"} <= set(names)
     assert not [entry for entry in names if entry.endswith(".so")], "no compiler, yet an extension"
+
+
+def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
+    """What pytest does not recurse into by its own rules (a folder called dist) would pass by never running."""
+    patterns = pytestconfig.getini("norecursedirs")
+    folders = {part for path in ROOT.glob("tests/**/test_*.py") for part in path.relative_to(ROOT).parts[:-1]}
+    assert "dist" in folders
+    assert not [folder for folder in folders if any(fnmatch.fnmatch(folder, pattern) for pattern in patterns)]
