@@ -135,7 +135,7 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
         found["parameters gathered, at most"] = Tiers(device=handle.stats().gathered_bytes_peak)
     drain, kept = handle._drain, handle.residency._fills.kept
     if drain._local is not None:
-        found["whole sums of gradients"] = Tiers(cpu=drain._local._slab.size_bytes)
+        found["whole sums of gradients"] = Tiers(cpu=sum(slab.size_bytes for slab in drain._local._slabs))
     if kept is not None:
         size = sum(part.nbytes for part in kept._parts.values())
         if policy.hpz is None:
