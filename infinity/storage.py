@@ -19,7 +19,6 @@ from infinity.memory.device import Device
 from infinity.memory.placement import Plan
 from infinity.memory.striping import choose_shares
 from infinity.memory.swap_space import SwapSpace
-from infinity.ops.update import update_numpy_sections
 from infinity.params.rest import Rest
 from infinity.params.unit import Flat, Unit
 from infinity.runtime.activations import ActivationFigures, Activations
@@ -90,7 +89,6 @@ class Storage:
             block_bytes=settings.block_bytes,
             depth=sharing.depths(space.files) if space is not None else settings.depth,
             seam=seam,
-            kernel=update_numpy_sections,
         )
         undo.callback(self.executor.close, drain=False)
         device.attach(self.executor)

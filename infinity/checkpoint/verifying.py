@@ -15,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from infinity import native
 from infinity.aio import Slab, Ticket
 from infinity.aio.plan import PIECE_NUMEL, sum_seed
-from infinity.checkpoint.data_file import DataReader, checksum
+from infinity.checkpoint.data_file import DataReader
 from infinity.checkpoint.directory import begun_commits, read_attachment, read_manifest
 from infinity.checkpoint.manifest import (
     PIECE_BYTES,
@@ -203,7 +204,7 @@ class Verifying:
         with path.open("rb") as file:
             for s, piece, offset, length, seed, expected in _pieces(manifest, row):
                 file.seek(offset)
-                if checksum(manifest.algorithm, file.read(length), seed) != expected:
+                if native.crc32c(file.read(length), seed) != expected:
                     what = ", ".join(_places(manifest, row, s, piece))
                     self._tell(path, offset, length, what, "is not what was written")
         if len(self.damage) == before:
