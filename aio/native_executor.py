@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from infinity import native
+from infinity._src import native
 from infinity.aio import checks, drive_limits, memory_limits, numa_node, plan
 from infinity.aio.device import DeviceDriver
 from infinity.aio.executor import SPAN, Gate, PoolSpec, Priority, Seam, spans_empty

@@ -11,7 +11,7 @@ import ctypes
 from functools import lru_cache
 from typing import Any
 
-from infinity import native
+from infinity._src import native
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 

@@ -13,7 +13,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity import native
+from infinity._src import native
 from infinity.aio.drive_limits import DriveLimits, direct_alignments, limits_of
 from infinity.aio.executor import PoolSpec
 from infinity.aio.mounts import file_system_type

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infinity import aio, native
+from infinity import aio
+from infinity._src import native
 from infinity.aio import plan
 from infinity.aio.native_core import load_uring
 from infinity.aio.native_executor import NativeExecutor

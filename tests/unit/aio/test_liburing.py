@@ -24,7 +24,8 @@ SETUP = """
 import logging
 from pathlib import Path
 import numpy as np
-from infinity import aio, native
+from infinity import aio
+from infinity._src import native
 from infinity.errors import *
 logging.basicConfig(level="WARNING")
 ffi, lib = native.load()

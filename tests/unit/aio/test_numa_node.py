@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infinity import aio, native
+from infinity import aio
+from infinity._src import native
 from infinity.aio import numa_node
 from infinity.aio.numa_node import Place
 from infinity.aio.slab import HUGE_PAGE_BYTES

@@ -8,7 +8,8 @@ import os
 
 import pytest
 
-from infinity import aio, native
+from infinity import aio
+from infinity._src import native
 from infinity.aio import opening, probe
 from tests.unit.aio.child import run_python
 from tests.unit.aio.rig import BACKENDS
@@ -197,7 +198,7 @@ def test_where_memory_may_not_be_locked_the_slab_goes_unregistered_and_works(tmp
 def test_a_library_without_the_symbols_is_an_error_that_names_one(monkeypatch, tmp_path):
     code = """
         import ctypes.util
-        from infinity.native import ffi, lib
+        from infinity._src.native import ffi, lib
         why = ffi.new("char[512]")
         assert lib.inf_uring_load(b"/nowhere/liburing.so", why, 512) == -1
         print(ffi.string(why).decode())

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity import aio, native
+from infinity import aio
+from infinity._src import native
 from infinity.aio import probe
 from tests.unit.aio.child import run_python
 from tests.unit.aio.rig import BACKENDS

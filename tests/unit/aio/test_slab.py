@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infinity import native
+from infinity._src import native
 from infinity.aio import memory_limits
 from infinity.aio.slab import HUGE_PAGE_BYTES, Slab
 

@@ -1,4 +1,4 @@
-"""infinity.native: what is in use, why not, and what the environment changes. In subprocesses: it is read at import."""
+"""infinity._src.native: what is in use, why not, and what the environment changes. In subprocesses: it is read at import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity import native
+from infinity._src import native
 
 MENDED_BY = "run `make native` in a checkout, or `pip install --force-reinstall infinity-offload`"
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def test_without_the_extension_the_module_says_why_and_imports_no_torch() -> None:
     code = (
-        "import sys; sys.modules['infinity._native'] = None; from infinity import native; "
+        "import sys; sys.modules['infinity._native'] = None; from infinity._src import native; "
         "assert not native.available(); assert 'torch' not in sys.modules; "
         "print(native.isa(), native.isas(), native.reason())"
     )
@@ -42,27 +42,27 @@ def test_without_the_extension_the_module_says_why_and_imports_no_torch() -> Non
     ["native.load()", "native.lib", "native.ffi", "native.crc32c(b'')", "native.select_isa('portable')"],
 )
 def test_without_the_extension_its_first_use_is_an_import_error_that_names_the_command(use: str) -> None:
-    done = run(f"import sys; sys.modules['infinity._native'] = None; from infinity import native; {use}")
+    done = run(f"import sys; sys.modules['infinity._native'] = None; from infinity._src import native; {use}")
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError: infinity's C extension is missing"), done.stderr
     assert last.endswith(MENDED_BY)
 
 
 def test_the_command_and_aio_import_without_the_extension() -> None:
-    code = "import sys; sys.modules['infinity._native'] = None; import infinity, infinity.aio, infinity.cli.main"
+    code = "import sys; sys.modules['infinity._native'] = None; import infinity, infinity.aio, infinity._src.cli.main"
     done = run(code)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_environment_selects_the_instruction_set() -> None:
     for name in native.isas():
-        done = run("from infinity import native; print(native.isa())", INFINITY_ISA=name)
+        done = run("from infinity._src import native; print(native.isa())", INFINITY_ISA=name)
         assert done.stdout.strip() == name, done.stderr
 
 
 @pytest.mark.parametrize("value", ["neon", "AVX2"])
 def test_an_unknown_instruction_set_in_the_environment_is_an_error_that_lists_the_known(value: str) -> None:
-    done = run("import infinity.native", INFINITY_ISA=value)
+    done = run("import infinity._src.native", INFINITY_ISA=value)
     assert done.returncode != 0
     assert "one of portable, avx2, avx512" in done.stderr
 
@@ -70,7 +70,7 @@ def test_an_unknown_instruction_set_in_the_environment_is_an_error_that_lists_th
 def test_the_widest_instruction_set_is_the_default() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "INFINITY_ISA"}
     done = subprocess.run(
-        [sys.executable, "-c", "from infinity import native; print(native.isa() == native.isas()[-1])"],
+        [sys.executable, "-c", "from infinity._src import native; print(native.isa() == native.isas()[-1])"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
