@@ -41,7 +41,8 @@ def ours(state: str, numel: int, threads: int) -> Update:
     from infinity._src.kernels.adamw import hyper_row
     from infinity._src.kernels.codec import encode_sections
     from infinity._src.native import ffi, lib
-    from infinity.aio.plan import Format, GradDtype, Master, Moments
+    from infinity.aio import Format, GradDtype
+    from infinity.aio._records import Master, Moments
 
     formats = {
         "exact": Format.SPLIT,
@@ -73,7 +74,8 @@ def verified(numel: int, threads: int) -> Update:
     from infinity._src.kernels.adamw import hyper_row
     from infinity._src.kernels.codec import encode_sections
     from infinity._src.native import ffi, lib
-    from infinity.aio.plan import CHUNK, CHUNK_NUMEL, PIECE_NUMEL, SEG, Format, GradDtype, piece_count
+    from infinity.aio import CHUNK, SEG, Format, GradDtype
+    from infinity.aio._records import CHUNK_NUMEL, PIECE_NUMEL, piece_count
 
     master = _noise(numel)
     sections = encode_sections(Format.SPLIT, master, [master * np.float32(0.01), np.square(master) * np.float32(1e-4)])

@@ -37,7 +37,8 @@ from infinity._src.kernels.adamw import hyper_row
 from infinity._src.kernels.chunk_update import UpdatePlan
 from infinity._src.kernels.quantize import Quantized, dequantize, quantize
 from infinity._src.kernels.unscale_norm import unscale_norm
-from infinity.aio.plan import HYPER, QUANT_GROUP, SEG, Format, Master, Moments, chunk_numel
+from infinity.aio import HYPER, SEG, Format
+from infinity.aio._records import QUANT_GROUP, Master, Moments, chunk_numel
 
 FLUSH_BYTES = 256 << 20
 """Written before each measurement: more than the L2 cache of any GPU there is."""

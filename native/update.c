@@ -1,4 +1,4 @@
-/* Updates on pointers: one body (update_body.h) per instruction set, chosen at run time.
+/* Updates on pointers: one body (optimizer_kernels.h) per instruction set, chosen at run time.
  *
  * The file is compiled for the ABI's baseline; the wider versions sit in `#pragma GCC target` regions that run only
  * after __builtin_cpu_supports said yes. No inline function crosses a region: those are always_inline and scalar.
@@ -63,7 +63,7 @@ INF_INLINE float inf_fourth_code(uint8_t code, float scale) {
     return ((square * square) * INF_FOURTH_STEP) * scale;
 }
 
-#define INF_BODY "update_body.h"
+#define INF_BODY "optimizer_kernels.h"
 #include "each_isa.h"
 
 /* ---- dispatch -------------------------------------------------------------------------------------------------- */

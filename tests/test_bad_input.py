@@ -18,8 +18,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.engine import offload
-from infinity.aio import Seam
-from infinity.aio.executor import Fault
+from infinity.aio import Fault, Seam
 from infinity.errors import (
     AioError,
     BudgetError,

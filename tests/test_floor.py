@@ -32,7 +32,7 @@ from infinity._src.hooks.activation_offload import HELD_CALLS
 from infinity._src.params.unit import Unit
 from infinity._src.perf.roofline import AtRest, traffic, turning_bytes_max
 from infinity._src.sizes import round_up
-from infinity.aio.plan import ALIGNMENT_BYTES
+from infinity.aio._records import ALIGNMENT_BYTES
 from tests import forks, models
 
 KERNEL_SLACK_BYTES = 1 << 20

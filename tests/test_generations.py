@@ -12,8 +12,7 @@ import torch
 import infinity as inf
 from infinity._src.engine import offload
 from infinity._src.optim.speculative_update import History
-from infinity.aio import Seam
-from infinity.aio.executor import Fault
+from infinity.aio import Fault, Seam
 from infinity.errors import NonFiniteGradient, StepUndone
 from tests import harness, models
 from tests.harness import Training

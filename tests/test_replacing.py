@@ -17,9 +17,8 @@ from infinity._src.engine import offload
 from infinity._src.grads import spill
 from infinity._src.memory.ledger import LEDGER
 from infinity._src.params.unit import Unit
-from infinity.aio import Seam
-from infinity.aio.executor import Fault
-from infinity.aio.plan import Format, GradSection, Master, Moments
+from infinity.aio import Fault, Format, Seam
+from infinity.aio._records import GradSection, Master, Moments
 from infinity.errors import AioError, BudgetError, StateInvalid, SwapFullError
 from tests import harness, models
 from tests.unit.params.test_state_store import fetched, make_flat, make_rest
@@ -81,7 +80,7 @@ class Placed:
 def requests_of(handle: Any) -> dict[str, int]:
     """Requests of the drives so far; nothing is pending then."""
     handle.flush()
-    handle._executor.drain()
+    handle._executor.wait_all()
     drives = handle._executor.stats().drives
     return {"read": sum(drive.reads for drive in drives), "write": sum(drive.writes for drive in drives)}
 

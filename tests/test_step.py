@@ -18,8 +18,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.engine import offload
-from infinity.aio import Seam
-from infinity.aio.executor import Fault
+from infinity.aio import Fault, Seam
 from infinity.errors import DeviceFailedError, EngineClosed, StateInvalid
 from tests import forks, models
 
@@ -143,7 +142,7 @@ def test_a_fault_in_the_background_is_raised_by_the_next_call_and_stays(tmp_path
         train(model, optimizer, 1)
         inf.handle(model).flush()
         models.loss_of(model, models.token_batches(1)[0]).backward()
-        inf.handle(model)._executor.drain()  # idle slots have read ahead
+        inf.handle(model)._executor.wait_all()  # idle slots have read ahead
         return model, optimizer
 
     model, _ = until_second_step(None)

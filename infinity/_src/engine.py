@@ -399,7 +399,7 @@ class Handle:
             return
         if self._lifecycle.windows:
             raise RuntimeError("handle.close() inside handle.gather(): the writes of the block would be lost; leave it first")
-        steps = (self._lifecycle.detach, self._executor.drain, self.residency.close, lambda: part(self._params))
+        steps = (self._lifecycle.detach, self._executor.wait_all, self.residency.close, lambda: part(self._params))
         with run_all(self._forget, *steps, self._gradients.close, self._undo.close):
             self.saving.settle()
             self.pipeline.wait()

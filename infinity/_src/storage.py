@@ -22,9 +22,8 @@ from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
 from infinity._src.telemetry import Timeline
-from infinity.aio import Executor, ExecutorStats, PoolSpec, Seam, open_executor
-from infinity.aio.endurance import Endurance
-from infinity.aio.plan import Format
+from infinity.aio import Executor, ExecutorStats, Format, PoolSpec, Seam, open_executor
+from infinity.aio._endurance import Endurance
 
 OBSERVE_S = 15.0
 """How often the drives are looked at within a step: an executor remembers 64 seconds."""
@@ -90,7 +89,7 @@ class Storage:
             depth=sharing.depths(space.files) if space is not None else settings.depth,
             seam=seam,
         )
-        undo.callback(self.executor.close, drain=False)
+        undo.callback(self.executor.close, wait=False)
         device.attach(self.executor)
         self.executor.spans(True)
         for layer in layers if self.run is not None else ():
@@ -108,7 +107,7 @@ class Storage:
         )
         undo.callback(self.rest.close)
         # Before its memory goes, if an interrupt left jobs in flight.
-        undo.callback(self.executor.close, drain=False)
+        undo.callback(self.executor.close, wait=False)
         self.endurance = Endurance()
         self._steps = 0
         self._observed_s = time.monotonic()

@@ -18,7 +18,7 @@ from infinity._src.hooks.activation_offload import HELD_CALLS
 from infinity._src.perf.roofline import Moved
 from infinity._src.sizes import format_size
 from infinity._src.stats import DriveFigures, drive_figures
-from infinity.aio.endurance import Endurance
+from infinity.aio._endurance import Endurance
 from infinity.errors import BudgetError
 from tests import models
 

@@ -21,15 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity._src import native
-from infinity.aio.plan import (
-    CHUNK,
-    HYPER,
-    PIECE_NUMEL,
-    SEG,
-    Format,
-    GradDtype,
-    piece_count,
-)
+from infinity.aio import CHUNK, HYPER, SEG, Format, GradDtype
+from infinity.aio._records import PIECE_NUMEL, piece_count
 
 CACHE_NUMEL = 2 * PIECE_NUMEL
 MEMORY_NUMEL = 16 << 20

@@ -25,7 +25,8 @@ from infinity._src.checkpoint.safetensors import WeightFiles, group_units, shard
 from infinity._src.kernels.codec import decode_sections
 from infinity._src.kernels.tiles import tile_index, whole_name
 from infinity._src.sizes import round_up
-from infinity.aio.plan import Format, Master, Moments
+from infinity.aio import Format
+from infinity.aio._records import Master, Moments
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

@@ -15,7 +15,8 @@ import torch
 from infinity._src.checkpoint.pieces import Piece
 from infinity._src.checkpoint.reader import Bytes, ChunkRef, SavedParam, StateReader
 from infinity._src.kernels.codec import decode_sections, encode_sections
-from infinity.aio.plan import Format, GradSection, Master, Moments, Section
+from infinity.aio import Format
+from infinity.aio._records import GradSection, Master, Moments, Section
 
 CHUNKS_KEPT = 8
 """Saved chunks in memory: those that are read ahead, and those that the next chunk wants as well."""

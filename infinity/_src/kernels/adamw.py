@@ -1,6 +1,6 @@
 """AdamW in torch: the scalars, the master encoding, and the update that the native kernels must match bit for bit.
 
-It is the reference of AdamW in native/update_body.h and what runs where there is no compiler. Every line below is one operation
+It is the reference of AdamW in native/optimizer_kernels.h and what runs where there is no compiler. Every line below is one operation
 that rounds once to fp32; fused forms (`addcmul_`, `add_(alpha=)`) are avoided because they may contract to an FMA, and
 `torch.sqrt` because it does not round correctly (`sqrt_exact`). CPU only: a GPU divides by a scalar through its
 reciprocal. Denormals are kept unless torch.set_flush_denormal is on; the native kernels keep them always.
@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 
 from infinity._src.kernels.hyper import Log, blank_row
-from infinity.aio.plan import Algorithm, LogKind
+from infinity.aio import LogKind
+from infinity.aio._records import Algorithm
 
 NAN_BITS = 0x7FC00000
 

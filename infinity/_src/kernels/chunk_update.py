@@ -23,7 +23,8 @@ import torch
 
 from infinity._src.kernels import choice
 from infinity._src.kernels.update import check_update
-from infinity.aio.plan import QUANT_GROUP, SEG, Format, GradDtype, GradSection, Moments
+from infinity.aio import SEG, Format, GradDtype
+from infinity.aio._records import QUANT_GROUP, GradSection, Moments
 
 GRAD_DTYPES = {
     GradDtype.BF16: torch.bfloat16,

@@ -32,7 +32,8 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity._src.kernels.rounding import random_bits
-from infinity.aio.plan import QUANT_GROUP, Format, GradSection, Master, Moments
+from infinity.aio import Format
+from infinity.aio._records import QUANT_GROUP, GradSection, Master, Moments
 
 Array = npt.NDArray[Any]
 

@@ -47,7 +47,7 @@ from infinity._src.kernels.quantize import (
     dequantize,
     quantize,
 )
-from infinity.aio.plan import GradDtype
+from infinity.aio import GradDtype
 
 ALIGN_BYTES = 64
 DIVISOR_MOST = 1 << 24

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from infinity._src import native
-from infinity.aio.plan import GradDtype
+from infinity.aio import GradDtype
 
 _DTYPES = {torch.bfloat16: GradDtype.BF16, torch.float16: GradDtype.FP16, torch.float32: GradDtype.FP32}
 

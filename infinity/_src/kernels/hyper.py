@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from infinity.aio.plan import HYPER, LOG_MAX, Algorithm, LogKind
+from infinity.aio import HYPER, LogKind
+from infinity.aio._records import LOG_MAX, Algorithm
 
 Log: TypeAlias = Sequence[tuple[LogKind | str, float]]
 """Operations done to a gradient since it was drained, oldest first: ("mul" | "div" or a LogKind, factor)."""

@@ -3,7 +3,7 @@
     p = p * (1 - lr * weight_decay);  p = p - lr * sign(m * beta1 + g * (1 - beta1));  m = m * beta2 + g * (1 - beta2)
 
 The sign of zero is zero, that of NaN is NaN. Each operation rounds once to fp32, in that order: the bits of
-native/update_body.h.
+native/optimizer_kernels.h.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity._src.kernels.hyper import Log, blank_row
-from infinity.aio.plan import Algorithm
+from infinity.aio._records import Algorithm
 
 
 def hyper_row_lion(

@@ -3,7 +3,7 @@
     g = g + p * weight_decay;  b = b * momentum + g * (1 - dampening), in the first step b = g
     p = p - lr * b, with nesterov p - lr * (g + b * momentum), without momentum p - lr * g
 
-Each operation rounds once to fp32, in that order: the bits of native/update_body.h.
+Each operation rounds once to fp32, in that order: the bits of native/optimizer_kernels.h.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity._src.kernels.hyper import Log, blank_row
-from infinity.aio.plan import Algorithm, HyperFlag
+from infinity.aio._records import Algorithm, HyperFlag
 
 
 def hyper_row_sgd(

@@ -18,7 +18,8 @@ from infinity._src.kernels.codec import decode_sections, encode_sections
 from infinity._src.kernels.hyper import replay_log
 from infinity._src.kernels.lion import lion_
 from infinity._src.kernels.sgd import sgd_
-from infinity.aio.plan import QUANT_GROUP, Algorithm, Format, Moments
+from infinity.aio import Format
+from infinity.aio._records import QUANT_GROUP, Algorithm, Moments
 
 _MOMENT_COUNTS = {Algorithm.ADAMW: (2,), Algorithm.SGD: (0, 1), Algorithm.LION: (1,)}
 

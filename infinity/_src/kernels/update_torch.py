@@ -15,7 +15,8 @@ import torch
 
 from infinity._src.kernels.adamw import sqrt_exact
 from infinity._src.kernels.quantize import random_bits_torch
-from infinity.aio.plan import QUANT_GROUP, Algorithm, Format, HyperFlag, LogKind, Master, Moments
+from infinity.aio import Format, LogKind
+from infinity.aio._records import QUANT_GROUP, Algorithm, HyperFlag, Master, Moments
 
 _MASK = 0xFFFFFFFF
 _NAN_BITS, _INFINITY_BITS = 0x7FC00000, 0x7F800000
@@ -61,7 +62,7 @@ def update_torch(
             sections[first + count].view(torch.int16).view(-1, count)[:, index].copy_(scales)
 
 
-# -- algorithms on fp32: the order of operations is native/update_body.h's -----------------------------------------------
+# -- algorithms on fp32: the order of operations is native/optimizer_kernels.h's -----------------------------------------------
 
 
 def _scalar(value: Any, like: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from infinity.aio import MASK_COPY_OUT, MASK_DEVICE, DeviceDriver, Executor, Priority, Slab, Ticket
-from infinity.aio.plan import JOB, JobKind
+from infinity.aio import (
+    JOB,
+    MASK_COPY_OUT,
+    MASK_DEVICE,
+    DeviceDriver,
+    Executor,
+    JobKind,
+    Priority,
+    Slab,
+    Ticket,
+)
 
 
 class Device:

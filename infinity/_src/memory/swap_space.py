@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from infinity.aio.extents import ExtentAllocator
-from infinity.aio.swap_file import SwapFile
+from infinity.aio import ExtentAllocator, SwapFile
 
 _UNIT = 1 << 20
 """Shares are kept in millionths, about."""

@@ -26,8 +26,8 @@ from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.sizes import round_up
-from infinity.aio import MASK_DEVICE, Executor, Priority, Ticket
-from infinity.aio.plan import JOB, GradDtype, GradSection, JobKind
+from infinity.aio import JOB, MASK_DEVICE, Executor, GradDtype, JobKind, Priority, Ticket
+from infinity.aio._records import GradSection
 
 AHEAD_CHUNKS = 4
 """Chunks that are read ahead of the one that is updated; as many may be on their way back."""

@@ -23,8 +23,7 @@ from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param
-from infinity.aio import Executor
-from infinity.aio.plan import Format
+from infinity.aio import Executor, Format
 
 
 class OptimizerRegistry:
@@ -127,7 +126,7 @@ class OptimizerRegistry:
         """
         self._pipeline.wait()
         self._gradients.settle()
-        self._executor.drain()
+        self._executor.wait_all()
         before, formats_before = self._placing.saved(), self._formats
         try:
             yield

@@ -24,7 +24,8 @@ from infinity._src.params.chunk_buffer import ChunkBuffer, Span, spans_of
 from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Param
-from infinity.aio.plan import Format, GradSection, Moments
+from infinity.aio import Format
+from infinity.aio._records import GradSection, Moments
 
 Bytes = npt.NDArray[np.uint8]
 

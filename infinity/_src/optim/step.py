@@ -35,9 +35,8 @@ from infinity._src.params.prefetch_schedule import Phase
 from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
-from infinity.aio import Executor, Gate, Priority, Ticket
-from infinity.aio.executor import MASK_GIVEN
-from infinity.aio.plan import JobKind
+from infinity.aio import Executor, Gate, JobKind, Priority, Ticket
+from infinity.aio._records import MASK_PARAM_IN_MEMORY
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid, StepUndone
 
 READ_AHEAD_MAX = 64
@@ -271,7 +270,7 @@ class StepPipeline:
             if len(ids) >= READ_AHEAD_MAX:
                 break
         if ids:
-            self._executor.preread(np.array(ids[:READ_AHEAD_MAX], dtype=np.int32), given=given)
+            self._executor.prefetch(np.array(ids[:READ_AHEAD_MAX], dtype=np.int32), param_in_memory=given)
 
     def plan_of(self, unit: Unit, work: Mapping[Param, Work], gradients: Gradients) -> Submission:
         """The jobs that do `work` in a unit; see `plan_unit`."""
@@ -313,7 +312,7 @@ class StepPipeline:
             if targets:
                 jobs["ptr"][:, 0] += np.array(targets, dtype=np.uint64)[jobs["base"]]
                 jobs["ptr"][:, 1] = jobs["ptr"][:, 0]
-                jobs["mask"] |= MASK_GIVEN | self._residency.device.mask
+                jobs["mask"] |= MASK_PARAM_IN_MEMORY | self._residency.device.mask
             else:
                 jobs["ptr"][:, 0] = 0
             jobs["base"] = -1

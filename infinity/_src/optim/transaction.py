@@ -124,7 +124,7 @@ class Transaction:
         not be brought to them either.
         """
         self._residency.stale(self._units)
-        self._executor.drain()
+        self._executor.wait_all()
         self._executor.rollback(self._ids(flat for unit in self._units for flat in unit.flats))
         recovery = self._executor.recover()
         for forget in reversed(self._forget_counts):
@@ -150,7 +150,7 @@ class Transaction:
         others read them."""
         self._residency.stale(units)
         ids = self._ids(flat for unit in units for flat in unit.flats)
-        self._executor.drain()
+        self._executor.wait_all()
         self._executor.rollback(ids)
 
     def _ids(self, flats: Iterable[Flat]) -> npt.NDArray[np.int32]:

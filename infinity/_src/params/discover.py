@@ -27,7 +27,7 @@ from infinity._src.kernels.tiles import tile_modules
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params.unit import Flat, Param, Unit, keys_of, place_at
 from infinity._src.params.unsharded_param import empty_flat
-from infinity.aio.plan import CHUNK_NUMEL
+from infinity.aio._records import CHUNK_NUMEL
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are never called: hooks on them never run, so no unit can belong to one."""

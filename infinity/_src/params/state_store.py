@@ -21,8 +21,8 @@ from infinity._src.memory.swap_space import Place, SwapSpace
 from infinity._src.params.shard_records import ShardRecords, sections_carried, sections_in_common, unplaced
 from infinity._src.params.unit import Flat
 from infinity._src.sizes import round_up
-from infinity.aio import Executor, Priority, Slab, Ticket
-from infinity.aio.plan import JOB, Format, JobKind, Master
+from infinity.aio import JOB, Executor, Format, JobKind, Priority, Slab, Ticket
+from infinity.aio._records import Master
 from infinity.errors import AioError
 
 _SECOND_DTYPES = {Master.SPLIT: torch.int16, Master.SPLIT8: torch.int8, Master.FP16: torch.float32}
@@ -115,7 +115,7 @@ class StateStore:
             try:
                 self._carry_over(old[made[0].flat], made[0])
             except BaseException:
-                self._executor.drain()
+                self._executor.wait_all()
                 for rest in made:
                     self._drop(rest, stays=old[rest.flat])
                 raise

@@ -57,7 +57,7 @@ def test_nothing_grows_with_the_number_of_requests(backend, tmp_path, rng, reque
             last, targets = rig.fetch(range(6), mask=0b1010)
             last.wait(60)
             gated.wait(60)
-            rig.executor.drain(60)
+            rig.executor.wait_all(60)
             assert last.done
             del gate, gated, given_up, last, targets
             rig._keep.clear()

@@ -43,7 +43,7 @@ class Place:
         if not self._open:
             return
         self._open = False
-        self.executor.drain()
+        self.executor.wait_all()
         self.activations.close()
         self.executor.close()
         self.space.close()
@@ -135,7 +135,7 @@ def comes_back_the_same(
     seen: list[torch.Tensor] = []
     total = chain([tensor, *randoms(2)], weight_of(), reentrant, seen)
     del tensor, raw
-    place.executor.drain()
+    place.executor.wait_all()
     seen.clear()
     total.backward()
     back = seen[-1]  # the first call is the last that backward comes to
@@ -156,11 +156,11 @@ def test_memory_goes_while_forward_goes_on_and_returns_a_few_calls_at_a_time(
     # Copies, and nothing left of their graph: what two graphs save is shared, and stays.
     chain([tensor.clone() for tensor in tensors], expected, reentrant).backward()
     gc.collect()
-    place.executor.drain()
+    place.executor.wait_all()
     place.shelf.stored_bytes = place.shelf.fetched_bytes = 0
     place.activations._held_peak = 0
     total = chain(tensors, weight, reentrant)
-    place.executor.drain()
+    place.executor.wait_all()
     held = place.activations.figures()
     assert sum(ref() is not None for ref in refs) <= module.HELD_CALLS
     assert place.activations._held_bytes == module.HELD_CALLS * 4000
@@ -177,7 +177,7 @@ def test_memory_goes_while_forward_goes_on_and_returns_a_few_calls_at_a_time(
 def test_a_backward_in_flight_reads_ahead(make_place: Callable[..., Place]) -> None:
     place = make_place()
     total = chain(randoms(8), weight_of(), False)
-    place.executor.drain()
+    place.executor.wait_all()
     fetched: list[int] = []
     bring = place.activations._bring
 
@@ -223,7 +223,7 @@ def test_a_graph_that_never_runs_backward_gives_its_places_back(make_place: Call
     lengths = set()
     for _ in range(6):
         total = chain(randoms(6), weight_of(), False)
-        place.executor.drain()
+        place.executor.wait_all()
         lengths.add(place.space.size_bytes)
         del total
         gc.collect()
@@ -238,7 +238,7 @@ def test_lengths_that_change_from_step_to_step_do_not_grow_the_file(make_place: 
     most = 0
     for step in range(30):
         chain(randoms(5, 20_000 - 512 * step), weight_of(), False).backward()
-        place.executor.drain()
+        place.executor.wait_all()
         most = most or place.space.size_bytes
     assert place.space.size_bytes <= 2 * most
 
@@ -260,7 +260,7 @@ def test_what_several_calls_take_stays_and_what_one_call_takes_twice_goes_once(
         x = xs.pop(0)
         total = total + checkpoint(one, x, x, mask, weight, use_reentrant=reentrant)
     del x
-    place.executor.drain()
+    place.executor.wait_all()
     total.backward()
     assert place.shelf.stored_bytes == 4 * 4000
     assert place.shelf.fetched_bytes == 4 * 4000
@@ -290,7 +290,7 @@ def test_a_tensor_that_is_modified_after_it_was_saved_raises_as_in_torch(
     base = xs[0]
     view = base.view(10, 100)
     total = chain(xs if late else xs[:1], weight_of(), reentrant)
-    place.executor.drain()
+    place.executor.wait_all()
     with torch.no_grad():
         view.add_(1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*at version 1; expected version 0"):
@@ -392,7 +392,7 @@ def test_an_interrupted_forward_leaves_nothing(make_place: Callable[..., Place])
             checkpoint(interrupted, torch.ones(1000), weight, use_reentrant=False)
         total = torch.zeros(())
     gc.collect()
-    place.executor.drain()
+    place.executor.wait_all()
     place.activations.figures()
     assert len(place.activations._calls) == 0
     expected = weight_of()

@@ -80,7 +80,8 @@ def groups() -> None:
 def update() -> None:
     from infinity._src.kernels.chunk_update import RESOLVED
     from infinity._src.kernels.triton.update import Launches
-    from infinity.aio.plan import HYPER, Algorithm, Format, GradDtype, Master, Moments
+    from infinity.aio import HYPER, Format, GradDtype
+    from infinity.aio._records import Algorithm, Master, Moments
 
     cases = [
         (Format.SPLIT, Algorithm.ADAMW, GradDtype.BF16),

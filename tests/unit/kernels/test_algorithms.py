@@ -12,7 +12,8 @@ from infinity._src.kernels.lion import hyper_row_lion
 from infinity._src.kernels.rounding import rounding_key
 from infinity._src.kernels.sgd import hyper_row_sgd
 from infinity._src.kernels.update import update_numpy_sections
-from infinity.aio.plan import Format, GradSection, HyperFlag, Master, Moments, chunk_numel
+from infinity.aio import Format
+from infinity.aio._records import GradSection, HyperFlag, Master, Moments, chunk_numel
 
 SGD_OPTIONS: list[dict[str, Any]] = [
     {},

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from infinity._src.kernels import choice
 from infinity._src.kernels.chunk_update import UpdatePlan, update_chunk
 from infinity._src.kernels.update import update_numpy_sections
-from infinity.aio.plan import HYPER, SEG, Format, GradDtype, GradSection, Master, Moments
+from infinity.aio import HYPER, SEG, Format, GradDtype
+from infinity.aio._records import GradSection, Master, Moments
 from tests.unit.native.test_update_kernels import CASES, ROWS, as_bf16, assert_same_sections, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # infinities and NaN are meant; the interpreter is numpy

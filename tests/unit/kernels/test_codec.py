@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from infinity._src.kernels.codec import decode_sections, encode_sections
 from infinity._src.kernels.rounding import rounding_key
-from infinity.aio.plan import QUANT_GROUP, Format, Master, Moments
+from infinity.aio import Format
+from infinity.aio._records import QUANT_GROUP, Master, Moments
 
 COMPACT = Format(Master.SPLIT8, Moments.Q8, 2)
 BF16 = Format(Master.SPLIT, Moments.BF16, 2)

@@ -21,7 +21,8 @@ from infinity._src.kernels.quant_matmul import (
     multiply,
 )
 from infinity._src.kernels.quantize import dequantize, quantize
-from infinity.aio.plan import Format, Master, Moments
+from infinity.aio import Format
+from infinity.aio._records import Master, Moments
 from tests.unit.kernels.operands import (
     DTYPES,
     assert_summed_in_fp32,

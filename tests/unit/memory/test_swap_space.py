@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src.memory.swap_space import Place, SwapSpace, Turns
-from infinity.aio.swap_file import SwapFile
+from infinity.aio import SwapFile
 from infinity.errors import SwapFullError
 from tests.unit.aio.disks import loop_ext4
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from infinity._src.kernels.adamw import Hyper
 from infinity._src.kernels.update import update_numpy_sections
 from infinity._src.native import ffi, lib
-from infinity.aio.plan import Format, GradDtype, LogKind
+from infinity.aio import Format, GradDtype, LogKind
 
 Array = npt.NDArray[Any]
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from infinity._src import native
 from infinity._src.kernels.adamw import Hyper, adamw_fp32_, hyper_row
-from infinity.aio.plan import HYPER, LOG_MAX, Format
+from infinity.aio import HYPER, Format
+from infinity.aio._records import LOG_MAX
 from tests.unit.native.states import (
     HYPER_PLAIN,
     HYPERS,

@@ -12,18 +12,8 @@ from hypothesis import strategies as st
 from infinity._src.kernels.adamw import hyper_row
 from infinity._src.kernels.update import update_numpy_sections
 from infinity._src.native import ffi, lib
-from infinity.aio.plan import (
-    CHUNK,
-    HYPER,
-    QUANT_GROUP,
-    SEG,
-    Format,
-    GradDtype,
-    GradSection,
-    Master,
-    Moments,
-    piece_count,
-)
+from infinity.aio import CHUNK, HYPER, SEG, Format, GradDtype
+from infinity.aio._records import QUANT_GROUP, GradSection, Master, Moments, piece_count
 from tests.unit.native.states import Array
 from tests.unit.native.test_update_kernels import as_bf16, assert_same_sections, states
 
@@ -69,7 +59,7 @@ class Chunk:
             for index, section in enumerate(self.sections)
         ]
 
-    def update(self, segs: Array, given_mask: int = 0) -> int:
+    def update(self, segs: Array, in_memory_mask: int = 0) -> int:
         scratch = np.zeros_like(self.sums)
         hypers = np.array([ROW], HYPER)
         places = [ffi.cast("uint8_t *", section.ctypes.data) for section in self.sections]
@@ -77,7 +67,7 @@ class Chunk:
         return int(
             lib.inf_chunk_update(
                 self.pointer, ffi.new("uint8_t *[6]", places), ffi.cast("inf_seg *", segs.ctypes.data), len(segs),
-                ffi.cast("inf_hyper *", hypers.ctypes.data), 1, ffi.NULL, 1, given_mask,
+                ffi.cast("inf_hyper *", hypers.ctypes.data), 1, ffi.NULL, 1, in_memory_mask,
                 ffi.cast("uint32_t *", scratch.ctypes.data),
             )
         )  # fmt: skip
@@ -147,10 +137,10 @@ def test_a_given_section_is_not_verified_but_summed_anew_and_untouched_by_a_mism
     before = chunk.sections[0].copy()
     segs = segment(0, 100, 0, grad)
     chunk.sections[2].view(np.uint8)[-1] ^= 1
-    assert chunk.update(segs, given_mask=1) == 2 * chunk.pieces + chunk.pieces - 1
+    assert chunk.update(segs, in_memory_mask=1) == 2 * chunk.pieces + chunk.pieces - 1
     np.testing.assert_array_equal(chunk.sections[0], before)
     chunk.sections[2].view(np.uint8)[-1] ^= 1
-    assert chunk.update(segs, given_mask=1) == OK
+    assert chunk.update(segs, in_memory_mask=1) == OK
     assert chunk.bad() == [OK] * 4  # also of the pieces that no segment meets
     chunk.sections[0] ^= 1
     assert chunk.update(segs) == 0

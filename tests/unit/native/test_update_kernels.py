@@ -17,7 +17,8 @@ from infinity._src.kernels.rounding import random_bits, rounding_key
 from infinity._src.kernels.sgd import hyper_row_sgd
 from infinity._src.kernels.update import update_numpy_sections
 from infinity._src.native import ffi, lib
-from infinity.aio.plan import QUANT_GROUP, Format, Master, Moments
+from infinity.aio import Format
+from infinity.aio._records import QUANT_GROUP, Master, Moments
 from tests.unit.native.states import Array, native_update
 from tests.unit.native.states import random_bits as odd_bits
 

@@ -12,7 +12,7 @@ from infinity._src.perf.roofline import AtRest, Drives, traffic
 from infinity._src.perf.step_report import Bandwidths, StepTerms, bandwidths_of, fit_drives
 from infinity._src.sizes import format_size
 from infinity._src.telemetry import Marks, PhaseClock, Timeline
-from infinity.aio.stats import Window
+from infinity.aio._stats import Window
 from tests.drives import drive_stats, executor_stats
 
 MIB = 1 << 20

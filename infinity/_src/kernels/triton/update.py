@@ -6,7 +6,7 @@ One launch updates all segments of a chunk, whatever their hypers (one per algor
 program takes BLOCK_NUMEL elements of one segment and reads from tables on the device which, and by which HYPER record. Its
 elements are [groups, QUANT_GROUP], so that the scales of 8-bit moments are reductions of rows.
 
-Every operation rounds once to fp32, in the order of native/update_body.h. On a GPU this relies on three things: launches say
+Every operation rounds once to fp32, in the order of native/optimizer_kernels.h. On a GPU this relies on three things: launches say
 `enable_fp_fusion=False` (else a product and the sum that follows become one FMA, in LLVM and again in ptxas), `tl.div_rn` and
 `tl.sqrt_rn` (else both are approximate), and that none of the operations used flushes denormals.
 tests/unit/kernels/test_triton_compiles.py looks for all three in the PTX.
@@ -31,7 +31,8 @@ from infinity._src.kernels.triton.random import (
     float_of_bf16,
     random_bits,
 )
-from infinity.aio.plan import HYPER, QUANT_GROUP, Algorithm, Format, GradDtype, HyperFlag, Master, Moments
+from infinity.aio import HYPER, Format, GradDtype
+from infinity.aio._records import QUANT_GROUP, Algorithm, HyperFlag, Master, Moments
 
 BLOCK_NUMEL = 1024
 

@@ -31,7 +31,8 @@ from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.placed import beside_placement
 from infinity._src.perf.plan.shape import ModelShape
 from infinity._src.sizes import MIB
-from infinity.aio.plan import Format, chunk_numel
+from infinity.aio import Format
+from infinity.aio._records import chunk_numel
 
 CUDA_BYTES = 640 * MIB
 """What a process holds of a GPU before it computes anything: context, kernels, cuBLAS workspaces (assumed)."""

@@ -2,12 +2,13 @@
 
 One `CHUNK` record per chunk (kept by the executor), and per submission `JOB`, `SEG` and `HYPER` records. The dtypes
 mirror the structs of native/infinity.h byte for byte, so a native executor reads the arrays as they lie and a Python
-executor reads the same arrays; tests/unit/native/test_plan_layout.py compares every offset.
+executor reads the same arrays; tests/unit/native/test_records_layout.py compares every offset.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar, Final, NamedTuple
 
@@ -347,3 +348,54 @@ def sum_seed(generation: int, key: int, section: int, piece: int) -> int:
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 + word + 1) & mask
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
     return (mixed ^ (mixed >> 31)) & 0xFFFFFFFF
+
+
+#: One span of work of an executor, as `take_spans` returns them. `track` is one of TRACK_*; times are CLOCK_MONOTONIC
+#: nanoseconds (`time.monotonic_ns`); `drive` is -1 for work without I/O; `chunk` is the id that `define` returned;
+#: `priority` is a Priority, or 3 for a read ahead.
+SPAN = np.dtype(
+    [
+        ("track", np.int32),
+        ("drive", np.int32),
+        ("chunk", np.int32),
+        ("priority", np.int32),
+        ("start_ns", np.int64),
+        ("end_ns", np.int64),
+        ("bytes", np.int64),
+    ],
+    align=True,
+)
+TRACK_READ, TRACK_WRITE, TRACK_UPDATE, TRACK_COPY, TRACK_TO_DEVICE, TRACK_FROM_DEVICE = 0, 1, 2, 3, 4, 5
+
+#: In a job's mask: move the slot as it is, without copy and checksum. For measuring drives (`infinity.bench`).
+MASK_MOVE_ONLY = 0x8000_0000
+#: In an UPDATE's mask: section 0 is not read but taken from ptr[1] (the chunk's part of it, whole, in the caller's memory until
+#: the ticket is `filled`), and not verified; it is written with the rest. ptr[0] may be the same memory. Without effect
+#: where section 0 is resident: what is resident is what would be given.
+MASK_PARAM_IN_MEMORY = 0x4000_0000
+#: In a job's mask: ptr[] are addresses on the attached device (`Executor.attach_device`).
+MASK_DEVICE = 0x2000_0000
+#: In the mask of a COPY, beside MASK_DEVICE: ptr[0] is on the device. Else ptr[1] is.
+MASK_COPY_OUT = 1
+
+
+class Priority(IntEnum):
+    """Which work goes first. Writes of any priority always get their share of the drive."""
+
+    DEMAND = 0
+    PREFETCH = 1
+    WRITEBACK = 2
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """A pool of `count` slots of `bytes` each (a multiple of 4096) in the executor's slab."""
+
+    count: int
+    bytes: int
+
+    def __post_init__(self) -> None:
+        if self.count < 0 or self.bytes < 0 or self.bytes % 4096:
+            raise ValueError(
+                f"PoolSpec(count={self.count}, bytes={self.bytes}): count must be >= 0 and bytes a multiple of 4096"
+            )

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from infinity.aio.stats import DriveStats, ExecutorStats, Window
+from infinity.aio._stats import DriveStats, ExecutorStats, Window
 
 log = logging.getLogger("infinity.aio")
 

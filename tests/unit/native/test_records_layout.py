@@ -1,4 +1,4 @@
-"""aio/plan.py and native/infinity.h describe the same bytes."""
+"""aio/records.py and native/infinity.h describe the same bytes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity._src.native import ffi, lib
-from infinity.aio import plan
+from infinity.aio import _records as records
 
-STRUCTS = [("inf_chunk", plan.CHUNK), ("inf_job", plan.JOB), ("inf_seg", plan.SEG), ("inf_hyper", plan.HYPER)]
+STRUCTS = [("inf_chunk", records.CHUNK), ("inf_job", records.JOB), ("inf_seg", records.SEG), ("inf_hyper", records.HYPER)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), STRUCTS)
@@ -39,12 +39,12 @@ U64 = st.integers(0, 2**64 - 1)
 
 @given(U64, U64, st.integers(0, 3), st.integers(0, 2**40))
 def test_python_and_c_seed_a_checksum_alike(generation: int, key: int, section: int, piece: int) -> None:
-    assert plan.sum_seed(generation, key, section, piece) == lib.inf_sum_seed(generation, key, section, piece)
+    assert records.sum_seed(generation, key, section, piece) == lib.inf_sum_seed(generation, key, section, piece)
 
 
 def test_neighbouring_places_seed_different_checksums() -> None:
     seeds = {
-        plan.sum_seed(generation, key, section, piece)
+        records.sum_seed(generation, key, section, piece)
         for generation in range(4)
         for key in range(8)
         for section in range(4)
@@ -54,5 +54,5 @@ def test_neighbouring_places_seed_different_checksums() -> None:
 
 
 def test_section_boundaries_are_4096_aligned_for_every_multiple_of_a_group() -> None:
-    assert plan.CHUNK_NUMEL % plan.GROUP_NUMEL == 0
-    assert plan.CHUNK_NUMEL % plan.PIECE_NUMEL == 0
+    assert records.CHUNK_NUMEL % records.GROUP_NUMEL == 0
+    assert records.CHUNK_NUMEL % records.PIECE_NUMEL == 0

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import plan
-from infinity.aio.executor import TRACK_READ
+from infinity.aio import TRACK_READ
+from infinity.aio import _records as records
 from infinity.errors import AioClosedError, ChecksumError, DeviceFailedError
 from tests.unit.aio.rig import NUMEL, adamw, hyper_record, outcome, random_chunk, same
 
@@ -32,7 +32,7 @@ def prepared(make_rig, rng, **options):
 def updated(value, grad, step: int = 1):
     """The chunk after its update."""
     after = [section.copy() for section in value]
-    adamw(plan.Format.SPLIT, after, grad, hyper_record(step)[0])
+    adamw(records.Format.SPLIT, after, grad, hyper_record(step)[0])
     return after
 
 
@@ -97,7 +97,7 @@ def test_the_oldest_gate_is_read_first(make_rig, rng):
     assert gates[3].open([0])  # the oldest's slots are free: the next ones are read
     tickets[0].wait(20)
     eventually(lambda: rig.executor.stats().reads_ahead == 5)
-    rig.executor.drain(20)
+    rig.executor.wait_all(20)
 
 
 def test_jobs_wait_for_their_quarter_and_nothing_is_read_twice(make_rig, rng):
@@ -119,11 +119,11 @@ def test_jobs_wait_for_their_quarter_and_nothing_is_read_twice(make_rig, rng):
 
 def test_making_room_on_a_busy_drive_reads_nothing_twice(make_rig, rng):
     rig, values, _ = prepared(make_rig, rng, pools=(0, 8), seam=SLOW, chunk_count=12)
-    rig.executor.preread(rig.ids[:6])
+    rig.executor.prefetch(rig.ids[:6])
     ticket, targets = rig.fetch([8, 9, 10, 11])
     ticket.wait(20)
     assert all(same(targets[n], values[8 + n]) for n in range(4))
-    rig.executor.drain(20)
+    rig.executor.wait_all(20)
     stats = rig.executor.stats()
     assert (stats.reads_ahead - stats.reads_ahead_dropped, stats.bytes_read) == (6, 10 * 12 * NUMEL)
 
@@ -167,13 +167,13 @@ def test_no_drive_is_kept_out_by_what_another_reads_ahead(make_rig, rng):
         ticket.wait(20)
         assert same(targets[0], values[i])
     assert not gate.escaped
-    rig.executor.drain(20)
+    rig.executor.wait_all(20)
 
 
 def test_what_was_asked_for_is_there_when_the_update_comes(make_rig, rng):
     rig, values, grads = prepared(make_rig, rng)
-    assert rig.executor.preread(rig.ids[:2]) == 2
-    assert rig.executor.preread(rig.ids[:1]) == 1  # it is there already
+    assert rig.executor.prefetch(rig.ids[:2]) == 2
+    assert rig.executor.prefetch(rig.ids[:1]) == 1  # it is there already
     settled(rig, 2)
     rig.update({i: grads[i] for i in range(3)}).wait(20)
     stats = rig.executor.stats()
@@ -183,23 +183,23 @@ def test_what_was_asked_for_is_there_when_the_update_comes(make_rig, rng):
 
 def test_no_more_is_accepted_than_slots_may_hold(make_rig, rng):
     rig, _, grads = prepared(make_rig, rng)
-    assert rig.executor.preread(rig.ids) == 3
+    assert rig.executor.prefetch(rig.ids) == 3
     settled(rig, 3)
-    assert rig.executor.preread(rig.ids[3:]) == 0
+    assert rig.executor.prefetch(rig.ids[3:]) == 0
     rig.update({0: grads[0]}).wait(20)
-    assert rig.executor.preread(rig.ids[3:]) == 1
-    rig.executor.drain(20)
+    assert rig.executor.prefetch(rig.ids[3:]) == 1
+    rig.executor.wait_all(20)
     assert live(rig) == 3
     with pytest.raises(ValueError, match="not defined"):
-        rig.executor.preread(np.array([0, 10_000], dtype=np.int32))
+        rig.executor.prefetch(np.array([0, 10_000], dtype=np.int32))
     rig.executor.close()
     with pytest.raises(AioClosedError):
-        rig.executor.preread(rig.ids)
+        rig.executor.prefetch(rig.ids)
 
 
 def test_an_update_that_comes_while_its_chunk_is_being_read_waits_for_that(make_rig, rng):
     rig, values, grads = prepared(make_rig, rng, seam=SLOW)
-    rig.executor.preread(rig.ids[:3])
+    rig.executor.prefetch(rig.ids[:3])
     eventually(lambda: live(rig) == 3)
     rig.update({i: grads[i] for i in range(3)}).wait(20)
     assert rig.executor.stats().bytes_read == 3 * 12 * NUMEL
@@ -209,7 +209,7 @@ def test_an_update_that_comes_while_its_chunk_is_being_read_waits_for_that(make_
 
 def test_a_store_takes_the_place_of_what_was_read(make_rig, rng):
     rig, values, grads = prepared(make_rig, rng)
-    rig.executor.preread(rig.ids[:3])
+    rig.executor.prefetch(rig.ids[:3])
     settled(rig, 3)
     new = {i: random_chunk(rng) for i in range(3)}
     rig.store({0: new[0]}).wait(20)
@@ -223,7 +223,7 @@ def test_a_store_takes_the_place_of_what_was_read(make_rig, rng):
 
 def test_a_store_while_the_chunk_is_being_read_ahead_is_not_overtaken(make_rig, rng):
     rig, values, grads = prepared(make_rig, rng, seam=SLOW)
-    rig.executor.preread(rig.ids[:2])
+    rig.executor.prefetch(rig.ids[:2])
     eventually(lambda: live(rig) == 2)
     new = {i: random_chunk(rng) for i in range(2)}
     rig.store({0: new[0]})
@@ -235,7 +235,7 @@ def test_a_store_while_the_chunk_is_being_read_ahead_is_not_overtaken(make_rig, 
 
 def test_gradients_that_spill_after_the_chunk_was_read_are_all_that_is_read_then(make_rig, rng):
     rig, values, _ = prepared(make_rig, rng, spilled=True)
-    rig.executor.preread(rig.ids[:1])
+    rig.executor.prefetch(rig.ids[:1])
     settled(rig, 1)
     grad = rng.integers(0x3C00, 0x3F00, NUMEL).astype(np.uint16)
     rig.store({0: [*values[0], grad]}, mask=16).wait(20)
@@ -248,7 +248,7 @@ def test_gradients_that_spill_after_the_chunk_was_read_are_all_that_is_read_then
 @pytest.mark.parametrize(("asked", "comes", "total"), [(True, True, 10), (False, True, 12), (True, False, 12)])
 def test_a_section_that_will_be_given_is_not_read_ahead(make_rig, rng, asked, comes, total):
     rig, values, grads = prepared(make_rig, rng)
-    rig.executor.preread(rig.ids[:1], given=asked)
+    rig.executor.prefetch(rig.ids[:1], param_in_memory=asked)
     eventually(lambda: rig.executor.stats().bytes_read == (10 if asked else 12) * NUMEL)
     rig.update({0: grads[0]}, given={0: values[0][0]} if comes else None).wait(20)
     assert rig.executor.stats().bytes_read == total * NUMEL
@@ -258,7 +258,7 @@ def test_a_section_that_will_be_given_is_not_read_ahead(make_rig, rng, asked, co
 def test_what_was_asked_for_and_made_room_is_read_again(make_rig, rng):
     rig, values, grads = prepared(make_rig, rng, drive_count=2, pools=(0, 8), chunk_count=16)
     mine = [i for i in values if i % 2 == 0]
-    assert rig.executor.preread(rig.ids[mine[:6]]) == 6
+    assert rig.executor.prefetch(rig.ids[mine[:6]]) == 6
     settled(rig, 6)
     rig.fetch(mine[6:])[0].wait(20)
     eventually(lambda: live(rig) == 6)
@@ -271,7 +271,7 @@ def test_what_was_asked_for_and_made_room_is_read_again(make_rig, rng):
 
 def test_a_fetch_beside_what_was_read_ahead(make_rig, rng):
     rig, values, grads = prepared(make_rig, rng)
-    rig.executor.preread(rig.ids[:1])
+    rig.executor.prefetch(rig.ids[:1])
     assert same(rig.read(0), values[0])
     rig.update({0: grads[0]}).wait(20)
     assert same(rig.read(0), updated(values[0], grads[0]))
@@ -280,11 +280,11 @@ def test_a_fetch_beside_what_was_read_ahead(make_rig, rng):
 def test_what_was_asked_for_meets_a_gate(make_rig, rng):
     """The job at the gate takes the wish over: it is not read twice."""
     rig, values, grads = prepared(make_rig, rng)
-    assert rig.executor.preread(rig.ids[:3]) == 3
+    assert rig.executor.prefetch(rig.ids[:3]) == 3
     gate = rig.executor.gate()
     ticket = rig.update({i: grads[i] for i in (2, 1, 0)}, gate=gate)
     settled(rig, 3)
-    assert rig.executor.preread(rig.ids[:3]) == 3
+    assert rig.executor.prefetch(rig.ids[:3]) == 3
     assert gate.open([])
     ticket.wait(20)
     assert rig.executor.stats().bytes_read == 3 * 12 * NUMEL
@@ -298,7 +298,7 @@ def test_a_read_ahead_that_fails_is_as_if_it_had_never_been(make_rig, rng, gated
     gate = rig.executor.gate() if gated else None
     ticket = rig.update({0: grads[0]}, gate=gate) if gated else None
     if ticket is None:
-        rig.executor.preread(rig.ids[:1])
+        rig.executor.prefetch(rig.ids[:1])
     eventually(lambda: rig.executor.stats().reads_ahead_dropped == 1)
     assert rig.executor.fault() is None
     assert gate is None or gate.open([])
@@ -312,9 +312,9 @@ def test_a_read_ahead_that_fails_is_as_if_it_had_never_been(make_rig, rng, gated
 def test_a_fault_that_stays_is_told_by_the_update(make_rig, rng):
     fault = aio.Fault("read", 0, errno=errno.EIO, persistent=True)
     rig, _, grads = prepared(make_rig, rng, seam=aio.Seam(fault=fault))
-    rig.executor.preread(rig.ids[:2])
+    rig.executor.prefetch(rig.ids[:2])
     eventually(lambda: rig.executor.stats().reads_ahead_dropped == 2)
-    rig.executor.drain(20)
+    rig.executor.wait_all(20)
     assert rig.executor.fault() is None
     assert rig.executor.invalid(rig.ids[:2]).tolist() == [0, 0]
     with pytest.raises(DeviceFailedError):
@@ -325,7 +325,7 @@ def test_a_fault_that_stays_is_told_by_the_update(make_rig, rng):
 def test_an_update_that_waits_for_a_read_that_fails_reads_for_itself(make_rig, rng):
     fault = aio.Fault("read", 0, errno=errno.EIO)
     rig, values, grads = prepared(make_rig, rng, seam=aio.Seam(fault=fault, delay_us_max=50_000))
-    rig.executor.preread(rig.ids[:1])
+    rig.executor.prefetch(rig.ids[:1])
     eventually(lambda: rig.executor.stats().drives[0].reads == 1)
     rig.update({0: grads[0]}).wait(20)
     assert rig.executor.fault() is None
@@ -336,7 +336,7 @@ def test_an_update_that_waits_for_a_read_that_fails_reads_for_itself(make_rig, r
 def test_a_flip_in_what_was_read_ahead_is_found_by_the_update_and_mended(make_rig, rng, verify):
     fault = aio.Fault("read", 0, kind="bitflip")
     rig, values, grads = prepared(make_rig, rng, verify=verify, seam=aio.Seam(fault=fault), piece=NUMEL)
-    rig.executor.preread(rig.ids[:1])
+    rig.executor.prefetch(rig.ids[:1])
     settled(rig, 1)
     rig.update({0: grads[0]}).wait(20)
     assert rig.executor.stats().rereads == 1
@@ -345,7 +345,7 @@ def test_a_flip_in_what_was_read_ahead_is_found_by_the_update_and_mended(make_ri
 
 def test_what_lies_wrong_on_the_drive_is_found_too(make_rig, rng):
     rig, _, grads = prepared(make_rig, rng)
-    rig.executor.preread(rig.ids[:1])
+    rig.executor.prefetch(rig.ids[:1])
     settled(rig, 1)
     rig.sums[0, 3] += 1
     with pytest.raises(ChecksumError):
@@ -354,15 +354,15 @@ def test_what_lies_wrong_on_the_drive_is_found_too(make_rig, rng):
 
 def test_chunks_may_be_dropped_whatever_is_read_of_them(make_rig, rng):
     rig, values, grads = prepared(make_rig, rng, seam=SLOW)
-    rig.executor.preread(rig.ids[:3])
+    rig.executor.prefetch(rig.ids[:3])
     eventually(lambda: live(rig) == 3)
     rig.executor.drop(rig.ids[:3])
     rig.ids[:3] = rig.executor.define(rig.chunks[:3])
-    rig.executor.drain(20)
+    rig.executor.wait_all(20)
     assert live(rig) == 0
-    rig.executor.preread(rig.ids[:3])
+    rig.executor.prefetch(rig.ids[:3])
     eventually(lambda: live(rig) == 3)
-    rig.executor.drain(20)
+    rig.executor.wait_all(20)
     rig.executor.drop(rig.ids[:2])
     rig.ids[:2] = rig.executor.define(rig.chunks[:2])
     assert live(rig) == 1
@@ -371,17 +371,17 @@ def test_chunks_may_be_dropped_whatever_is_read_of_them(make_rig, rng):
     assert rig.executor.stats().reads_ahead_dropped == 5
 
 
-@pytest.mark.parametrize("drain", [True, False])
+@pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("held", [True, False])
-def test_closing_ends_whatever_is_read_ahead(make_rig, rng, drain, held):
+def test_closing_ends_whatever_is_read_ahead(make_rig, rng, wait, held):
     rig, _, grads = prepared(make_rig, rng, seam=None if held else SLOW)
     gate = rig.executor.gate()
     ticket = rig.update({4: grads[4]}, gate=gate)
-    rig.executor.preread(rig.ids[:2])
+    rig.executor.prefetch(rig.ids[:2])
     eventually(lambda: live(rig) == 3)
-    rig.executor.close(drain=drain)
+    rig.executor.close(wait=wait)
     assert ticket.done
-    if drain:
+    if wait:
         assert outcome(ticket) is None
         assert rig.executor.stats().updates == 1
     assert live(rig) == 0
@@ -391,9 +391,9 @@ def test_draining_leaves_what_was_read_ahead_for_later(make_rig, rng):
     rig, values, grads = prepared(make_rig, rng, seam=SLOW)
     gate = rig.executor.gate()
     ticket = rig.update({4: grads[4]}, gate=gate)
-    rig.executor.preread(rig.ids[:2])
+    rig.executor.prefetch(rig.ids[:2])
     eventually(lambda: live(rig) == 3)
-    rig.executor.drain(20)
+    rig.executor.wait_all(20)
     assert ticket.done
     assert gate.escaped
     assert live(rig) == 2
@@ -414,7 +414,7 @@ def test_an_idle_executor_lets_gates_escape_though_it_reads_ahead(make_rig, rng)
 def test_what_a_failed_write_keeps_is_not_read_ahead_before_it_is_written_again(make_rig, rng):
     fault = aio.Fault("write", 8, errno=errno.EIO)
     rig, values, grads = prepared(make_rig, rng, seam=aio.Seam(fault=fault))
-    rig.executor.preread(rig.ids[:2])
+    rig.executor.prefetch(rig.ids[:2])
     settled(rig, 2)
     new = random_chunk(rng)
     assert outcome(rig.store({0: new}, mask=0b0110)) is not None
@@ -431,7 +431,7 @@ def test_what_a_failed_write_keeps_is_not_read_ahead_before_it_is_written_again(
 def test_a_refused_update_lets_go_of_what_was_read_for_it(make_rig, rng):
     fault = aio.Fault("write", 8, errno=errno.EIO)
     rig, values, grads = prepared(make_rig, rng, seam=aio.Seam(fault=fault))
-    rig.executor.preread(rig.ids[:1])
+    rig.executor.prefetch(rig.ids[:1])
     settled(rig, 1)
     assert outcome(rig.store({4: values[4]})) is not None
     assert outcome(rig.update({0: grads[0]})) is not None
@@ -445,6 +445,6 @@ def test_a_refused_update_lets_go_of_what_was_read_for_it(make_rig, rng):
 
 def test_resident_chunks_and_those_without_updates_have_nothing_to_read(make_rig, rng):
     rig, _, grads = prepared(make_rig, rng, resident=(0, 1, 2, 3))
-    assert rig.executor.preread(rig.ids) == 8
+    assert rig.executor.prefetch(rig.ids) == 8
     rig.update(grads, gate=rig.executor.gate()).wait(20)
     assert rig.executor.stats().reads_ahead == 0

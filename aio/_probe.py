@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity._src import native
-from infinity.aio.drive_limits import DriveLimits, direct_alignments, limits_of
-from infinity.aio.executor import PoolSpec
-from infinity.aio.mounts import file_system_type
-from infinity.aio.native_core import load_uring
-from infinity.aio.opening import open_executor
-from infinity.aio.slab import HUGE_PAGE_BYTES, Slab
-from infinity.aio.swap_file import SwapFile
+from infinity.aio._file_system import DriveLimits, direct_alignments, file_system_type, limits_of
+from infinity.aio._handles import load_uring
+from infinity.aio._open import open_executor
+from infinity.aio._records import PoolSpec
+from infinity.aio._slab import HUGE_PAGE_BYTES, Slab
+from infinity.aio._swap_file import SwapFile
 from infinity.errors import AioError
 
 #: What training asks for when nothing else is set.
@@ -208,7 +207,7 @@ def probe_executor(path: str | os.PathLike[str], *, small: PoolSpec, large: Pool
             try:
                 stats = executor.stats()
             finally:
-                executor.close(drain=False)
+                executor.close(wait=False)
     except (ImportError, MemoryError, ValueError, OSError) as error:
         return ExecutorProbe(error=str(error))
     return ExecutorProbe(

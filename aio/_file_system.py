@@ -1,23 +1,86 @@
-"""What the block device under a swap file takes, and requests fitted to it.
-
-The kernel splits a request into pieces of at most max_sectors_kb, and each piece takes one of the device's nr_requests
-tags. A thread that submits beyond them sleeps inside the kernel, which no engine can overlap with anything.
-"""
+"""The file system and the block device under a swap file: type, O_DIRECT as tried, queue limits."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
+import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from infinity.aio.swap_file import SwapFile
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+
+
+def file_system_type(path: str | os.PathLike[str]) -> str:
+    """Type of the file system that holds `path` ("ext4", "tmpfs" ...), "" when /proc does not tell."""
+    device = Path(path).stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    kind = ""
+    try:
+        with Path("/proc/self/mountinfo").open(encoding="utf-8", errors="replace") as mounts:
+            for line in mounts:
+                before, _, after = line.partition(" - ")
+                if before.split()[2] == wanted and after:
+                    kind = after.split()[0]
+    except OSError:
+        return ""
+    return kind
+
+
+_PAGE_BYTES = 4096
+
+
+def direct_refusal(fd: int, *, write: bool = True) -> str:
+    """Why a file that is open with O_DIRECT cannot go past the page cache with requests aligned to 4096; "" if it can.
+
+    write: write, read and compare a block, on a file that is empty and stays so; else only read one, if there is one.
+    Raises OSError when a transfer fails for another reason than O_DIRECT.
+    """
+    alignment = max(direct_alignments(fd))
+    if alignment > _PAGE_BYTES:
+        return f"O_DIRECT there wants requests aligned to {alignment} bytes, and they are to {_PAGE_BYTES}"
+    with mmap.mmap(-1, _PAGE_BYTES) as page, mmap.mmap(-1, _PAGE_BYTES) as back:
+        page[:] = os.urandom(_PAGE_BYTES)
+        try:
+            wrote = os.pwritev(fd, [page], 0) if write else 0
+            read = os.preadv(fd, [back], 0)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            return f"the file system opens with O_DIRECT and then refuses the transfer ({os.strerror(error.errno)})"
+        finally:
+            if write:
+                os.ftruncate(fd, 0)
+        if write and (wrote != _PAGE_BYTES or read != _PAGE_BYTES or page[:] != back[:]):
+            raise OSError(errno.EIO, f"a first block came back wrong ({wrote} bytes written, {read} read)")
+    return ""
+
+
+def set_buffered(fd: int, buffered: bool) -> None:
+    """Take O_DIRECT off an open file, or put it on."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT if buffered else flags | os.O_DIRECT)
+
+
+# ---- the block device's queue ----
+#
+# What the block device under a swap file takes, and requests fitted to it.
+#
+# The kernel splits a request into pieces of at most max_sectors_kb, and each piece takes one of the device's nr_requests
+# tags. A thread that submits beyond them sleeps inside the kernel, which no engine can overlap with anything.
 
 DEPTH_MIN = 2
 _ALIGNMENT_BYTES = 4096
 _SYSFS = Path("/sys")
+
+
+class _Opened(Protocol):
+    """An object with a descriptor, such as a SwapFile."""
+
+    fd: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +107,7 @@ class DriveLimits:
         return min(block_bytes, max(fitted, _ALIGNMENT_BYTES)), min(depth, DEPTH_MIN)
 
 
-def limits_of(file: SwapFile | int | str | os.PathLike[str], *, sysfs: Path = _SYSFS) -> DriveLimits:
+def limits_of(file: _Opened | int | str | os.PathLike[str], *, sysfs: Path = _SYSFS) -> DriveLimits:
     """The limits of the device that holds `file` (a swap file, a descriptor or a path).
 
     Virtual devices (dm, md, loop, multipath heads) pass requests on to queues of their own choice, and some file systems
@@ -73,7 +136,7 @@ def _limits(device: int, sysfs: Path) -> DriveLimits:
     )
 
 
-def fit(file: SwapFile | int, block_bytes: int, depth: int) -> tuple[int, int]:
+def fit(file: _Opened | int, block_bytes: int, depth: int) -> tuple[int, int]:
     """(block_bytes, depth) fitted to the device that holds `file`; as they are where its limits are unknown."""
     return limits_of(file).fit(block_bytes, depth)
 

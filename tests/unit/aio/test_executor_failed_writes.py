@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import plan
+from infinity.aio import _records as records
 from infinity.errors import DeviceFailedError, ShortTransferError, SwapFullError
 from tests.unit.aio.rig import DTYPES, NUMEL, adamw, hyper_record, outcome, random_chunk, same
 
@@ -63,14 +63,14 @@ def test_what_a_failed_update_kept_is_the_updated_value(make_rig, rng):
     ticket = rig.update({0: grad}, target=target)
     with pytest.raises(DeviceFailedError):
         ticket.wait()
-    adamw(plan.Format.SPLIT, value, grad, hyper_record()[0])
+    adamw(records.Format.SPLIT, value, grad, hyper_record()[0])
     assert target[0].tobytes() == value[0].tobytes()
     assert same(rig.read(0), value)
     assert rig.executor.stats().bytes_read == 12 * NUMEL  # the update's own
     rig.executor.recover().wait(20)
     assert same(rig.read(0), value)
     rig.update({0: grad}, step=2).wait(20)
-    adamw(plan.Format.SPLIT, value, grad, hyper_record(2)[0])
+    adamw(records.Format.SPLIT, value, grad, hyper_record(2)[0])
     assert same(rig.read(0), value)
 
 
@@ -104,7 +104,7 @@ def test_a_marked_drive_refuses_writes_with_its_cause_and_the_others_go_on(make_
             rig.update({index: grad}).wait()
     rig.store({1: values[1]}).wait()
     rig.update({1: grad}).wait()
-    adamw(plan.Format.SPLIT, values[1], grad, hyper_record()[0])
+    adamw(records.Format.SPLIT, values[1], grad, hyper_record()[0])
     assert same(rig.read(1), values[1])
     assert rig.executor.stats().drives[0].writes == written
     # An update that did not happen is not silently skipped: nobody may take the old values for the new ones.
@@ -123,7 +123,7 @@ def test_sections_in_memory_have_no_drive_that_could_be_marked(make_rig, rng):
     value = random_chunk(rng)
     rig.store({0: value}).wait()
     rig.update({0: np.ones(NUMEL, np.float32)}).wait()
-    adamw(plan.Format.SPLIT, value, np.ones(NUMEL, np.float32), hyper_record()[0])
+    adamw(records.Format.SPLIT, value, np.ones(NUMEL, np.float32), hyper_record()[0])
     assert same(rig.read(0), value)
     rig.executor.recover().wait(20)  # nothing to write
 
@@ -139,7 +139,7 @@ def test_recover_that_fails_again_keeps_and_marks_again(make_rig, rng):
         assert stats.kept_chunks == 1
         assert stats.drives[0].failed != ""
         assert same(rig.read(0), values[0])
-    rig.executor.drain(20)
+    rig.executor.wait_all(20)
     assert rig.executor.invalid(rig.ids).tolist() == [0] * 6
 
 
@@ -181,7 +181,7 @@ def test_what_is_kept_is_written_before_what_waits_at_a_gate(make_rig, rng, late
     else:
         last = [section.copy() for section in wanted]
         grad = rng.standard_normal(NUMEL).astype(np.float32)
-        adamw(plan.Format.SPLIT, last, grad, hyper_record()[0])
+        adamw(records.Format.SPLIT, last, grad, hyper_record()[0])
         behind = rig.update({0: grad})
     rig.executor.recover().wait(20)  # does not wait for the gate
     assert rig.executor.stats().kept_chunks == 0
@@ -210,7 +210,7 @@ def test_a_gate_that_opens_while_a_recovery_writes_lets_nothing_pass_it(make_rig
     behind = rig.store({0: new}, mask=1)
     if later == "update":
         grad = rng.standard_normal(NUMEL).astype(np.float32)
-        adamw(plan.Format.SPLIT, last := [section.copy() for section in last], grad, hyper_record()[0])
+        adamw(records.Format.SPLIT, last := [section.copy() for section in last], grad, hyper_record()[0])
         behind = rig.update({0: grad})
     again = rig.executor.recover()
     assert gate.open([])
@@ -290,7 +290,7 @@ def test_when_every_slot_is_kept_jobs_fail_instead_of_waiting_for_ever(make_rig,
         error = outcome(ticket)
         assert (error is None) == (i in kept)
         assert error is not None or same(targets[0], values[i])
-    rig.executor.drain(20)
+    rig.executor.wait_all(20)
 
 
 def test_jobs_that_wait_for_a_slot_fail_when_the_last_one_is_kept(make_rig, rng):
@@ -304,11 +304,11 @@ def test_jobs_that_wait_for_a_slot_fail_when_the_last_one_is_kept(make_rig, rng)
     assert all(same(rig.read(i), values[i]) for i in values)
 
 
-@pytest.mark.parametrize("drain", [True, False])
-def test_closing_with_something_kept_ends(make_rig, rng, drain):
+@pytest.mark.parametrize("wait", [True, False])
+def test_closing_with_something_kept_ends(make_rig, rng, wait):
     rig = failing(make_rig, persistent=True)
     assert outcome(rig.store({0: random_chunk(rng)})) is not None
-    rig.executor.close(drain=drain)
+    rig.executor.close(wait=wait)
     assert rig.executor.stats().drives[0].failed != ""
 
 

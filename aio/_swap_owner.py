@@ -18,7 +18,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from infinity.aio.mounts import file_system_type
+from infinity.aio._file_system import file_system_type
 
 log = logging.getLogger("infinity.aio")
 

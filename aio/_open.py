@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from infinity.aio.executor import Executor, PoolSpec, Seam
-from infinity.aio.native_executor import NativeExecutor
-from infinity.aio.swap_file import SwapFile
+from infinity.aio._executor import Executor
+from infinity.aio._records import PoolSpec
+from infinity.aio._swap_file import SwapFile
+from infinity.aio.testing import Seam
 
 log = logging.getLogger("infinity.aio")
 
@@ -48,7 +49,7 @@ def open_executor(
     reasons: list[str] = []
     for name in ("io_uring", "threads") if backend == "auto" else (backend,):
         try:
-            return NativeExecutor(
+            return Executor(
                 drives,
                 small=small,
                 large=large,

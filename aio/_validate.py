@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infinity.aio import plan
-from infinity.aio.executor import PoolSpec
+from infinity.aio import _records as records
+from infinity.aio._records import PoolSpec
 from infinity.errors import (
     AioCancelledError,
     AioClosedError,
@@ -36,7 +36,7 @@ JOB_WRONG = {
     6: "is a STORE with a gate base; only FETCH and UPDATE have one",
     7: "needs a larger slot than the pools have",
     8: "updates a chunk that has no optimizer state",
-    9: "has MASK_GIVEN, and is no UPDATE with the address of what is given in ptr[1]",
+    9: "has MASK_PARAM_IN_MEMORY, and is no UPDATE with the address of what is given in ptr[1]",
     10: "has MASK_DEVICE, and no device is attached",
     11: "is a COPY that has a chunk, a gate or another mask, or lacks an address or a size",
 }
@@ -61,7 +61,7 @@ def section_bytes(chunk: Any, section: int, numel: int | None = None) -> int:
 
 def align_up(size_bytes: int) -> int:
     """`size_bytes` rounded up to what O_DIRECT transfers."""
-    return -(-size_bytes // plan.ALIGNMENT_BYTES) * plan.ALIGNMENT_BYTES
+    return -(-size_bytes // records.ALIGNMENT_BYTES) * records.ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def check_options(
         raise ValueError(f"workers={workers}, threads_per_drive={threads_per_drive}: both must be >= 1")
     if not 2 <= depth <= 4096:
         raise ValueError(f"depth={depth}: must be 2 to 4096, so that reads and writes both have a place")
-    if block_bytes < plan.ALIGNMENT_BYTES or block_bytes % plan.ALIGNMENT_BYTES or block_bytes > 1 << 30:
+    if block_bytes < records.ALIGNMENT_BYTES or block_bytes % records.ALIGNMENT_BYTES or block_bytes > 1 << 30:
         raise ValueError(f"block_bytes={block_bytes}: must be a multiple of 4096, at most 1 GiB")
     if small.count and large.count and small.bytes > large.bytes:
         raise ValueError(
@@ -135,14 +135,14 @@ def as_records(array: npt.NDArray[Any] | None, dtype: np.dtype[Any], what: str) 
     if array is None:
         return np.zeros(0, dtype=dtype)
     if array.dtype != dtype or array.ndim != 1:
-        raise ValueError(f"{what} must be a one-dimensional array of infinity.aio.plan.{what.upper()}")
+        raise ValueError(f"{what} must be a one-dimensional array of infinity.aio._records.{what.upper()}")
     return np.ascontiguousarray(array)
 
 
 def _chunk_wrong(chunk: Any, drive_count: int) -> str:
     """What is wrong with one CHUNK record; empty when nothing is."""
     count = int(chunk["section_count"])
-    if not 1 <= count <= plan.SECTION_MAX:
+    if not 1 <= count <= records.SECTION_MAX:
         return f"has {count} sections"
     if chunk["numel"] < 1 or chunk["piece_numel"] < 1:
         return f"has {chunk['numel']} elements in pieces of {chunk['piece_numel']}"
@@ -155,12 +155,12 @@ def _chunk_wrong(chunk: Any, drive_count: int) -> str:
             if chunk["section_ptr"][section] == 0:
                 return f"has section {section} neither in its run (section_at) nor in memory (section_ptr)"
             continue
-        if at % plan.ALIGNMENT_BYTES or at < end_before:
+        if at % records.ALIGNMENT_BYTES or at < end_before:
             return f"has section {section} at {at}, which is not 4096-aligned or overlaps the one before"
         end_before = at + align_up(section_bytes(chunk, section))
     if end_before > chunk["run_bytes"]:
         return f"has sections of {end_before} bytes in a run of {chunk['run_bytes']}"
-    if end_before and (chunk["file_offset"] < 0 or chunk["file_offset"] % plan.ALIGNMENT_BYTES):
+    if end_before and (chunk["file_offset"] < 0 or chunk["file_offset"] % records.ALIGNMENT_BYTES):
         return f"has its run at offset {chunk['file_offset']}, which is not 4096-aligned"
     if end_before and not 0 <= chunk["drive"] < drive_count:
         return f"lies on drive {chunk['drive']} of {drive_count}"
@@ -183,10 +183,10 @@ def _second_place_wrong(chunk: Any) -> str:
     if end > chunk["other_bytes"]:
         return f"has states of {end} bytes in a second run of {chunk['other_bytes']}"
     overlaps = chunk["file"] == chunk["other_file"] and first < other + end and other < first + end
-    if end and (other < 0 or other % plan.ALIGNMENT_BYTES or overlaps):
+    if end and (other < 0 or other % records.ALIGNMENT_BYTES or overlaps):
         return f"has its second run at offset {other}, which is not 4096-aligned or overlaps the first at {first}"
     at = int(chunk["grad_offset"])
-    if grad and (at < 0 or at % plan.ALIGNMENT_BYTES):
+    if grad and (at < 0 or at % records.ALIGNMENT_BYTES):
         return f"has its gradients at offset {at}, which is not 4096-aligned"
     places = ((chunk["file"], first), (chunk["other_file"], other))
     if grad and any(file == chunk["grad_file"] and at < place + end and place < at + grad for file, place in places):
@@ -199,23 +199,23 @@ def _second_place_wrong(chunk: Any) -> str:
 def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArray[np.bool_]:
     """`_chunk_wrong` for all at once: a 100B-parameter model has 250,000 chunks."""
     count, numel = chunks["section_count"], chunks["numel"]
-    wrong = (count < 1) | (count > plan.SECTION_MAX) | (numel < 1) | (chunks["piece_numel"] < 1)
+    wrong = (count < 1) | (count > records.SECTION_MAX) | (numel < 1) | (chunks["piece_numel"] < 1)
     end = np.zeros(len(chunks), dtype=np.int64)
-    for section in range(plan.SECTION_MAX):
+    for section in range(records.SECTION_MAX):
         used = section < count
         itemsize, at = chunks["itemsize"][:, section], chunks["section_at"][:, section]
         in_run = used & (at >= 0)
         group = chunks["group_numel"][:, section]
         wrong |= used & ((itemsize < 1) | (group < 0))
         wrong |= used & (at < 0) & (chunks["section_ptr"][:, section] == 0)
-        wrong |= in_run & ((at % plan.ALIGNMENT_BYTES != 0) | (at < end))
+        wrong |= in_run & ((at % records.ALIGNMENT_BYTES != 0) | (at < end))
         size = -(-numel // np.maximum(group, 1)) * itemsize
-        size = -(-size // plan.ALIGNMENT_BYTES) * plan.ALIGNMENT_BYTES
+        size = -(-size // records.ALIGNMENT_BYTES) * records.ALIGNMENT_BYTES
         end = np.where(in_run, at + size, end)
     offset, drive = chunks["file_offset"], chunks["drive"]
     placed = end > 0
     wrong |= end > chunks["run_bytes"]
-    wrong |= placed & ((offset < 0) | (offset % plan.ALIGNMENT_BYTES != 0))
+    wrong |= placed & ((offset < 0) | (offset % records.ALIGNMENT_BYTES != 0))
     wrong |= placed & ((drive < 0) | (drive >= drive_count))
     versioned = np.flatnonzero((chunks["other_bytes"] > 0) | chunks["other_ptr"].any(axis=1))
     wrong[versioned] |= np.array([bool(_second_place_wrong(chunk)) for chunk in chunks[versioned]], dtype=bool)

@@ -1,4 +1,43 @@
-"""The native executor: threads of native/executor*.c, which never take the GIL, behind the protocol of `executor.py`."""
+"""What an executor is: the words, records and protocol that every backend of `infinity.aio` keeps.
+
+An executor moves chunks between a drive, a slot of its own slab, and the caller's memory, and updates them on the way. The
+caller describes the work of a whole unit as arrays (`infinity.aio._records`: CHUNK, JOB, SEG, HYPER), submits them in one
+call, and gets a `Ticket`. Nothing blocks but `Ticket.wait`, `wait_all` and `close`.
+
+    define(chunks) -> ids          submit(jobs, segs, hypers, priority=, gate=) -> Ticket          drop(ids)
+
+        FETCH   read --> verify --> copy to ptr
+        STORE   copy from ptr --> checksum --> write
+        UPDATE  read --> verify, update, checksum (one pass) --> copy section 0 to ptr[0] --> write
+        COPY    copy ptr[2] bytes from ptr[1] to ptr[0], of which one is on the device (MASK_DEVICE); no chunk
+
+An UPDATE reads all sections but one that it is given (MASK_PARAM_IN_MEMORY), and writes all but spilled gradients (`grad`), which it
+reads only if a segment has its gradient there.
+
+Promises, the same in every backend:
+
+- Jobs on one chunk run in the order they were submitted; jobs on different chunks run concurrently.
+- A job takes one slot (small if its non-resident bytes fit, else large; none if wholly resident), by priority, then in
+  order of arrival; one turn in eight goes to the job that has waited longest, so that write-back progresses beside endless
+  demands. No drive may hold so many slots that another finds none.
+- Slots that are idle read ahead, for UPDATEs at closed gates (oldest gate first) and for chunks named in `prefetch`: with the
+  least priority, and a quarter of each pool is left free. A job that finds no slot gets one of these: the youngest is given
+  up, and read again later. Such a read is never seen but in `stats`: one that fails, or is overtaken by a write of its
+  chunk, is done again by the UPDATE.
+- Every transfer's result is checked, short ones are resumed, EAGAIN and EINTR retried, what is read is verified. What
+  still fails is a typed `AioError`, raised by `Ticket.wait` every time it is called.
+- A write that fails keeps its slot, the only copy: the chunk's sections in it are *kept*, and a FETCH reads them there. It
+  also *marks* its drive: later STORE and UPDATE jobs on that drive are refused with the same fault, until `recover`.
+- A chunk whose STORE or UPDATE failed otherwise, or was refused, is *invalid*: what it should hold exists nowhere. Later
+  FETCH and UPDATE jobs on it fail with the same fault until its sections are STOREd again.
+- A *versioned* chunk has two places. After `commit` a STORE or UPDATE reads what it needs at the live place and writes the other
+  one, whole, which then is the live one; later ones work there in place. `rollback` goes back to what was committed. So the
+  committed place is never written, and whatever fails in between can be undone. Spilled gradients have one place.
+- Where ptr is on the device (MASK_DEVICE), a copy comes behind the kernels that the compute stream had when the job was
+  submitted, or its gate opened, and `filled` says that it has ended on the device: kernels submitted after that see it.
+- Requests in flight are bounded per drive by depth and block size; of the depth, writes have half whenever they want it and
+  demands a quarter of the reads' share, so neither starves.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +51,14 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity._src import native
-from infinity.aio import checks, drive_limits, memory_limits, numa_node, plan
-from infinity.aio.device import DeviceDriver
-from infinity.aio.executor import SPAN, Gate, PoolSpec, Priority, Seam, spans_empty
-from infinity.aio.native_core import Core, NativeGate, NativeTicket, load_uring
-from infinity.aio.native_stats import drive_stats, registered_reason
-from infinity.aio.stats import ExecutorStats
-from infinity.aio.swap_file import SwapFile
+from infinity.aio import _file_system, _memory_limits, _numa_node, _validate
+from infinity.aio import _records as records
+from infinity.aio._cuda_driver import DeviceDriver
+from infinity.aio._handles import Core, Gate, JobTicket, Ticket, load_uring
+from infinity.aio._records import SPAN, PoolSpec, Priority
+from infinity.aio._stats import ExecutorStats, drive_stats, registered_reason
+from infinity.aio._swap_file import SwapFile
+from infinity.aio.testing import Seam
 from infinity.errors import AioClosedError, AioError, DeviceCopyError
 
 RING_BLOCK_BYTES = 1 << 20
@@ -40,7 +80,7 @@ def _config(
     config.large_count, config.large_bytes = large.count, large.bytes
     config.drive_count = drive_count
     config.hold_ns = int(hold_s * 1e9)
-    if (place := numa_node.chosen()) is not None:
+    if (place := _numa_node.chosen()) is not None:
         config.numa = 1 + place.node
         for cpu in place.cpus:
             config.cpus[cpu // 64] |= 1 << cpu % 64
@@ -59,14 +99,14 @@ def _drive_configs(ffi: Any, drives: Sequence[SwapFile], block_bytes: int, depth
     configs = ffi.new("inf_drive_config[]", max(1, len(drives)))
     for index, drive in enumerate(drives):
         configs[index].fd = drive.fd
-        configs[index].block_bytes, configs[index].depth = drive_limits.fit(drive, block_bytes, depths[index])
+        configs[index].block_bytes, configs[index].depth = _file_system.fit(drive, block_bytes, depths[index])
         configs[index].read_bytes_per_s, configs[index].write_bytes_per_s = seam.throttle(index)
     return configs
 
 
 @final
-class NativeExecutor:
-    """`executor.Executor` on native threads.
+class Executor:
+    """Runs jobs on chunks; see the module's promises. Safe to call from any thread of the process that made it.
 
     backend: "io_uring" (one ring and thread per drive) or "threads" (`threads_per_drive` of them with pread and pwrite).
     block_bytes: the longest request; None: 1 MiB for rings, whole runs (up to 16 MiB) for threads, which have one request
@@ -96,7 +136,7 @@ class NativeExecutor:
             block_bytes = RING_BLOCK_BYTES if uring else THREAD_BLOCK_BYTES
         depths = [depth] * max(len(drives), 1) if isinstance(depth, int) else list(depth)
         for each in depths:
-            checks.check_options(
+            _validate.check_options(
                 small,
                 large,
                 verify=verify,
@@ -112,7 +152,7 @@ class NativeExecutor:
         self.backend_reason = backend_reason
         if uring:
             load_uring(ffi, lib)
-        memory_limits.check_slab(small.count * small.bytes + large.count * large.bytes)
+        _memory_limits.check_slab(small.count * small.bytes + large.count * large.bytes)
         seam = seam or Seam()
         config = _config(
             ffi, small, large, uring=uring, verify=verify, workers=workers, threads_per_drive=threads_per_drive,
@@ -132,31 +172,35 @@ class NativeExecutor:
         self._core = Core(ffi, lib, pointer, drives)
         self._opened_s = opened_s
         self.pool_bytes = int(lib.inf_executor_pool_bytes(pointer))
-        numa_node.report(int(lib.inf_executor_numa_error(pointer)))
+        _numa_node.report(int(lib.inf_executor_numa_error(pointer)))
 
     def define(self, chunks: npt.NDArray[np.void]) -> npt.NDArray[np.int32]:
-        """See `Executor.define`."""
+        """Make chunks known (records.CHUNK) and return their ids.
+
+        Memory that they point to (resident sections, sums) stays the caller's and must live until `drop`.
+        Raises ValueError for misaligned or overlapping sections, unknown drives, runs larger than the slots.
+        """
         core = self._core
         core.check()
-        records = checks.as_records(chunks, plan.CHUNK, "chunk")
-        checks.check_chunks(records, len(core.drives))
-        ids = np.full(len(records), -1, dtype=np.int32)
+        chunk_records = _validate.as_records(chunks, records.CHUNK, "chunk")
+        _validate.check_chunks(chunk_records, len(core.drives))
+        ids = np.full(len(chunk_records), -1, dtype=np.int32)
         error = core.lib.inf_executor_define(
             core.pointer,
-            core.ffi.from_buffer(records),
-            len(records),
+            core.ffi.from_buffer(chunk_records),
+            len(chunk_records),
             core.ffi.cast("int32_t *", ids.ctypes.data),
         )
         if error == -errno.ENOMEM:
-            raise MemoryError(f"no memory for {len(records)} chunks")
+            raise MemoryError(f"no memory for {len(chunk_records)} chunks")
         if error == -errno.ENOENT:
-            raise ValueError(checks.FILE_UNKNOWN)
+            raise ValueError(_validate.FILE_UNKNOWN)
         if error:
             raise ValueError("the native executor refuses a chunk: its itemsizes do not match its format")
         return ids
 
     def drop(self, ids: npt.NDArray[np.int32]) -> None:
-        """See `Executor.drop`."""
+        """Forget chunks; ids may be reused. Raises ValueError if jobs on them are pending."""
         core = self._core
         core.check()
         wanted = np.ascontiguousarray(ids, dtype=np.int32)
@@ -174,14 +218,18 @@ class NativeExecutor:
         *,
         priority: Priority,
         gate: Gate | None = None,
-    ) -> NativeTicket:
-        """See `Executor.submit`."""
+    ) -> Ticket:
+        """Queue the jobs (records.JOB) of one unit; the arrays are copied. Never blocks on I/O.
+
+        Memory behind ptr and grad must live until the ticket is done. Raises ValueError for a plan that cannot run,
+        AioClosedError after close or in a forked child.
+        """
         core = self._core
         core.check()
-        job_records = checks.as_records(jobs, plan.JOB, "job")
-        seg_records = checks.as_records(segs, plan.SEG, "seg")
-        hyper_records = checks.as_records(hypers, plan.HYPER, "hyper")
-        if gate is not None and (not isinstance(gate, NativeGate) or gate._core is not core):
+        job_records = _validate.as_records(jobs, records.JOB, "job")
+        seg_records = _validate.as_records(segs, records.SEG, "seg")
+        hyper_records = _validate.as_records(hypers, records.HYPER, "hyper")
+        if gate is not None and (not isinstance(gate, Gate) or gate._core is not core):
             raise ValueError("the gate is of another executor")
         error = ctypes.c_int64()
         address = core.quick.executor_submit(
@@ -198,18 +246,21 @@ class NativeExecutor:
         )
         if not address:
             raise _submit_error(error.value)
-        return NativeTicket(core, address)
+        return JobTicket(core, address)
 
-    def gate(self) -> NativeGate:
-        """See `Executor.gate`."""
+    def gate(self) -> Gate:
+        """A new closed gate, to be given to `submit`."""
         self._core.check()
         address = self._core.quick.gate_new(self._core.address)
         if not address:
             raise MemoryError("no memory for a gate")
-        return NativeGate(self._core, address)
+        return Gate(self._core, address)
 
     def attach_device(self, driver: DeviceDriver) -> None:
-        """See `Executor.attach_device`."""
+        """Make the device known whose memory MASK_DEVICE is about, once, and pin the slab. Blocks.
+
+        Raises: DeviceCopyError when the driver refuses; ValueError where this executor cannot copy to devices.
+        """
         core = self._core
         core.check()
         api = core.ffi.new("inf_device_api *", {"context": driver.context, **driver.functions})
@@ -223,31 +274,36 @@ class NativeExecutor:
         core.driver = driver  # its functions are called until the executor is closed
 
     def compute_stream(self, stream: int) -> None:
-        """See `Executor.compute_stream`."""
+        """The stream (0: the default one) whose kernels later copies come behind. Never blocks."""
         self._core.quick.executor_compute_stream(self._core.address, stream)
 
     def hold_gates(self, held: bool) -> None:
-        """See `Executor.hold_gates`."""
+        """While held, no gate escapes for being idle: a forward runs, and will open them. Waiting for one still does."""
         self._core.check()
         self._core.quick.executor_hold_gates(self._core.address, held)
 
     def release_gates(self) -> None:
-        """See `Executor.release_gates`."""
+        """Make all closed gates escape now."""
         self._core.check()
         self._core.lib.inf_executor_release_gates(self._core.pointer)
 
-    def preread(self, ids: npt.NDArray[np.int32], *, given: bool = False) -> int:
-        """See `Executor.preread`."""
+    def prefetch(self, ids: npt.NDArray[np.int32], *, param_in_memory: bool = False) -> int:
+        """Read chunks into idle slots, ahead of UPDATEs that are not submitted yet. Returns how many, from the first on.
+
+        `param_in_memory`: these UPDATEs will have MASK_PARAM_IN_MEMORY, so section 0 is not read; nor are spilled gradients ever. Never blocks. What
+        is accepted is read as soon as slots are idle, even after it had to make room; it is forgotten when the chunk's
+        sections are STOREd. A read that fails is as if it had never been. Raises ValueError for an unknown id only.
+        """
         core = self._core
         core.check()
         wanted = np.ascontiguousarray(ids, dtype=np.int32)
-        accepted = core.quick.executor_preread(core.address, wanted.ctypes.data, len(wanted), given)
+        accepted = core.quick.executor_prefetch(core.address, wanted.ctypes.data, len(wanted), param_in_memory)
         if accepted < 0:
             raise ValueError("a chunk is not defined")
         return int(accepted)
 
     def invalid(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint32]:
-        """See `Executor.invalid`."""
+        """For each chunk the mask of its invalid sections (0: valid)."""
         core = self._core
         core.check()
         wanted = np.ascontiguousarray(ids, dtype=np.int32)
@@ -263,11 +319,20 @@ class NativeExecutor:
         return masks
 
     def commit(self, ids: npt.NDArray[np.int32]) -> None:
-        """See `Executor.commit`."""
+        """What these versioned chunks hold now is committed: the next write goes to their other places. Never blocks.
+
+        Raises ValueError if jobs that write states of one are pending, or one is not defined; then nothing is committed. Others
+        are left alone.
+        """
         self._versions("commit", ids)
 
     def rollback(self, ids: npt.NDArray[np.int32]) -> None:
-        """See `Executor.rollback`."""
+        """These versioned chunks hold again what was committed last, however often and however well they were written since.
+
+        What failed writes kept for them, and what was read ahead, is forgotten. Chunks of which nothing was committed are left
+        alone. Never blocks. Raises ValueError if jobs on one are pending, or one is not defined, and if a resident
+        section without another version was changed.
+        """
         self._versions("rollback", ids)
 
     def _versions(self, what: str, ids: npt.NDArray[np.int32]) -> None:
@@ -277,29 +342,35 @@ class NativeExecutor:
         call = getattr(core.lib, f"inf_executor_{what}")
         error = call(core.pointer, core.ffi.from_buffer("int32_t[]", wanted), len(wanted))
         if error:
-            raise ValueError(checks.versions_refused(what, irrevocable=error == -errno.EPERM))
+            raise ValueError(_validate.versions_refused(what, irrevocable=error == -errno.EPERM))
 
     def add_file(self, drive: int, file: SwapFile) -> int:
-        """See `Executor.add_file`."""
+        """Give a drive another file, in which chunks may have places (CHUNK["file"]). Returns its index, from 1 on.
+
+        The file stays the caller's, open until `remove_file` or the end. Raises ValueError when there are too many.
+        """
         core = self._core
         core.check()
         index = int(core.lib.inf_executor_file_add(core.pointer, drive, file.fd))
         if index < 0:
-            raise ValueError(checks.TOO_MANY_FILES)
+            raise ValueError(_validate.TOO_MANY_FILES)
         core.files[drive, index] = file
         return index
 
     def remove_file(self, drive: int, index: int) -> None:
-        """See `Executor.remove_file`."""
+        """Take a file back. Raises ValueError while a chunk has a place in it."""
         self._core.check()
         if self._core.lib.inf_executor_file_remove(self._core.pointer, drive, index):
-            raise ValueError(checks.FILE_STAYS)
+            raise ValueError(_validate.FILE_STAYS)
         del self._core.files[drive, index]
 
     def relocate(
         self, ids: npt.NDArray[np.int32], files: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]
     ) -> None:
-        """See `Executor.relocate`."""
+        """Give versioned chunks other second places on their drives. What lies at the old ones is nobody's any more.
+
+        Raises ValueError as `commit`, for a file that is not known, and where the second place is the committed one.
+        """
         core = self._core
         core.check()
         wanted = np.ascontiguousarray(ids, dtype=np.int32)
@@ -312,16 +383,16 @@ class NativeExecutor:
             core.ffi.from_buffer("int64_t[]", there[1]),
         )
         if error == -errno.EPERM:
-            raise ValueError(checks.RELOCATES_COMMITTED)
+            raise ValueError(_validate.RELOCATES_COMMITTED)
         if error:
-            raise ValueError(checks.versions_refused("relocate", irrevocable=False))
+            raise ValueError(_validate.versions_refused("relocate", irrevocable=False))
 
     def look(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.void]:
-        """See `Executor.look`."""
+        """The chunks as they are now (records.CHUNK): which place is live, and its generation."""
         core = self._core
         core.check()
         wanted = np.ascontiguousarray(ids, dtype=np.int32)
-        chunks = np.zeros(len(wanted), dtype=plan.CHUNK)
+        chunks = np.zeros(len(wanted), dtype=records.CHUNK)
         error = core.lib.inf_executor_look(
             core.pointer, core.ffi.from_buffer("int32_t[]", wanted), len(wanted), core.ffi.from_buffer(chunks)
         )
@@ -329,18 +400,21 @@ class NativeExecutor:
             raise ValueError("a chunk is not defined")
         return chunks
 
-    def recover(self) -> NativeTicket:
-        """See `Executor.recover`."""
+    def recover(self) -> Ticket:
+        """Take the marks off all drives and write what failed writes kept, once their cause is mended. Does not block.
+
+        The ticket fails, and the drive is marked again, if it is not; nothing that was kept is lost by that.
+        """
         core = self._core
         core.check()
         error = core.ffi.new("int64_t *")
         pointer = core.lib.inf_executor_recover(core.pointer, error)
         if pointer == core.ffi.NULL:
             raise _submit_error(int(error[0]))
-        return NativeTicket(core, int(core.ffi.cast("uintptr_t", pointer)))
+        return JobTicket(core, int(core.ffi.cast("uintptr_t", pointer)))
 
     def fault(self) -> AioError | None:
-        """See `Executor.fault`."""
+        """The first fault of any job since the executor was opened, also one whose ticket nobody waited for."""
         if self._core.forked:
             return None
         record = self._core.ffi.new("inf_fault *")
@@ -349,7 +423,7 @@ class NativeExecutor:
         return self._core.fault(record)
 
     def stats(self) -> ExecutorStats:
-        """See `Executor.stats`. Also after `close`."""
+        """Counters so far. Also after `close`."""
         core = self._core
         if core.forked:
             core.check()
@@ -395,16 +469,16 @@ class NativeExecutor:
         )
 
     def spans(self, enable: bool) -> None:
-        """See `Executor.spans`."""
+        """Start or stop recording spans."""
         self._core.check()
         if self._core.lib.inf_executor_spans(self._core.pointer, enable):
             raise MemoryError("no memory for spans")
 
     def take_spans(self) -> npt.NDArray[np.void]:
-        """See `Executor.take_spans`."""
+        """The spans recorded since the last call (SPAN); at most the newest 65,536 are kept."""
         core = self._core
         if core.forked:
-            return spans_empty()
+            return np.zeros(0, dtype=SPAN)
         spans = np.zeros(_SPANS_MAX, dtype=SPAN)
         count = core.lib.inf_executor_take_spans(
             core.pointer, core.ffi.cast("inf_span *", spans.ctypes.data), _SPANS_MAX
@@ -412,28 +486,31 @@ class NativeExecutor:
         taken: npt.NDArray[np.void] = spans[:count].copy()
         return taken
 
-    def drain(self, timeout: float | None = None) -> None:
-        """See `Executor.drain`."""
+    def wait_all(self, timeout: float | None = None) -> None:
+        """Make all gates escape and block until no job is pending. Raises TimeoutError; faults stay on their tickets."""
         self._core.check()
         self._core.lib.inf_executor_release_gates(self._core.pointer)
         if not self._core.wait_idle(timeout):
             raise TimeoutError(f"jobs are pending after {timeout} s")
 
-    def close(self, *, drain: bool = True) -> None:
-        """See `Executor.close`."""
-        self._core.stop(drain=drain)
+    def close(self, *, wait: bool = True) -> None:
+        """End the executor: run what is pending (or cancel what has not started), join its threads, free its pools.
 
-    def __enter__(self) -> NativeExecutor:
+        Cancelled jobs fail their tickets with AioClosedError. Idempotent.
+        """
+        self._core.stop(wait=wait)
+
+    def __enter__(self) -> Executor:
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        self.close(drain=kind is None)
+        self.close(wait=kind is None)
 
 
 def _submit_error(error: int) -> Exception:
     if error > 0:
         index, what = (error - 1) >> 4, (error - 1) & 15
-        return ValueError(f"job {index} {checks.JOB_WRONG[what]}")
+        return ValueError(f"job {index} {_validate.JOB_WRONG[what]}")
     if error == -errno.ENOMEM:
         return MemoryError("no memory for a submission")
     if error == -errno.EREMOTEIO:

@@ -10,20 +10,20 @@
 
 #include <assert.h>
 
-bool inf_run_keep(struct inf_executor *ex, inf_run *run) {
+bool inf_run_keep_failed_write(struct inf_executor *ex, inf_run *run) {
     inf_chunk_record *chunk = run->chunk;
     bool rewrite = run->job.kind == INF_JOB_REWRITE;
     bool closed = run->fault.kind == INF_FAULT_CLOSED;
     if (run->state != INF_WRITING || run->slot.memory == NULL || (closed && !rewrite)) return false;
     if (run->job.mask & INF_MASK_MOVE_ONLY) return false; /* a measurement: the slot holds nothing that is missed */
-    assert(chunk->kept_mask == 0);
-    chunk->kept = run->slot;
-    chunk->kept_mask = run->slot.written;
+    assert(chunk->failed_write_mask == 0);
+    chunk->failed_write = run->slot;
+    chunk->failed_write_mask = run->slot.written;
     if (run->moves) inf_chunk_flip(chunk);
     /* A store holds what was wanted, in the slot or in resident sections; an update had no invalid section. */
     if (run->job.kind == INF_JOB_STORE) chunk->invalid &= ~run->job.mask;
     run->slot.memory = NULL;
-    inf_slot_put_by(ex, &chunk->kept);
+    inf_slot_put_by(ex, &chunk->failed_write);
     ex->stats.kept_chunks++;
     inf_drive *drive = &ex->drives[chunk->plan.drive];
     if (!closed && !drive->stats.marked) {
@@ -33,19 +33,19 @@ bool inf_run_keep(struct inf_executor *ex, inf_run *run) {
     return true;
 }
 
-void inf_run_take_kept(struct inf_executor *ex, inf_run *run) {
-    run->slot = run->chunk->kept;
-    run->chunk->kept_mask = 0;
+void inf_run_take_failed_write(struct inf_executor *ex, inf_run *run) {
+    run->slot = run->chunk->failed_write;
+    run->chunk->failed_write_mask = 0;
     inf_slot_put_back(ex, &run->slot);
     ex->stats.kept_chunks--;
 }
 
-void inf_chunk_drop_kept(struct inf_executor *ex, inf_chunk_record *chunk) {
-    if (chunk->kept_mask == 0) return;
-    chunk->kept_mask = 0;
-    inf_slot_put_back(ex, &chunk->kept);
+void inf_chunk_drop_failed_write(struct inf_executor *ex, inf_chunk_record *chunk) {
+    if (chunk->failed_write_mask == 0) return;
+    chunk->failed_write_mask = 0;
+    inf_slot_put_back(ex, &chunk->failed_write);
     ex->stats.kept_chunks--;
-    inf_slot_release(ex, &chunk->kept);
+    inf_slot_release(ex, &chunk->failed_write);
 }
 
 bool inf_run_refused(const struct inf_executor *ex, inf_run *run) {

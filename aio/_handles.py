@@ -17,11 +17,12 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, Protocol, runtime_checkable
 
-from infinity.aio import checks
-from infinity.aio.native_quick import load_quick
-from infinity.aio.swap_file import SwapFile
+from infinity._src import native
+from infinity.aio import _validate
+from infinity.aio._swap_file import SwapFile
 from infinity.errors import AioClosedError, AioError, DeviceCopyError
 
 log = logging.getLogger("infinity.aio")
@@ -69,17 +70,17 @@ class Core:
             if deadline is not None and time.monotonic() >= deadline:
                 return False
 
-    def stop(self, *, drain: bool) -> None:
+    def stop(self, *, wait: bool) -> None:
         """End intake, wait, join the threads, free the pools."""
         if self.forked:  # the lock may be held by a thread that only the parent has
             return
         with self._stopping:  # a second close returns when the first one has ended
             if not (self.stopped or self.leaked):
-                self._stop(drain=drain)
+                self._stop(wait=wait)
 
-    def _stop(self, *, drain: bool) -> None:
-        self.lib.inf_executor_shut(self.pointer, not drain)
-        if not self.wait_idle(None if drain else CANCEL_S):
+    def _stop(self, *, wait: bool) -> None:
+        self.lib.inf_executor_shut(self.pointer, not wait)
+        if not self.wait_idle(None if wait else CANCEL_S):
             # The drive still holds requests that point into the slab: freeing it would let them write anywhere.
             self.leaked = True
             for drive in self.drives:
@@ -93,9 +94,9 @@ class Core:
         self.lib.inf_executor_stop(self.pointer)
         self.stopped = True
 
-    def fault_record(self, record: Any) -> checks.FaultRecord:
+    def fault_record(self, record: Any) -> _validate.FaultRecord:
         """An inf_fault as a record."""
-        return checks.FaultRecord(
+        return _validate.FaultRecord(
             kind=record.kind,
             op=record.op,
             drive=record.drive,
@@ -116,7 +117,7 @@ class Core:
     def __del__(self) -> None:
         if self.forked:
             return
-        self.stop(drain=False)
+        self.stop(wait=False)
         if self.stopped:
             self.lib.inf_executor_free(self.pointer)
 
@@ -126,7 +127,7 @@ _CORES: weakref.WeakSet[Core] = weakref.WeakSet()
 
 def _close_all() -> None:
     for core in list(_CORES):
-        core.stop(drain=False)
+        core.stop(wait=False)
 
 
 def _mark_forked() -> None:
@@ -138,8 +139,50 @@ atexit.register(_close_all)
 os.register_at_fork(after_in_child=_mark_forked)
 
 
-class NativeTicket:
-    """`executor.Ticket` over words that the native threads set."""
+@runtime_checkable
+class Ticket(Protocol):
+    """A submission in flight. Dropping a ticket does not cancel its jobs."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every job has ended, well or not. Reads one word: never blocks, never calls into the executor."""
+        ...
+
+    @property
+    def filled(self) -> bool:
+        """Whether every copy from or to a caller's memory has been made (or will never be). Comes before `done`."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """Whether a job has failed already. `wait` raises its error."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until done; makes the gates that it depends on escape, and its jobs demands.
+
+        Blocks with the GIL released; Ctrl-C works. Raises the typed AioError of the first failed job, every time;
+        TimeoutError after `timeout` seconds.
+        """
+        ...
+
+    def wait_filled(self, timeout: float | None = None) -> None:
+        """As `wait`, but only until `filled`: targets hold their data, sources and gradients may be reused.
+
+        The write-back may still be in flight, and may still fail.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Give up its fetches that the drive has not begun: they end with AioCancelledError and fill nothing.
+
+        Stores and updates are never given up: half of a step would be lost. Never blocks; the ticket is done when the rest is.
+        """
+        ...
+
+
+class JobTicket:
+    """The `Ticket` of one submission: reads three words that the native threads set."""
 
     __slots__ = ("_address", "_core", "_words")
 
@@ -150,29 +193,23 @@ class NativeTicket:
 
     @property
     def done(self) -> bool:
-        """See `Ticket.done`."""
         return bool(self._words[0])
 
     @property
     def filled(self) -> bool:
-        """See `Ticket.filled`."""
         return bool(self._words[1])
 
     @property
     def failed(self) -> bool:
-        """See `Ticket.failed`."""
         return bool(self._words[2])
 
     def wait(self, timeout: float | None = None) -> None:
-        """See `Ticket.wait`."""
         self._wait(0, timeout)
 
     def wait_filled(self, timeout: float | None = None) -> None:
-        """See `Ticket.wait_filled`."""
         self._wait(1, timeout)
 
     def cancel(self) -> None:
-        """See `Ticket.cancel`."""
         core = self._core
         if not self._words[0]:
             core.check()
@@ -208,8 +245,8 @@ class NativeTicket:
             self._core.quick.ticket_release(self._core.address, self._address)
 
 
-class NativeGate:
-    """`executor.Gate` of the native executor."""
+class Gate:
+    """Holds a submission back until its targets exist, or until it escapes."""
 
     __slots__ = ("_address", "_core")
 
@@ -219,11 +256,15 @@ class NativeGate:
 
     @property
     def escaped(self) -> bool:
-        """See `Gate.escaped`."""
+        """Whether the gate's work has gone ahead, or will, without targets."""
         return bool(self._core.forked or self._core.quick.gate_escaped(self._core.address, self._address))
 
     def open(self, bases: Sequence[int]) -> bool:
-        """See `Gate.open`."""
+        """Let the gated work run with ptr[0] += bases[job.base]. Never blocks.
+
+        True: it will fill the targets. False: it had escaped (updates ran without the copy, fetches were skipped), so
+        fetch again without a gate. Raises ValueError if it was opened before or a job's base is out of range.
+        """
         core = self._core
         core.check()
         array = (ctypes.c_uint64 * len(bases))(*bases)
@@ -254,3 +295,56 @@ def load_uring(ffi: Any, lib: Any) -> None:
     why = ffi.new("char[512]")
     if lib.inf_uring_load(os.fsencode(carrier.__file__), why, 512):
         raise OSError(ffi.string(why).decode(errors="replace"))
+
+
+# ---- calls with the GIL held ----
+#
+# Calls into C that neither wait nor compute, with the GIL held.
+#
+# cffi lets go of the GIL around every call, and whoever lets go of it beside a busy Python thread gets it back after the
+# interpreter's switch interval: 5 ms for a call that takes microseconds, several times in each submission. These calls only
+# take the executor's lock, which nobody holds while waiting for anything, and no native thread ever wants the GIL.
+
+_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+#: name in C without "inf_" -> (result, arguments)
+_CALLS: dict[str, tuple[Any, list[Any]]] = {
+    "executor_submit": (
+        _POINTER,
+        [_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER],
+    ),
+    "executor_hold_gates": (None, [_POINTER, _INT]),
+    "executor_compute_stream": (None, [_POINTER, ctypes.c_uint64]),
+    "executor_prefetch": (_INT, [_POINTER, _POINTER, _INT, _INT]),
+    "ticket_words": (_POINTER, [_POINTER]),
+    "ticket_set": (_INT, [_POINTER, _INT]),
+    "ticket_cancel": (None, [_POINTER, _POINTER]),
+    "ticket_release": (None, [_POINTER, _POINTER]),
+    "gate_new": (_POINTER, [_POINTER]),
+    "gate_open": (_INT, [_POINTER, _POINTER, _POINTER, _INT]),
+    "gate_escaped": (_INT, [_POINTER, _POINTER]),
+    "gate_release": (None, [_POINTER, _POINTER]),
+}
+
+
+class Quick:
+    """The functions of `_CALLS` as attributes. Pointers are integers, 0 for NULL."""
+
+    def __init__(self, path: str) -> None:
+        library = ctypes.PyDLL(path)  # the extension is loaded already: this gives the same one
+        for name, (result, arguments) in _CALLS.items():
+            function = getattr(library, f"inf_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"inf_{name} is not among the quick calls")
+
+
+@lru_cache(maxsize=1)
+def load_quick() -> Quick:
+    """The calls of the compiled extension. Raises ImportError when it is missing."""
+    native.load()
+    from infinity import _native
+
+    return Quick(_native.__file__)

@@ -1,6 +1,6 @@
 """The slab: memory for slots, resident extents and gradients.
 
-2 MiB aligned, on the NUMA node that was chosen (numa_node.py), backed by transparent huge pages where the kernel gives them,
+2 MiB aligned, on the NUMA node that was chosen (_numa_node.py), backed by transparent huge pages where the kernel gives them,
 touched on creation, not inherited by forked children (a page under DMA must not become copy-on-write). Huge pages decide the
 drive's speed: 3.9 against 1.7 GB/s measured on a virtio disk, because a 1 MiB request of 4 KiB pages is 256 segments.
 """
@@ -18,8 +18,8 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from infinity.aio import numa_node
-from infinity.aio.memory_limits import check_slab
+from infinity.aio import _numa_node
+from infinity.aio._memory_limits import check_slab
 
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
@@ -53,7 +53,7 @@ class Slab:
         with contextlib.suppress(OSError):
             self._map.madvise(mmap.MADV_HUGEPAGE, offset, rounded)
         self._map.madvise(mmap.MADV_DONTFORK, offset, rounded)
-        numa_node.prefer(self.address, rounded)  # before the first touch, which places a page
+        _numa_node.prefer(self.address, rounded)  # before the first touch, which places a page
         self._touch(offset, rounded)
         self._memory: memoryview | None = memoryview(self._map)[offset : offset + size_bytes]
         _SLABS.add(self)

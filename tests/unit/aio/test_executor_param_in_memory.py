@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import plan
+from infinity.aio import _records as records
 from infinity.errors import ChecksumError, DeviceFailedError
 from tests.unit.aio.rig import NUMEL, adamw, hyper_record, outcome, random_chunk, same
 
@@ -26,7 +26,7 @@ def spilled_chunk(rng):
 def updated(value, grad, step: int = 1):
     """The chunk after its update."""
     after = [section.copy() for section in value]
-    adamw(plan.Format.SPLIT, after[:4], grad, hyper_record(step)[0])
+    adamw(records.Format.SPLIT, after[:4], grad, hyper_record(step)[0])
     return after
 
 
@@ -125,11 +125,11 @@ def test_an_update_that_reads_nothing_still_writes(make_rig, rng):
 
 def test_given_without_an_address_or_to_another_kind_is_refused(make_rig, rng):
     rig = make_rig()
-    for kind, address, mask in ((plan.JobKind.UPDATE, 0, 0), (plan.JobKind.FETCH, 8, 1), (plan.JobKind.STORE, 8, 1)):
-        job = np.zeros(1, dtype=plan.JOB)
-        job["chunk"], job["kind"], job["base"], job["mask"] = rig.ids[0], kind, -1, aio.MASK_GIVEN | mask
+    for kind, address, mask in ((records.JobKind.UPDATE, 0, 0), (records.JobKind.FETCH, 8, 1), (records.JobKind.STORE, 8, 1)):
+        job = np.zeros(1, dtype=records.JOB)
+        job["chunk"], job["kind"], job["base"], job["mask"] = rig.ids[0], kind, -1, aio.MASK_PARAM_IN_MEMORY | mask
         job["ptr"][0, 1] = address
-        with pytest.raises(ValueError, match="MASK_GIVEN"):
+        with pytest.raises(ValueError, match="MASK_PARAM_IN_MEMORY"):
             rig.executor.submit(job, priority=aio.Priority.DEMAND)
 
 
