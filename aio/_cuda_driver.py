@@ -1,7 +1,8 @@
-"""The driver of the device that computes, as the executor and pinned memory need it: a few functions by address.
+"""CUDA driver functions by address, for the executor's copies and for pinned memory.
 
-They are those of libcuda, which torch has loaded where it computes on a GPU: its ABI is stable, and streams and events of the
-runtime that torch uses are the driver's own. `library` may name another shared object with the same functions; tests have one.
+They are libcuda's, which torch has loaded where it computes on a GPU. Its ABI is stable, and the
+streams and events of torch's runtime are the driver's own. `library` may name another shared object
+with the same functions; tests have one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _REGISTER = 1 | 2  # portable, and mapped: kernels may read it
 
 @final
 class DeviceDriver:
-    """One device. `ordinal` counts as torch does (CUDA_VISIBLE_DEVICES). Keep it until the executor it was attached to is closed.
+    """One device. `ordinal` counts as torch does (CUDA_VISIBLE_DEVICES). Keep it until the executor
+    it was attached to is closed.
 
     Raises: DeviceCopyError when the library, a function of it or the device cannot be had.
     """
@@ -49,10 +51,13 @@ class DeviceDriver:
             self.functions = {field: self._address(name) for field, name in FUNCTIONS.items()}
         except (OSError, AttributeError) as error:
             raise DeviceCopyError(f"the device's driver cannot be used: {error}") from error
+        # Does nothing where torch has done it already.
         self._call("cuInit", ctypes.c_uint(0))
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # torch's own: there is one per device
+        self._call(
+            "cuDevicePrimaryCtxRetain", ctypes.byref(context), device
+        )  # torch's own: there is one per device
         self.context = int(context.value or 0)
         self._pinned: dict[int, int] = {}
 
@@ -62,7 +67,9 @@ class DeviceDriver:
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
         if code:
-            raise DeviceCopyError(f"{name}: the device's driver says {self.name_of(code)} ({code})", errno=code)
+            raise DeviceCopyError(
+                f"{name}: the device's driver says {self.name_of(code)} ({code})", errno=code
+            )
 
     def name_of(self, code: int) -> str:
         """The driver's name for one of its codes."""
@@ -77,26 +84,39 @@ class DeviceDriver:
         return sum(self._pinned.values())
 
     def pin(self, address: int, size_bytes: int) -> None:
-        """Pin a range of host memory, so that copies from and to it run at full speed and beside kernels. Blocks.
+        """Pin a range of host memory, so that copies from and to it run at full speed and beside
+        kernels. Blocks.
 
-        Raises: DeviceCopyError, for instance when the machine has not enough memory that may be pinned.
+        Raises: DeviceCopyError, for instance when the machine has not enough memory that may be
+        pinned.
         """
         with self._current():
             self._call(
-                "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), ctypes.c_uint(_REGISTER)
+                "cuMemHostRegister_v2",
+                ctypes.c_void_p(address),
+                ctypes.c_size_t(size_bytes),
+                ctypes.c_uint(_REGISTER),
             )
         self._pinned[address] = size_bytes
 
     def unpin(self, address: int) -> None:
-        """End what `pin` did to the range that begins there; nothing if it is not pinned. No copy may be under way."""
+        """End what `pin` did to the range that begins there; nothing if it is not pinned. No copy
+        may be under way.
+        """
         if self._pinned.pop(address, None) is None:
             return
-        with contextlib.suppress(DeviceCopyError), self._current():  # a device that broke has let go of it
+        with (
+            contextlib.suppress(DeviceCopyError),
+            self._current(),
+        ):  # a device that broke has let go of it
             self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """Inside, the device's context is current on this thread. The user's current device stays what it is."""
+        """Inside, the device's context is current on this thread. The user's current device stays
+        what it is.
+        """
+        # Pinning needs the context current, and the user may work on another device.
         before = ctypes.c_void_p()
         self._call("cuCtxGetCurrent", ctypes.byref(before))
         self._call("cuCtxSetCurrent", ctypes.c_void_p(self.context))

@@ -1,16 +1,21 @@
-"""How long drives will last at this rate of writing, and whether they still give the bandwidth that they gave before.
+"""Forecast of drive wear, and a watch for drives that have become slower than they were.
 
-`Endurance` is fed with an executor's counters, once per optimizer step and whenever somebody asks for them:
+`Endurance` takes an executor's counters once per optimizer step, and whenever somebody asks:
 
     endurance = Endurance()
-    endurance.observe(executor.stats(), steps=steps_done)     # logs a warning when a drive has become slow
-    endurance.forecast(0).tb_per_day                          # of the executor's first drive
+    endurance.observe(executor.stats(), steps=steps_done)  # warns when a drive has become slow
+    endurance.forecast(0).tb_per_day                       # of the executor's first drive
 
-A drive becomes slow for a long time when it is hot, when its fast (SLC) cache is full, or when somebody else uses it. What is
-compared is bandwidth while busy, second by second, like with like: a second belongs to a class by its share of reads, since
-most drives write slower than they read; mostly idle seconds count for nothing, since a few requests are no load. What a drive
-sustained is, per class, the best median of `SUSTAINED_SAMPLES` samples in a row. `SLOW_SAMPLES` slow ones in a row begin an
-episode: one warning. As many good ones end it: one line at INFO. Nothing here does I/O.
+A drive stays slow when it is hot, when its fast (SLC) cache is full, or when somebody else uses it.
+The watch compares bandwidth while busy, second by second, like with like:
+
+- A second belongs to a class by its share of reads, since most drives write slower than they read.
+- Mostly idle seconds do not count: a few requests are no load.
+- The sustained bandwidth of a class is the best median of `SUSTAINED_SAMPLES` samples in a row.
+- `SLOW_SAMPLES` slow samples in a row begin an episode: one warning. As many good ones end it: one
+  line at INFO.
+
+Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -30,7 +35,8 @@ log = logging.getLogger("infinity.aio")
 
 SUSTAINED_SAMPLES = 8
 SLOW_SAMPLES = 5
-#: An episode ends at this share of what was sustained; between it and the share where one begins nothing changes.
+#: An episode ends at this share of what was sustained; between it and the share where one begins
+#: nothing changes.
 RECOVERED_SHARE = 0.75
 BUSY_SHARE_MIN = 0.5
 #: Fewer bytes are no sample: a busy second with less is counted together with the next.
@@ -38,10 +44,12 @@ SAMPLE_BYTES_MIN = 4 << 20
 WINDOW_S = 1.0
 #: Counters of a second settle once the requests that were in flight at its end have their results.
 SETTLE_S = 1.0
-#: Edges of the classes by share of reads: narrow where a little of the slower direction makes much of the time, so that
-#: within a class no drive whose directions differ by up to ten times changes its bandwidth by more than a quarter.
+#: Edges of the classes by share of reads: narrow where a little of the slower direction makes much
+#: of the time, so that within a class no drive whose directions differ by up to ten times changes
+#: its bandwidth by more than a quarter.
 CLASS_EDGES = (0.01, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.99)
-#: The rate of writing is that of the last quarter of an hour, or of the last step if that took longer.
+#: The rate of writing is that of the last quarter of an hour, or of the last step if that took
+#: longer.
 RATE_SPAN_S = 900.0
 _RATE_EVERY_S = 5.0
 _DAY_S = 86_400.0
@@ -49,9 +57,10 @@ _DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a drive is written with. None: not known before the first step has ended.
+    """Rate at which a drive is written. None: unknown until the first step has ended.
 
-    `bytes_written`: since the executor was opened, set-up included. The rates are of training alone.
+    `bytes_written`: since the executor was opened, set-up included. The rates are of training
+    alone.
     """
 
     bytes_written: int = 0
@@ -64,14 +73,16 @@ class Forecast:
         return None if self.bytes_per_day is None else self.bytes_per_day / 1e12
 
     def days(self, rated_tb: float, used_tb: float = 0.0) -> float | None:
-        """Days at the current rate until a drive rated for `rated_tb` terabytes written (TBW) has had them.
+        """Days at the current rate until a drive rated for `rated_tb` terabytes written (TBW) has
+        had them.
 
-        used_tb: what it had before, for example "Data Units Written" of `smartctl`. Infinite when nothing is written.
-        Raises: ValueError for a rating that is not positive.
+        used_tb: what it had before, for example "Data Units Written" of `smartctl`. Infinite when
+        nothing is written. Raises: ValueError for a rating that is not positive.
         """
         if not (rated_tb > 0 and used_tb >= 0):
             raise ValueError(
-                f"rated_tb={rated_tb}, used_tb={used_tb}: give the drive's rating in terabytes, above 0"
+                f"rated_tb={rated_tb}, used_tb={used_tb}: give the drive's rating in terabytes, "
+                "above 0"
             )
         if self.bytes_per_day is None:
             return None
@@ -81,7 +92,9 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Notice:
-    """A drive whose bandwidth has dropped, or has come back (`recovered`). Bandwidths in bytes per second while busy."""
+    """A drive whose bandwidth has dropped, or has come back (`recovered`). Bandwidths in bytes per
+    second while busy.
+    """
 
     path: str
     direction: str
@@ -96,8 +109,10 @@ class Notice:
             back = f"{self.direction} are back at {now:.2f} GB/s after {self.lasted_s:.0f} s"
             return f"{self.path}: {back} ({before:.2f} GB/s before)"
         return (
-            f"{self.path}: {self.direction} have dropped to {now:.2f} GB/s for {self.lasted_s:.0f} s; the drive sustained "
-            f"{before:.2f} GB/s before. It may be hot, its fast cache may be full, or something else uses it"
+            f"{self.path}: {self.direction} have dropped to {now:.2f} GB/s for "
+            f"{self.lasted_s:.0f} s; the drive sustained "
+            f"{before:.2f} GB/s before. It may be hot, its fast cache may be full, or something "
+            "else uses it"
         )
 
 
@@ -105,6 +120,7 @@ def recent_bytes_per_s(
     windows: Sequence[Window], span_s: float, *, opened_s: float, now_s: float
 ) -> tuple[float, float]:
     """(read, written) bytes per second over the last `span_s` whole seconds, idle ones included."""
+    # The present second is incomplete.
     end_s = math.floor(now_s / WINDOW_S) * WINDOW_S
     span_s = min(span_s, end_s - opened_s)
     if span_s < WINDOW_S:
@@ -132,13 +148,17 @@ class _Class:
 
 @dataclass
 class _Direction:
-    """Reads, writes, or both at once: how many slow or good samples in a row, and the episode if there is one.
+    """Reads, writes, or both at once: how many slow or good samples in a row, and the episode if
+    there is one.
 
-    A sample is its rate relative to what its class sustained, so that samples of several classes can follow each other.
+    A sample is its rate relative to what its class sustained, so that samples of several classes
+    can follow each other.
     """
 
     name: str
-    streak: list[float] = field(default_factory=list)  # samples in a row that may begin or end an episode
+    streak: list[float] = field(
+        default_factory=list
+    )  # samples in a row that may begin or end an episode
     streak_start_s: float = 0.0
     slow_since_s: float | None = None
     notice: Notice | None = None  # of the episode in progress
@@ -147,7 +167,9 @@ class _Direction:
     def judge(
         self, path: str, rate: float, before: float, start_s: float, end_s: float, share: float
     ) -> Notice | None:
-        """Take in a sample whose class sustained `before`; a Notice when an episode begins or ends with it."""
+        """Take in a sample whose class sustained `before`; a Notice when an episode begins or ends
+        with it.
+        """
         slow, good = rate < share * before, rate >= max(RECOVERED_SHARE, share) * before
         changes = slow if self.slow_since_s is None else good
         if self.slow_since_s is not None and slow:
@@ -177,13 +199,19 @@ class _Drive:
 
     def __init__(self, share: float) -> None:
         self.share = share
-        self.base: tuple[float, int, int] | None = None  # (time, bytes written, steps) where training began
+        self.base: tuple[float, int, int] | None = (
+            None  # (time, bytes written, steps) where training began
+        )
         self.history: deque[tuple[float, int]] = deque()
         self.latest = (0.0, 0, 0)
         self.seen_s = -math.inf
         self.carried: Window | None = None
         self.classes = [_Class() for _ in range(len(CLASS_EDGES) + 1)]
-        self.directions = (_Direction("writes"), _Direction("mixed reads and writes"), _Direction("reads"))
+        self.directions = (
+            _Direction("writes"),
+            _Direction("mixed reads and writes"),
+            _Direction("reads"),
+        )
 
     def write(self, now_s: float, bytes_written: int, steps: int) -> None:
         """Remember how much has been written by now."""
@@ -220,12 +248,16 @@ class _Drive:
     def _sample(self, window: Window) -> Window | None:
         """The window as a sample, with what was carried into it; None when it is none.
 
-        A stalled drive has seconds that are busy and move nothing: those count with the next that does.
+        A stalled drive has seconds that are busy and move nothing: those count with the next that
+        does.
         """
         carried, self.carried = self.carried, None
         if window.busy_s < BUSY_SHARE_MIN * WINDOW_S:
             return None
-        if carried is not None and window.start_s - carried.start_s <= carried.busy_s + 2 * WINDOW_S:
+        if (
+            carried is not None
+            and window.start_s - carried.start_s <= carried.busy_s + 2 * WINDOW_S
+        ):
             window = Window(
                 carried.start_s,
                 carried.bytes_read + window.bytes_read,
@@ -249,7 +281,9 @@ class _Drive:
 
 
 class Endurance:
-    """Watches the drives of one executor: see the module. Call it from one thread at a time; a call takes microseconds."""
+    """Watches the drives of one executor: see the module. Call it from one thread at a time; a call
+    takes microseconds.
+    """
 
     def __init__(self, *, share: float = 0.6) -> None:
         """share: below this share of what a drive sustained it counts as slow.
@@ -264,10 +298,12 @@ class Endurance:
     def observe(
         self, stats: ExecutorStats, *, steps: int = 0, now_s: float | None = None
     ) -> tuple[Notice, ...]:
-        """Take in an executor's counters after `steps` optimizer steps; returns what was noticed, which is also logged.
+        """Take in an executor's counters after `steps` optimizer steps; returns what was noticed,
+        which is also logged.
 
-        What is written before the last call with `steps` 0 is set-up, and not counted in the rates. Call it at least once
-        a minute of I/O: an executor keeps 64 seconds. now_s: CLOCK_MONOTONIC, the present by default.
+        What is written before the last call with `steps` 0 is set-up, and not counted in the rates.
+        Call it at least once a minute of I/O: an executor keeps 64 seconds. now_s: CLOCK_MONOTONIC,
+        the present by default.
         """
         if now_s is None:
             now_s = time.monotonic()
@@ -282,15 +318,19 @@ class Endurance:
         return tuple(notices)
 
     def forecast(self, drive: int) -> Forecast:
-        """What the executor's drive of this number is written with, as of the last `observe`."""
+        """Forecast for the executor's drive of this number, as of the last `observe`."""
         return self._drives[drive].forecast() if drive < len(self._drives) else Forecast()
 
     def slow(self, drive: int) -> tuple[Notice, ...]:
-        """Episodes in progress: the drive gives less than it did before. Empty while all is well."""
+        """Episodes in progress: the drive gives less than before. Empty while all is well."""
         if drive >= len(self._drives):
             return ()
         return tuple(d.notice for d in self._drives[drive].directions if d.notice is not None)
 
     def episodes(self, drive: int) -> int:
-        """How often the drive's bandwidth has dropped so far."""
-        return sum(d.episodes for d in self._drives[drive].directions) if drive < len(self._drives) else 0
+        """Count the times that the drive's bandwidth has dropped."""
+        return (
+            sum(d.episodes for d in self._drives[drive].directions)
+            if drive < len(self._drives)
+            else 0
+        )

@@ -1,7 +1,7 @@
-"""Which bytes of which swap file belong to whom. Pure bookkeeping: no file is touched.
+"""Allocator of ranges of swap files. Pure bookkeeping: it touches no file.
 
-Extents are 4096-aligned, freed ones are joined with their neighbours and reused, lowest offset first, so that a file only
-grows when it must. `file_bytes` says how long each file has to be.
+Extents are 4096-aligned. A freed extent is joined with its free neighbours and reused, lowest
+offset first, so that a file only grows when it must. `file_bytes` says how long a file has to be.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ ALIGNMENT_BYTES = 4096
 
 @dataclass
 class _Drive:
-    """Free ranges by ascending offset (start, end), never adjacent; beyond `end` everything is free."""
+    """Free ranges by ascending offset (start, end), never adjacent; beyond `end` everything is
+    free.
+    """
 
     end: int = 0
     used: int = 0
@@ -23,24 +25,30 @@ class _Drive:
 
 
 class ExtentAllocator:
-    """Hands out ranges of `drive_count` files, each at most `capacity_bytes` long (None: no limit)."""
+    """Allocates ranges of `drive_count` files of at most `capacity_bytes` each (None: no limit)."""
 
     def __init__(self, drive_count: int, *, capacity_bytes: int | None = None) -> None:
         if drive_count < 1:
-            raise ValueError(f"ExtentAllocator(drive_count={drive_count}): at least one drive is needed")
+            raise ValueError(
+                f"ExtentAllocator(drive_count={drive_count}): at least one drive is needed"
+            )
         self._drives = [_Drive() for _ in range(drive_count)]
         self._capacity_bytes = capacity_bytes
         self._sizes: dict[tuple[int, int], int] = {}
 
     def allocate(self, size_bytes: int, *, drive: int | None = None) -> tuple[int, int]:
-        """A free range: (drive, offset). None: the drive that holds the least. `size_bytes` is rounded up to 4096.
+        """Take a free range: (drive, offset). drive=None: on the drive that holds the least.
+        `size_bytes` is rounded up to 4096.
 
         Raises ValueError for a size below 1, MemoryError when no drive has that much left.
         """
         if size_bytes < 1:
             raise ValueError(f"allocate(size_bytes={size_bytes}): must be >= 1")
         size = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        order = sorted(range(len(self._drives)), key=lambda index: (self._drives[index].used, index))
+        # By what a drive holds, so that extents spread evenly; ties by number, so that runs repeat.
+        order = sorted(
+            range(len(self._drives)), key=lambda index: (self._drives[index].used, index)
+        )
         for index in order if drive is None else [drive]:
             offset = self._take(self._drives[index], size)
             if offset is not None:
@@ -49,6 +57,7 @@ class ExtentAllocator:
         raise MemoryError(f"no drive has {size} bytes left of {self._capacity_bytes}")
 
     def _take(self, drive: _Drive, size: int) -> int | None:
+        # First fit: low offsets fill up, and the file stays short.
         for at, (start, end) in enumerate(zip(drive.starts, drive.ends, strict=True)):
             if end - start < size:
                 continue
@@ -81,6 +90,7 @@ class ExtentAllocator:
             start = space.starts[at - 1]
             del space.starts[at - 1], space.ends[at - 1]
             at -= 1
+        # Free space at the end shortens the file instead of staying a hole.
         if end == space.end:
             space.end = start
         else:
@@ -92,5 +102,5 @@ class ExtentAllocator:
         return self._drives[drive].used
 
     def file_bytes(self, drive: int) -> int:
-        """How long the drive's file must be to hold all extents."""
+        """Length that the drive's file must have to hold all extents."""
         return self._drives[drive].end

@@ -1,4 +1,4 @@
-"""The file system and the block device under a swap file: type, O_DIRECT as tried, queue limits."""
+"""File system and block device under a swap file: its type, O_DIRECT as tried, queue limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 
 def file_system_type(path: str | os.PathLike[str]) -> str:
-    """Type of the file system that holds `path` ("ext4", "tmpfs" ...), "" when /proc does not tell."""
+    """Type of the file system that holds `path` ("ext4", "tmpfs" ...); "" when unknown."""
     device = Path(path).stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     kind = ""
@@ -23,6 +23,7 @@ def file_system_type(path: str | os.PathLike[str]) -> str:
         with Path("/proc/self/mountinfo").open(encoding="utf-8", errors="replace") as mounts:
             for line in mounts:
                 before, _, after = line.partition(" - ")
+                # The last match counts: later mounts cover earlier ones.
                 if before.split()[2] == wanted and after:
                     kind = after.split()[0]
     except OSError:
@@ -34,28 +35,39 @@ _PAGE_BYTES = 4096
 
 
 def direct_refusal(fd: int, *, write: bool = True) -> str:
-    """Why a file that is open with O_DIRECT cannot go past the page cache with requests aligned to 4096; "" if it can.
+    """Say why an O_DIRECT file cannot take requests aligned to 4096; "" if it can.
 
-    write: write, read and compare a block, on a file that is empty and stays so; else only read one, if there is one.
-    Raises OSError when a transfer fails for another reason than O_DIRECT.
+    write: write, read and compare a block, on a file that is empty and stays so; else only read
+    one, if there is one. Raises OSError when a transfer fails for another reason than O_DIRECT.
     """
+    # Some devices want 8 KiB or more; the layout is fixed to 4096.
     alignment = max(direct_alignments(fd))
     if alignment > _PAGE_BYTES:
-        return f"O_DIRECT there wants requests aligned to {alignment} bytes, and they are to {_PAGE_BYTES}"
+        return (
+            f"O_DIRECT there wants requests aligned to {alignment} bytes, and they are to "
+            f"{_PAGE_BYTES}"
+        )
     with mmap.mmap(-1, _PAGE_BYTES) as page, mmap.mmap(-1, _PAGE_BYTES) as back:
+        # Random, so that stale data in the page cache cannot pass for it.
         page[:] = os.urandom(_PAGE_BYTES)
         try:
             wrote = os.pwritev(fd, [page], 0) if write else 0
             read = os.preadv(fd, [back], 0)
         except OSError as error:
+            # These two mean "not with O_DIRECT"; any other is a fault of the drive.
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            return f"the file system opens with O_DIRECT and then refuses the transfer ({os.strerror(error.errno)})"
+            return (
+                "the file system opens with O_DIRECT and then refuses the transfer "
+                f"({os.strerror(error.errno)})"
+            )
         finally:
             if write:
                 os.ftruncate(fd, 0)
         if write and (wrote != _PAGE_BYTES or read != _PAGE_BYTES or page[:] != back[:]):
-            raise OSError(errno.EIO, f"a first block came back wrong ({wrote} bytes written, {read} read)")
+            raise OSError(
+                errno.EIO, f"a first block came back wrong ({wrote} bytes written, {read} read)"
+            )
     return ""
 
 
@@ -69,8 +81,9 @@ def set_buffered(fd: int, buffered: bool) -> None:
 #
 # What the block device under a swap file takes, and requests fitted to it.
 #
-# The kernel splits a request into pieces of at most max_sectors_kb, and each piece takes one of the device's nr_requests
-# tags. A thread that submits beyond them sleeps inside the kernel, which no engine can overlap with anything.
+# The kernel splits a request into pieces of at most max_sectors_kb, and each piece takes one of the
+# device's nr_requests tags. A thread that submits beyond them sleeps inside the kernel, which no
+# engine can overlap with anything.
 
 DEPTH_MIN = 2
 _ALIGNMENT_BYTES = 4096
@@ -85,7 +98,9 @@ class _Opened(Protocol):
 
 @dataclass(frozen=True)
 class DriveLimits:
-    """A device's queue; 0 where there is no limit or none is known. `device`: its name ("nvme0n1"), "" if unknown."""
+    """A device's queue; 0 where there is no limit or none is known. `device`: its name ("nvme0n1"),
+    "" if unknown.
+    """
 
     device: str = ""
     nr_requests: int = 0
@@ -99,6 +114,7 @@ class DriveLimits:
         if not self.nr_requests or not self.max_sectors_kb:
             return block_bytes, depth
         piece_bytes = self.max_sectors_kb * 1024
+        # The kernel splits a block into pieces, and each takes a tag of the queue.
         fitting = self.nr_requests // -(-block_bytes // piece_bytes)
         if fitting >= DEPTH_MIN:
             return block_bytes, min(depth, fitting)
@@ -110,8 +126,8 @@ class DriveLimits:
 def limits_of(file: _Opened | int | str | os.PathLike[str], *, sysfs: Path = _SYSFS) -> DriveLimits:
     """The limits of the device that holds `file` (a swap file, a descriptor or a path).
 
-    Virtual devices (dm, md, loop, multipath heads) pass requests on to queues of their own choice, and some file systems
-    (btrfs, overlayfs, NFS) name no device: no limit is known for these.
+    Virtual devices (dm, md, loop, multipath heads) pass requests on to queues of their own choice,
+    and some file systems (btrfs, overlayfs, NFS) name no device: no limit is known for these.
     """
     if isinstance(file, (str, os.PathLike)):
         return _limits(Path(file).stat().st_dev, sysfs)
@@ -127,6 +143,7 @@ def _limits(device: int, sysfs: Path) -> DriveLimits:
     whole = next((place for place in (folder, folder.parent) if (place / "queue").is_dir()), None)
     if whole is None:
         return DriveLimits()
+    # dm, md, loop: their queues say nothing of the devices below.
     if "virtual" in whole.parts:
         return DriveLimits(device=whole.name)
     return DriveLimits(
@@ -137,7 +154,9 @@ def _limits(device: int, sysfs: Path) -> DriveLimits:
 
 
 def fit(file: _Opened | int, block_bytes: int, depth: int) -> tuple[int, int]:
-    """(block_bytes, depth) fitted to the device that holds `file`; as they are where its limits are unknown."""
+    """(block_bytes, depth) fitted to the device that holds `file`; as they are where its limits are
+    unknown.
+    """
     return limits_of(file).fit(block_bytes, depth)
 
 
@@ -154,11 +173,14 @@ _AT_EMPTY_PATH = 0x1000
 
 
 def direct_alignments(fd: int) -> tuple[int, int]:
-    """(memory, offset) alignment that O_DIRECT wants of an open file, in bytes; zeros where statx does not tell.
+    """(memory, offset) alignment that O_DIRECT wants of an open file, in bytes; zeros where statx
+    does not tell.
 
-    A kernel that tells, of a file that O_DIRECT cannot be used on at all, also says (0, 0): trying it is the only test.
+    A kernel that tells, of a file that O_DIRECT cannot be used on at all, also says (0, 0): trying
+    it is the only test.
     """
-    # struct statx: stx_mask at 0 (u32), stx_dio_mem_align and stx_dio_offset_align at 0x98 (two u32); 256 bytes in all.
+    # struct statx: stx_mask at 0 (u32), stx_dio_mem_align and stx_dio_offset_align at 0x98 (two
+    # u32); 256 bytes in all.
     record = (ctypes.c_uint32 * 64)()
     statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
     if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, record):

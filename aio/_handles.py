@@ -1,9 +1,11 @@
-"""The native executor's handles: the C object, tickets and gates, and what closing, forking and exit mean for them.
+"""Handles of native objects: the C executor, tickets and gates, through closing, fork and exit.
 
-Waits let go of the GIL and come back every 100 ms so that Ctrl-C works; what only hands work over keeps it (native_quick.py).
+Waits release the GIL and return to Python every 100 ms, so that Ctrl-C works. Calls that only hand
+work over keep the GIL (`QuickCalls`, below).
 
-Lifetime: a `Core` owns the C object and is kept by the executor and by its tickets and gates. Closing ends the threads;
-the C object itself goes with the last ticket. In a forked child the threads do not exist: everything raises.
+Lifetime: a `Core` owns the C object. The executor, its tickets and its gates keep the `Core` alive.
+Closing ends the threads; the last ticket frees the C object. A forked child has no such threads, so
+everything raises there.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from infinity.errors import AioClosedError, AioError, DeviceCopyError
 log = logging.getLogger("infinity.aio")
 
 SLICE_S = 0.1
-"""How long a wait stays in C: Ctrl-C is seen between two."""
+"""Seconds that a wait stays in C; Ctrl-C is seen in between."""
 CANCEL_S = 30.0
-"""How long `close` waits for requests that the drive has before it leaves their memory alone for ever."""
+"""Seconds that `close` waits for a drive's requests before it abandons their memory for good."""
 
 
 class Core:
-    """The C executor and what must not outlive or precede it. `address`: of the C object, for the quick calls."""
+    """Owner of the C executor and of all that must live as long. `address`: for the quick calls."""
 
     def __init__(self, ffi: Any, lib: Any, pointer: Any, drives: Sequence[SwapFile]) -> None:
         self.ffi = ffi
@@ -43,13 +45,17 @@ class Core:
         self.address = int(ffi.cast("uintptr_t", pointer))
         self.quick = load_quick()
         self.drives = tuple(drives)
-        self.driver: Any = None  # of the attached device
-        self.files: dict[tuple[int, int], SwapFile] = {}  # those that came later, by drive and index
+        # The DeviceDriver of the attached device: C calls its functions.
+        self.driver: Any = None
+        # Files of `Executor.add_file`, by drive and index.
+        self.files: dict[tuple[int, int], SwapFile] = {}
         self.paths = [drive.path for drive in drives]
+        # Reentrant: a signal handler may close again on the thread that closes.
         self._stopping = threading.RLock()
         self.stopped = False
         self.leaked = False
         self.forked = False
+        # Weak: an executor that nobody holds is freed, and exit and fork find the others.
         _CORES.add(self)
 
     def check(self) -> None:
@@ -63,8 +69,11 @@ class Core:
 
     def wait_idle(self, timeout: float | None) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
+        # Waits in slices with the GIL released, so that signal handlers run in between.
         while True:
-            left = SLICE_S if deadline is None else min(SLICE_S, max(0.0, deadline - time.monotonic()))
+            left = (
+                SLICE_S if deadline is None else min(SLICE_S, max(0.0, deadline - time.monotonic()))
+            )
             if self.lib.inf_executor_wait_idle(self.pointer, int(left * 1e9)):
                 return True
             if deadline is not None and time.monotonic() >= deadline:
@@ -79,18 +88,30 @@ class Core:
                 self._stop(wait=wait)
 
     def _stop(self, *, wait: bool) -> None:
+        # From here on C refuses submissions; with `not wait` it also cancels jobs that have not
+        # started.
         self.lib.inf_executor_shut(self.pointer, not wait)
         if not self.wait_idle(None if wait else CANCEL_S):
-            # The drive still holds requests that point into the slab: freeing it would let them write anywhere.
+            # The drive still holds requests that point into the slab: freeing it would let them
+            # write anywhere.
             self.leaked = True
             for drive in self.drives:
                 drive.keep_open()  # their descriptors' numbers must not become other files either
-            log.error("closing: a drive does not answer after %.0f s; its buffers are left alone", CANCEL_S)
+            log.error(
+                "closing: a drive does not answer after %.0f s; its buffers are left alone",
+                CANCEL_S,
+            )
             return
+        # Asked before the slots go: these chunks have their only copy in one.
         counters = self.ffi.new("inf_exec_stats *")
-        self.lib.inf_executor_stats(self.pointer, counters, self.ffi.new("inf_drive_stats[]", max(1, len(self.drives))))
+        self.lib.inf_executor_stats(
+            self.pointer, counters, self.ffi.new("inf_drive_stats[]", max(1, len(self.drives)))
+        )
         if counters.kept_chunks:
-            log.error("closing: %d chunks whose write failed were in memory only, and are lost", counters.kept_chunks)
+            log.error(
+                "closing: %d chunks whose write failed were in memory only, and are lost",
+                counters.kept_chunks,
+            )
         self.lib.inf_executor_stop(self.pointer)
         self.stopped = True
 
@@ -117,7 +138,9 @@ class Core:
     def __del__(self) -> None:
         if self.forked:
             return
+        # An executor that was never closed must not block the garbage collector on pending work.
         self.stop(wait=False)
+        # A leaked executor is never freed: the drive may still write into its slab.
         if self.stopped:
             self.lib.inf_executor_free(self.pointer)
 
@@ -135,6 +158,7 @@ def _mark_forked() -> None:
         core.forked = True
 
 
+# Threads must end before the interpreter unmaps the extension.
 atexit.register(_close_all)
 os.register_at_fork(after_in_child=_mark_forked)
 
@@ -145,38 +169,42 @@ class Ticket(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether every job has ended, well or not. Reads one word: never blocks, never calls into the executor."""
+        """True once every job has ended, well or not. Reads one word and never blocks."""
         ...
 
     @property
     def filled(self) -> bool:
-        """Whether every copy from or to a caller's memory has been made (or will never be). Comes before `done`."""
+        """True once every copy from or to a caller's memory is made, or never will be. Before
+        `done`.
+        """
         ...
 
     @property
     def failed(self) -> bool:
-        """Whether a job has failed already. `wait` raises its error."""
+        """True once a job has failed. `wait` raises its error."""
         ...
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until done; makes the gates that it depends on escape, and its jobs demands.
 
-        Blocks with the GIL released; Ctrl-C works. Raises the typed AioError of the first failed job, every time;
-        TimeoutError after `timeout` seconds.
+        Blocks with the GIL released; Ctrl-C works. Raises the typed AioError of the first failed
+        job, every time; TimeoutError after `timeout` seconds.
         """
         ...
 
     def wait_filled(self, timeout: float | None = None) -> None:
-        """As `wait`, but only until `filled`: targets hold their data, sources and gradients may be reused.
+        """Block until `filled`: targets hold their data, sources and gradients may be reused.
 
         The write-back may still be in flight, and may still fail.
         """
         ...
 
     def cancel(self) -> None:
-        """Give up its fetches that the drive has not begun: they end with AioCancelledError and fill nothing.
+        """Give up its fetches that the drive has not begun: they end with AioCancelledError and
+        fill nothing.
 
-        Stores and updates are never given up: half of a step would be lost. Never blocks; the ticket is done when the rest is.
+        Stores and updates are never given up: half of a step would be lost. Never blocks; the
+        ticket is done when the rest is.
         """
         ...
 
@@ -189,6 +217,7 @@ class JobTicket:
     def __init__(self, core: Core, address: int) -> None:
         self._core = core
         self._address = address
+        # Kept as a pointer, so that `done` reads memory and calls nothing.
         self._words = core.ffi.cast("uint32_t *", core.quick.ticket_words(address))
 
     @property
@@ -211,6 +240,7 @@ class JobTicket:
 
     def cancel(self) -> None:
         core = self._core
+        # A ticket that is done has nothing to cancel, also after close.
         if not self._words[0]:
             core.check()
             core.quick.ticket_cancel(core.address, self._address)
@@ -234,11 +264,15 @@ class JobTicket:
         core.check()
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            left = SLICE_S if deadline is None else min(SLICE_S, max(0.0, deadline - time.monotonic()))
+            left = (
+                SLICE_S if deadline is None else min(SLICE_S, max(0.0, deadline - time.monotonic()))
+            )
             if core.lib.inf_ticket_wait(core.pointer, self._pointer, word, int(left * 1e9), 1):
                 return
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"the ticket is not {'filled' if word else 'done'} after {timeout} s")
+                raise TimeoutError(
+                    f"the ticket is not {'filled' if word else 'done'} after {timeout} s"
+                )
 
     def __del__(self) -> None:
         if not self._core.forked:
@@ -256,21 +290,26 @@ class Gate:
 
     @property
     def escaped(self) -> bool:
-        """Whether the gate's work has gone ahead, or will, without targets."""
-        return bool(self._core.forked or self._core.quick.gate_escaped(self._core.address, self._address))
+        """True once the gate's work has run, or will run, without targets."""
+        return bool(
+            self._core.forked or self._core.quick.gate_escaped(self._core.address, self._address)
+        )
 
     def open(self, bases: Sequence[int]) -> bool:
         """Let the gated work run with ptr[0] += bases[job.base]. Never blocks.
 
-        True: it will fill the targets. False: it had escaped (updates ran without the copy, fetches were skipped), so
-        fetch again without a gate. Raises ValueError if it was opened before or a job's base is out of range.
+        True: it will fill the targets. False: it had escaped (updates ran without the copy, fetches
+        were skipped), so fetch again without a gate. Raises ValueError if it was opened before or a
+        job's base is out of range.
         """
         core = self._core
         core.check()
+        # ctypes and not cffi: this call runs in every forward, with the GIL held.
         array = (ctypes.c_uint64 * len(bases))(*bases)
         result = core.quick.gate_open(core.address, self._address, array, len(bases))
         if result == 1:
             return True
+        # It escaped: updates ran without this copy, and fetches were skipped.
         if result == 0:
             return False
         if result == -errno.EALREADY:
@@ -289,6 +328,8 @@ class Gate:
 def load_uring(ffi: Any, lib: Any) -> None:
     """Load liburing from the PyPI wheel. Raises OSError with the reason when it cannot be."""
     try:
+        # Imported here, since only the io_uring backend needs it. Its shared object exports the
+        # whole C library.
         from liburing import liburing as carrier
     except ImportError as missing:
         raise OSError(f"the package liburing is not usable here: {missing}") from missing
@@ -301,9 +342,10 @@ def load_uring(ffi: Any, lib: Any) -> None:
 #
 # Calls into C that neither wait nor compute, with the GIL held.
 #
-# cffi lets go of the GIL around every call, and whoever lets go of it beside a busy Python thread gets it back after the
-# interpreter's switch interval: 5 ms for a call that takes microseconds, several times in each submission. These calls only
-# take the executor's lock, which nobody holds while waiting for anything, and no native thread ever wants the GIL.
+# cffi lets go of the GIL around every call, and whoever lets go of it beside a busy Python thread
+# gets it back after the interpreter's switch interval: 5 ms for a call that takes microseconds,
+# several times in each submission. These calls only take the executor's lock, which nobody holds
+# while waiting for anything, and no native thread ever wants the GIL.
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
@@ -327,10 +369,13 @@ _CALLS: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-class Quick:
-    """The functions of `_CALLS` as attributes. Pointers are integers, 0 for NULL."""
+class QuickCalls:
+    """C functions of `_CALLS` as attributes, called with the GIL held. Pointers are integers, 0 for
+    NULL.
+    """
 
     def __init__(self, path: str) -> None:
+        # PyDLL, unlike CDLL and cffi, does not release the GIL.
         library = ctypes.PyDLL(path)  # the extension is loaded already: this gives the same one
         for name, (result, arguments) in _CALLS.items():
             function = getattr(library, f"inf_{name}")
@@ -338,13 +383,14 @@ class Quick:
             setattr(self, name, function)
 
     def __getattr__(self, name: str) -> Any:
+        # mypy cannot see attributes set by name; a typing mistake ends here.
         raise AttributeError(f"inf_{name} is not among the quick calls")
 
 
 @lru_cache(maxsize=1)
-def load_quick() -> Quick:
-    """The calls of the compiled extension. Raises ImportError when it is missing."""
+def load_quick() -> QuickCalls:
+    """Load the quick calls. Raises ImportError when the extension is missing."""
     native.load()
     from infinity import _native
 
-    return Quick(_native.__file__)
+    return QuickCalls(_native.__file__)

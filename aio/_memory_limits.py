@@ -1,6 +1,8 @@
-"""How much memory this process may still take: what the machine has, and what its cgroups (version 1 or 2) allow.
+"""Memory that this process may still take: the machine's, and what its cgroups (version 1 or 2)
+allow.
 
-The kernel ends a process that exceeds its cgroup with SIGKILL, in silence. So a slab is checked before it is touched.
+The kernel ends a process that exceeds its cgroup with SIGKILL, in silence. So a slab is checked
+before it is touched.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _UNLIMITED_BYTES = 1 << 60
 
 @dataclass(frozen=True)
 class CgroupLimit:
-    """A memory limit that binds this process. `reclaimable_bytes`: page cache in `used_bytes`, which yields to need."""
+    """A memory limit that binds this process. `reclaimable_bytes`: page cache in `used_bytes`,
+    which yields to need.
+    """
 
     path: str
     limit_bytes: int
@@ -29,15 +33,19 @@ class CgroupLimit:
 
     @property
     def left_bytes(self) -> int:
-        """What may be taken before the kernel has to end a process."""
+        """Bytes that may be taken before the kernel has to end a process."""
         return max(self.limit_bytes - max(self.used_bytes - self.reclaimable_bytes, 0), 0)
 
 
 def cgroup_limits(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[CgroupLimit]:
-    """The limits of the cgroups from this process's up to the root, where one is set. The roots may be copies (tests)."""
+    """The limits of the cgroups from this process's up to the root, where one is set. The roots may
+    be copies (tests).
+    """
     found = []
     try:
-        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (
+            (proc / "self" / "cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+        )
     except OSError:
         return []
     for line in lines:
@@ -49,15 +57,23 @@ def cgroup_limits(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[Cgrou
             names = ("memory.max", "memory.current", ("inactive_file", "active_file"))
         elif "memory" in controllers.split(","):
             root = cgroups / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+            names = (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                ("total_inactive_file", "total_active_file"),
+            )
         else:
             continue
-        # A limit of any ancestor binds too. In a container the path may be the host's, and missing here.
+        # A limit of any ancestor binds too. In a container the path may be the host's, and missing
+        # here.
         folder = root / path.lstrip("/")
         for place in (folder, *folder.parents):
             limit, used = _number(place / names[0]), _number(place / names[1])
             if limit is not None and used is not None and limit < _UNLIMITED_BYTES:
-                found.append(CgroupLimit(str(place), limit, used, _sum_of(place / "memory.stat", names[2])))
+                found.append(
+                    CgroupLimit(str(place), limit, used, _sum_of(place / "memory.stat", names[2]))
+                )
+            # Above the mount point there are no limits of this hierarchy.
             if place == root:
                 break
     return found
@@ -74,12 +90,16 @@ def memory_left_bytes() -> int:
 
 
 def check_slab(size_bytes: int) -> None:
-    """Raises MemoryError, with what leaves too little, when `size_bytes` more of touched memory would exceed what is left."""
+    """Raises MemoryError, with what leaves too little, when `size_bytes` more of touched memory
+    would exceed what is left.
+    """
     left, of = _left()
     if size_bytes > left:
         raise MemoryError(
-            f"a slab of {format_size(size_bytes)} does not fit into memory: {of} leaves {format_size(left)}, and the kernel "
-            f"would end the process; {format_size(size_bytes - left)} are missing. Choose a smaller Policy.ram"
+            f"a slab of {format_size(size_bytes)} does not fit into memory: {of} leaves "
+            f"{format_size(left)}, and the kernel "
+            f"would end the process; {format_size(size_bytes - left)} are missing. Choose a "
+            "smaller Policy.ram"
         )
 
 
@@ -87,7 +107,10 @@ def _left() -> tuple[int, str]:
     left, of = int(psutil.virtual_memory().available), "the machine"
     for limit in cgroup_limits():
         if limit.left_bytes < left:
-            left, of = limit.left_bytes, f"the limit of cgroup {limit.path} ({format_size(limit.limit_bytes)})"
+            left, of = (
+                limit.left_bytes,
+                f"the limit of cgroup {limit.path} ({format_size(limit.limit_bytes)})",
+            )
     return left, of
 
 
@@ -106,4 +129,6 @@ def _sum_of(path: Path, names: tuple[str, ...]) -> int:
     except OSError:
         return 0
     pairs = (line.split() for line in lines)
-    return sum(int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in names and pair[1].isdigit())
+    return sum(
+        int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in names and pair[1].isdigit()
+    )

@@ -1,8 +1,8 @@
-"""The NUMA node of this process's device: slabs and native threads that are made from now on are put there.
+"""NUMA placement: new slabs and native threads go to the node of this process's device.
 
-Chosen once per process, by who knows the device (infinity/_src/memory/numa.py), before pools are made. Without a choice nothing is
-called. Memory is preferred on the node: where it has no room, slabs lie on others. What the kernel refuses (a seccomp filter)
-is logged once, and costs speed only.
+infinity/_src/memory/numa.py knows the device and chooses once per process, before pools are made.
+Without a choice nothing is called. The kernel prefers the node, and uses others when it is full. A
+refusal (a seccomp filter) is logged once and costs speed only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _logged: set[int] = set()
 
 
 def choose(place: Place | None) -> None:
-    """Where slabs and native threads go from now on; None: where the kernel likes. What exists stays."""
+    """Place new slabs and native threads; None leaves it to the kernel. Existing ones stay."""
     global _chosen
     _chosen = place
 
@@ -48,7 +48,9 @@ def chosen() -> Place | None:
 
 
 def prefer(address: int, size_bytes: int) -> None:
-    """Let pages of this range (whole pages, none touched yet) lie on the chosen node. Logs once what the kernel refuses."""
+    """Let pages of this range (whole pages, none touched yet) lie on the chosen node. Logs once
+    what the kernel refuses.
+    """
     if _chosen is None:
         return
     try:
@@ -56,6 +58,7 @@ def prefer(address: int, size_bytes: int) -> None:
     except ImportError:
         report(-errno.ENOSYS)
         return
+    # mbind by address: it must come before the first touch, which places a page.
     report(int(lib.inf_numa_prefer(address, size_bytes, _chosen.node)))
 
 
@@ -69,7 +72,8 @@ def report(error: int) -> None:
         -errno.ENODEV: "this process may not run on any of its CPUs",
     }.get(error, os.strerror(-error))
     log.warning(
-        "%s cannot be had for slabs and threads, which stay where the kernel puts them, maybe far from the device: %s",
+        "%s cannot be had for slabs and threads, which stay where the kernel puts them, maybe far "
+        "from the device: %s",
         _chosen,
         why,
     )

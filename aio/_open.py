@@ -1,4 +1,4 @@
-"""Opens the best executor there is: io_uring, else threads. A step down is logged once and kept as the reason."""
+"""Opens the best executor there is: io_uring, else threads. A step down is logged once."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _logged: set[str] = set()
 
 
 def _step_down(reason: str) -> None:
+    # A process opens many executors (checkpoints, benchmarks); one line in the log is enough.
     if reason not in _logged:
         _logged.add(reason)
         log.warning("%s", reason)
@@ -37,12 +38,13 @@ def open_executor(
 ) -> Executor:
     """Open the best executor there is here, or the one that `backend` names.
 
-    `drives`: open swap files, which must stay open until `close`. `small`, `large`: the pools. `workers`: threads that verify,
-    update and copy. `verify`: "full", "sample" or "off" (checks.VERIFY). `block_bytes`: the longest request (None: what suits
-    the backend), `depth`: how many of them a drive has at most, one number or one for each drive; both are fitted to the drive.
-    `hold_s`: idle time after which closed gates escape.
-    Raises ImportError when the C extension is missing, ValueError for an unknown backend, OSError when a named one cannot
-    be had ("auto" steps down from io_uring to threads instead), MemoryError when the pools do not fit.
+    `drives`: open swap files, which must stay open until `close`. `small`, `large`: the pools.
+    `workers`: threads that verify, update and copy. `verify`: "full", "sample" or "off"
+    (checks.VERIFY). `block_bytes`: the longest request (None: what suits the backend), `depth`: how
+    many of them a drive has at most, one number or one for each drive; both are fitted to the
+    drive. `hold_s`: idle time after which closed gates escape. Raises ImportError when the C
+    extension is missing, ValueError for an unknown backend, OSError when a named one cannot be had
+    ("auto" steps down from io_uring to threads instead), MemoryError when the pools do not fit.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
@@ -62,9 +64,13 @@ def open_executor(
                 seam=seam,
                 backend_reason="; ".join(reasons),
             )
+        # ImportError (no extension), MemoryError (pools) and ValueError pass: threads would meet
+        # them too.
         except OSError as error:
             if backend != "auto":
-                raise OSError(f"I/O backend {backend!r} was asked for and cannot be had: {error}") from error
+                raise OSError(
+                    f"I/O backend {backend!r} was asked for and cannot be had: {error}"
+                ) from error
             reasons.append(f"no {name} backend: {error}")
             _step_down(reasons[-1])
     raise OSError(f"no I/O backend can be had here: {'; '.join(reasons)}")

@@ -1,6 +1,7 @@
-"""What this machine gives an executor, and why it does not give more. For `infinity doctor`.
+"""Probe of this machine for `infinity doctor`: what an executor gets here, and why not more.
 
-A capability is tried, never inferred from a version: containers forbid io_uring with any kernel (seccomp: EPERM).
+Each capability is tried, never inferred from a version: containers forbid io_uring with any kernel
+(seccomp: EPERM).
 """
 
 from __future__ import annotations
@@ -61,10 +62,11 @@ class DirectoryProbe:
     direct: bool
     """O_DIRECT works there, as tried."""
     direct_reason: str
-    """Why it does not; empty when it does."""
+    """The reason why it does not; empty when it does."""
     memory_alignment: int
     offset_alignment: int
-    """What O_DIRECT wants (statx); 0 where the kernel does not tell. infinity lays everything out at 4096."""
+    """Alignments for O_DIRECT (statx); 0 where the kernel does not tell. infinity aligns to 4096.
+    """
     free_bytes: int
     preallocates: bool
     """The file system keeps room for a file before it is written."""
@@ -76,7 +78,7 @@ class DirectoryProbe:
 
 @dataclass(frozen=True)
 class ExecutorProbe:
-    """What an executor with training's pools is given, in one directory. `error`: why none can be opened.
+    """Resources that training's executor gets in one directory. `error`: why none can be opened.
 
     `registered_reason`: why the pools are not registered with io_uring; empty when they are.
     """
@@ -104,6 +106,7 @@ def probe_engine() -> EngineProbe:
             ring_reason = _carrier_reason(error)
         else:
             ring_reason = _ring_reason(-lib.inf_uring_probe())
+    # Registering the pools with io_uring counts against it.
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     try:
         with Slab(HUGE_PAGE_BYTES) as slab:
@@ -122,27 +125,37 @@ def probe_engine() -> EngineProbe:
 
 
 def _carrier_reason(error: OSError) -> str:
-    """Why liburing cannot be loaded, and what to do."""
+    """Say why liburing cannot be loaded, and what to do."""
     if platform.machine() != "x86_64":
         return f"{error} (its wheel exists for x86-64 only)"
-    return f"{error}: install the version of the package liburing that infinity names, with pip install --force-reinstall"
+    return (
+        f"{error}: install the version of the package liburing that infinity names, with pip "
+        "install --force-reinstall"
+    )
 
 
 def _ring_reason(code: int, proc: Path = _PROC) -> str:
     if code == 0:
         return ""
-    why = _forbidden(proc) if code in (errno.EPERM, errno.EACCES) else _WHY_NO_RING.get(code, "no ring can be made")
+    why = (
+        _forbidden(proc)
+        if code in (errno.EPERM, errno.EACCES)
+        else _WHY_NO_RING.get(code, "no ring can be made")
+    )
     return f"io_uring: {os.strerror(code)}: {why}"
 
 
 def _forbidden(proc: Path) -> str:
-    """Who forbids io_uring: the sysctl, a seccomp filter, or something else."""
+    """Name what forbids io_uring: the sysctl, a seccomp filter, or a security module."""
     mend = "sudo sysctl kernel.io_uring_disabled=0"
     setting = _text(proc / "sys" / "kernel" / "io_uring_disabled").strip()
     if setting == "2":
         return f"kernel.io_uring_disabled=2 forbids it to everyone; {mend}"
     if setting == "1":
-        return f"kernel.io_uring_disabled=1 allows it to kernel.io_uring_group and CAP_SYS_ADMIN only; {mend}, or join the group"
+        return (
+            "kernel.io_uring_disabled=1 allows it to kernel.io_uring_group and CAP_SYS_ADMIN "
+            f"only; {mend}, or join the group"
+        )
     status = dict(line.partition(":")[::2] for line in _text(proc / "self" / "status").splitlines())
     if status.get("Seccomp", "2").strip() != "0":
         return (
@@ -160,7 +173,11 @@ def _text(path: Path) -> str:
 
 
 def _huge_page_setting() -> str:
-    return _text(Path("/sys/kernel/mm/transparent_hugepage/enabled")).partition("[")[2].partition("]")[0]
+    return (
+        _text(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
+        .partition("[")[2]
+        .partition("]")[0]
+    )
 
 
 def probe_directory(path: str | os.PathLike[str]) -> DirectoryProbe:
@@ -176,8 +193,11 @@ def probe_directory(path: str | os.PathLike[str]) -> DirectoryProbe:
             file.grow(mmap.PAGESIZE)
             direct_reason, preallocates = file.direct_reason, file.preallocated
             alignments, limits = direct_alignments(file.fd), limits_of(file)
+            # An anonymous mapping is page-aligned, as O_DIRECT wants.
             page = mmap.mmap(-1, mmap.PAGESIZE)
-            if os.pwritev(file.fd, [page], 0) != len(page) or os.preadv(file.fd, [page], 0) != len(page):
+            if os.pwritev(file.fd, [page], 0) != len(page) or os.preadv(file.fd, [page], 0) != len(
+                page
+            ):
                 reason = "a transfer of 4 KiB came back short"
     except (AioError, ValueError, OSError) as error:
         reason = str(error)
@@ -199,8 +219,12 @@ def probe_directory(path: str | os.PathLike[str]) -> DirectoryProbe:
     )
 
 
-def probe_executor(path: str | os.PathLike[str], *, small: PoolSpec, large: PoolSpec) -> ExecutorProbe:
-    """Open the executor that training would open in a directory, with its pools, and close it again."""
+def probe_executor(
+    path: str | os.PathLike[str], *, small: PoolSpec, large: PoolSpec
+) -> ExecutorProbe:
+    """Open the executor that training would open in a directory, with its pools, and close it
+    again.
+    """
     try:
         with SwapFile.create(path) as file:
             executor = open_executor([file], small=small, large=large)

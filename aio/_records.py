@@ -1,8 +1,9 @@
-"""The plan: what Python hands to an executor, as numpy structured arrays.
+"""Records that cross into C: what a chunk is, and what a job does to it, as numpy structured
+arrays.
 
-One `CHUNK` record per chunk (kept by the executor), and per submission `JOB`, `SEG` and `HYPER` records. The dtypes
-mirror the structs of native/infinity.h byte for byte, so a native executor reads the arrays as they lie and a Python
-executor reads the same arrays; tests/unit/native/test_records_layout.py compares every offset.
+The executor keeps one `CHUNK` record per chunk; each submission has `JOB`, `SEG` and `HYPER`
+records. The dtypes mirror the structs of native/infinity.h byte for byte, so C reads the arrays in
+place; tests/unit/native/test_records_layout.py compares every offset.
 """
 
 from __future__ import annotations
@@ -15,19 +16,25 @@ from typing import ClassVar, Final, NamedTuple
 import numpy as np
 
 GROUP_NUMEL: Final = 2048
-"""Shard and chunk boundaries are multiples of this: whole 4096-byte blocks of two-byte elements, whole quantization groups."""
+"""Shard and chunk boundaries are multiples of this: whole 4096-byte blocks of two-byte elements,
+whole quantization groups.
+"""
 
 QUANT_GROUP: Final = 64
-"""Elements that share a quantization scale. Parameters start at multiples of it, so a group never spans two."""
+"""Elements that share a quantization scale. Parameters start at multiples of it, so a group never
+spans two.
+"""
 
 CHUNK_BYTES: Final = 4_718_592
-"""What a chunk of any format takes at most, with all its sections: 4.5 MiB."""
+"""Upper bound of a chunk of any format, with all its sections: 4.5 MiB."""
 
 CHUNK_NUMEL: Final = 393_216
 """Elements per chunk of the `exact` state; of others see `chunk_numel`."""
 
 PIECE_NUMEL: Final = 8192
-"""Elements per checksum and section: 8-32 KiB, so a piece of all sections stays in L2 through the fused pass."""
+"""Elements per checksum and section: 8-32 KiB, so a piece of all sections stays in L2 through the
+fused pass.
+"""
 
 SECTION_MAX: Final = 6
 LOG_MAX: Final = 8
@@ -35,19 +42,19 @@ ALIGNMENT_BYTES: Final = 4096
 
 
 class JobKind(IntEnum):
-    """What a job does with its chunk."""
+    """Kind of work that a job does on its chunk."""
 
     FETCH = 1
     STORE = 2
     UPDATE = 3
     REWRITE = 4
-    """Write again what a failed write kept; `Executor.recover` submits these."""
+    """Repeat a failed write from its slot; `Executor.recover` submits these."""
     COPY = 6
     """Between host and device memory, without a chunk."""
 
 
 class Master(IntEnum):
-    """How the parameter and its fp32 master rest."""
+    """Encoding of the parameter and its fp32 master at rest."""
 
     RAW = 0
     """The parameter alone, any dtype."""
@@ -62,12 +69,14 @@ class Master(IntEnum):
 
 
 class Moments(IntEnum):
-    """How an optimizer's moments rest."""
+    """Encoding of an optimizer's moments at rest."""
 
     FP32 = 0
     BF16 = 1
     Q8 = 2
-    """One byte each, and a section of scales: for each group of QUANT_GROUP elements one bf16 per moment."""
+    """One byte each, and a section of scales: for each group of QUANT_GROUP elements one bf16 per
+    moment.
+    """
 
 
 class GradSection(IntEnum):
@@ -80,7 +89,7 @@ class GradSection(IntEnum):
 
 
 class Section(NamedTuple):
-    """One state inside an extent: its name, and bytes per item. An item is `group_numel` elements."""
+    """One state inside an extent: name and bytes per item. An item is `group_numel` elements."""
 
     name: str
     itemsize: int
@@ -102,10 +111,11 @@ _GRAD_ITEMSIZES: Final = {GradSection.BF16: 2, GradSection.FP32: 4, GradSection.
 
 
 class Format(int):
-    """State format of a chunk: how master, moments and spilled gradients rest, and so which sections it has.
+    """State format of a chunk: how master, moments and spilled gradients rest, and so which
+    sections it has.
 
-    An int, the code of CHUNK["format"]: master | moments << 8 | count << 16 | grad << 24. One object per code.
-    Raises: ValueError for what no kernel knows.
+    An int, the code of CHUNK["format"]: master | moments << 8 | count << 16 | grad << 24. One
+    object per code. Raises: ValueError for what no kernel knows.
     """
 
     RAW: ClassVar[Format]
@@ -123,12 +133,17 @@ class Format(int):
         count: int = 0,
         grad: int = GradSection.NONE,
     ) -> Format:
-        """master: a Master; moments: a Moments; count: how many moments, 0 to 3; grad: a GradSection."""
+        """master: a Master; moments: a Moments; count: how many moments, 0 to 3; grad: a
+        GradSection.
+        """
         code = Master(master) | Moments(moments) << 8 | count << 16 | GradSection(grad) << 24
         if master == Master.RAW and code:
             raise ValueError("Master.RAW is the parameter alone: it has no moments and no gradient")
         if not 0 <= count <= 3 or (moments == Moments.Q8 and count not in (1, 2)):
-            raise ValueError(f"{count} moments in {Moments(moments).name}: 0 to 3, in Q8 one or two")
+            raise ValueError(
+                f"{count} moments in {Moments(moments).name}: 0 to 3, in Q8 one or two"
+            )
+        # Interned, so that formats compare and hash as fast as ints, and identity holds.
         found = cls._known.get(code)
         return found if found is not None else cls._known.setdefault(code, int.__new__(cls, code))
 
@@ -145,17 +160,17 @@ class Format(int):
 
     @property
     def master(self) -> Master:
-        """How the parameter and its master rest."""
+        """Encoding of the parameter and its master."""
         return Master(self & 255)
 
     @property
     def moments(self) -> Moments:
-        """How the moments rest."""
+        """Encoding of the moments."""
         return Moments(self >> 8 & 255)
 
     @property
     def count(self) -> int:
-        """How many moments there are."""
+        """Number of moments."""
         return self >> 16 & 255
 
     @property
@@ -169,21 +184,23 @@ class Format(int):
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """Its sections in order. RAW's one has the parameter's itemsize, which nobody knows here: it says 0."""
+        """Its sections in order. RAW's one says itemsize 0: the parameter's is unknown here."""
         return _sections(self)
 
     @property
     def master_count(self) -> int:
-        """How many sections the parameter and its master take; the moments follow."""
+        """Number of sections of the parameter and its master; the moments follow."""
         return 1 if self.master in (Master.RAW, Master.FP32) else 2
 
     @property
     def written_count(self) -> int:
-        """How many sections an UPDATE writes: all but `grad`, which is the last."""
+        """Number of sections that an UPDATE writes: all but `grad`, which is the last."""
         return len(self.sections) - (self.grad is not GradSection.NONE)
 
     def __repr__(self) -> str:
-        return f"Format({self.master.name}, {self.count} x {self.moments.name}, grad {self.grad.name})"
+        return (
+            f"Format({self.master.name}, {self.count} x {self.moments.name}, grad {self.grad.name})"
+        )
 
     __str__ = __repr__
 
@@ -211,7 +228,8 @@ Format.FP32 = Format(Master.FP32, Moments.FP32, 2)
 
 
 def chunk_numel(state_format: Format) -> int:
-    """Elements per chunk: what CHUNK_BYTES hold of all sections, a multiple of 8 * GROUP_NUMEL; RAW as the `exact` state.
+    """Elements per chunk: what CHUNK_BYTES hold of all sections, a multiple of 8 * GROUP_NUMEL; RAW
+    as the `exact` state.
 
     Spilled gradients do not count, so that a budget does not change where chunks begin.
     """
@@ -229,11 +247,12 @@ class GradDtype(IntEnum):
     FP32 = 1
     FP16 = 2
     SECTION = 3
-    """In the chunk's own `grad` section, from the segment's start; the segment has no address then."""
+    """In the chunk's own `grad` section, from the segment's start; the segment has no address then.
+    """
 
 
 class Algorithm(IntEnum):
-    """What an update computes; see the files of infinity/ops."""
+    """Algorithm of an update; infinity/_src/kernels has the references."""
 
     ADAMW = 0
     SGD = 1
@@ -283,7 +302,9 @@ CHUNK: Final = np.dtype(
         ("other_sums_ptr", "<u8"),
     ]
 )
-"""`inf_chunk`. `group_numel`: elements per item of a section; 0 stands for 1. `other_*`: second place of a versioned chunk."""
+"""`inf_chunk`. `group_numel`: elements per item of a section; 0 stands for 1. `other_*`: second
+place of a versioned chunk.
+"""
 
 JOB: Final = np.dtype(
     [
@@ -308,7 +329,9 @@ SEG: Final = np.dtype(
         ("hyper", "<i4"),
     ]
 )
-"""`inf_seg`. `element`: index in the parameter of the segment's first element; random rounding is keyed on it."""
+"""`inf_seg`. `element`: index in the parameter of the segment's first element; random rounding is
+keyed on it.
+"""
 
 HYPER: Final = np.dtype(
     [
@@ -338,11 +361,13 @@ def piece_count(numel: int, piece_numel: int = PIECE_NUMEL) -> int:
 
 
 def sum_seed(generation: int, key: int, section: int, piece: int) -> int:
-    """What the checksum of a piece starts from (uint32); `inf_sum_seed` of native/chunk_pass.c.
+    """Seed of a piece's checksum (uint32); `inf_sum_seed` of native/chunk_pass.c.
 
-    Mixing in where the piece belongs makes stale or misdirected data of the right shape fail the checksum.
+    Mixing in where the piece belongs makes stale or misdirected data of the right shape fail the
+    checksum.
     """
     mask = (1 << 64) - 1
+    # splitmix64; the constants must be those of C, or nothing verifies.
     mixed = (key * 0x9E3779B97F4A7C15 + generation) & mask
     for word in (section, piece):
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 + word + 1) & mask
@@ -350,9 +375,9 @@ def sum_seed(generation: int, key: int, section: int, piece: int) -> int:
     return (mixed ^ (mixed >> 31)) & 0xFFFFFFFF
 
 
-#: One span of work of an executor, as `take_spans` returns them. `track` is one of TRACK_*; times are CLOCK_MONOTONIC
-#: nanoseconds (`time.monotonic_ns`); `drive` is -1 for work without I/O; `chunk` is the id that `define` returned;
-#: `priority` is a Priority, or 3 for a read ahead.
+#: One span of work of an executor, as `take_spans` returns them. `track` is one of TRACK_*; times
+#: are CLOCK_MONOTONIC nanoseconds (`time.monotonic_ns`); `drive` is -1 for work without I/O;
+#: `chunk` is the id that `define` returned; `priority` is a Priority, or 3 for a read ahead.
 SPAN = np.dtype(
     [
         ("track", np.int32),
@@ -365,13 +390,22 @@ SPAN = np.dtype(
     ],
     align=True,
 )
-TRACK_READ, TRACK_WRITE, TRACK_UPDATE, TRACK_COPY, TRACK_TO_DEVICE, TRACK_FROM_DEVICE = 0, 1, 2, 3, 4, 5
+TRACK_READ, TRACK_WRITE, TRACK_UPDATE, TRACK_COPY, TRACK_TO_DEVICE, TRACK_FROM_DEVICE = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+)
 
-#: In a job's mask: move the slot as it is, without copy and checksum. For measuring drives (`infinity.bench`).
+#: In a job's mask: move the slot as it is, without copy and checksum. For measuring drives
+#: (`infinity.bench`).
 MASK_MOVE_ONLY = 0x8000_0000
-#: In an UPDATE's mask: section 0 is not read but taken from ptr[1] (the chunk's part of it, whole, in the caller's memory until
-#: the ticket is `filled`), and not verified; it is written with the rest. ptr[0] may be the same memory. Without effect
-#: where section 0 is resident: what is resident is what would be given.
+#: In an UPDATE's mask: section 0 is not read from the drive but taken from ptr[1], in the caller's
+#: memory: the chunk's part of it, whole, unchanged until the ticket is `filled`. It is not
+#: verified, and written with the rest. ptr[0] may be the same memory. No effect where section 0 is
+#: resident: the resident section has the same values.
 MASK_PARAM_IN_MEMORY = 0x4000_0000
 #: In a job's mask: ptr[] are addresses on the attached device (`Executor.attach_device`).
 MASK_DEVICE = 0x2000_0000
@@ -380,7 +414,7 @@ MASK_COPY_OUT = 1
 
 
 class Priority(IntEnum):
-    """Which work goes first. Writes of any priority always get their share of the drive."""
+    """Urgency of a submission. Writes of any priority always get their share of the drive."""
 
     DEMAND = 0
     PREFETCH = 1
@@ -397,5 +431,6 @@ class PoolSpec:
     def __post_init__(self) -> None:
         if self.count < 0 or self.bytes < 0 or self.bytes % 4096:
             raise ValueError(
-                f"PoolSpec(count={self.count}, bytes={self.bytes}): count must be >= 0 and bytes a multiple of 4096"
+                f"PoolSpec(count={self.count}, bytes={self.bytes}): count must be >= 0 and bytes "
+                "a multiple of 4096"
             )

@@ -1,4 +1,4 @@
-"""What was measured of the drives and is used again: request size, depth, bandwidths. Read from JSON, checked once."""
+"""Measured settings of drives: request size, depth, bandwidths. Read from JSON, checked once."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ _logged: set[str] = set()
 
 @dataclass(frozen=True)
 class IoSettings:
-    """How drives are driven. The defaults suit most; `python -m infinity.bench swap --sweep --json FILE` measures others.
+    """Settings of requests to drives. The defaults suit most; `python -m infinity.bench swap
+    --sweep --json FILE` measures others.
 
-    block_bytes: bytes per request, a multiple of 4096. None: what suits the backend, 1 MiB for rings, whole runs of up to
-        16 MiB for threads, which have one request each.
-    depth: requests in flight per drive, at least 2. Both are fitted to what the device takes without blocking. Ranks that share a
-        drive divide it, 8 each at least.
-    bandwidths: for each directory (absolute) the measured (read, write) of its drive in bytes per second; ranks that share one
-        have equal parts. Where all directories of a policy are in it, they share the data in this proportion; else it is
-        measured at set-up.
-    backend: the one that `block_bytes` was measured with ("io_uring" or "threads"); another takes what suits it.
-        None: `block_bytes` is for any.
+    block_bytes: bytes per request, a multiple of 4096. None: what suits the backend, 1 MiB for
+        rings, whole runs of up to 16 MiB for threads, which have one request each.
+    depth: requests in flight per drive, at least 2. Both are fitted to what the device takes
+        without blocking. Ranks that share a drive divide it, 8 each at least.
+    bandwidths: for each directory (absolute) the measured (read, write) of its drive in bytes per
+        second; ranks that share one have equal parts. Where all directories of a policy are in it,
+        they share the data in this proportion; else it is measured at set-up.
+    backend: the one that `block_bytes` was measured with ("io_uring" or "threads"); another takes
+        what suits it. None: `block_bytes` is for any.
 
     Raises: ValueError naming field, value and fix.
     """
@@ -50,14 +51,18 @@ class IoSettings:
         _check_block(self.block_bytes)
         _check_integer("depth", self.depth)
         if self.backend is not None and self.backend not in ENGINES:
-            raise ValueError(f"backend={self.backend!r} must be None or one of {', '.join(ENGINES)}")
+            raise ValueError(
+                f"backend={self.backend!r} must be None or one of {', '.join(ENGINES)}"
+            )
         if not 2 <= self.depth <= DEPTH_MAX:
             raise ValueError(
-                f"depth={self.depth} must be 2 to {DEPTH_MAX}, so that reads and writes both have a place; 32 suits most drives"
+                f"depth={self.depth} must be 2 to {DEPTH_MAX}, so that reads and writes both have "
+                "a place; 32 suits most drives"
             )
         if not isinstance(self.bandwidths, Mapping):
             raise ValueError(
-                f"bandwidths={self.bandwidths!r} must map directories to [read, write] in bytes per second"
+                f"bandwidths={self.bandwidths!r} must map directories to [read, write] in bytes "
+                "per second"
             )
         checked = {
             _directory(name): _bandwidth(str(name), pair) for name, pair in self.bandwidths.items()
@@ -66,7 +71,8 @@ class IoSettings:
 
     @classmethod
     def load(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> IoSettings:
-        """The settings in a mapping or a JSON file: a record of `infinity.bench swap` (its "settings"), or the fields themselves.
+        """The settings in a mapping or a JSON file: a record of `infinity.bench swap` (its
+        "settings"), or the fields themselves.
 
         Raises: ValueError for a file that cannot be read, unknown fields, and values out of range.
         """
@@ -78,13 +84,18 @@ class IoSettings:
             found = found["settings"]
         elif isinstance(found, Mapping) and "schema" in found:
             raise ValueError(
-                f"{where}a {found['schema']!r} record has no \"settings\"; use one of python -m infinity.bench swap"
+                f'{where}a {found["schema"]!r} record has no "settings"; use one of python -m '
+                "infinity.bench swap"
             )
         if not isinstance(found, Mapping):
-            raise ValueError(f"{where}settings are a mapping with {_fields()}, not {type(found).__name__}")
+            raise ValueError(
+                f"{where}settings are a mapping with {_fields()}, not {type(found).__name__}"
+            )
         unknown = [str(name) for name in found if name not in cls.__dataclass_fields__]
         if unknown:
-            raise ValueError(f"{where}unknown field {', '.join(sorted(unknown))}; settings have {_fields()}")
+            raise ValueError(
+                f"{where}unknown field {', '.join(sorted(unknown))}; settings have {_fields()}"
+            )
         try:
             return cls(**found)
         except ValueError as error:
@@ -93,16 +104,23 @@ class IoSettings:
     def as_dict(self) -> dict[str, Any]:
         """The settings as JSON has them; `load` reads it."""
         pairs = {directory: list(pair) for directory, pair in self.bandwidths.items()}
-        return {"block_bytes": self.block_bytes, "depth": self.depth, "bandwidths": pairs, "backend": self.backend}
+        return {
+            "block_bytes": self.block_bytes,
+            "depth": self.depth,
+            "bandwidths": pairs,
+            "backend": self.backend,
+        }
 
     def for_backend(self, backend: str) -> IoSettings:
-        """The settings as an executor takes them that `open_executor(backend=...)` opens here; "auto" tries what it would open.
+        """The settings as an executor takes them that `open_executor(backend=...)` opens here;
+        "auto" tries what it would open.
 
-        A block that was measured with another backend is left out, and that is logged once: a ring's 1 MiB cuts the runs of
-        threads, which have no other requests to fill the gaps.
+        A block that was measured with another backend is left out, and that is logged once: a
+        ring's 1 MiB cuts the runs of threads, which have no other requests to fill the gaps.
         """
         if self.block_bytes is None or self.backend in (None, backend):
             return self
+        # "auto" tries what `open_executor` would open.
         used = backend
         if backend == "auto":
             found = probe_engine()
@@ -110,7 +128,8 @@ class IoSettings:
         if used == self.backend:
             return self
         text = (
-            f"block_bytes={self.block_bytes} was measured with {self.backend} and is not used with {used}, which takes what "
+            f"block_bytes={self.block_bytes} was measured with {self.backend} and is not used "
+            f"with {used}, which takes what "
             "suits it; measure again with: python -m infinity.bench swap --sweep --json FILE"
         )
         if text not in _logged:
@@ -144,7 +163,8 @@ def _check_block(value: int | None) -> None:
     _check_integer("block_bytes", value)
     if not ALIGNMENT_BYTES <= value <= BLOCK_BYTES_MAX or value % ALIGNMENT_BYTES:
         raise ValueError(
-            f"block_bytes={value} must be a multiple of {ALIGNMENT_BYTES}, at most 1 GiB; None takes what suits the backend"
+            f"block_bytes={value} must be a multiple of {ALIGNMENT_BYTES}, at most 1 GiB; None "
+            "takes what suits the backend"
         )
 
 
@@ -158,9 +178,15 @@ def _bandwidth(name: str, pair: Any) -> tuple[float, float]:
     right = isinstance(pair, (list, tuple)) and len(pair) == 2
     if right:
         right = all(
-            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+            and value > 0
             for value in pair
         )
     if not right:
-        raise ValueError(f"bandwidths[{name!r}]={pair!r} must be [read, write], two numbers above 0 in bytes per second")
+        raise ValueError(
+            f"bandwidths[{name!r}]={pair!r} must be [read, write], two numbers above 0 in bytes "
+            "per second"
+        )
     return float(pair[0]), float(pair[1])

@@ -1,4 +1,4 @@
-"""What an executor has counted: of its drives, and of all."""
+"""Counters of an executor and of its drives: the public dataclasses, filled from C's records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from infinity.aio._swap_file import SwapFile
 
 @dataclass(frozen=True)
 class Latency:
-    """How long requests took from being sent to their result, in seconds; percentiles within 13 % (a histogram's buckets)."""
+    """Seconds from sending a request to its result; percentiles within 13 % (a histogram's
+    buckets).
+    """
 
     count: int = 0
     p50_s: float = 0.0
@@ -24,7 +26,8 @@ class Latency:
 
 @dataclass(frozen=True)
 class Window:
-    """What a drive moved in one second; `busy_s` is the part of it in which a request was in flight.
+    """Traffic of a drive in one second; `busy_s` is the part of it in which a request was in
+    flight.
 
     start_s: CLOCK_MONOTONIC. Windows without traffic are left out.
     """
@@ -37,11 +40,12 @@ class Window:
 
 @dataclass(frozen=True)
 class DriveStats:
-    """What one drive has done since the executor was opened. Bytes are those the drive confirmed.
+    """Counters of one drive since the executor was opened. Bytes are those the drive confirmed.
 
-    `direct`: O_DIRECT, and in `direct_reason` why not. `block_bytes`, `depth`: of requests, as fitted to the device.
-    `busy_s`: time with a request in flight; `depth_mean`: requests in flight in that time. `windows`: the last 64 seconds with
-    traffic, oldest first. `failed`: what marked the drive, empty while it is sound.
+    `direct`: O_DIRECT, and in `direct_reason` why not. `block_bytes`, `depth`: of requests, as
+    fitted to the device. `busy_s`: time with a request in flight; `depth_mean`: requests in flight
+    in that time. `windows`: the last 64 seconds with traffic, oldest first. `failed`: what marked
+    the drive, empty while it is sound.
     """
 
     path: str
@@ -70,13 +74,16 @@ class DriveStats:
 class ExecutorStats:
     """Counters since the executor was opened; times in seconds.
 
-    `wait_s` is time that callers spent blocked in `Ticket.wait`; `compute_s` the time of verify, update and copy on workers.
-    `rereads` counts runs that were read again because a checksum did not match; `checksum_failures` those that still did not.
-    `registered` says whether the slab's pages are registered with io_uring, `registered_reason` why not; `huge_bytes` how much
-    of it huge pages back. `backend_reason`: as `Executor.backend_reason`. `kept_chunks`: chunks whose write failed and whose
-    contents are in memory only. `jobs_cancelled`: fetches that were given up. `reads_ahead`: chunks that idle slots began to
-    read for later UPDATEs; `reads_ahead_dropped`: those of them of which no UPDATE had anything. `to_device_bytes`,
-    `from_device_bytes`: copied to and from the attached device; `..._s`: time while at least one such copy was under way.
+    `wait_s` is time that callers spent blocked in `Ticket.wait`; `compute_s` the time of verify,
+    update and copy on workers. `rereads` counts runs that were read again because a checksum did
+    not match; `checksum_failures` those that still did not. `registered` says whether the slab's
+    pages are registered with io_uring, `registered_reason` why not; `huge_bytes` how much of it
+    huge pages back. `backend_reason`: as `Executor.backend_reason`. `kept_chunks`: chunks whose
+    write failed and whose contents are in memory only. `jobs_cancelled`: fetches that were given
+    up. `reads_ahead`: chunks that idle slots began to read for later UPDATEs;
+    `reads_ahead_dropped`: those of them of which no UPDATE had anything. `to_device_bytes`,
+    `from_device_bytes`: copied to and from the attached device; `..._s`: time while at least one
+    such copy was under way.
     """
 
     backend: str
@@ -137,13 +144,16 @@ _WINDOWS = 64
 _BUCKETS = 128
 _REGISTERED_NOT = {
     0: "there are no slots to register",
-    2: "the slab is not backed by huge pages, and registered 4 KiB pages are slower than none; see `infinity doctor`",
+    2: (
+        "the slab is not backed by huge pages, and registered 4 KiB pages are slower than none; "
+        "see `infinity doctor`"
+    ),
     3: "the slab is larger than the kernel registers",
 }
 
 
 def registered_reason(code: int, backend: str) -> str:
-    """Why the slab is not registered with the kernel; empty when it is."""
+    """Say why the slab is not registered with the kernel; empty when it is."""
     if code == 1:
         return ""
     if backend != "io_uring":
@@ -161,6 +171,7 @@ def bucket_bounds_s(bucket: int) -> tuple[float, float]:
     else:
         octave, quarter = divmod(bucket + 4, 4)
         low, width = (4 + quarter) << (octave - 2), 1 << (octave - 2)
+    # Buckets count units of 1024 ns: four linear ones, then four per octave.
     return low * 1024e-9, (low + width) * 1024e-9
 
 
@@ -170,6 +181,7 @@ def _bucket_middle_s(bucket: int) -> float:
 
 def _windows(record: Any) -> tuple[Window, ...]:
     count = int(record.window_count)
+    # A ring buffer of windows in C: the newest are at the end of the count.
     newest = [record.windows[index % _WINDOWS] for index in range(max(0, count - _WINDOWS), count)]
     return tuple(
         Window(
@@ -182,7 +194,9 @@ def _windows(record: Any) -> tuple[Window, ...]:
     )
 
 
-def drive_stats(record: Any, file: SwapFile, block_bytes: int, fault: _validate.FaultRecord | None) -> DriveStats:
+def drive_stats(
+    record: Any, file: SwapFile, block_bytes: int, fault: _validate.FaultRecord | None
+) -> DriveStats:
     """One drive's inf_drive_stats; `fault` is what marked the drive."""
     return DriveStats(
         path=file.path,
@@ -201,15 +215,21 @@ def drive_stats(record: Any, file: SwapFile, block_bytes: int, fault: _validate.
         depth=record.depth,
         busy_s=record.busy_ns / 1e9,
         depth_mean=record.depth_ns / record.busy_ns if record.busy_ns else 0.0,
-        read_latency=latency_of(list(record.latency[0]), record.latency_max_ns[0], _bucket_middle_s),
-        write_latency=latency_of(list(record.latency[1]), record.latency_max_ns[1], _bucket_middle_s),
+        read_latency=latency_of(
+            list(record.latency[0]), record.latency_max_ns[0], _bucket_middle_s
+        ),
+        write_latency=latency_of(
+            list(record.latency[1]), record.latency_max_ns[1], _bucket_middle_s
+        ),
         windows=_windows(record),
         failed="" if fault is None else str(fault.to_error([file.path] * (fault.drive + 1))),
     )
 
 
 def latency_of(counts: Sequence[int], max_ns: int, middle_s: Callable[[int], float]) -> Latency:
-    """Count, median, 99th percentile and longest. `middle_s`: the middle of a bucket in seconds, which stands for all of it."""
+    """Count, median, 99th percentile and longest. `middle_s`: the middle of a bucket in seconds,
+    which stands for all of it.
+    """
     total = sum(counts)
     if total == 0:
         return Latency()
@@ -219,6 +239,7 @@ def latency_of(counts: Sequence[int], max_ns: int, middle_s: Callable[[int], flo
         for bucket, count in enumerate(counts):
             seen += count
             if seen >= rank:
+                # The middle of the last bucket may lie past the longest request.
                 return min(middle_s(bucket), max_ns / 1e9)
         return max_ns / 1e9
 

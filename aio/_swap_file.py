@@ -1,11 +1,14 @@
-"""Swap files: private, preallocated, opened past the page cache. Two kinds behind one class:
+"""Swap files: private, preallocated, opened past the page cache.
 
-- ephemeral (`SwapFile.create`): without a name (O_TMPFILE), so a killed process leaves nothing behind and no other user can
-  open it. Contents die with the process, so nothing is ever fsynced;
-- durable (`SwapFile.durable`): named and locked, for what is to outlive the process. Never removed here.
+Two kinds of swap space:
 
-And what is no swap space, but read and written by the same executors: `SwapFile.new` and `SwapFile.existing`, the data of a
-checkpoint, anywhere and with the rights of an ordinary file.
+- ephemeral (`SwapFile.create`): without a name (O_TMPFILE), so a killed process leaves nothing and
+  no other user can open it. Its contents die with the process, so it is never fsynced.
+- durable (`SwapFile.durable`): named and locked, for runs that outlive their process. Nothing here
+  removes it.
+
+`SwapFile.new` and `SwapFile.existing` open ordinary files for the same executors: the data of a
+checkpoint, anywhere, with the rights of an ordinary file.
 """
 
 from __future__ import annotations
@@ -45,11 +48,13 @@ def _warn_once(text: str) -> None:
 
 @final
 class SwapFile:
-    """One open swap file; make it with `SwapFile.create` or `SwapFile.durable`. In a forked child it is closed.
+    """One open swap file; make it with `SwapFile.create` or `SwapFile.durable`. In a forked child
+    it is closed.
 
-    `fd`: open for reading and writing. `directory`: where it lies. `path`: what errors name: the directory of a file without
-    a name, the file itself if it has one. `direct_reason`: why it goes through the page cache, empty when it does not.
-    `size_bytes`: its length. `preallocated`: whether the drive keeps room for all of it.
+    `fd`: open for reading and writing. `directory`: where it lies. `path`: what errors name: the
+    directory of a file without a name, the file itself if it has one. `direct_reason`: why it goes
+    through the page cache, empty when it does not. `size_bytes`: its length. `preallocated`:
+    whether the drive keeps room for all of it.
     """
 
     def __init__(self, fd: int, directory: str, *, direct_reason: str, name: str = "") -> None:
@@ -67,30 +72,39 @@ class SwapFile:
 
     @property
     def direct(self) -> bool:
-        """Whether it goes past the page cache."""
+        """True when it goes past the page cache."""
         return not self.direct_reason
 
     @classmethod
     def create(cls, directory: str | os.PathLike[str], *, direct: bool = True) -> SwapFile:
-        """A new nameless file in `directory`, mode 0600. Clears away what dead processes left there, never what live ones have.
+        """A new nameless file in `directory`, mode 0600. Clears away what dead processes left
+        there, never what live ones have.
 
-        O_DIRECT is tried, not assumed; where it does not work the file is buffered, with the reason kept, and logged once.
-        Raises ValueError for a missing directory or one in memory, SwapFullError when there is no room at all, AioError
-        when the file cannot be made there.
+        O_DIRECT is tried, not assumed; where it does not work the file is buffered, with the reason
+        kept, and logged once. Raises ValueError for a missing directory or one in memory,
+        SwapFullError when there is no room at all, AioError when the file cannot be made there.
         """
         path = os.fspath(directory)
         in_memory = _check_directory(path)
         try:
             clear_dead(path)
             if in_memory or not direct:
-                reason = f"{in_memory} has no drive below it" if in_memory else "buffered I/O was asked for"
+                reason = (
+                    f"{in_memory} has no drive below it"
+                    if in_memory
+                    else "buffered I/O was asked for"
+                )
                 return cls._ephemeral(path, 0, reason)
             try:
                 file = cls._ephemeral(path, os.O_DIRECT, "")
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                file = cls._ephemeral(path, 0, f"the file system ({file_system_type(path)}) refuses to open it with O_DIRECT")
+                file = cls._ephemeral(
+                    path,
+                    0,
+                    f"the file system ({file_system_type(path)}) refuses to open it with O_DIRECT",
+                )
             else:
                 file._try_direct(file.fd)
             file._tell_buffered()
@@ -107,16 +121,26 @@ class SwapFile:
 
     @classmethod
     def durable(
-        cls, directory: str | os.PathLike[str], name: str, *, create: bool = True, direct: bool = True
+        cls,
+        directory: str | os.PathLike[str],
+        name: str,
+        *,
+        create: bool = True,
+        direct: bool = True,
     ) -> SwapFile:
-        """The file `name` in `directory`, mode 0600, locked for this process; reopening keeps its contents and length.
+        """The file `name` in `directory`, mode 0600, locked for this process; reopening keeps its
+        contents and length.
 
-        The directory is made with mode 0700, or has to be this user's and closed to others. create=False: the file must
-        exist. Raises what `create` raises, ValueError for a name or a directory that will not do, AioError with EWOULDBLOCK
-        that says who holds the file, with ENOENT when it is missing.
+        The directory is made with mode 0700, or has to be this user's and closed to others.
+        create=False: the file must exist. Raises what `create` raises, ValueError for a name or a
+        directory that will not do, AioError with EWOULDBLOCK that says who holds the file, with
+        ENOENT when it is missing.
         """
         if not _NAME.fullmatch(name):
-            raise ValueError(f"durable swap file {name!r}: a name is made of letters, digits, dots, dashes and underscores")
+            raise ValueError(
+                f"durable swap file {name!r}: a name is made of letters, digits, dots, dashes and "
+                "underscores"
+            )
         path = os.fspath(directory)
         try:
             if create:
@@ -125,8 +149,13 @@ class SwapFile:
             in_memory = _check_directory(path)
             status = Path(path).stat()
             if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                raise ValueError(f"directory {path!r} of a durable swap file must be this user's, mode 0700: chmod 700 it")
-            file = cls(_open_named(Path(path) / name, create=create), path, direct_reason="", name=name)
+                raise ValueError(
+                    f"directory {path!r} of a durable swap file must be this user's, mode 0700: "
+                    "chmod 700 it"
+                )
+            file = cls(
+                _open_named(Path(path) / name, create=create), path, direct_reason="", name=name
+            )
             try:
                 file._hold()
                 file._go_direct(in_memory, direct)
@@ -141,7 +170,8 @@ class SwapFile:
 
     @classmethod
     def new(cls, path: str | os.PathLike[str], *, direct: bool = True) -> SwapFile:
-        """A new named file at `path`, with the rights that the umask leaves, not locked; on any file system.
+        """A new named file at `path`, with the rights that the umask leaves, not locked; on any
+        file system.
 
         Raises AioError (EEXIST where there is one), SwapFullError, DeviceFailedError.
         """
@@ -149,9 +179,11 @@ class SwapFile:
 
     @classmethod
     def existing(cls, path: str | os.PathLike[str], *, direct: bool = True) -> SwapFile:
-        """The file at `path`, whoever made it, to be read alone: not locked, and no right is asked for but that.
+        """The file at `path`, whoever made it, to be read alone: not locked, and no right is asked
+        for but that.
 
-        Raises AioError (ENOENT where there is none, EINVAL for what is no regular file), DeviceFailedError.
+        Raises AioError (ENOENT where there is none, EINVAL for what is no regular file),
+        DeviceFailedError.
         """
         return cls._ordinary(Path(path), os.O_RDONLY, direct)
 
@@ -160,23 +192,33 @@ class SwapFile:
         writes = flags != os.O_RDONLY
         try:
             in_memory = file_system_type(str(path.parent))
+            # O_NONBLOCK: opening a FIFO by mistake must not hang.
             fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
             file = cls(fd, str(path.parent), direct_reason="", name=path.name)
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise OSError(errno.EINVAL, "not a regular file")
                 if in_memory in IN_MEMORY or not direct:
-                    file.direct_reason = f"{in_memory} has no drive below it" if direct else "buffered I/O was asked for"
+                    file.direct_reason = (
+                        f"{in_memory} has no drive below it"
+                        if direct
+                        else "buffered I/O was asked for"
+                    )
                 else:
                     file._try_ordinary_direct(write=writes)
             except BaseException:
                 file.close()
                 raise
         except OSError as error:
-            if writes and (error.errno in _NO_ROOM or error.errno in (errno.EIO, errno.ENXIO, errno.EROFS)):
+            if writes and (
+                error.errno in _NO_ROOM or error.errno in (errno.EIO, errno.ENXIO, errno.EROFS)
+            ):
                 raise _cannot_make(str(path), error) from error
             raise AioError(
-                f"cannot {'make' if writes else 'open'} the file", errno=error.errno or 0, path=str(path), op="open"
+                f"cannot {'make' if writes else 'open'} the file",
+                errno=error.errno or 0,
+                path=str(path),
+                op="open",
             ) from error
         return file
 
@@ -187,25 +229,33 @@ class SwapFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self.direct_reason = f"the file system ({file_system_type(self.directory)}) refuses O_DIRECT"
+            self.direct_reason = (
+                f"the file system ({file_system_type(self.directory)}) refuses O_DIRECT"
+            )
         if self.direct_reason:
             set_buffered(self.fd, True)
 
     def _hold(self) -> None:
-        """Lock a named file, and leave word beside it of who holds it."""
+        """Lock a named file, and write its owner beside it."""
         status, path = os.fstat(self.fd), Path(self.path)
         sidecar = path.with_name(f".{path.name}.owner")
         if not lock(self.fd):
             owner = Owner.read(sidecar)
             who = "this process" if owner == Owner.this() else str(owner or "another process")
             raise AioError(
-                f"the durable swap file is held by {who}; end that job, or give this one another directory",
+                f"the durable swap file is held by {who}; end that job, or give this one another "
+                "directory",
                 errno=errno.EWOULDBLOCK,
                 path=self.path,
                 op="open",
             )
         if not stat.S_ISREG(status.st_mode) or not os.path.samestat(status, path.stat()):
-            raise AioError("not a regular file, or it was replaced while it was opened", path=self.path, op="open")
+            raise AioError(
+                "not a regular file, or it was replaced while it was opened",
+                path=self.path,
+                op="open",
+            )
+        # The umask may have taken rights away, or an older file may have more.
         os.fchmod(self.fd, 0o600)
         self._sidecar = sidecar
         try:
@@ -220,9 +270,13 @@ class SwapFile:
             os.close(folder)
 
     def _go_direct(self, in_memory: str, direct: bool) -> None:
-        """Give an open named file O_DIRECT, tried on a nameless neighbour: its own contents are not to be touched."""
+        """Give an open named file O_DIRECT, tried on a nameless neighbour: its own contents are not
+        to be touched.
+        """
         if in_memory or not direct:
-            self.direct_reason = f"{in_memory} has no drive below it" if in_memory else "buffered I/O was asked for"
+            self.direct_reason = (
+                f"{in_memory} has no drive below it" if in_memory else "buffered I/O was asked for"
+            )
             return
         try:
             with SwapFile.create(self.directory) as neighbour:
@@ -237,7 +291,9 @@ class SwapFile:
                 self._tell_buffered()
 
     def _try_direct(self, fd: int) -> None:
-        """Find out whether O_DIRECT works on this new, empty file, and do without where it does not."""
+        """Find out whether O_DIRECT works on this new, empty file, and do without where it does
+        not.
+        """
         try:
             self.direct_reason = direct_refusal(fd)
             if self.direct_reason:
@@ -248,16 +304,21 @@ class SwapFile:
 
     def _tell_buffered(self) -> None:
         if self.direct_reason:
-            _warn_once(f"{self.path}: swapping through the page cache, which costs memory and bandwidth: {self.direct_reason}")
+            _warn_once(
+                f"{self.path}: swapping through the page cache, which costs memory and bandwidth: "
+                f"{self.direct_reason}"
+            )
 
     def grow(self, size_bytes: int) -> None:
-        """Preallocate up to `size_bytes` in all; does nothing if it is that large. Blocks while the file system works.
+        """Preallocate up to `size_bytes` in all; does nothing if it is that large. Blocks while the
+        file system works.
 
         Raises SwapFullError that says how much is missing; then nothing has changed.
         """
         if size_bytes <= self.size_bytes:
             return
         more = size_bytes - self.size_bytes
+        # For the message: how much a failing preallocation got.
         before = os.fstat(self.fd).st_blocks
         # Asked first: a failing preallocation would fill the drive for a moment.
         if self.free_bytes() < more:
@@ -280,20 +341,26 @@ class SwapFile:
                 ) from error
             os.ftruncate(self.fd, size_bytes)
             self.preallocated = False
-            _warn_once(f"{self.path}: the file system cannot preallocate, so that a drive that fills up fails a write later")
+            _warn_once(
+                f"{self.path}: the file system cannot preallocate, so that a drive that fills up "
+                "fails a write later"
+            )
         except BaseException:
             os.ftruncate(self.fd, self.size_bytes)
             raise
         self.size_bytes = size_bytes
 
     def shrink(self, size_bytes: int) -> None:
-        """Give back what lies past `size_bytes`; does nothing if it is that short. Nothing there may be in use."""
+        """Give back what lies past `size_bytes`; does nothing if it is that short. Nothing there
+        may be in use.
+        """
         if size_bytes < self.size_bytes:
             os.ftruncate(self.fd, size_bytes)
             self.size_bytes = size_bytes
 
     def fsync(self) -> None:
-        """Return when what was written is on the drive. Raises DeviceFailedError; and from then on always.
+        """Return when what was written is on the drive. Raises DeviceFailedError; and from then on
+        always.
 
         The kernel forgets what it could not write, so a later success would mean nothing.
         """
@@ -302,15 +369,19 @@ class SwapFile:
                 os.fsync(self.fd)
             except OSError as error:
                 self._sync_failed = DeviceFailedError(
-                    "what was written may be lost", errno=error.errno or 0, path=self.path, op="fsync"
+                    "what was written may be lost",
+                    errno=error.errno or 0,
+                    path=self.path,
+                    op="fsync",
                 )
         if self._sync_failed is not None:
             raise self._sync_failed
 
     def free_bytes(self) -> int:
-        """What the file system has left for this user; sys.maxsize where it does not tell."""
+        """Bytes that the file system has left for this user; sys.maxsize where it does not tell."""
         space = os.fstatvfs(self.fd)
-        # Some (ramfs, FUSE, network file systems) tell no size at all: nothing can be asked of them first.
+        # Some (ramfs, FUSE, network file systems) tell no size at all: nothing can be asked of them
+        # first.
         return space.f_bavail * space.f_frsize if space.f_blocks else sys.maxsize
 
     def _full(self, more: int, code: int, got: int) -> SwapFullError:
@@ -318,28 +389,51 @@ class SwapFile:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         advice = "add a directory to Policy.nvme"
         if code == errno.EDQUOT:
-            text = f"the quota at {self.path!r} has room for {got} of {more} more bytes: up to {more - got} are missing; raise it"
+            text = (
+                f"the quota at {self.path!r} has room for {got} of {more} more bytes: up to "
+                f"{more - got} are missing; raise it"
+            )
         elif code == errno.EFBIG and limit not in (resource.RLIM_INFINITY, -1) and limit < wanted:
-            text = f"{self.path!r}: a file may have {limit} bytes (RLIMIT_FSIZE): {wanted - limit} are missing; raise `ulimit -f`"
+            text = (
+                f"{self.path!r}: a file may have {limit} bytes (RLIMIT_FSIZE): {wanted - limit} "
+                "are missing; raise `ulimit -f`"
+            )
         elif code == errno.EFBIG:
-            text = f"{self.path!r}: the file system takes no file of {wanted} bytes: {more} are missing; use another file system"
+            text = (
+                f"{self.path!r}: the file system takes no file of {wanted} bytes: {more} are "
+                "missing; use another file system"
+            )
         else:
             free = self.free_bytes()
-            if free >= more:  # what the file system needs for itself came on top, or somebody else was faster
+            if (
+                free >= more
+            ):  # what the file system needs for itself came on top, or somebody else was faster
                 free = got
-            text = f"{self.path!r} has room for {free} of {more} more bytes: {more - free} are missing; free space"
+            text = (
+                f"{self.path!r} has room for {free} of {more} more bytes: {more - free} are "
+                "missing; free space"
+            )
         return SwapFullError(
-            f"{text}, or {advice}", errno=code, path=self.path, op="allocate", offset=self.size_bytes, length=more
+            f"{text}, or {advice}",
+            errno=code,
+            path=self.path,
+            op="allocate",
+            offset=self.size_bytes,
+            length=more,
         )
 
     def close(self) -> None:
-        """Close the file; a nameless one's space is free then. Idempotent. Close the executor first."""
+        """Close the file; a nameless one's space is free then. Idempotent. Close the executor
+        first.
+        """
         if self.fd < 0 or self._stays_open:
             return
         if self._sidecar is not None:
             with contextlib.suppress(OSError):  # only word of who held it, and while we still do
                 self._sidecar.unlink()
-            with contextlib.suppress(OSError):  # a child that was just forked has not let go of its copy yet
+            with contextlib.suppress(
+                OSError
+            ):  # a child that was just forked has not let go of its copy yet
                 fcntl.flock(self.fd, fcntl.LOCK_UN)
         os.close(self.fd)
         self.fd = -1
@@ -347,11 +441,15 @@ class SwapFile:
             self._private.remove()
 
     def keep_open(self) -> None:
-        """From now on `close` does nothing: requests that the drive still holds name the descriptor."""
+        """From now on `close` does nothing: requests that the drive still holds name the
+        descriptor.
+        """
         self._stays_open = True
 
     def _disown(self) -> None:
-        """In a forked child: the file is the parent's, and a child that outlives it must not keep its space or its lock."""
+        """In a forked child: the file is the parent's, and a child that outlives it must not keep
+        its space or its lock.
+        """
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -384,16 +482,21 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 def _check_directory(path: str) -> str:
-    """Raises ValueError unless `path` is a directory to swap in. Returns its file system's type where that is memory."""
+    """Raises ValueError unless `path` is a directory to swap in. Returns its file system's type
+    where that is memory.
+    """
     if not Path(path).is_dir():
         what = "is not a directory" if Path(path).exists() else "does not exist"
-        raise ValueError(f"swap directory {path!r} {what}; create it, or name another in Policy.nvme")
+        raise ValueError(
+            f"swap directory {path!r} {what}; create it, or name another in Policy.nvme"
+        )
     kind = file_system_type(path)
     if kind not in IN_MEMORY:
         return ""
     if os.environ.get("INFINITY_ALLOW_TMPFS") != "1":
         raise ValueError(
-            f"swap directory {path!r} is on {kind}, which is memory and saves none; name a directory on a drive, "
+            f"swap directory {path!r} is on {kind}, which is memory and saves none; name a "
+            "directory on a drive, "
             "or set INFINITY_ALLOW_TMPFS=1 (meant for tests)"
         )
     return kind
@@ -402,7 +505,10 @@ def _check_directory(path: str) -> str:
 def _cannot_make(path: str, error: OSError) -> AioError:
     code = error.errno or 0
     if code in (errno.ENOSPC, errno.EDQUOT):
-        text = f"{path!r} has no room for a single block (4096 bytes are missing); free space, or name another directory"
+        text = (
+            f"{path!r} has no room for a single block (4096 bytes are missing); free space, or "
+            "name another directory"
+        )
         return SwapFullError(text, errno=code, path=path, op="allocate", length=4096)
     if code in (errno.EIO, errno.ENXIO, errno.EROFS):
         text = f"{path!r} takes no swap file: the drive or its file system fails"
@@ -410,9 +516,14 @@ def _cannot_make(path: str, error: OSError) -> AioError:
     if code == errno.ENOENT:
         return AioError(f"there is no file {path!r}", errno=code, path=path, op="open")
     if code == errno.ELOOP:
-        return AioError(f"{path!r} is a symbolic link, which is not followed", errno=code, path=path, op="open")
+        return AioError(
+            f"{path!r} is a symbolic link, which is not followed", errno=code, path=path, op="open"
+        )
     return AioError(
-        f"cannot make a swap file in {path!r}; name a directory that this user may write to", errno=code, path=path, op="open"
+        f"cannot make a swap file in {path!r}; name a directory that this user may write to",
+        errno=code,
+        path=path,
+        op="open",
     )
 
 
@@ -442,9 +553,11 @@ def _open_named(path: Path, *, create: bool) -> int:
 
 # ---- directories that differ by rank ----
 #
-# Directories of drives that differ by rank: "/mnt/nvme{local_rank}" is /mnt/nvme0 on the first rank of a node.
+# Directories of drives that differ by rank: "/mnt/nvme{local_rank}" is /mnt/nvme0 on the first rank
+# of a node.
 #
-# A pattern is checked when a policy is made, and resolved when a model is offloaded: ranks may not know their number before.
+# A pattern is checked when a policy is made, and resolved when a model is offloaded: ranks may not
+# know their number before.
 
 _RANK_FIELDS = re.compile(r"\{(rank|local_rank)\}")
 
@@ -453,20 +566,22 @@ def check_directory_pattern(path: Path) -> None:
     """Raises ValueError for braces that are neither {rank} nor {local_rank}."""
     if re.search(r"[{}]", _RANK_FIELDS.sub("", str(path))):
         raise ValueError(
-            f"nvme={str(path)!r} has braces of no known meaning; '{{rank}}' stands for a rank's number, and '{{local_rank}}' for "
+            f"nvme={str(path)!r} has braces of no known meaning; '{{rank}}' stands for a rank's "
+            "number, and '{local_rank}' for "
             "its number within its node"
         )
 
 
 def is_directory_pattern(path: Path) -> bool:
-    """Whether a directory depends on the rank."""
+    """Say whether a directory depends on the rank."""
     return _RANK_FIELDS.search(str(path)) is not None
 
 
 def resolve_directories(paths: Sequence[Path], *, rank: int, local_rank: int) -> tuple[Path, ...]:
-    """The directories of one rank. What is no pattern stays as it is, and is checked by those who open it.
+    """The directories of one rank. A path without a pattern stays as it is; opening it checks it.
 
-    Raises: ValueError naming pattern and directory, for one that is missing, and for two that are the same on this rank.
+    Raises: ValueError naming pattern and directory, for one that is missing, and for two that are
+    the same on this rank.
     """
     numbers = {"rank": rank, "local_rank": local_rank}
     found: list[Path] = []
@@ -475,13 +590,17 @@ def resolve_directories(paths: Sequence[Path], *, rank: int, local_rank: int) ->
         if place != path and not place.is_dir():
             what = "is not a directory" if place.exists() else "does not exist"
             raise ValueError(
-                f"nvme={str(path)!r} is {str(place)!r} on rank {rank} (local rank {local_rank}), which {what}; create it, or "
+                f"nvme={str(path)!r} is {str(place)!r} on rank {rank} (local rank {local_rank}), "
+                f"which {what}; create it, or "
                 "give each rank a directory that it has"
             )
-        earlier = next((index for index, other in enumerate(found) if other.resolve() == place.resolve()), None)
+        earlier = next(
+            (index for index, other in enumerate(found) if other.resolve() == place.resolve()), None
+        )
         if earlier is not None:
             raise ValueError(
-                f"nvme={str(paths[earlier])!r} and {str(path)!r} are both {str(place.resolve())!r} on rank {rank} (local rank "
+                f"nvme={str(paths[earlier])!r} and {str(path)!r} are both "
+                f"{str(place.resolve())!r} on rank {rank} (local rank "
                 f"{local_rank}): name each directory once"
             )
         found.append(place)

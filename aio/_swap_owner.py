@@ -1,7 +1,9 @@
-"""Who owns a swap file that has a name: lock files, private directories, and clearing away what dead owners left.
+"""Ownership of named swap files: lock files, private directories, and removal of dead owners'
+files.
 
-A lock (flock) ends with its process however that ends, so a free lock means a dead owner. The JSON beside it (host, boot,
-pid, start time) is for people, and for the one place where a lock says nothing: a network file system seen from another host.
+A lock (flock) ends with its process, however that ends, so a free lock means a dead owner. The JSON
+beside it (host, boot, pid, start time) is for people, and for the one case in which a lock says
+nothing: a network file system seen from another host.
 """
 
 from __future__ import annotations
@@ -25,12 +27,16 @@ log = logging.getLogger("infinity.aio")
 PREFIX = "infinity-swap-"
 _OWNER, _SWAP = "owner.json", "swap"
 _ATTEMPTS = 20
-_NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "glusterfs", "afs"})
+_NETWORK = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "glusterfs", "afs"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """A process, told apart from every other: also after a reboot, on another host, and when its pid is used again."""
+    """A process, told apart from every other: also after a reboot, on another host, and when its
+    pid is used again.
+    """
 
     host: str
     boot_id: str
@@ -47,8 +53,14 @@ class Owner:
     def read(cls, path: Path) -> Owner | None:
         """The owner that `path` names; None where it is missing, cut short or not one."""
         try:
+            # The file may be cut short by a crash while it was written.
             found = json.loads(path.read_text(encoding="utf-8"))
-            return cls(str(found["host"]), str(found["boot_id"]), int(found["pid"]), int(found["start_time"]))
+            return cls(
+                str(found["host"]),
+                str(found["boot_id"]),
+                int(found["pid"]),
+                int(found["start_time"]),
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -59,7 +71,9 @@ class Owner:
         os.pwrite(fd, text, 0)
 
     def leave_word(self, path: Path) -> None:
-        """Put this owner at `path`, whole or not at all. Only who has the lock may, so that one name beside it is enough."""
+        """Put this owner at `path`, whole or not at all. Only who has the lock may, so that one
+        name beside it is enough.
+        """
         new = path.with_name(path.name + ".new")
         fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -72,15 +86,21 @@ class Owner:
             os.close(fd)
 
     def alive(self) -> bool:
-        """Whether it is a process that this one can see."""
-        return self.boot_id == _boot_id() and self.start_time > 0 and _start_time(self.pid) == self.start_time
+        """Say whether it is a process that this one can see."""
+        return (
+            self.boot_id == _boot_id()
+            and self.start_time > 0
+            and _start_time(self.pid) == self.start_time
+        )
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
 
 def lock(fd: int) -> bool:
-    """Take the file's lock if it is free; it is held until the descriptor, and every copy of it, is closed."""
+    """Take the file's lock if it is free; it is held until the descriptor, and every copy of it, is
+    closed.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -91,9 +111,11 @@ def lock(fd: int) -> bool:
 
 
 class PrivateDirectory:
-    """A directory of mode 0700 below `parent` that belongs to this process, with its locked owner file.
+    """A directory of mode 0700 below `parent` that belongs to this process, with its locked owner
+    file.
 
-    For a file system on which a file cannot do without a name. `path`: the name that the swap file may take.
+    For a file system on which a file cannot do without a name. `path`: the name that the swap file
+    may take.
     """
 
     def __init__(self, parent: str) -> None:
@@ -106,13 +128,16 @@ class PrivateDirectory:
         raise OSError(errno.EAGAIN, "other processes keep removing new directories", parent)
 
     def _lock_owner(self) -> int:
-        """The locked owner file, or -1: a process that clears away was faster than the lock, so start again."""
+        """The locked owner file, or -1: a process that clears away was faster than the lock, so
+        start again.
+        """
         path = self._folder / _OWNER
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
             return -1
         try:
+            # Between open and lock a process that clears away may have unlinked it.
             if lock(fd) and os.fstat(fd).st_nlink:
                 Owner.this().write(fd)
                 return fd
@@ -124,8 +149,9 @@ class PrivateDirectory:
         return -1
 
     def remove(self) -> bool:
-        """Take the names away; open files live on. False where the directory has to stay (NFS renames an open file
-        instead): then call it again when the file is closed. The lock is held as long as the directory exists.
+        """Take the names away; open files live on. False where the directory has to stay (NFS
+        renames an open file instead): then call it again when the file is closed. The lock is held
+        as long as the directory exists.
         """
         if self._fd < 0:
             return True
@@ -146,7 +172,9 @@ class PrivateDirectory:
             self._folder.rmdir()
 
     def disown(self) -> None:
-        """In a forked child: the directory is the parent's. Closing a copy of the descriptor leaves the lock alone."""
+        """In a forked child: the directory is the parent's. Closing a copy of the descriptor leaves
+        the lock alone.
+        """
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -155,14 +183,17 @@ class PrivateDirectory:
 def clear_dead(parent: str) -> list[str]:
     """Remove the private directories below `parent` whose owners are dead; returns their names.
 
-    Only directories with our prefix, of this user, mode 0700, with nothing in them but what a PrivateDirectory holds, and
-    whose lock is free. Never fails: what cannot be removed stays, and is logged.
+    Only directories with our prefix, of this user, mode 0700, with nothing in them but what a
+    PrivateDirectory holds, and whose lock is free. Never fails: what cannot be removed stays, and
+    is logged.
     """
     removed = []
     try:
         names = [entry.name for entry in os.scandir(parent) if entry.name.startswith(PREFIX)]
     except OSError as error:
-        log.warning("%s: cannot look for swap directories that dead processes left: %s", parent, error)
+        log.warning(
+            "%s: cannot look for swap directories that dead processes left: %s", parent, error
+        )
         return []
     for name in names:
         folder = Path(parent) / name
@@ -179,7 +210,11 @@ def clear_dead(parent: str) -> list[str]:
 
 def _is_private(folder: Path) -> bool:
     status = folder.lstat()
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700
+    return (
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.geteuid()
+        and stat.S_IMODE(status.st_mode) == 0o700
+    )
 
 
 def _clear(folder: Path) -> bool:
@@ -187,7 +222,8 @@ def _clear(folder: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        folder.rmdir()  # its maker died before it wrote anything, or is about to, and then tries again
+        # Its maker died before it wrote anything; a live one that is about to write tries again.
+        folder.rmdir()
         return True
     try:
         if not lock(fd) or not _dead(Owner.read(path), folder):
@@ -204,12 +240,13 @@ def _clear(folder: Path) -> bool:
 
 
 def _dead(owner: Owner | None, folder: Path) -> bool:
-    """Whether a free lock is to be believed."""
+    """Say whether a free lock means a dead owner."""
     if owner is None:
         return True
     if owner.boot_id == _boot_id():
         return not owner.alive()
-    # Another boot of this host is over. Another host is alive somewhere only if it can reach this file system.
+    # Another boot of this host is over. Another host is alive somewhere only if it can reach this
+    # file system.
     return owner.host == platform.node() or file_system_type(folder) not in _NETWORK
 
 

@@ -1,4 +1,4 @@
-"""What must hold of a plan before an executor takes it, and what faults mean in words. Shared by all executors."""
+"""Checks of records and options before C sees them, and the sentences for faults that C reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ from infinity.errors import (
     SwapFullError,
 )
 
-FAULT_ERRNO, FAULT_SHORT, FAULT_CHECKSUM, FAULT_NO_SPACE, FAULT_CLOSED, FAULT_PLAN, FAULT_CANCELLED = 1, 2, 3, 4, 5, 6, 7
+(
+    FAULT_ERRNO,
+    FAULT_SHORT,
+    FAULT_CHECKSUM,
+    FAULT_NO_SPACE,
+    FAULT_CLOSED,
+    FAULT_PLAN,
+    FAULT_CANCELLED,
+) = 1, 2, 3, 4, 5, 6, 7
 FAULT_DEVICE = 8
 OP_NAMES = {0: "read", 1: "write", -1: ""}
 
@@ -45,18 +53,27 @@ JOB_WRONG = {
 _EARLIER = {
     0: "",
     1: " (of an earlier job, which left the chunk invalid)",
-    2: " (an earlier write there failed: nothing more is written to that drive until Executor.recover())",
+    2: (
+        " (an earlier write there failed: nothing more is written to that drive until "
+        "Executor.recover())"
+    ),
 }
 
-#: `verify`: which pieces that were read are compared with their checksums. "sample": one of VERIFY_STRIDE, others each time.
+#: `verify`: which pieces that were read are compared with their checksums. "sample": one of
+#: VERIFY_STRIDE, others each time.
 VERIFY = ("full", "sample", "off")
 VERIFY_STRIDE = 16
 
 
 def section_bytes(chunk: Any, section: int, numel: int | None = None) -> int:
-    """Bytes of a section's first `numel` elements (None: all of the chunk); a begun item counts whole."""
+    """Bytes of a section's first `numel` elements (None: all of the chunk); a begun item counts
+    whole.
+    """
+    # 0 stands for 1 in CHUNK["group_numel"].
     group = max(int(chunk["group_numel"][section]), 1)
-    return -(-(int(chunk["numel"]) if numel is None else numel) // group) * int(chunk["itemsize"][section])
+    return -(-(int(chunk["numel"]) if numel is None else numel) // group) * int(
+        chunk["itemsize"][section]
+    )
 
 
 def align_up(size_bytes: int) -> int:
@@ -66,7 +83,7 @@ def align_up(size_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class FaultRecord:
-    """Why a job failed; `kind` is one of FAULT_*. offset and length are bytes in the drive's file."""
+    """Fault of a job; `kind` is one of FAULT_*. offset and length are bytes in the drive's file."""
 
     kind: int
     op: int = -1
@@ -77,7 +94,9 @@ class FaultRecord:
     key: int = 0
     chunk: int = -1
     earlier: int = 0
-    """0: this job's own; 1: of an earlier job, which left the chunk invalid; 2: refused, because the drive is marked."""
+    """0: this job's own; 1: of an earlier job, which left the chunk invalid; 2: refused, because
+    the drive is marked.
+    """
     section: int = -1
     piece: int = -1
 
@@ -92,37 +111,64 @@ class FaultRecord:
             ),
             FAULT_CHECKSUM: (
                 ChecksumError,
-                f"{of}: section {self.section} piece {self.piece} is not what was written, also when read again",
+                (
+                    f"{of}: section {self.section} piece {self.piece} is not what was written, "
+                    "also when read again"
+                ),
             ),
             FAULT_NO_SPACE: (SwapFullError, f"{of}: no room on the drive"),
             FAULT_CLOSED: (AioClosedError, f"{of}: the executor was closed before the job ran"),
             FAULT_CANCELLED: (AioCancelledError, f"{of}: the fetch was given up"),
-            FAULT_PLAN: (AioError, f"{of}: the update's segments or hyper-parameters are out of range"),
+            FAULT_PLAN: (
+                AioError,
+                f"{of}: the update's segments or hyper-parameters are out of range",
+            ),
         }
         error_type, message = kinds.get(self.kind, (DeviceFailedError, f"{of}: the drive failed"))
         if self.kind == FAULT_DEVICE:
             return DeviceCopyError(
-                f"{of}: a copy of {self.length} bytes to or from the device failed (the driver's code is {self.error})"
+                f"{of}: a copy of {self.length} bytes to or from the device failed (the driver's "
+                f"code is {self.error})"
             )
         message += _EARLIER[self.earlier]
         if self.kind in (FAULT_CLOSED, FAULT_PLAN, FAULT_CANCELLED):
             return error_type(message, errno=self.error)
         return error_type(
-            message, errno=self.error, path=path, op=OP_NAMES[self.op], offset=self.offset, length=self.length
+            message,
+            errno=self.error,
+            path=path,
+            op=OP_NAMES[self.op],
+            offset=self.offset,
+            length=self.length,
         )
 
 
 def check_options(
-    small: PoolSpec, large: PoolSpec, *, verify: str, workers: int, block_bytes: int, depth: int, threads_per_drive: int
+    small: PoolSpec,
+    large: PoolSpec,
+    *,
+    verify: str,
+    workers: int,
+    block_bytes: int,
+    depth: int,
+    threads_per_drive: int,
 ) -> None:
     """Raises ValueError for options that no executor can run with."""
     if verify not in VERIFY:
         raise ValueError(f"verify={verify!r}: must be one of {', '.join(VERIFY)}")
     if workers < 1 or threads_per_drive < 1:
-        raise ValueError(f"workers={workers}, threads_per_drive={threads_per_drive}: both must be >= 1")
+        raise ValueError(
+            f"workers={workers}, threads_per_drive={threads_per_drive}: both must be >= 1"
+        )
     if not 2 <= depth <= 4096:
-        raise ValueError(f"depth={depth}: must be 2 to 4096, so that reads and writes both have a place")
-    if block_bytes < records.ALIGNMENT_BYTES or block_bytes % records.ALIGNMENT_BYTES or block_bytes > 1 << 30:
+        raise ValueError(
+            f"depth={depth}: must be 2 to 4096, so that reads and writes both have a place"
+        )
+    if (
+        block_bytes < records.ALIGNMENT_BYTES
+        or block_bytes % records.ALIGNMENT_BYTES
+        or block_bytes > 1 << 30
+    ):
         raise ValueError(f"block_bytes={block_bytes}: must be a multiple of 4096, at most 1 GiB")
     if small.count and large.count and small.bytes > large.bytes:
         raise ValueError(
@@ -130,17 +176,21 @@ def check_options(
         )
 
 
-def as_records(array: npt.NDArray[Any] | None, dtype: np.dtype[Any], what: str) -> npt.NDArray[np.void]:
-    """`array` as a contiguous one-dimensional array of `dtype`. Raises ValueError for another dtype."""
+def as_records(
+    array: npt.NDArray[Any] | None, dtype: np.dtype[Any], what: str
+) -> npt.NDArray[np.void]:
+    """`array` as a contiguous one-dimensional array of `dtype`. Raises ValueError for another
+    dtype.
+    """
     if array is None:
         return np.zeros(0, dtype=dtype)
     if array.dtype != dtype or array.ndim != 1:
-        raise ValueError(f"{what} must be a one-dimensional array of infinity.aio._records.{what.upper()}")
+        raise ValueError(f"{what} must be a one-dimensional array of infinity.aio.{what.upper()}")
     return np.ascontiguousarray(array)
 
 
 def _chunk_wrong(chunk: Any, drive_count: int) -> str:
-    """What is wrong with one CHUNK record; empty when nothing is."""
+    """Say what is wrong with one CHUNK record; empty when nothing is."""
     count = int(chunk["section_count"])
     if not 1 <= count <= records.SECTION_MAX:
         return f"has {count} sections"
@@ -151,12 +201,19 @@ def _chunk_wrong(chunk: Any, drive_count: int) -> str:
         itemsize, at = int(chunk["itemsize"][section]), int(chunk["section_at"][section])
         if itemsize < 1 or chunk["group_numel"][section] < 0:
             return f"has elements of {itemsize} bytes in section {section}"
+        # A section without a place in the run is resident in RAM.
         if at < 0:
             if chunk["section_ptr"][section] == 0:
-                return f"has section {section} neither in its run (section_at) nor in memory (section_ptr)"
+                return (
+                    f"has section {section} neither in its run (section_at) nor in memory "
+                    "(section_ptr)"
+                )
             continue
         if at % records.ALIGNMENT_BYTES or at < end_before:
-            return f"has section {section} at {at}, which is not 4096-aligned or overlaps the one before"
+            return (
+                f"has section {section} at {at}, which is not 4096-aligned or overlaps the one "
+                "before"
+            )
         end_before = at + align_up(section_bytes(chunk, section))
     if end_before > chunk["run_bytes"]:
         return f"has sections of {end_before} bytes in a run of {chunk['run_bytes']}"
@@ -170,7 +227,7 @@ def _chunk_wrong(chunk: Any, drive_count: int) -> str:
 
 
 def _second_place_wrong(chunk: Any) -> str:
-    """What is wrong with the second place of a CHUNK record that has one."""
+    """Say what is wrong with the second place of a versioned CHUNK record."""
     end = grad = 0
     for section in range(int(chunk["section_count"])):
         if chunk["section_at"][section] < 0:
@@ -184,12 +241,18 @@ def _second_place_wrong(chunk: Any) -> str:
         return f"has states of {end} bytes in a second run of {chunk['other_bytes']}"
     overlaps = chunk["file"] == chunk["other_file"] and first < other + end and other < first + end
     if end and (other < 0 or other % records.ALIGNMENT_BYTES or overlaps):
-        return f"has its second run at offset {other}, which is not 4096-aligned or overlaps the first at {first}"
+        return (
+            f"has its second run at offset {other}, which is not 4096-aligned or overlaps the "
+            f"first at {first}"
+        )
     at = int(chunk["grad_offset"])
     if grad and (at < 0 or at % records.ALIGNMENT_BYTES):
         return f"has its gradients at offset {at}, which is not 4096-aligned"
     places = ((chunk["file"], first), (chunk["other_file"], other))
-    if grad and any(file == chunk["grad_file"] and at < place + end and place < at + grad for file, place in places):
+    if grad and any(
+        file == chunk["grad_file"] and at < place + end and place < at + grad
+        for file, place in places
+    ):
         return f"has its gradients at offset {at}, where its states are"
     if bool(chunk["sums_ptr"]) != bool(chunk["other_sums_ptr"]):
         return "has checksums for one of its places only"
@@ -199,6 +262,7 @@ def _second_place_wrong(chunk: Any) -> str:
 def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArray[np.bool_]:
     """`_chunk_wrong` for all at once: a 100B-parameter model has 250,000 chunks."""
     count, numel = chunks["section_count"], chunks["numel"]
+    # Vectorized: one pass of numpy over all chunks. `_chunk_wrong` then says it in words.
     wrong = (count < 1) | (count > records.SECTION_MAX) | (numel < 1) | (chunks["piece_numel"] < 1)
     end = np.zeros(len(chunks), dtype=np.int64)
     for section in range(records.SECTION_MAX):
@@ -217,8 +281,11 @@ def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArr
     wrong |= end > chunks["run_bytes"]
     wrong |= placed & ((offset < 0) | (offset % records.ALIGNMENT_BYTES != 0))
     wrong |= placed & ((drive < 0) | (drive >= drive_count))
+    # Few chunks are versioned, so these are checked one by one.
     versioned = np.flatnonzero((chunks["other_bytes"] > 0) | chunks["other_ptr"].any(axis=1))
-    wrong[versioned] |= np.array([bool(_second_place_wrong(chunk)) for chunk in chunks[versioned]], dtype=bool)
+    wrong[versioned] |= np.array(
+        [bool(_second_place_wrong(chunk)) for chunk in chunks[versioned]], dtype=bool
+    )
     result: npt.NDArray[np.bool_] = wrong
     return result
 
@@ -229,6 +296,7 @@ def check_chunks(chunks: npt.NDArray[np.void], drive_count: int) -> None:
     for index in suspects:
         chunk = chunks[index]
         wrong = _chunk_wrong(chunk, drive_count)
+        # Both checks must agree, or an error would have no words.
         assert wrong, f"the two checks disagree on {chunk}"
         raise ValueError(f"chunk {index} (key {int(chunk['key']):#x}) {wrong}")
 
@@ -242,7 +310,7 @@ RELOCATES_COMMITTED = "cannot relocate: the second place of a chunk is the commi
 
 
 def versions_refused(what: str, *, irrevocable: bool) -> str:
-    """Why `commit` or `rollback` (`what`) cannot be."""
+    """Say why `commit` or `rollback` (`what`) is refused."""
     if irrevocable:
         return "cannot rollback: a resident section without another version was changed"
     more = ", or has no second place, or the file is not known" if what == "relocate" else ""
@@ -250,7 +318,7 @@ def versions_refused(what: str, *, irrevocable: bool) -> str:
 
 
 def is_versioned(chunk: Any) -> bool:
-    """Whether a CHUNK record has a second place."""
+    """Say whether a CHUNK record has a second place."""
     return bool(chunk["other_bytes"] > 0 or chunk["other_ptr"].any())
 
 

@@ -83,7 +83,7 @@ typedef struct {
     int64_t bytes;
 } inf_span;
 
-/* See aio/executor.py Seam and Fault. fault_kind: 0 none, 1 errno, 2 short, 3 zero, 4 bitflip. */
+/* See aio/testing.py, Seam and Fault. fault_kind: 0 none, 1 errno, 2 short, 3 zero, 4 bitflip. */
 typedef struct {
     uint64_t seed;
     int64_t delay_us_max;
@@ -172,7 +172,7 @@ void inf_executor_stop(inf_executor *ex);
 /* After stop. The memory goes with the last ticket or gate, which may be released later. */
 void inf_executor_free(inf_executor *ex);
 
-/* Chunks were checked by the caller (aio/checks.py). 0, or a negative errno: none is defined then. */
+/* Chunks were checked by the caller (aio/_validate.py). 0, or a negative errno: none is defined then. */
 int32_t inf_executor_define(inf_executor *ex, const void *chunks, int32_t count, int32_t *ids);
 /* 0; -EBUSY when jobs are pending on one, -EINVAL for an unknown id: none is dropped then. */
 int32_t inf_executor_drop(inf_executor *ex, const int32_t *ids, int32_t count);

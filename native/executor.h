@@ -29,7 +29,7 @@
 
 #include "infinity.h"
 
-#pragma GCC visibility push(default) /* aio/native_quick.py looks some of them up by name */
+#pragma GCC visibility push(default) /* aio/_handles.py looks some of them up by name */
 #include "executor.cdef.h"
 #pragma GCC visibility pop
 

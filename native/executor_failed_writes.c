@@ -1,4 +1,4 @@
-/* After a write failed: its slot is kept, its drive marked. All [locked].
+/* After a write failed: its chunk keeps its slot, its drive is marked. All [locked].
  *
  * The slot of a write that failed holds the only copy of what it should have written: an update has no way back, and the
  * range on the drive may be torn. So the chunk keeps the slot, reads are served from it, and the drive takes no further

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* What is wrong with a job; aio/native_executor.py has the sentences. */
+/* What is wrong with a job; aio/_validate.py has the sentences. */
 enum { BAD_CHUNK = 1, BAD_KIND, BAD_MASK, BAD_BASE, BAD_SEGS, BAD_STORE_GATE, BAD_SIZE, BAD_FORMAT, BAD_GIVEN, BAD_DEVICE, BAD_COPY };
 
 /* ---- chunks ---- */

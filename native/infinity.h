@@ -19,7 +19,7 @@
 
 #define INF_QUANT_GROUP 64 /* elements that share a quantisation scale */
 
-/* A state format: master | moments << 8 | count << 16 | grad << 24; class Format of aio/plan.py says what they are. */
+/* A state format: master | moments << 8 | count << 16 | grad << 24; class Format of aio/_records.py says what they are. */
 enum { INF_MASTER_RAW = 0, INF_MASTER_SPLIT = 1, INF_MASTER_SPLIT8 = 2, INF_MASTER_FP32 = 3, INF_MASTER_FP16 = 4 };
 enum { INF_MOMENTS_FP32 = 0, INF_MOMENTS_BF16 = 1, INF_MOMENTS_Q8 = 2 };
 enum { INF_GRAD_SECTION_NONE = 0, INF_GRAD_SECTION_BF16 = 1, INF_GRAD_SECTION_FP32 = 2, INF_GRAD_SECTION_FP16 = 3 };

@@ -5,7 +5,7 @@
         plan.run(index, sections, grad)
 
 What native/update.c does to a chunk in RAM, for chunks whose sections are tensors, on a GPU above all. Both implementations
-take the records of infinity/aio/plan.py as they are; which one runs is for infinity/_src/kernels/choice.py to say (`update`), and changes
+take the records of infinity/aio/_records.py as they are; which one runs is for infinity/_src/kernels/choice.py to say (`update`), and changes
 no bit (but of a NaN's payload in an fp32 section, which is nobody's value): infinity/_src/kernels/update.py is the reference. All that
 a step's updates need besides the chunks is copied to the device once, when the plan is made.
 """
