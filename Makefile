@@ -79,7 +79,7 @@ asan: $(STAMP) tsan
 	cd $(SANITIZED) && INFINITY_WERROR=1 INFINITY_SANITIZE=address,undefined $(abspath $(BIN))/python native/build_native.py
 	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	    PYTHONMALLOC=malloc INFINITY_REQUIRE_NATIVE=1 \
+	    PYTHONMALLOC=malloc INFINITY_REQUIRE_BACKENDS=1 \
 	    $(abspath $(BIN))/python -m pytest tests/unit/native tests/unit/aio -q -p no:cacheprovider \
 	    -k "not grows and not grow_after and not come_and_go and not real_cgroup"
 

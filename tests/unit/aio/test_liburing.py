@@ -25,10 +25,10 @@ import logging
 from pathlib import Path
 import numpy as np
 from infinity import aio
-from infinity.aio.native_core import load_native
+from infinity._src import native
 from infinity.errors import *
 logging.basicConfig(level="WARNING")
-ffi, lib = load_native()
+ffi, lib = native.load()
 why = ffi.new("char[512]")
 assert lib.inf_uring_load({library!r}.encode(), why, 512) == 0, ffi.string(why)
 from tests.unit.aio.rig import *  # looks for backends: would load the real one
