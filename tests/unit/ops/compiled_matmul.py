@@ -15,8 +15,6 @@ import torch
 import triton
 
 from infinity.ops import linear_cross_entropy_triton as loss
-from infinity.ops.quant_matmul import CompactWeight, Int8Weight
-from infinity.ops.quant_matmul_triton import multiply
 from infinity.ops.tile_matmul_triton import tile_matmul
 from infinity.ops.tuning_triton import CONFIGS_MAX, using
 from tests.unit.ops.compiled import Absent, compile_instead_of_launching
@@ -47,26 +45,9 @@ def loss_forms(dtype: torch.dtype) -> Forms:
     yield "gradient", lambda: loss.tile_dlogits(x, w, w[:, 0], target, **rest)
 
 
-def int8_forms(dtype: torch.dtype) -> Forms:
-    x, dy = empty(256, 512, dtype=dtype), empty(256, 1024, dtype=dtype)
-    for group in (32, 128):
-        weight = Int8Weight(empty(1024, 512, dtype=torch.int8), empty(1024, 512 // group, dtype=torch.bfloat16), group)
-        yield f"groups of {group}", lambda weight=weight: multiply(x, weight, dy[0])
-        yield f"groups of {group}, input gradient", lambda weight=weight: multiply(dy, weight, transposed=True)
-
-
-def compact_forms(dtype: torch.dtype) -> Forms:
-    x, dy = empty(256, 512, dtype=dtype), empty(256, 1024, dtype=dtype)
-    weight = CompactWeight(empty(1024, 512, dtype=torch.int16), empty(1024, 512, dtype=torch.int8))
-    yield "forward", lambda: multiply(x, weight, dy[0])
-    yield "input gradient", lambda: multiply(dy, weight, transposed=True)
-
-
 OPS: dict[str, Callable[[torch.dtype], Forms]] = {
     "tile_matmul": tile_forms,
     "linear_cross_entropy": loss_forms,
-    "int8_matmul": int8_forms,
-    "compact_matmul": compact_forms,
 }
 
 
