@@ -6,7 +6,7 @@
     python bench/bench_ops.py --append                  # and one line to bench/results/ops.jsonl
     python bench/bench_ops.py --smoke                   # tiny and fast: only shows that everything runs
 
-Every operation of infinity/ops/choice.py has one function here that yields its cases; to add one, write it and name it in
+Every operation of infinity/_src/kernels/choice.py has one function here that yields its cases; to add one, write it and name it in
 `CASES`. Arms of a case take turns, round after round, on the same data, with the L2 cache overwritten before each; times are
 CUDA events', the median over the rounds. "ratio" is the best time of torch's arms over Triton's: what choice.MEASURED wants.
 There is nothing to measure on a CPU, where Triton runs in its interpreter.
@@ -28,13 +28,13 @@ import harness
 import numpy as np
 import torch
 
+from infinity._src.kernels import choice
+from infinity._src.kernels import loss_tiles as heads
+from infinity._src.kernels import tile_matmul as tiles
+from infinity._src.kernels.adamw import hyper_row
+from infinity._src.kernels.chunk_update import UpdatePlan
+from infinity._src.kernels.quantize import Quantized, dequantize, quantize
 from infinity.aio.plan import HYPER, QUANT_GROUP, SEG, Format, Master, Moments, chunk_numel
-from infinity.ops import choice
-from infinity.ops import loss_tiles as heads
-from infinity.ops import tile_matmul as tiles
-from infinity.ops.adamw import hyper_row
-from infinity.ops.chunk_update import UpdatePlan
-from infinity.ops.groups import Quantised, dequantise, quantise
 
 FLUSH_BYTES = 256 << 20
 """Written before each measurement: more than the L2 cache of any GPU there is."""
@@ -117,32 +117,32 @@ def _large(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > 40e9
 
 
-def group_quantise(device: torch.device, smoke: bool) -> Iterator[Case]:
+def group_quantize(device: torch.device, smoke: bool) -> Iterator[Case]:
     """qwZ's and qgZ's blocks, from bf16."""
     numel = 1 << (14 if smoke else 27 if _large(device) else 24)
     values = torch.randn(numel, device=device).to(torch.bfloat16)
     for bits, group_numel in ((8, 256), (4, 128)):
 
-        def run(bits: int = bits, group_numel: int = group_numel) -> Quantised:
-            return quantise(values, bits=bits, group_numel=group_numel)
+        def run(bits: int = bits, group_numel: int = group_numel) -> Quantized:
+            return quantize(values, bits=bits, group_numel=group_numel)
 
         traffic = numel * 2 + run().size_bytes
-        yield Case("group_quantise", f"{numel:,} bf16 to int{bits} in {group_numel}s", traffic, both("group_quantise", run))
+        yield Case("group_quantize", f"{numel:,} bf16 to int{bits} in {group_numel}s", traffic, both("group_quantize", run))
 
 
-def group_dequantise(device: torch.device, smoke: bool) -> Iterator[Case]:
+def group_dequantize(device: torch.device, smoke: bool) -> Iterator[Case]:
     """And back."""
     numel = 1 << (14 if smoke else 27 if _large(device) else 24)
     values = torch.randn(numel, device=device).to(torch.bfloat16)
     out = torch.empty_like(values)
     for bits, group_numel in ((8, 256), (4, 128)):
-        q = quantise(values, bits=bits, group_numel=group_numel)
+        q = quantize(values, bits=bits, group_numel=group_numel)
 
-        def run(q: Quantised = q) -> object:
-            return dequantise(q, out=out)
+        def run(q: Quantized = q) -> object:
+            return dequantize(q, out=out)
 
         what = f"{numel:,} bf16 from int{bits} in {group_numel}s"
-        yield Case("group_dequantise", what, numel * 2 + q.size_bytes, both("group_dequantise", run))
+        yield Case("group_dequantize", what, numel * 2 + q.size_bytes, both("group_dequantize", run))
 
 
 def update(device: torch.device, smoke: bool) -> Iterator[Case]:
@@ -177,8 +177,8 @@ def update(device: torch.device, smoke: bool) -> Iterator[Case]:
 CASES: dict[str, Callable[[torch.device, bool], Iterator[Case]]] = {
     "tile_matmul": tile_matmul,
     "linear_cross_entropy": linear_cross_entropy,
-    "group_quantise": group_quantise,
-    "group_dequantise": group_dequantise,
+    "group_quantize": group_quantize,
+    "group_dequantize": group_dequantize,
     "update": update,
 }
 """Operation -> its cases on a device; the second argument asks for tiny ones."""
