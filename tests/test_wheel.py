@@ -61,8 +61,8 @@ print(native.__file__, inf.__file__, changed, written, sep="|")
 DIGEST = """
 import hashlib, json, sys
 import numpy as np
-from infinity import native
-from infinity.native import ffi, lib
+from infinity._src import native
+from infinity._src.native import ffi, lib
 from tests.unit.native.states import native_update
 from tests.unit.native.test_update_kernels import CASES, ROWS, states
 
@@ -146,7 +146,7 @@ def assert_trains(wheel: Path, tmp_path: Path) -> None:
     dist_info = "-".join(wheel.name.split("-")[:2]) + ".dist-info"
     # No infinity_offload.libs either: the extension needs no library but glibc's.
     assert {entry.split("/")[0] for entry in names} == {"infinity", dist_info}
-    assert {"infinity/py.typed", "infinity/aio/__init__.py", "infinity/cli/main.py"} <= set(names)
+    assert {"infinity/py.typed", "infinity/aio/__init__.py", "infinity/_src/cli/main.py"} <= set(names)
     assert [entry for entry in names if entry.endswith(".so")] == [EXTENSION]
 
     environment = tmp_path / "environment"
