@@ -20,6 +20,8 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 README_LINES_MAX = 150
 COLUMNS_MAX = 100
+# Pages that are linked before they are written. A page that exists must leave this set.
+PAGES_TO_COME = {"docs/architecture.md"}
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
@@ -78,9 +80,16 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
+        if not anchor and name(target) in PAGES_TO_COME:
+            continue
         assert target.is_file(), f"{name(page)}: {link} leads nowhere"
         if anchor:
             assert anchor in anchors(target), f"{name(page)}: {link}: no such heading"
+
+
+def test_pages_to_come_have_not_come() -> None:
+    written = {page for page in PAGES_TO_COME if (ROOT / page).exists()}
+    assert not written, f"take {sorted(written)} out of PAGES_TO_COME"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
