@@ -120,10 +120,7 @@ def test_python_examples_parse(page: Path) -> None:
 
 def tree_entries() -> Iterator[tuple[str, str]]:
     """(path, description) of each line of the annotated tree; two blanks of indent are one level."""
-    (tree,) = [
-        code
-        for _, code in FENCE.findall(section(DOCS / "contributing.md", "Where things are"))
-    ]
+    (tree,) = [code for _, code in FENCE.findall(section(DOCS / "contributing.md", "Where things are"))]
     parents: list[str] = []
     for line in tree.splitlines():
         entry = line.lstrip()
