@@ -33,7 +33,8 @@ DEFAULT = ("floor", "pinned", "newest")
 CORE = (
     "tests/unit/test_torch_compat.py",
     "tests/unit/params",
-    "tests/unit/runtime",
+    "tests/unit/grads",
+    "tests/unit/hooks",
     "tests/test_bitwise.py",
     "tests/test_step.py",
     "tests/test_models.py",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from infinity.sizes import format_size
+from infinity._src.sizes import format_size
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")

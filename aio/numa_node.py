@@ -1,6 +1,6 @@
 """The NUMA node of this process's device: slabs and native threads that are made from now on are put there.
 
-Chosen once per process, by who knows the device (infinity/memory/numa.py), before pools are made. Without a choice nothing is
+Chosen once per process, by who knows the device (infinity/_src/memory/numa.py), before pools are made. Without a choice nothing is
 called. Memory is preferred on the node: where it has no room, slabs lie on others. What the kernel refuses (a seccomp filter)
 is logged once, and costs speed only.
 """

@@ -14,10 +14,10 @@ from typing import ClassVar, Final, NamedTuple
 import numpy as np
 
 GROUP_NUMEL: Final = 2048
-"""Shard and chunk boundaries are multiples of this: whole 4096-byte blocks of two-byte elements, whole quantisation groups."""
+"""Shard and chunk boundaries are multiples of this: whole 4096-byte blocks of two-byte elements, whole quantization groups."""
 
 QUANT_GROUP: Final = 64
-"""Elements that share a quantisation scale. Parameters start at multiples of it, so a group never spans two."""
+"""Elements that share a quantization scale. Parameters start at multiples of it, so a group never spans two."""
 
 CHUNK_BYTES: Final = 4_718_592
 """What a chunk of any format takes at most, with all its sections: 4.5 MiB."""

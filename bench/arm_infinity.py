@@ -16,11 +16,11 @@ import r1
 import torch
 
 import infinity as inf
-from infinity.limits import AtRest, traffic
+from infinity._src.perf.roofline import AtRest, traffic
 
 
 class Always:
-    """A history that finds every step worth speculating: what `infinity.optim.speculative` would do if it never gave up."""
+    """A history that finds every step worth speculating: what `infinity._src.optim.speculative_update` would do if it never gave up."""
 
     speculates = True
 

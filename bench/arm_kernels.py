@@ -38,10 +38,10 @@ def _in_parts(numel: int, threads: int, part: Callable[[int, int], Update]) -> U
 
 def ours(state: str, numel: int, threads: int) -> Update:
     """inf_update on sections in memory; `verified`: the executor's pass, with checksums before and after, on `exact`."""
+    from infinity._src.kernels.adamw import hyper_row
+    from infinity._src.kernels.codec import encode_sections
+    from infinity._src.native import ffi, lib
     from infinity.aio.plan import Format, GradDtype, Master, Moments
-    from infinity.native import ffi, lib
-    from infinity.ops.adamw import hyper_row
-    from infinity.ops.codec import encode_sections
 
     formats = {
         "exact": Format.SPLIT,
@@ -70,10 +70,10 @@ def ours(state: str, numel: int, threads: int) -> Update:
 
 def verified(numel: int, threads: int) -> Update:
     """What the executor runs on `exact` states: verify, update, sum anew, piece by piece."""
+    from infinity._src.kernels.adamw import hyper_row
+    from infinity._src.kernels.codec import encode_sections
+    from infinity._src.native import ffi, lib
     from infinity.aio.plan import CHUNK, CHUNK_NUMEL, PIECE_NUMEL, SEG, Format, GradDtype, piece_count
-    from infinity.native import ffi, lib
-    from infinity.ops.adamw import hyper_row
-    from infinity.ops.codec import encode_sections
 
     master = _noise(numel)
     sections = encode_sections(Format.SPLIT, master, [master * np.float32(0.01), np.square(master) * np.float32(1e-4)])

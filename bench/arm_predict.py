@@ -20,12 +20,12 @@ import r1
 import torch
 
 import infinity as inf
+from infinity._src.engine import offload
+from infinity._src.perf.plan.job import Job
+from infinity._src.perf.plan.machine import Machine, describe_machine
+from infinity._src.perf.plan.predict import Prediction, predict
+from infinity._src.perf.plan.shape import ModelShape, shape_of
 from infinity.aio import Seam
-from infinity.engine import offload
-from infinity.planning.job import Job
-from infinity.planning.machine import Machine, describe_machine
-from infinity.planning.predict import Prediction, predict
-from infinity.planning.shape import ModelShape, shape_of
 
 COPY_BYTES = 256 << 20
 PLAIN_ROUNDS = 3

@@ -6,7 +6,7 @@
     python bench/bench_ops.py --append                  # and one line to bench/results/ops.jsonl
     python bench/bench_ops.py --smoke                   # tiny and fast: only shows that everything runs
 
-Every operation of infinity/ops/choice.py has one function here that yields its cases; to add one, write it and name it in
+Every operation of infinity/_src/kernels/choice.py has one function here that yields its cases; to add one, write it and name it in
 `CASES`. Arms of a case take turns, round after round, on the same data, with the L2 cache overwritten before each; times are
 CUDA events', the median over the rounds. "ratio" is the best time of torch's arms over Triton's: what choice.MEASURED wants.
 There is nothing to measure on a CPU, where Triton runs in its interpreter.
@@ -29,15 +29,15 @@ import harness
 import numpy as np
 import torch
 
+from infinity._src.kernels import choice
+from infinity._src.kernels import loss_tiles as heads
+from infinity._src.kernels import quant_matmul as quantized
+from infinity._src.kernels import tile_matmul as tiles
+from infinity._src.kernels.adamw import hyper_row
+from infinity._src.kernels.chunk_update import UpdatePlan
+from infinity._src.kernels.quantize import Quantized, dequantize, quantize
+from infinity._src.kernels.unscale_norm import unscale_norm
 from infinity.aio.plan import HYPER, QUANT_GROUP, SEG, Format, Master, Moments, chunk_numel
-from infinity.ops import choice
-from infinity.ops import loss_tiles as heads
-from infinity.ops import quant_matmul as quantised
-from infinity.ops import tile_matmul as tiles
-from infinity.ops.adamw import hyper_row
-from infinity.ops.chunk_update import UpdatePlan
-from infinity.ops.groups import Quantised, dequantise, quantise
-from infinity.ops.unscale_norm import unscale_norm
 
 FLUSH_BYTES = 256 << 20
 """Written before each measurement: more than the L2 cache of any GPU there is."""
@@ -120,17 +120,17 @@ def quant_matmul(name: str, device: torch.device, smoke: bool) -> Iterator[Case]
     for rows, inner, outer in product_sizes(smoke):
         bits = [torch.randint(-127, 128, (outer, inner), device=device, dtype=torch.int8) for _ in range(2)]
         dense = torch.randn((outer, inner), device=device).to(torch.bfloat16)
-        weight: quantised.Weight = quantised.CompactWeight(dense.view(torch.int16), bits[1])
+        weight: quantized.Weight = quantized.CompactWeight(dense.view(torch.int16), bits[1])
         if name == "int8_matmul":
             group = 32 if smoke else 128
             scales = torch.rand((outer, inner // group), device=device).to(torch.bfloat16)
-            weight = quantised.Int8Weight(bits[0], scales, group)
+            weight = quantized.Int8Weight(bits[0], scales, group)
         at_rest = sum(part.numel() * part.element_size() for part in weight[:2])
         for form, transposed in (("forward", False), ("input gradient", True)):
             x = torch.randn((rows, outer if transposed else inner), device=device).to(torch.bfloat16)
 
-            def run(x: torch.Tensor = x, weight: quantised.Weight = weight, transposed: bool = transposed) -> torch.Tensor:
-                return quantised.multiply(name, x, weight, transposed=transposed)
+            def run(x: torch.Tensor = x, weight: quantized.Weight = weight, transposed: bool = transposed) -> torch.Tensor:
+                return quantized.multiply(name, x, weight, transposed=transposed)
 
             def bound(x: torch.Tensor = x, dense: torch.Tensor = dense, transposed: bool = transposed) -> torch.Tensor:
                 return x @ (dense if transposed else dense.t())
@@ -145,32 +145,32 @@ def _large(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > 40e9
 
 
-def group_quantise(device: torch.device, smoke: bool) -> Iterator[Case]:
+def group_quantize(device: torch.device, smoke: bool) -> Iterator[Case]:
     """qwZ's and qgZ's blocks, from bf16."""
     numel = 1 << (14 if smoke else 27 if _large(device) else 24)
     values = torch.randn(numel, device=device).to(torch.bfloat16)
     for bits, group_numel in ((8, 256), (4, 128)):
 
-        def run(bits: int = bits, group_numel: int = group_numel) -> Quantised:
-            return quantise(values, bits=bits, group_numel=group_numel)
+        def run(bits: int = bits, group_numel: int = group_numel) -> Quantized:
+            return quantize(values, bits=bits, group_numel=group_numel)
 
         traffic = numel * 2 + run().size_bytes
-        yield Case("group_quantise", f"{numel:,} bf16 to int{bits} in {group_numel}s", traffic, both("group_quantise", run))
+        yield Case("group_quantize", f"{numel:,} bf16 to int{bits} in {group_numel}s", traffic, both("group_quantize", run))
 
 
-def group_dequantise(device: torch.device, smoke: bool) -> Iterator[Case]:
+def group_dequantize(device: torch.device, smoke: bool) -> Iterator[Case]:
     """And back."""
     numel = 1 << (14 if smoke else 27 if _large(device) else 24)
     values = torch.randn(numel, device=device).to(torch.bfloat16)
     out = torch.empty_like(values)
     for bits, group_numel in ((8, 256), (4, 128)):
-        q = quantise(values, bits=bits, group_numel=group_numel)
+        q = quantize(values, bits=bits, group_numel=group_numel)
 
-        def run(q: Quantised = q) -> object:
-            return dequantise(q, out=out)
+        def run(q: Quantized = q) -> object:
+            return dequantize(q, out=out)
 
         what = f"{numel:,} bf16 from int{bits} in {group_numel}s"
-        yield Case("group_dequantise", what, numel * 2 + q.size_bytes, both("group_dequantise", run))
+        yield Case("group_dequantize", what, numel * 2 + q.size_bytes, both("group_dequantize", run))
 
 
 def update(device: torch.device, smoke: bool) -> Iterator[Case]:
@@ -227,8 +227,8 @@ CASES: dict[str, Callable[[torch.device, bool], Iterator[Case]]] = {
     "linear_cross_entropy": linear_cross_entropy,
     "int8_matmul": partial(quant_matmul, "int8_matmul"),
     "compact_matmul": partial(quant_matmul, "compact_matmul"),
-    "group_quantise": group_quantise,
-    "group_dequantise": group_dequantise,
+    "group_quantize": group_quantize,
+    "group_dequantize": group_dequantize,
     "update": update,
     "unscale_norm": unscale,
 }

@@ -8,7 +8,7 @@
 Every round runs each case once, in an order that changes; figures are medians over the rounds, in one thread's CPU time, so that
 other work on the machine costs its share of caches and memory only. The limit is the case's own traffic (every byte that
 it must read and write) over the bandwidth of an in-place addition in the same round. torch is the reference of
-infinity/ops/wire.py, which runs where the extension is not built; once, since it is slow.
+infinity/_src/kernels/comm_codec.py, which runs where the extension is not built; once, since it is slow.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 import harness
 import torch
 
-from infinity import native
-from infinity.ops import wire
+from infinity._src import native
+from infinity._src.kernels import comm_codec as wire
 
 BITS = {8: 256, 4: 128}
 """Elements per group: of weights (qwZ), of gradients (qgZ)."""

@@ -31,14 +31,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import infinity as inf
-from infinity.memory.layout import run_bytes
-from infinity.planning.exchanges import exchanges
-from infinity.planning.job import Job
-from infinity.planning.machine import describe_machine
-from infinity.planning.placed import Tiers
-from infinity.planning.ranks import bytes_of_rank
-from infinity.planning.shape import shape_of
-from infinity.sizes import GIB, format_size
+from infinity._src.memory.layout import run_bytes
+from infinity._src.perf.plan.exchanges import exchanges
+from infinity._src.perf.plan.job import Job
+from infinity._src.perf.plan.machine import describe_machine
+from infinity._src.perf.plan.placed import Tiers
+from infinity._src.perf.plan.ranks import bytes_of_rank
+from infinity._src.perf.plan.shape import shape_of
+from infinity._src.sizes import GIB, format_size
 
 MICRO_BATCHES = 2
 STEPS = 2

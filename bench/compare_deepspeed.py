@@ -29,7 +29,7 @@ import drive
 import harness
 import r1
 
-from infinity.limits import Compute, Drives, Moved, Traffic, limits
+from infinity._src.perf.roofline import Compute, Drives, Moved, Traffic, limits
 
 DEEPSPEED = "0.19.8"
 TORCH = "2.13.0"

@@ -21,7 +21,7 @@ from typing import Any
 
 import harness
 
-from infinity.sizes import MIB, format_size, parse_size
+from infinity._src.sizes import MIB, format_size, parse_size
 
 KINDS = ("read", "write", "mixed")
 ARMS = ("infinity", "fio", "deepspeed")

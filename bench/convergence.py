@@ -26,7 +26,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity as inf
-from infinity.cli import corpus, hf_model
+from infinity._src.cli import corpus, hf_model
 
 FORMATS = ("exact", "bf16", "compact")
 QUERY = "SELECT Passage1, Passage2 FROM Bible"

@@ -20,7 +20,7 @@ from typing import Any
 
 import harness
 
-from infinity.sizes import format_size, parse_size
+from infinity._src.sizes import format_size, parse_size
 
 MODES = ("full", "sample", "off")
 PARTS = ("executor", "step")

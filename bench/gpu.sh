@@ -103,7 +103,7 @@ build() {
         stage wheels 60 "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$SITE" "${wheels[@]}"
     fi
     stage build 90 "$PYTHON" native/build_native.py
-    stage doctor 60 "$PYTHON" -m infinity.cli.main doctor
+    stage doctor 60 "$PYTHON" -m infinity._src.cli.main doctor
 }
 
 tests() {
@@ -113,8 +113,8 @@ tests() {
     local common=(-q -m "$marks" -p no:cacheprovider -o faulthandler_timeout=120 --basetemp="$SWAP/pytest" "${parallel[@]}")
     stage tests 240 "$PYTHON" -m pytest "${common[@]}" --junitxml="$OUT/tests.xml" tests/gpu
     # In a process of its own: one process has Triton's interpreter or its compiler.
-    [ -d tests/unit/ops ] && [ "$DEVICE" = cuda ] &&
-        stage tests_ops 120 "$PYTHON" -m pytest "${common[@]}" --junitxml="$OUT/tests_ops.xml" tests/unit/ops
+    [ -d tests/unit/kernels ] && [ "$DEVICE" = cuda ] &&
+        stage tests_ops 120 "$PYTHON" -m pytest "${common[@]}" --junitxml="$OUT/tests_ops.xml" tests/unit/kernels
 }
 
 # Each operation by itself: a compiler that hangs or dies costs its own figures only.

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity.memory.ledger import memory_left_bytes
+from infinity._src.memory.ledger import memory_left_bytes
 
 WAYS = ("to the device", "from the device", "both ways")
 AIM = 0.95

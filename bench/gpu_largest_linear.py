@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.memory.ledger import memory_left_bytes
 from infinity.errors import BudgetError
-from infinity.memory.ledger import memory_left_bytes
 
 BYTES_PER_PARAM = 16  # in RAM: exact states and gradients, and room
 ROWS = 64

@@ -36,7 +36,7 @@ import gpu_device
 import harness
 import r1
 
-from infinity.memory.ledger import memory_left_bytes
+from infinity._src.memory.ledger import memory_left_bytes
 
 GIB = 1 << 30
 SHAPES = {

@@ -5,7 +5,7 @@
 
 A byte-level Llama (`small` of convergence.py) learns the King James Bible from scratch; a seed chooses the first values and the
 order of the text, the same in every arm. The nodes are two by the mesh alone: all ranks run here. The held-out loss is of the
-weights as they are gathered, so with qwz of the quantised ones. Each run is a line of results/zeropp_curves.jsonl as soon as it
+weights as they are gathered, so with qwz of the quantized ones. Each run is a line of results/zeropp_curves.jsonl as soon as it
 ends; a run that is there already (same setting) is not repeated, and --limit-s ends in time, between runs.
 """
 

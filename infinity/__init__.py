@@ -9,44 +9,44 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity.checkpoints import Restored, Save, restore, save
-    from infinity.config import Policy
-    from infinity.engine import Handle, handle, offload
-    from infinity.interchange import (
+    from infinity._src.config import Policy
+    from infinity._src.engine import Handle, handle, offload
+    from infinity._src.interchange import (
         export_dcp,
         export_safetensors,
         load_dcp,
         load_deepspeed,
         load_safetensors,
     )
-    from infinity.ops.tiling import tile_linears, tile_loss
-    from infinity.optim.adamw import AdamW
-    from infinity.optim.elementwise import Elementwise
-    from infinity.optim.lion import Lion
-    from infinity.optim.sgd import SGD
+    from infinity._src.kernels.tiling import tile_linears, tile_loss
+    from infinity._src.optim.adamw import AdamW
+    from infinity._src.optim.elementwise import Elementwise
+    from infinity._src.optim.lion import Lion
+    from infinity._src.optim.sgd import SGD
+    from infinity._src.save_restore import Restored, Save, restore, save
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Policy": "infinity.config",
-    "offload": "infinity.engine",
-    "handle": "infinity.engine",
-    "Handle": "infinity.engine",
-    "AdamW": "infinity.optim.adamw",
-    "SGD": "infinity.optim.sgd",
-    "Lion": "infinity.optim.lion",
-    "Elementwise": "infinity.optim.elementwise",
-    "export_dcp": "infinity.interchange",
-    "export_safetensors": "infinity.interchange",
-    "load_dcp": "infinity.interchange",
-    "load_deepspeed": "infinity.interchange",
-    "load_safetensors": "infinity.interchange",
-    "save": "infinity.checkpoints",
-    "tile_linears": "infinity.ops.tiling",
-    "tile_loss": "infinity.ops.tiling",
-    "restore": "infinity.checkpoints",
-    "Save": "infinity.checkpoints",
-    "Restored": "infinity.checkpoints",
+    "Policy": "infinity._src.config",
+    "offload": "infinity._src.engine",
+    "handle": "infinity._src.engine",
+    "Handle": "infinity._src.engine",
+    "AdamW": "infinity._src.optim.adamw",
+    "SGD": "infinity._src.optim.sgd",
+    "Lion": "infinity._src.optim.lion",
+    "Elementwise": "infinity._src.optim.elementwise",
+    "export_dcp": "infinity._src.interchange",
+    "export_safetensors": "infinity._src.interchange",
+    "load_dcp": "infinity._src.interchange",
+    "load_deepspeed": "infinity._src.interchange",
+    "load_safetensors": "infinity._src.interchange",
+    "save": "infinity._src.save_restore",
+    "tile_linears": "infinity._src.kernels.tiling",
+    "tile_loss": "infinity._src.kernels.tiling",
+    "restore": "infinity._src.save_restore",
+    "Save": "infinity._src.save_restore",
+    "Restored": "infinity._src.save_restore",
 }
 
 __all__ = [

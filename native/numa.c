@@ -1,4 +1,4 @@
-/* NUMA: memory on a node, and threads on its CPUs. Asked for by the caller (infinity/memory/numa.py); without that nothing is called.
+/* NUMA: memory on a node, and threads on its CPUs. Asked for by the caller (infinity/_src/memory/numa.py); without that nothing is called.
  *
  * Memory is preferred on the node, not bound to it: what the node has no room for lies elsewhere, which is slower; a strict
  * binding would end the process instead. Threads that are made between `enter` and `leave` inherit the CPUs.

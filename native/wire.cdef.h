@@ -3,7 +3,7 @@
  *
  * A wire: int8 codes, or int4 codes two to a byte (the element with the even number in the low half), padded with zeros to a
  * multiple of 64 bytes; then a bf16 scale per group of `group_numel` (a power of two, 64 to 1024) elements, padded likewise.
- * infinity/ops/groups.py says what codes and scales are, infinity/ops/wire.py is the reference of all below, bit for bit.
+ * infinity/_src/kernels/quantize.py says what codes and scales are, infinity/_src/kernels/comm_codec.py is the reference of all below, bit for bit.
  *
  * dtypes: INF_GRAD_BF16, INF_GRAD_FP16, INF_GRAD_FP32. Pointers are aligned to their items, wires to 2 bytes. Addresses of
  * several travel as uint64_t. One thread, the caller's; no memory but the stack's. Denormals are kept whatever the thread's

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity as inf
+from infinity._src.engine import offload
 from infinity.aio import Seam
-from infinity.engine import offload
 
 STEPS = 50
 CALLS = ("fsync", "replace", "rename", "unlink", "write", "open", "posix_fallocate")

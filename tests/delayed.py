@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.engine import Handle
 from infinity.aio import Seam
-from infinity.engine import Handle
 from tests import models
 from tests.harness import Training
 from tests.reference import ReferenceAdamW

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from infinity import engine
-from infinity.memory import device as module
-from infinity.memory.device import Device, Leaving
-from infinity.params.residency import UnitResidency
-from infinity.params.unit import Unit
+from infinity._src import engine
+from infinity._src.memory import device as module
+from infinity._src.memory.device import Device, GradOffload
+from infinity._src.params.residency import Unsharder
+from infinity._src.params.unit import Unit
 from tests.simulated import Simulated
 
 
@@ -29,17 +29,17 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
 def simulated(monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, delay_us: int = 2000) -> Iterator[Simulated]:
     """Models that are offloaded inside compute on a simulated device. At the end nothing may have raced."""
     device = Simulated(seed=seed, delay_us=delay_us)
-    demand, idle, copy, let_go = UnitResidency.demand, UnitResidency.idle, Device.copy, Leaving._let_go
+    demand, idle, copy, let_go = Unsharder.demand, Unsharder.idle, Device.copy, GradOffload._let_go
 
     def reads(unit: Unit, what: str) -> None:
         for flat in unit.flats:
             device.kernel(*_bytes_of(flat.tensor), writes=False, what=what)
 
-    def demanded(self: UnitResidency, unit: Unit) -> None:
+    def demanded(self: Unsharder, unit: Unit) -> None:
         demand(self, unit)
         reads(unit, "the first kernel of a use")
 
-    def idled(self: UnitResidency, unit: Unit) -> None:
+    def idled(self: Unsharder, unit: Unit) -> None:
         reads(unit, "the last kernel of a use")
         idle(self, unit)
 
@@ -48,17 +48,17 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, delay_us: int =
             device.kernel(source, size_bytes, writes=True, what="the kernel that makes what is copied out")
         return copy(self, to, source, size_bytes, out=out)
 
-    def gone(self: Leaving, source: torch.Tensor) -> None:
+    def gone(self: GradOffload, source: torch.Tensor) -> None:
         let_go(self, source)
         device.kernel(*_bytes_of(source), writes=True, what="a kernel that reuses the memory of a gradient")
 
     def opened(torch_device: torch.device) -> Device:
         return Device(torch_device, device.driver())
 
-    monkeypatch.setattr(UnitResidency, "demand", demanded)
-    monkeypatch.setattr(UnitResidency, "idle", idled)
+    monkeypatch.setattr(Unsharder, "demand", demanded)
+    monkeypatch.setattr(Unsharder, "idle", idled)
     monkeypatch.setattr(module.Device, "copy", copied)
-    monkeypatch.setattr(Leaving, "_let_go", gone)
+    monkeypatch.setattr(GradOffload, "_let_go", gone)
     monkeypatch.setattr(engine, "open_device", opened)
     try:
         yield device

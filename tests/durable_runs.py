@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import infinity as inf
+from infinity._src.engine import offload
 from infinity.aio import Seam
-from infinity.engine import offload
 from tests.crashes import Net, digest, step
 
 STEPS = 5

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.engine import offload
+from infinity._src.kernels.tiles import whole_name
 from infinity.aio import Seam
-from infinity.engine import offload
-from infinity.ops.tiles import whole_name
 from tests import models
 from tests.reference import ReferenceAdamW, ReferenceLion, ReferenceScaler, ReferenceSGD, ReferenceTorch
 

@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
+from infinity._src.engine import offload
+from infinity._src.hooks import activation_offload as activations
+from infinity._src.hooks import activation_store as shelf
 from infinity.aio import Fault, Seam
-from infinity.engine import offload
 from infinity.errors import AioError
-from infinity.runtime import activations, shelf
 from tests import forks, harness, models
 from tests.dist.test_two_ranks import on_two_ranks
 from tests.test_memory import peak_rss_bytes

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import infinity as inf
+from infinity._src.params.unit import Unit
 from infinity.aio.plan import Format
 from infinity.errors import BudgetError, DeviceFailedError
-from infinity.params.unit import Unit
 from tests import forks, harness, models
 from tests.test_memory import fill, peak_rss_bytes
-from tests.unit.params.test_rest import fetched, make_flat, make_rest
+from tests.unit.params.test_state_store import fetched, make_flat, make_rest
 
 MIB = 1 << 20
 LAYERS, HIDDEN = 14, 512

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.checkpoint.directory import DirectoryLock, read_generation
+from infinity._src.engine import offload
 from infinity.aio import Seam
-from infinity.checkpoint.directory import DirectoryLock, read_generation
-from infinity.engine import offload
 from infinity.errors import AioError
 from tests import models
 from tests.harness import Training, one_thread

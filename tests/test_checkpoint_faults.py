@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.checkpoint.directory import read_generation
+from infinity._src.checkpoint.verify import Damage, Verifying
+from infinity._src.engine import offload
 from infinity.aio import Seam
 from infinity.aio.executor import Fault
-from infinity.checkpoint.directory import read_generation
-from infinity.checkpoint.verifying import Damage, Verifying
-from infinity.engine import offload
 from infinity.errors import AioError, ChecksumError, StateInvalid, SwapFullError
 from tests.test_checkpoint import PLAIN, TIERS, Run, policy
 
@@ -139,8 +139,8 @@ KILLED = """
 import os, signal, sys, time
 import torch, infinity as inf
 from infinity.aio import Seam
-from infinity.checkpoint import saving
-from infinity.engine import offload
+from infinity._src.checkpoint import save as saving
+from infinity._src.engine import offload
 from pathlib import Path
 place, swap, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 model = torch.nn.Linear(64, 64)

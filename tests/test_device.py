@@ -73,7 +73,7 @@ def test_the_same_bits_as_on_the_cpu(name: str, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_activations_leave_the_device(tier: str, reentrant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from infinity.runtime import activations
+    from infinity._src.hooks import activation_offload as activations
 
     monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
     training = harness.Training(lambda: models.llama(layers=6), steps=2, checkpointing=reentrant)
@@ -182,7 +182,7 @@ def test_a_gradient_that_the_loop_assigns_is_the_loops_to_change(monkeypatch: py
 
 
 def test_memory_that_cannot_be_pinned_is_told_and_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from infinity.memory.device import Device
+    from infinity._src.memory.device import Device
 
     with simulated(monkeypatch):
         model = inf.offload(models.make(models.llama), inf.Policy())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity.engine import offload
+from infinity._src.engine import offload
 from tests import models
 
 STEPS = 6

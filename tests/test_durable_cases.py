@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity.engine import offload
+from infinity._src.engine import offload
 from infinity.errors import AioError
 from tests import models
 from tests.crashes import Net, digest, step

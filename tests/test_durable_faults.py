@@ -10,9 +10,9 @@ from typing import Any, final
 import pytest
 
 import infinity as inf
+from infinity._src.checkpoint.hardlink import Pinned
 from infinity.aio import Seam
 from infinity.aio.executor import Fault
-from infinity.checkpoint.linking import Pinned
 from infinity.errors import (
     AioError,
     ChecksumError,
@@ -249,7 +249,7 @@ def test_damage_is_found_and_named(tmp_path: Path, wanted: list[str]) -> None:
         step(model, optimizer, index, 0)
     close(model)
     home = tmp_path / "infinity-run"
-    from infinity.checkpoint.directory import newest_generation
+    from infinity._src.checkpoint.directory import newest_generation
 
     manifest = newest_generation(home)[0]
     row = manifest.rows[0]

@@ -1,4 +1,4 @@
-"""The byte floor: what a step moves is what the formulas of `infinity.limits` say, to the byte, by the engine's counters and
+"""The byte floor: what a step moves is what the formulas of `infinity._src.perf.roofline` say, to the byte, by the engine's counters and
 by the kernel's.
 
 The cases train one after the other in a process of their own, so that /proc/self/io counts nobody else, past the page cache
@@ -28,11 +28,11 @@ import pytest
 import torch
 
 import infinity as inf
+from infinity._src.hooks.activation_offload import HELD_CALLS
+from infinity._src.params.unit import Unit
+from infinity._src.perf.roofline import AtRest, traffic, turning_bytes_max
+from infinity._src.sizes import round_up
 from infinity.aio.plan import ALIGNMENT_BYTES
-from infinity.limits import AtRest, traffic, turning_bytes_max
-from infinity.params.unit import Unit
-from infinity.runtime.activations import HELD_CALLS
-from infinity.sizes import round_up
 from tests import forks, models
 
 KERNEL_SLACK_BYTES = 1 << 20

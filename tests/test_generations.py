@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import infinity as inf
+from infinity._src.engine import offload
+from infinity._src.optim.speculative_update import History
 from infinity.aio import Seam
 from infinity.aio.executor import Fault
-from infinity.engine import offload
 from infinity.errors import NonFiniteGradient, StepUndone
-from infinity.optim.speculative import History
 from tests import harness, models
 from tests.harness import Training
 

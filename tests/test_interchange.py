@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infinity as inf
-from infinity.engine import Handle
+from infinity._src.engine import Handle
 from tests import models
 
 NVME = {"params": "nvme", "optim": "nvme", "ram": "min"}
@@ -280,7 +280,7 @@ def test_an_export_that_fails_half_way_leaves_the_one_before(tmp_path: Path, mon
             save_file(*given, **options)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
-            patch.setattr("infinity.checkpoint.safetensors.save_file", second_fails)
+            patch.setattr("infinity._src.checkpoint.safetensors.save_file", second_fails)
             with pytest.raises(OSError, match="No space"):
                 inf.export_safetensors(model, out, shard_bytes_max=1)
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before

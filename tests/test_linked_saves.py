@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity.engine import offload
+from infinity._src.engine import offload
 from tests import models
 from tests.test_durable import STEPS, assert_same, made, policy, train, undisturbed, values_of
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.engine import offload
 from infinity.aio import Seam
-from infinity.engine import offload
 from tests import harness, models, reference
 from tests.test_update_modes import set_values, values_of
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.hooks import activation_offload as activations
 from infinity.aio import Slab
 from infinity.errors import BudgetError
-from infinity.runtime import activations
 from tests import forks, harness, models
 
 MIB = 1 << 20

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity as inf
+from infinity._src.engine import Handle, offload
 from infinity.aio import Fault, Seam
-from infinity.engine import Handle, offload
 from infinity.errors import AioError, EngineClosed
 from tests import harness, models, test_spill
 from tests.dist.test_two_ranks import on_two_ranks

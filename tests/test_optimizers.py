@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.engine import offload
+from infinity._src.optim import probe
 from infinity.aio import Fault, Seam
-from infinity.engine import offload
 from infinity.errors import StateInvalid
-from infinity.optim import probe
 from tests import forks, harness, models, test_spill
 from tests.harness import Training
 from tests.test_bitwise import MixedDtypes, policy, wide_llama

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.engine import offload
+from infinity._src.grads import spill
+from infinity._src.memory.ledger import LEDGER
+from infinity._src.params.unit import Unit
 from infinity.aio import Seam
 from infinity.aio.executor import Fault
 from infinity.aio.plan import Format, GradSection, Master, Moments
-from infinity.engine import offload
 from infinity.errors import AioError, BudgetError, StateInvalid, SwapFullError
-from infinity.memory.ledger import LEDGER
-from infinity.params import spill
-from infinity.params.unit import Unit
 from tests import harness, models
-from tests.unit.params.test_rest import fetched, make_flat, make_rest
+from tests.unit.params.test_state_store import fetched, make_flat, make_rest
 
 SPILLED = Format.SPLIT.with_grad(GradSection.BF16)
 

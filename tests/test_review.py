@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.engine import offload
+from infinity._src.memory.layout import plan_flat
+from infinity._src.params.unshard import AT_REST
 from infinity.aio import Priority, Seam
-from infinity.engine import offload
 from infinity.errors import NonFiniteGradient
-from infinity.memory.layout import plan_flat
-from infinity.params.gathering import AT_REST
 from tests import models
 from tests.harness import one_thread
 from tests.reference import ReferenceAdamW

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.engine import offload
 from infinity.aio import Seam
-from infinity.engine import offload
 from infinity.errors import StateInvalid
 from tests import models
 from tests.reference import ReferenceAdamW

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity as inf
+from infinity._src.engine import offload
 from infinity.aio import Seam
 from infinity.aio.executor import Fault
 from infinity.aio.plan import CHUNK_NUMEL
-from infinity.engine import offload
 from infinity.errors import AioError, BudgetError
 from tests import harness, models
 from tests.harness import Training

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from infinity._src.engine import Handle
 from infinity.aio import Seam
-from infinity.engine import Handle
 from tests import harness, models
 from tests.delayed import DelayedReference, assert_same_states, opened, reference_of, take_step
 from tests.dist.test_two_ranks import on_two_ranks

@@ -18,17 +18,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
+from infinity._src.checkpoint.export_offline import Exporting
+from infinity._src.checkpoint.reader import Checkpoint
+from infinity._src.hooks import activation_offload as activations
+from infinity._src.kernels.tiles import TiledModule
+from infinity._src.params.discover import find_units
+from infinity._src.params.too_large import GATHERED_AT_ONCE, check_gatherable, tiles_needed
+from infinity._src.params.unit import Unit
+from infinity._src.params.unshard import AHEAD
 from infinity.aio import Fault, Seam
-from infinity.checkpoint.exporting import Exporting
-from infinity.checkpoint.reader import Checkpoint
 from infinity.errors import AioError, ParameterReleased
 from infinity.ops import LinearCrossEntropy
-from infinity.ops.tiles import TiledModule
-from infinity.params.discover import find_units
-from infinity.params.gathering import AHEAD
-from infinity.params.too_large import GATHERED_AT_ONCE, check_gatherable, tiles_needed
-from infinity.params.unit import Unit
-from infinity.runtime import activations
 from tests import harness, models
 from tests.harness import Training
 from tests.test_bitwise import PLACEMENTS, policy

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.engine import offload
 from infinity.aio import Seam
 from infinity.aio.executor import Fault
-from infinity.engine import offload
 from infinity.errors import BudgetError, NonFiniteGradient, StateInvalid
 from tests import harness, models
 from tests.harness import Training

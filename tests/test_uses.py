@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
-from infinity.engine import offload
-from infinity.params.passes import Passes
+from infinity._src.engine import offload
+from infinity._src.params.pass_tracker import Passes
 from tests import harness
 from tests.reference import ReferenceAdamW
 from tests.test_update_modes import policy

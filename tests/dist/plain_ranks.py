@@ -5,7 +5,7 @@
              but for the norm that clips: the ranks add up squares of their own parts first.
 `Ddp`        torch's own DistributedDataParallel over gloo with the same update: equal within what its reduction rounds.
 
-Shares no code with the engine but the quantised formats, which have tests of their own.
+Shares no code with the engine but the quantized formats, which have tests of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from infinity.ops.groups import dequantise, quantise
+from infinity._src.kernels.quantize import dequantize, quantize
 from tests import harness, models
 from tests.dist.ranks import shard_of
 from tests.harness import Result, Training
@@ -49,7 +49,7 @@ class Rules:
 
 def coarse(values: torch.Tensor, bits: int) -> torch.Tensor:
     """What groups of 64 codes stand for, fp32."""
-    return dequantise(quantise(values, bits=bits, group_numel=64), dtype=torch.float32)
+    return dequantize(quantize(values, bits=bits, group_numel=64), dtype=torch.float32)
 
 
 class Mean:

@@ -200,7 +200,7 @@ def _joined(job: Job, place: Path, rank: int, world: int, meet: str) -> Outcome:
         store = store_of(place, rank, world, meet)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
         result = job(rank, place)
-        left = sys.modules["infinity.engine"]._OPEN
+        left = sys.modules["infinity._src.engine"]._OPEN
         assert not left, f"the job left {len(left)} models offloaded"
         if dist.is_initialized():  # a job whose ranks failed has left the group
             if world > 1:

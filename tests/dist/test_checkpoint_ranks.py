@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity as inf
-from infinity.checkpoint import saving
-from infinity.checkpoint.directory import newest_generation
-from infinity.checkpoint.reader import Checkpoint
-from infinity.checkpoint.rewriting import Rewriting
+from infinity._src.checkpoint import save as saving
+from infinity._src.checkpoint.directory import newest_generation
+from infinity._src.checkpoint.reader import Checkpoint
+from infinity._src.checkpoint.convert import Rewriting
 from infinity.errors import AioError
 from tests.dist.ranks import on_ranks
 

@@ -2,7 +2,7 @@
 
 What this covers: copies of the executor (fetches into gathered units, gradients on their way out) against what the lanes read and
 write. A lane's work is announced as done by the host on the lane's thread, which is what it is here: gloo, ordinary memory.
-What it does not: with CUDA a lane launches kernels and NCCL on a stream of its own (infinity/comm/lanes.py), which the simulation
+What it does not: with CUDA a lane launches kernels and NCCL on a stream of its own (infinity/_src/distributed/lanes.py), which the simulation
 does not know, nor does it tell one thread of the host from another: order between streams, and between threads, needs a GPU.
 """
 
@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 import infinity as inf
 from infinity.aio import Seam
-from infinity.comm.exchange import Exchange, Parts
-from infinity.params.kept import KeptShards
-from infinity.params.unit import Unit
+from infinity._src.distributed.exchange import Exchange, Parts
+from infinity._src.params.secondary_shards import SecondaryShards
+from infinity._src.params.unit import Unit
 from tests import harness, models
 from tests.device import simulated
 from tests.dist.ranks import assert_ranks_agree, named, on_ranks, shard_of
@@ -85,7 +85,7 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
     def touch(tensor: torch.Tensor, writes: bool, what: str) -> None:
         device.host(tensor.data_ptr(), tensor.numel() * tensor.element_size(), writes=writes, what=what)
 
-    spread, coded, put, keep = Exchange.spread, Exchange.spread_quantised, KeptShards.put, KeptShards.keep
+    spread, coded, put, keep = Exchange.spread, Exchange.spread_quantized, SecondaryShards.put, SecondaryShards.keep
 
     def spreads(self: Exchange, wholes: Sequence[Parts], *, across: bool = True) -> None:
         for parts in wholes:
@@ -101,7 +101,7 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
             for part in parts:
                 touch(part, True, "a lane decodes a shard")
 
-    def puts(self: KeptShards, unit: Unit) -> Any:
+    def puts(self: SecondaryShards, unit: Unit) -> Any:
         work = put(self, unit)
 
         def announced() -> None:
@@ -112,7 +112,7 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
 
         return announced
 
-    def keeps(self: KeptShards, unit: Unit, age: Any) -> Any:
+    def keeps(self: SecondaryShards, unit: Unit, age: Any) -> Any:
         work = keep(self, unit, age)
 
         def announced() -> None:
@@ -124,9 +124,9 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
         return announced
 
     patch.setattr(Exchange, "spread", spreads)
-    patch.setattr(Exchange, "spread_quantised", spreads_coded)
-    patch.setattr(KeptShards, "put", puts)
-    patch.setattr(KeptShards, "keep", keeps)
+    patch.setattr(Exchange, "spread_quantized", spreads_coded)
+    patch.setattr(SecondaryShards, "put", puts)
+    patch.setattr(SecondaryShards, "keep", keeps)
     try:
         yield
     finally:

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 import infinity as inf
-from infinity import engine
-from infinity.checkpoint.linking import Pinned
+from infinity._src import engine
+from infinity._src.checkpoint.hardlink import Pinned
 from infinity.errors import PeerFailed, SwapFullError
 from tests.crashes import digest, step
 from tests.dist.ranks import on_ranks

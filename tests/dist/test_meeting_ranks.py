@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from infinity.comm.collectives import Comm
-from infinity.comm.meeting import Meeting
+from infinity._src.distributed.collectives import Comm
+from infinity._src.distributed.rendezvous import Rendezvous
 from infinity.errors import PeerFailed
 from tests.dist.test_two_ranks import on_ranks
 
 
 def told(comm: Comm) -> list[list[dict[str, Any]]]:
-    with Meeting(comm, "telling") as meeting:
+    with Rendezvous(comm, "telling") as meeting:
         sizes = meeting.exchange({"rank": comm.rank, "size": 2**60 + comm.rank})
         texts = meeting.exchange({"text": "größer" * 1000 * comm.rank})
         return [sizes, texts]
@@ -23,7 +23,7 @@ def told(comm: Comm) -> list[list[dict[str, Any]]]:
 def one_fails(comm: Comm, culprits: tuple[int, ...], rounds: int) -> str:
     """What comes of a meeting that these ranks leave after so many rounds."""
     try:
-        with Meeting(comm, "trying") as meeting:
+        with Rendezvous(comm, "trying") as meeting:
             for number in range(3):
                 if comm.rank in culprits and number == rounds:
                     raise ValueError(f"drive {comm.rank} is missing: {'x' * 5000}")
@@ -38,7 +38,7 @@ def one_fails(comm: Comm, culprits: tuple[int, ...], rounds: int) -> str:
 def ends_early(comm: Comm) -> str:
     """After its last round a meeting waits for nobody: one rank fails there alone."""
     try:
-        with Meeting(comm, "ending") as meeting:
+        with Rendezvous(comm, "ending") as meeting:
             meeting.end()
             if comm.rank == 1:
                 raise KeyError("late")
@@ -81,9 +81,9 @@ def test_three_ranks_meet_and_fail_together(tmp_path: Path) -> None:
 
 
 def test_alone_a_meeting_calls_nothing_and_errors_pass() -> None:
-    with Meeting(Comm(), "alone") as meeting:
+    with Rendezvous(Comm(), "alone") as meeting:
         assert meeting.exchange({"a": 1}) == [{"a": 1}]
         meeting.end()
         assert meeting.exchange({}) == [{}]
-    with pytest.raises(KeyError), Meeting(Comm(), "alone"):
+    with pytest.raises(KeyError), Rendezvous(Comm(), "alone"):
         raise KeyError("mine")

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import infinity as inf
 from infinity.aio import Seam
 from infinity.aio.executor import Fault
-from infinity.comm import collectives
-from infinity.engine import offload
+from infinity._src.distributed import collectives
+from infinity._src.engine import offload
 from infinity.errors import AioError, RankFailed
 from tests.crashes import Net, Rooted, digest, step
 from tests.dist.ranks import Outcome, ends_of, on_ranks
@@ -126,7 +126,7 @@ def open_in(directory: Path) -> tuple[str, ...]:
 
 
 def ours() -> tuple[str, ...]:
-    """Threads of ours. A lane may be stuck in gloo when a connection closed amid a send (infinity/comm/groups.py)."""
+    """Threads of ours. A lane may be stuck in gloo when a connection closed amid a send (infinity/_src/distributed/process_groups.py)."""
     names = (thread.name for thread in threading.enumerate())
     return tuple(name for name in names if name.startswith("infinity") and not name.startswith("infinity-lane-"))
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from infinity.comm import watch as watch_module
-from infinity.comm.hosts import Host
-from infinity.comm.topology import Topology
+from infinity._src.distributed import watchdog as watch_module
+from infinity._src.distributed.hosts import Host
+from infinity._src.distributed.topology import Topology
 from infinity.errors import AioError, RankFailed
 from tests.dist import watched
 from tests.dist.watched import End, Ranks
@@ -429,10 +429,10 @@ def test_a_rank_of_another_host_that_falls_silent_is_named(tmp_path: Path, who: 
 SCRIPT = """
 import sys
 import torch, torch.distributed as dist
-from infinity.comm.groups import make_group
-from infinity.comm.lanes import Lane
-from infinity.comm.topology import Topology, default_store
-from infinity.comm.watch import Watch
+from infinity._src.distributed.process_groups import make_group
+from infinity._src.distributed.lanes import Lane
+from infinity._src.distributed.topology import Topology, default_store
+from infinity._src.distributed.watchdog import Watch
 rank, init, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
 watch = Watch(Topology.find(timeout_s=60.0), default_store(), timeout_s=60.0, name="engine")

@@ -1,4 +1,4 @@
-"""ZeRO++: secondary shards keep every bit; quantised weights and gradients are those of a plain model that rounds alike."""
+"""ZeRO++: secondary shards keep every bit; quantized weights and gradients are those of a plain model that rounds alike."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_in_every_update_mode_the_switches_change_what_they_say_and_nothing_else
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_quantised_weights_and_gradients_are_a_plain_model_that_rounds_alike(tmp_path: Path, mesh: tuple[int, int]) -> None:
+def test_quantized_weights_and_gradients_are_a_plain_model_that_rounds_alike(tmp_path: Path, mesh: tuple[int, int]) -> None:
     """Masters are exact: only what computes, or what travels, is rounded."""
     routed = RoutedTraining(Routed, steps=2, rows=12, lr=2e-3)
     wide = dataclasses.replace(LLAMA, grad_dtype=torch.float32)

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from infinity.comm.groups import make_group
-from infinity.comm.lanes import Lane, Op
-from infinity.comm.topology import Topology, default_store
-from infinity.comm.watch import Watch
+from infinity._src.distributed.process_groups import make_group
+from infinity._src.distributed.lanes import Lane, Op
+from infinity._src.distributed.topology import Topology, default_store
+from infinity._src.distributed.watchdog import Watchdog
 from infinity.errors import RankFailed
 from tests import forks
 
@@ -49,7 +49,7 @@ class Ranks:
     rank: int
     world: int
     place: Path
-    watch: Watch
+    watch: Watchdog
     lane: Lane
     group: Any
 
@@ -92,7 +92,7 @@ def await_file(path: Path) -> None:
 def engine(rank: int, world: int, place: Path, name: str = "engine", **options: Any) -> Iterator[Ranks]:
     """A watch and a lane, closed at the end."""
     options = {"timeout_s": 60.0, **options}
-    watch = Watch(Topology.find(timeout_s=60.0), default_store(), name=name, **options)
+    watch = Watchdog(Topology.find(timeout_s=60.0), default_store(), name=name, **options)
     group = make_group(timeout_s=options["timeout_s"])
     lane = Lane(name, group=group, watch=watch)
     try:

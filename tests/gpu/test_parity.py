@@ -15,8 +15,8 @@ import torch
 import torch.utils.checkpoint
 
 import infinity as inf
+from infinity._src.hooks import activation_offload as activations
 from infinity.aio import Seam
-from infinity.runtime import activations
 from tests import harness, models, test_bitwise, test_fp16, test_models, test_update_modes
 from tests.harness import Training
 from tests.test_bitwise import policy

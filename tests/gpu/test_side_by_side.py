@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import infinity as inf
+from infinity._src.engine import offload
 from infinity.aio import Seam
-from infinity.engine import offload
 from infinity.errors import BudgetError
 from tests import harness, models
 from tests.harness import Training

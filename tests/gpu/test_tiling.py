@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity.ops import TiledLinear, choice
+from infinity._src.kernels import choice
+from infinity.ops import TiledLinear
 from tests import test_tiling
 from tests.gpu.test_parity import MIN, check
 from tests.test_bitwise import policy

@@ -204,5 +204,5 @@ def test_the_engine_counts_what_the_link_carries(hosts: Any) -> None:
     record = module.run_arm(hosts, "all", workload)
     told = module.engine_across(record)
     assert told <= record["link_bytes_per_step"] <= 1.1 * told
-    # Twice what quantised groups take would be a part that crosses twice, or one that is not quantised.
+    # Twice what quantized groups take would be a part that crosses twice, or one that is not quantized.
     assert told <= 1.05 * sum(module.WITH_SCALES[term] for term in module.FORMULA["all"]) * record["m_bytes"]

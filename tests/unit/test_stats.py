@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import infinity as inf
+from infinity._src.cli.report import Steady, drive_rows
+from infinity._src.hooks.activation_offload import HELD_CALLS
+from infinity._src.perf.roofline import Moved
+from infinity._src.sizes import format_size
+from infinity._src.stats import DriveFigures, drive_figures
 from infinity.aio.endurance import Endurance
-from infinity.cli.report import Steady, drive_rows
 from infinity.errors import BudgetError
-from infinity.limits import Moved
-from infinity.runtime.activations import HELD_CALLS
-from infinity.sizes import format_size
-from infinity.stats import DriveFigures, drive_figures
 from tests import models
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infinity import telemetry
-from infinity.telemetry import Marks, PhaseClock, Timeline, configure_logging, log_once, now_ns
+from infinity._src import telemetry
+from infinity._src.telemetry import Marks, PhaseClock, Timeline, configure_logging, log_once, now_ns
 
 NATIVE = np.dtype(
     [
@@ -92,13 +92,13 @@ def test_a_span_is_recorded_also_when_its_body_raises() -> None:
 
 
 def test_the_logger_is_silent_until_it_is_asked() -> None:
-    code = "from infinity.telemetry import logger; logger.warning('nobody asked')"
+    code = "from infinity._src.telemetry import logger; logger.warning('nobody asked')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
 
 
 def test_infinity_log_prints_with_the_rank_in_front() -> None:
-    code = "from infinity.telemetry import configure_logging, logger; configure_logging(); configure_logging(); logger.info('hello')"
+    code = "from infinity._src.telemetry import configure_logging, logger; configure_logging(); configure_logging(); logger.info('hello')"
     environment = {"INFINITY_LOG": "info", "RANK": "3", "PATH": ""}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment

@@ -131,7 +131,7 @@ def test_in_a_real_cgroup_a_slab_too_large_is_an_error_where_the_kernel_would_ki
         folder,
         """
         from infinity.aio.slab import Slab
-        from infinity.memory.ledger import memory_left_bytes
+        from infinity._src.memory.ledger import memory_left_bytes
         with Slab(64 << 20) as slab:
             slab.array("u1")[:] = 1
         assert memory_left_bytes() <= 256 << 20

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from infinity import native
-from infinity.bench import command, sweep
-from infinity.bench.adam import CACHE_NUMEL, measure_adam
-from infinity.ops.adamw import hyper_row
+from infinity._src import native
+from infinity._src.bench import command, sweep
+from infinity._src.bench.adam import CACHE_NUMEL, measure_adam
+from infinity._src.kernels.adamw import hyper_row
 
 
 def test_the_scalars_are_those_of_the_optimizer() -> None:
-    from infinity.bench import adam
+    from infinity._src.bench import adam
 
     row = hyper_row(lr=adam._LR, betas=adam._BETAS, eps=adam._EPS, weight_decay=adam._DECAY, step=adam._STEP)
     assert adam._HYPER_ROW.tobytes() == row.tobytes()

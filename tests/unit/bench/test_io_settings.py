@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from infinity._src.config import Policy
 from infinity.aio import IoSettings, PoolSpec, SwapFile, open_executor
-from infinity.config import Policy
 
 PAIR = {"/mnt/nvme0": [3e9, 2e9]}
 

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.bench import command, hardware
-from infinity.bench.content import Content, is_hole
-from infinity.bench.figures import PhaseFigures, Spread
-from infinity.bench.limits import Fio, open_limit, why_no_fio
-from infinity.bench.streams import CHUNK_BYTES, Sample
-from infinity.bench.swap import Bench, SwapTask, measure_swap
-from infinity.config import Policy
+from infinity._src.bench import command, hardware
+from infinity._src.bench.content import Content, is_hole
+from infinity._src.bench.figures import PhaseFigures, Spread
+from infinity._src.bench.limits import Fio, open_limit, why_no_fio
+from infinity._src.bench.streams import CHUNK_BYTES, Sample
+from infinity._src.bench.swap import Bench, SwapTask, measure_swap
+from infinity._src.config import Policy
+from infinity._src.sizes import MIB
 from infinity.errors import AioError, ChecksumError
-from infinity.sizes import MIB
 
 SMALL = ["--size", "48MiB", "--rounds", "1", "--seconds", "1", "--limit", "off"]
 
@@ -262,7 +262,7 @@ def test_fio_asked_for_and_missing_is_a_mistake(
 
 
 def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    code = "import sys; from infinity.bench.command import main; print('up', flush=True); sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from infinity._src.bench.command import main; print('up', flush=True); sys.exit(main(sys.argv[1:]))"
     arguments = ["swap", "--dir", str(tmp_path), "--size", "256MiB", "--seconds", "30", "--rounds", "500"]
     process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
     try:
@@ -283,7 +283,7 @@ _LONG_FIO = """
 import sys
 from pathlib import Path
 from infinity import aio
-from infinity.bench.limits import Fio
+from infinity._src.bench.limits import Fio
 
 class Long(Fio):
     def command(self, kind, seconds):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from infinity.bench import command, sweep
-from infinity.bench.figures import KINDS
-from infinity.bench.sweep import IN_FLIGHT_MAX_BYTES, Point, choose, pairs
-from infinity.config import Policy
-from infinity.sizes import KIB, MIB
+from infinity._src.bench import command, sweep
+from infinity._src.bench.figures import KINDS
+from infinity._src.bench.sweep import IN_FLIGHT_MAX_BYTES, Point, choose, pairs
+from infinity._src.config import Policy
+from infinity._src.sizes import KIB, MIB
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from infinity.checkpoint.dcp_reading import DCPFiles
-from infinity.checkpoint.dcp_writing import DCPWriter
+from infinity._src.checkpoint.dcp_reading import DCPFiles
+from infinity._src.checkpoint.dcp_writing import DCPWriter
 
 
 def written(directory: Path, **values: Any) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.checkpoint.deepspeed import DeepSpeedWeights, load_tensors_of
+from infinity._src.checkpoint.deepspeed import DeepSpeedWeights, load_tensors_of
 
 SAVED = Path(__file__).parents[2] / "data" / "deepspeed_zero3" / "two_ranks_cpu_offload"
 OPTIMIZER = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"

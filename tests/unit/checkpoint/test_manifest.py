@@ -13,12 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.aio import PoolSpec, Priority, open_executor
-from infinity.aio.plan import CHUNK, JOB, PIECE_NUMEL, Format, JobKind
-from infinity.aio.swap_file import SwapFile
-from infinity.checkpoint.data_file import DataReader, DataWriter
-from infinity.checkpoint.directory import generations, newest_generation, next_generation, read_manifest
-from infinity.checkpoint.manifest import (
+from infinity._src.checkpoint.data_file import DataReader, DataWriter
+from infinity._src.checkpoint.directory import generations, newest_generation, next_generation, read_manifest
+from infinity._src.checkpoint.json_values import from_json, to_json
+from infinity._src.checkpoint.manifest import (
     ROW,
     FileEntry,
     FlatEntry,
@@ -28,10 +26,12 @@ from infinity.checkpoint.manifest import (
     ParamEntry,
     manifest_name,
 )
-from infinity.checkpoint.resharding import pieces
-from infinity.checkpoint.values import from_json, to_json
+from infinity._src.checkpoint.pieces import pieces
+from infinity._src.memory.layout import plan_flat
+from infinity.aio import PoolSpec, Priority, open_executor
+from infinity.aio.plan import CHUNK, JOB, PIECE_NUMEL, Format, JobKind
+from infinity.aio.swap_file import SwapFile
 from infinity.errors import AioError, ChecksumError
-from infinity.memory.layout import plan_flat
 
 EXACT = FlatEntry("block", "bfloat16", True, Format.SPLIT.code, 4096, (ParamEntry(("a", "b"), (3, 5), 0),))
 
@@ -217,7 +217,7 @@ def test_every_element_is_found_once_whatever_the_worlds(
             for piece in pieces(old.offsets[index] + element, count, old.shard_numel, lambda _rank: table):
                 at = piece.rank * old.shard_numel + chunks[piece.chunk].start + piece.start
                 assert piece.start + piece.numel <= chunks[piece.chunk].numel
-                assert piece.start % 64 == 0  # whole quantisation groups
+                assert piece.start % 64 == 0  # whole quantization groups
                 found[element + piece.at : element + piece.at + piece.numel] += flat[at : at + piece.numel]
         assert np.array_equal(found, 100_000 * (index + 1) + np.arange(numel))
 

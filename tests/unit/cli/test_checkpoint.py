@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity as inf
-from infinity.checkpoint.composing import slice_of
-from infinity.checkpoint.directory import DirectoryLock, read_generation, read_manifest
-from infinity.checkpoint.reader import Checkpoint, ChunkRef, StateReader
-from infinity.checkpoint.rewriting import Rewriting
-from infinity.checkpoint.safetensors import INDEX
-from infinity.engine import offload
+from infinity._src.checkpoint.convert import Rewriting
+from infinity._src.checkpoint.directory import DirectoryLock, read_generation, read_manifest
+from infinity._src.checkpoint.reader import Checkpoint, ChunkRef, StateReader
+from infinity._src.checkpoint.reshard import slice_of
+from infinity._src.checkpoint.safetensors import INDEX
+from infinity._src.engine import offload
+from infinity._src.memory.layout import plan_flat
 from infinity.errors import SwapFullError
-from infinity.memory.layout import plan_flat
 from tests import models
 from tests.harness import one_thread
 
@@ -30,9 +30,9 @@ pytest.importorskip("transformers")
 
 from rich.console import Console
 
-from infinity.cli.checkpoint import run_checkpoint
-from infinity.cli.main import build_parser
-from infinity.cli.main import main as infinity_main
+from infinity._src.cli.checkpoint import run_checkpoint
+from infinity._src.cli.main import build_parser
+from infinity._src.cli.main import main as infinity_main
 
 
 def tied() -> nn.Module:
@@ -128,7 +128,7 @@ def test_ls_tells_what_there_is(saved: Path, capsys: pytest.CaptureFixture[str])
         assert wanted in shown, wanted
     assert infinity_main(["checkpoint", "ls", str(saved / "ckpt"), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["schema"] == "infinity.checkpoint.ls/1"
+    assert record["schema"] == "infinity._src.checkpoint.ls/1"
     (listed,) = record["checkpoints"]
     (found,) = listed["generations"]
     assert (found["number"], found["step"], found["world"], found["why_not"]) == (1, 2, 1, "")

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.cli.corpus import Corpus, build_corpus, read_lines, split_held_out, windows
+from infinity._src.cli.corpus import Corpus, build_corpus, read_lines, split_held_out, windows
 
 
 def options(**given: Any) -> argparse.Namespace:

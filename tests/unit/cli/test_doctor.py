@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from infinity._src.cli import doctor
+from infinity._src.kernels import choice
 from infinity.aio import memory_limits
 from infinity.aio.drive_limits import DriveLimits
 from infinity.aio.probe import ExecutorProbe, probe_directory, probe_engine
-from infinity.cli import doctor
-from infinity.ops import choice
 from tests.unit.aio.child import run_python
 from tests.unit.aio.disks import overlay_without_direct
 from tests.unit.aio.rig import BACKENDS
@@ -84,7 +84,7 @@ def test_without_the_wheel_doctor_says_what_takes_over_and_what_to_install(tmp_p
     done = run_python(f"""
         import sys
         sys.modules["liburing"] = None
-        from infinity.cli.main import main
+        from infinity._src.cli.main import main
         sys.exit(main(["doctor", "--dir", {str(tmp_path)!r}]))
     """)
     assert done.returncode == 0, done.stderr

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from infinity.cli import doctor
-from infinity.cli.main import main
+from infinity._src.cli import doctor
+from infinity._src.cli.main import main
 
 
 def shown_on(console: Console) -> str:
@@ -39,7 +39,7 @@ def test_doctor_warns_by_name_and_exits_with_success(tmp_path: Path) -> None:
 
 
 def test_doctor_says_aloud_when_the_native_extension_is_missing(tmp_path: Path) -> None:
-    code = "import sys; from infinity.cli.main import main; sys.exit(main(['doctor', '--dir', sys.argv[1]]))"
+    code = "import sys; from infinity._src.cli.main import main; sys.exit(main(['doctor', '--dir', sys.argv[1]]))"
     environment = {"INFINITY_NO_NATIVE": "1", "PATH": "", "COLUMNS": "200", "HOME": str(tmp_path)}
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

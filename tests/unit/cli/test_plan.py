@@ -15,10 +15,10 @@ transformers = pytest.importorskip("transformers")
 
 from rich.console import Console  # noqa: E402
 
-from infinity.cli.main import build_parser  # noqa: E402
-from infinity.cli.plan import read_shape, run_plan  # noqa: E402
-from infinity.planning.predict import EFFICIENCY  # noqa: E402
-from infinity.sizes import MIB  # noqa: E402
+from infinity._src.cli.main import build_parser  # noqa: E402
+from infinity._src.cli.plan import read_shape, run_plan  # noqa: E402
+from infinity._src.perf.plan.predict import EFFICIENCY  # noqa: E402
+from infinity._src.sizes import MIB  # noqa: E402
 
 LLAMA_405B = {
     "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from infinity.cli.report import StepRecord, Summary, plot_loss, show_summary, steady, step_limits
-from infinity.limits import AtRest, Compute, Drives, limits, traffic
+from infinity._src.cli.report import StepRecord, Summary, plot_loss, show_summary, steady, step_limits
+from infinity._src.perf.roofline import AtRest, Compute, Drives, limits, traffic
 
 
 def shown_on(console: Console) -> str:

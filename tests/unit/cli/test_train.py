@@ -17,10 +17,10 @@ transformers = pytest.importorskip("transformers")
 from rich.console import Console  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from infinity.bench.swap import measure_swap  # noqa: E402
-from infinity.cli import train as command  # noqa: E402
-from infinity.cli.main import build_parser  # noqa: E402
-from infinity.cli.train import learning_rate, run_train  # noqa: E402
+from infinity._src.bench.swap import measure_swap  # noqa: E402
+from infinity._src.cli import train as command  # noqa: E402
+from infinity._src.cli.main import build_parser  # noqa: E402
+from infinity._src.cli.train import learning_rate, run_train  # noqa: E402
 from tests.device import simulated  # noqa: E402
 from tests.tiny_llama import TEXT, write_model  # noqa: E402
 from tests.unit.aio.rig import BACKENDS  # noqa: E402

@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from infinity._src.memory.device import Device, GradOffload, compute_device
 from infinity.aio import Slab
 from infinity.errors import DeviceCopyError
-from infinity.memory.device import Device, Leaving, compute_device
 from tests.device import simulated
 from tests.simulated import Simulated
 from tests.unit.aio.rig import BACKENDS, Rig
@@ -43,7 +43,7 @@ def test_no_more_is_on_its_way_than_there_is_room_for(
     slab = Slab(4 * sum(numels))
     device.pin(slab)
     memory: Any = torch.from_numpy(slab.array("float32"))
-    leaving = Leaving(device, room)
+    leaving = GradOffload(device, room)
     at, sent = 0, []
     for numel in numels:
         source = torch.randn(numel)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.memory.heap import SPARE_BYTES_MAX, SPARE_UNITS, Heap
+from infinity._src.memory.heap import SPARE_BYTES_MAX, SPARE_UNITS, Heap
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import infinity as inf
-from infinity.memory.ledger import RAM_SHARE, budget_bytes, fair_share, memory_seen
+from infinity._src.memory.ledger import RAM_SHARE, budget_bytes, fair_share, memory_seen
 from tests import models
 
 GIB = 1 << 30

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from infinity._src.memory import numa
 from infinity.aio import numa_node
 from infinity.aio.numa_node import Place
-from infinity.memory import numa
 
 
 def machine(root: Path, nodes: dict[int, str], *, online: str | None = None, pci: dict[str, str] | None = None) -> Path:

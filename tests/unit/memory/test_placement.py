@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity._src.memory.layout import plan_flat
+from infinity._src.memory.needs import FlatNeed, Load, chunk_bytes
+from infinity._src.memory.placement import Plan, plan_placement, step_bytes
+from infinity._src.memory.spilling import WINDOW_COUNT, spread
 from infinity.aio.plan import Format, GradSection, Master, Moments
 from infinity.errors import BudgetError
-from infinity.memory.layout import plan_flat
-from infinity.memory.needs import FlatNeed, Load, chunk_bytes
-from infinity.memory.placement import Plan, plan_placement, step_bytes
-from infinity.memory.spilling import WINDOW_COUNT, spread
 
 TIERS = st.sampled_from(["device", "cpu", "nvme"])
 FORMATS = (

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity._src.memory.swap_space import Place, SwapSpace, Turns
 from infinity.aio.swap_file import SwapFile
 from infinity.errors import SwapFullError
-from infinity.memory.swap_space import Place, SwapSpace, Turns
 from tests.unit.aio.disks import loop_ext4
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from infinity import native
+from infinity._src import native
 
 
 @pytest.fixture(autouse=True)

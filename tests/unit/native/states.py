@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from infinity._src.kernels.adamw import Hyper
+from infinity._src.kernels.update import update_numpy_sections
+from infinity._src.native import ffi, lib
 from infinity.aio.plan import Format, GradDtype, LogKind
-from infinity.native import ffi, lib
-from infinity.ops.adamw import Hyper
-from infinity.ops.update import update_numpy_sections
 
 Array = npt.NDArray[Any]
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity import native
+from infinity._src import native
+from infinity._src.kernels.adamw import Hyper, adamw_fp32_, hyper_row
 from infinity.aio.plan import HYPER, LOG_MAX, Format
-from infinity.ops.adamw import Hyper, adamw_fp32_, hyper_row
 from tests.unit.native.states import (
     HYPER_PLAIN,
     HYPERS,

@@ -1,4 +1,4 @@
-"""Passes over chunks of every format: sections of gradients, given sections, quantisation groups."""
+"""Passes over chunks of every format: sections of gradients, given sections, quantization groups."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity._src.kernels.adamw import hyper_row
+from infinity._src.kernels.update import update_numpy_sections
+from infinity._src.native import ffi, lib
 from infinity.aio.plan import (
     CHUNK,
     HYPER,
@@ -22,9 +25,6 @@ from infinity.aio.plan import (
     piece_count,
 )
 from infinity.aio.python_sections import Sections
-from infinity.native import ffi, lib
-from infinity.ops.adamw import hyper_row
-from infinity.ops.update import update_numpy_sections
 from tests.unit.native.states import Array
 from tests.unit.native.test_update_kernels import as_bf16, assert_same_sections, states
 

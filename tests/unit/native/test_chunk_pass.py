@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity._src.native import ffi, lib
 from infinity.aio.plan import CHUNK, HYPER, SEG, Format, GradDtype, piece_count
-from infinity.native import ffi, lib
 from tests.unit.native.states import (
     HYPER_LATE,
     HYPER_LOGGED,

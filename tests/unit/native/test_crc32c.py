@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity import native
-from infinity.native import ffi, lib
+from infinity._src import native
+from infinity._src.native import ffi, lib
 
 NAMES = ["portable", "streams", "clmul", "vpclmul"]
 

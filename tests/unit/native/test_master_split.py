@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity.native import ffi, lib
-from infinity.ops.adamw import join_master, split_master
+from infinity._src.kernels.adamw import join_master, split_master
+from infinity._src.native import ffi, lib
 
 Bits = npt.NDArray[np.uint32]
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity._src.native import ffi, lib
 from infinity.aio import plan
-from infinity.native import ffi, lib
 
 STRUCTS = [("inf_chunk", plan.CHUNK), ("inf_job", plan.JOB), ("inf_seg", plan.SEG), ("inf_hyper", plan.HYPER)]
 

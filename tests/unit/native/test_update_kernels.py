@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity import native
+from infinity._src import native
+from infinity._src.kernels.adamw import hyper_row
+from infinity._src.kernels.codec import decode_sections, encode_sections
+from infinity._src.kernels.lion import hyper_row_lion
+from infinity._src.kernels.rounding import random_bits, rounding_key
+from infinity._src.kernels.sgd import hyper_row_sgd
+from infinity._src.kernels.update import update_numpy_sections
+from infinity._src.native import ffi, lib
 from infinity.aio.plan import QUANT_GROUP, Format, Master, Moments
-from infinity.native import ffi, lib
-from infinity.ops.adamw import hyper_row
-from infinity.ops.codec import decode_sections, encode_sections
-from infinity.ops.lion import hyper_row_lion
-from infinity.ops.rounding import random_bits, rounding_key
-from infinity.ops.sgd import hyper_row_sgd
-from infinity.ops.update import update_numpy_sections
 from tests.unit.native.states import Array, native_update
 from tests.unit.native.states import random_bits as odd_bits
 

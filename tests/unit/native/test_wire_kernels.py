@@ -1,4 +1,4 @@
-"""Every instruction set gives the bits of infinity/ops/wire.py, writes what it should, and nothing beside it."""
+"""Every instruction set gives the bits of infinity/_src/kernels/comm_codec.py, writes what it should, and nothing beside it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from infinity import native
-from infinity.ops import wire
-from infinity.ops.groups import DTYPES
-from infinity.ops.rounding import rounding_key
-from infinity.ops.wire import decode_sum, encode, sum_in_order, wire_bytes
+from infinity._src import native
+from infinity._src.kernels import comm_codec as wire
+from infinity._src.kernels.comm_codec import decode_sum, encode, sum_in_order, wire_bytes
+from infinity._src.kernels.quantize import DTYPES
+from infinity._src.kernels.rounding import rounding_key
 from tests.unit.native.states import random_bits as odd_bits
 
 KEY = rounding_key(1, 2, "weight")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.params.discover import UnitSpec, build, find_parameters, find_units
+from infinity._src.params.discover import UnitSpec, build, find_parameters, find_units
 from tests import models
 
 LARGE = 1 << 29

@@ -1,0 +1,311 @@
+"""How fast the update kernels are: per instruction set and state format, from cache and from memory.
+
+Arms run in turns, a round of each; figures are medians over the rounds. "cache": two pieces, updated again and again.
+"memory": states far larger than any cache, beside the memory's bandwidth in the same round. That is what additions in
+place read and write, the faster of `a += 1` and `a += b`: a copy would be no limit, since it also reads the lines that it
+overwrites. `torch.optim.AdamW(fused=True)` on fp32 stands beside them from memory only: in cache it is mostly the
+overhead of `step()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity._src import native
+from infinity.aio.plan import (
+    CHUNK,
+    HYPER,
+    PIECE_NUMEL,
+    SEG,
+    Format,
+    GradDtype,
+    piece_count,
+)
+
+CACHE_NUMEL = 2 * PIECE_NUMEL
+MEMORY_NUMEL = 16 << 20
+
+Progress = Callable[[str, float], None]
+
+_CACHE_S = 0.02
+_LR, _BETAS, _EPS, _DECAY, _STEP = 1e-4, (0.9, 0.999), 1e-8, 0.1, 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """Something that is timed: each of `parts` runs on a thread of its own; together they update `numel` parameters."""
+
+    name: str
+    isa: str
+    state: str
+    numel: int
+    traffic: int
+    """Bytes read and written per parameter."""
+    parts: Sequence[Callable[[], object]]
+    keep: object = None
+    """What `parts` know only by address."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One arm's figures. `of_memory`: its traffic over the memory's bandwidth; None from cache."""
+
+    name: str
+    isa: str
+    state: str
+    where: str
+    numel: int
+    gparam_per_s: float
+    rounds: list[float]
+    gb_per_s: float
+    of_memory: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamFigures:
+    """All rows, and what they were measured with."""
+
+    rows: tuple[Row, ...]
+    threads: int
+    memory_gb_per_s: float
+    torch: str
+    isa: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "threads": self.threads,
+            "isa": self.isa,
+            "isas": list(native.isas()),
+            "torch": self.torch or None,
+            "memory_gb_per_s": self.memory_gb_per_s,
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+        }
+
+
+def _itemsizes(state: Format) -> list[int]:
+    return [section.itemsize for section in state.sections]
+
+
+class _States:
+    """States and a gradient of one format, plausible numbers, as the kernels take them."""
+
+    def __init__(self, state: Format, numel: int) -> None:
+        self.state = state
+        self.numel = numel
+        self._kept: list[tuple[npt.NDArray[Any], ...]] = []
+        noise = np.random.default_rng(0).standard_normal(min(numel, 1 << 20)).astype(np.float32)
+        master = np.resize(noise, numel)
+        moments = [master * np.float32(0.01), np.square(master) * np.float32(1e-4)]
+        grad = np.resize(noise[::-1], numel).astype(np.float32)
+        self.grad: npt.NDArray[Any]
+        if state is Format.FP32:
+            self.sections: list[npt.NDArray[Any]] = [master, *moments]
+            self.grad, self.kind = grad, GradDtype.FP32
+        else:
+            hi, lo = np.empty(numel, np.uint16), np.empty(numel, np.int16)
+            casts = (_at(master, "float *"), _at(hi, "uint16_t *"), _at(lo, "int16_t *"))
+            native.lib.inf_split_master(*casts, numel)
+            self.sections = [hi, lo, *moments]
+            self.grad, self.kind = (grad.view(np.uint32) >> 16).astype(np.uint16), GradDtype.BF16
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that an update reads and writes per parameter."""
+        return 2 * sum(_itemsizes(self.state)) + self.grad.itemsize
+
+    def update(self) -> Callable[[], object]:
+        """The update kernel alone."""
+        function = native.lib.inf_update
+        sections = native.ffi.new("uint8_t *[6]", [_at(section, "uint8_t *") for section in self.sections])
+        grad, row = _at(self.grad, "void *"), _at(_HYPER_ROW, "inf_hyper *")
+
+        def run() -> None:
+            function(int(self.state), sections, grad, int(self.kind), self.numel, 0, row)
+
+        return run
+
+    def fused_pass(self) -> Callable[[], object]:
+        """What the executor runs: verify, update, checksum, piece by piece."""
+        lib, ffi = native.lib, native.ffi
+        pieces = piece_count(self.numel)
+        sums, scratch = np.zeros((4, pieces), np.uint32), np.zeros((4, pieces), np.uint32)
+        record, seg, hypers = np.zeros((), CHUNK), np.zeros(1, SEG), np.array([_HYPER_ROW], HYPER)
+        sizes = _itemsizes(self.state)
+        record["numel"], record["format"], record["section_count"] = self.numel, int(self.state), len(sizes)
+        record["piece_numel"], record["sums_ptr"] = PIECE_NUMEL, sums.ctypes.data
+        for section, itemsize in enumerate(sizes):
+            record["itemsize"][section] = itemsize
+            record["section_at"][section] = self.numel * sum(sizes[:section])
+        record["run_bytes"] = self.numel * sum(sizes)
+        seg["numel"], seg["grad"], seg["grad_dtype"] = self.numel, self.grad.ctypes.data, int(self.kind)
+        chunk = _at(record, "inf_chunk *")
+        addresses = ffi.new("uint8_t *[6]", [_at(section, "uint8_t *") for section in self.sections])
+        for section in range(len(sizes)):
+            lib.inf_section_store(chunk, section, addresses[section], addresses[section])
+        arguments = (
+            chunk, addresses, _at(seg, "inf_seg *"), 1, _at(hypers, "inf_hyper *"), 1, ffi.NULL, 1, 0, _at(scratch, "uint32_t *"),
+        )  # fmt: skip
+        self._kept.append((sums, scratch, record, seg, hypers))
+
+        def run() -> None:
+            code = lib.inf_chunk_update(*arguments)
+            assert code == -1, f"the pass refuses its own checksums: {code}"
+
+        return run
+
+
+def _hyper_row() -> npt.NDArray[np.void]:
+    """As `infinity._src.kernels.adamw.hyper_row`, which needs torch."""
+    row = np.zeros((), HYPER)
+    row["decay"] = 1.0 - _LR * _DECAY
+    row["beta1"], row["one_minus_beta1"] = _BETAS[0], 1.0 - _BETAS[0]
+    row["beta2"], row["one_minus_beta2"] = _BETAS[1], 1.0 - _BETAS[1]
+    row["eps"] = _EPS
+    row["bc2_sqrt"] = math.sqrt(1.0 - _BETAS[1] ** _STEP)
+    row["step_size"] = _LR / (1.0 - _BETAS[0] ** _STEP)
+    return row
+
+
+_HYPER_ROW = _hyper_row()
+
+
+def _at(array: npt.NDArray[Any], kind: str) -> Any:
+    return native.ffi.cast(kind, array.ctypes.data)
+
+
+def measure_adam(
+    *, threads: int = 1, rounds: int = 5, numel: int = MEMORY_NUMEL, progress: Progress | None = None
+) -> AdamFigures:
+    """Measure every kernel on `threads` threads. Blocks for about 15 s; takes about 90 bytes of memory per `numel`.
+
+    Raises: ValueError without native kernels.
+    """
+    if not native.available():
+        raise ValueError(f"there are no native kernels to measure ({native.reason()}); `infinity doctor` says what to do")
+    if threads < 1 or rounds < 1:
+        raise ValueError(f"threads={threads}, rounds={rounds}: both must be at least 1")
+    if numel < threads * PIECE_NUMEL:
+        raise ValueError(f"numel={numel} is too small; use at least {threads * PIECE_NUMEL}")
+    say = progress or (lambda _phase, _share: None)
+    before = native.isa()
+    torch_arm, version = _torch_arm(numel, threads)
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            cached, _ = _measure(pool, _arms(CACHE_NUMEL, threads), "cache", rounds, say)
+            arms = [*_arms(numel // threads, threads), *torch_arm]
+            in_memory, memory = _measure(pool, arms, "memory", rounds, say, _additions(numel // threads, threads))
+        finally:
+            native.select_isa(before)
+    return AdamFigures((*cached, *in_memory), threads, memory / 1e9, version, before)
+
+
+def _arms(numel: int, threads: int) -> list[Arm]:
+    """Every kernel of every instruction set, `numel` parameters for each thread."""
+    found = []
+    for state, name in ((Format.SPLIT, "exact"), (Format.FP32, "fp32")):
+        # The pass compares the checksums that it stored last: the update alone must have states of its own.
+        plain = [_States(state, numel) for _ in range(threads)]
+        summed = [_States(state, numel) for _ in range(threads)]
+        updates, passes = [one.update() for one in plain], [one.fused_pass() for one in summed]
+        for isa in native.isas():
+            found.append(Arm("update", isa, name, numel * threads, plain[0].traffic, updates, plain))
+            found.append(Arm("verify, update, checksum", isa, name, numel * threads, plain[0].traffic, passes, summed))
+    return found
+
+
+def _torch_arm(numel: int, threads: int) -> tuple[list[Arm], str]:
+    """([torch's own optimizer], torch's version), or nothing where torch cannot be imported."""
+    try:
+        import torch
+    except ImportError:
+        return [], ""
+    torch.set_num_threads(threads)
+    # Torch splits the work itself; a parameter per thread would only make its loop longer.
+    parameter = torch.randn(numel, requires_grad=True)
+    parameter.grad = torch.randn(numel)
+    optimizer = torch.optim.AdamW([parameter], lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, fused=True)
+    optimizer.step()
+    return [Arm("torch.optim.AdamW(fused)", "", "fp32", numel, 2 * 12 + 4, [optimizer.step])], torch.__version__
+
+
+def _additions(numel: int, threads: int) -> list[Arm]:
+    """What the memory gives: additions in place, of a number and of another array; the faster one is the limit."""
+    one = np.float32(1.0)
+
+    def add(array: npt.NDArray[np.float32], other: Any) -> Callable[[], object]:
+        return lambda: np.add(array, other, out=array)
+
+    arrays = [(np.ones(numel, np.float32), np.ones(numel, np.float32)) for _ in range(threads)]
+    return [
+        Arm("a += 1", "", "", numel * threads, 8, [add(left, one) for left, _ in arrays]),
+        Arm("a += b", "", "", numel * threads, 12, [add(left, right) for left, right in arrays]),
+    ]
+
+
+def _measure(
+    pool: ThreadPoolExecutor, arms: Sequence[Arm], where: str, rounds: int, say: Progress, limit: Sequence[Arm] = ()
+) -> tuple[list[Row], float]:
+    """(a row per arm, the limit's bytes per second or 0)."""
+    rates: list[list[float]] = [[] for _ in arms]
+    shares: list[list[float]] = [[] for _ in arms]
+    limits: list[float] = []
+    repeats = [1 if limit else _repeats(pool, arm) for arm in arms]
+    for number in range(rounds):
+        if limit:
+            limits.append(max(one.numel * one.traffic / _seconds(pool, one, 1) for one in limit))
+        for index, arm in enumerate(arms):
+            say(f"{where} {number + 1}/{rounds}", index / len(arms))
+            rate = arm.numel / _seconds(pool, arm, repeats[index])
+            rates[index].append(rate)
+            if limit:
+                shares[index].append(rate * arm.traffic / limits[-1])
+    rows = []
+    for arm, mine, share in zip(arms, rates, shares, strict=True):
+        rate = statistics.median(mine)
+        rows.append(
+            Row(
+                name=arm.name,
+                isa=arm.isa,
+                state=arm.state,
+                where=where,
+                numel=arm.numel,
+                gparam_per_s=rate / 1e9,
+                rounds=[value / 1e9 for value in mine],
+                gb_per_s=rate * arm.traffic / 1e9,
+                of_memory=statistics.median(share) if share else None,
+            )
+        )
+    return rows, statistics.median(limits) if limits else 0.0
+
+
+def _repeats(pool: ThreadPoolExecutor, arm: Arm) -> int:
+    """How often an arm must run to be timed well."""
+    return max(1, int(_CACHE_S / max(_seconds(pool, arm, 3), 1e-6)))
+
+
+def _seconds(pool: ThreadPoolExecutor, arm: Arm, repeats: int) -> float:
+    """Wall time of one run of all parts at once."""
+    if arm.isa:
+        native.select_isa(arm.isa)
+
+    def loop(part: Callable[[], object]) -> None:
+        for _ in range(repeats):
+            part()
+
+    start_s = time.perf_counter()
+    if len(arm.parts) == 1:
+        loop(arm.parts[0])
+    else:
+        for future in [pool.submit(loop, part) for part in arm.parts]:
+            future.result()
+    return (time.perf_counter() - start_s) / repeats

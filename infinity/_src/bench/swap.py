@@ -1,0 +1,316 @@
+"""Swap bandwidth of one or several drives, measured through the same executor that training uses.
+
+    fill    random bytes, copied and checksummed, onto fresh extents        (also proves that the drive takes them)
+    verify  a sample read back, or everything, every checksum compared
+    rounds  read | write | mixed, each beside the limit: what fio gets from another file that was written before
+
+Rounds alternate kinds and arms, so that a drive whose speed drifts is seen from all sides. With `checksums="off"` they
+move slots as they are (`MASK_MOVE_ONLY`): they measure the drive and the rings, not memcpy; what they write is the random
+data that earlier reads left in the slots, about 72 MiB that repeats. With "full" and "sample" every chunk is copied and
+its checksums are computed (write) or compared (read), and what is written is made new for every round. A phase ends at the
+data's end or at its deadline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from infinity import aio
+from infinity._src.bench.content import Content, is_hole
+from infinity._src.bench.figures import KINDS, PhaseFigures, SwapFigures
+from infinity._src.bench.limits import Limit, check_limit, open_limit
+from infinity._src.bench.streams import CHUNK_BYTES, Chunks, Sample, Streams
+from infinity._src.sizes import format_size
+from infinity.aio.plan import ALIGNMENT_BYTES
+from infinity.errors import AioError
+
+CHECKSUMS = ("off", "sample", "full")
+
+Progress = Callable[[str, float], None]
+"""Called with the phase's name and its done share, 0 to 1."""
+
+_SAMPLE_CHUNKS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class SwapTask:
+    """What to measure. Raises ValueError naming what is wrong and the fix.
+
+    block_bytes: None for what suits the backend, which is what training uses.
+    """
+
+    directories: tuple[Path, ...]
+    size_bytes: int
+    block_bytes: int | None = None
+    depth: int = 32
+    backend: str = "auto"
+    rounds: int = 3
+    phase_s: float = 1.5
+    checksums: str = "off"
+    limit: str = "off"
+    verify_all: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 4 * CHUNK_BYTES:
+            raise ValueError(f"size={self.size_bytes} bytes is too small to measure; use at least 32MiB")
+        if self.rounds < 1:
+            raise ValueError(f"rounds={self.rounds} must be at least 1")
+        if not 0 < self.phase_s < 3600:
+            raise ValueError(f"seconds={self.phase_s} must be above 0 and below 3600")
+        if self.checksums not in CHECKSUMS:
+            raise ValueError(f"checksums={self.checksums!r} is not known; use one of {', '.join(CHECKSUMS)}")
+        if self.block_bytes is not None and self.block_bytes > CHUNK_BYTES:
+            raise ValueError(
+                f"block_bytes={self.block_bytes} is more than a chunk has; use at most {CHUNK_BYTES} (4.5 MiB)"
+            )
+        aio.IoSettings(block_bytes=self.block_bytes, depth=self.depth)
+        check_limit(self.limit)
+        check_directories(self.directories)
+        check_room(self.directories, self.size_bytes * (1 if self.limit == "off" else 2))
+
+    @property
+    def chunks_per_drive(self) -> int:
+        """Chunks on each drive."""
+        return max(self.size_bytes // CHUNK_BYTES // len(self.directories), 2)
+
+
+def check_directories(directories: Sequence[Path]) -> None:
+    """Raises ValueError for directories that are missing, not writable, or named twice."""
+    if not directories:
+        raise ValueError("no directory to measure; name one with --dir")
+    missing = [str(directory) for directory in directories if not directory.exists()]
+    if missing:
+        raise ValueError(f"directory {', '.join(missing)} does not exist; create it, or name another with --dir")
+    for directory in directories:
+        if not directory.is_dir():
+            raise ValueError(f"{directory} is not a directory; name one with --dir")
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise ValueError(f"directory {directory} cannot be written to by this user; name another with --dir")
+    if len({directory.resolve() for directory in directories}) != len(directories):
+        raise ValueError(f"--dir names a directory twice: {', '.join(map(str, directories))}")
+
+
+def check_room(directories: Sequence[Path], size_bytes: int) -> None:
+    """Raises ValueError when `size_bytes` in all, equal parts in each directory, do not fit."""
+    wanted: dict[int, int] = {}
+    free: dict[int, tuple[int, Path]] = {}
+    for directory in directories:
+        device = directory.stat().st_dev
+        wanted[device] = wanted.get(device, 0) + size_bytes // len(directories)
+        free[device] = (shutil.disk_usage(directory).free, directory)
+    for device, need in wanted.items():
+        room, directory = free[device]
+        if need > room:
+            raise ValueError(
+                f"not enough space: {directory} has {format_size(room)} free and {format_size(need)} are needed; "
+                "use a smaller --size (with a limit, twice the size is needed: --limit off saves half), or another --dir"
+            )
+
+
+@final
+class Bench:
+    """The files, chunks and content of a measurement; sweep and swap share it. Close it (a context) and nothing is left."""
+
+    def __init__(self, task: SwapTask, say: Progress) -> None:
+        self.task = task
+        self.say = say
+        self._stack = ExitStack()
+        try:
+            self.content = Content(len(task.directories))
+            self._stack.callback(self.content.close)
+            self.chunks = Chunks(self._files(), task.chunks_per_drive)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _files(self) -> list[aio.SwapFile]:
+        files = []
+        for directory in self.task.directories:
+            files.append(aio.SwapFile.create(directory))
+            self._stack.callback(files[-1].close)
+        return files
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def streams(self, *, block_bytes: int | None, depth: int, verify: str) -> Streams:
+        """An executor over the chunks."""
+        return Streams(self.chunks, block_bytes=block_bytes, depth=depth, backend=self.task.backend, verify=verify)
+
+    def fill(self, streams: Streams) -> float:
+        """Write random bytes everywhere the deadline allows; returns bytes per second.
+
+        A slow drive gets less data: `chunks.count` shrinks to what was really written.
+        """
+        content, drives = self.content, len(self.chunks.drives)
+        jobs = streams.jobs(aio.JobKind.STORE)
+        per_drive = content.half // drives
+        flying: list[aio.Ticket | None] = [None, None]
+        start_s = time.monotonic()
+        done = 0
+        while done < self.chunks.count and time.monotonic() - start_s < 4 * self.task.phase_s:
+            half = done // per_drive % 2
+            before = flying[half]
+            if before is not None:
+                before.wait_filled()
+                content.renew(half)
+            parts = np.concatenate([one[done : done + per_drive] for one in jobs])
+            parts["ptr"][:, 0] = content.addresses(half)[: len(parts)]
+            flying[half] = streams.executor.submit(parts, priority=aio.Priority.DEMAND)
+            done += len(parts) // drives
+            self.say("fill", done / self.chunks.count)
+        for ticket in flying:
+            if ticket is not None:
+                ticket.wait()
+        took_s = time.monotonic() - start_s
+        self.chunks.count = done
+        return self.chunks.size_bytes / took_s
+
+    def verify(self, streams: Streams, phase: str, *, everything: bool) -> int:
+        """Read chunks back and compare their checksums (`streams` must verify in full); returns the bytes.
+
+        Raises ChecksumError.
+        """
+        with aio.Slab(4 * CHUNK_BYTES) as target:
+            # What is read is thrown away, so chunks may share their target.
+            pointers = target.address + np.arange(4, dtype=np.uint64) * np.uint64(CHUNK_BYTES)
+            jobs = streams.jobs(aio.JobKind.FETCH, 1, pointers)
+            if not everything:
+                count = min(self.chunks.count, _SAMPLE_CHUNKS)
+                picked = np.linspace(0, self.chunks.count - 1, count).astype(np.int64)
+                jobs = [one[picked] for one in jobs]
+            # Drive after drive: a run over several ends with the first that is done.
+            samples = [streams.run([one], math.inf, lambda share: self.say(phase, share)) for one in jobs]
+        return sum(sum(sample.drive_bytes) for sample in samples)
+
+    def check_no_holes(self) -> None:
+        """Look at some pages as they lie on the drives. Raises AioError where one is not random data."""
+        with aio.Slab(ALIGNMENT_BYTES) as page:
+            for drive in self.chunks.drives:
+                for chunk in np.linspace(0, self.chunks.count - 1, _SAMPLE_CHUNKS).astype(np.int64):
+                    offset = int(chunk) * CHUNK_BYTES + CHUNK_BYTES // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+                    moved = os.preadv(drive.fd, [page.memory], offset)
+                    if moved != page.size_bytes or is_hole(page.memory):
+                        raise AioError(
+                            "what was measured is a hole, not data: a defect of this benchmark",
+                            path=drive.path,
+                            op="read",
+                            offset=offset,
+                        )
+
+    def limit(self, name: str, *, block_bytes: int, depth: int) -> Limit | None:
+        """What else the drives give, measured on files of its own as large as the chunks."""
+        if name == "off":
+            return None
+        files = self._files()
+        for file in files:
+            file.grow(self.chunks.count * CHUNK_BYTES)
+        self.say("fill for the limit", 0.0)
+        return open_limit(name, files, self.content, block_bytes=block_bytes, depth=depth)
+
+    def phases(self, streams: Streams, checksums: str) -> dict[str, list[np.ndarray[tuple[int], np.dtype[np.void]]]]:
+        """The jobs of each kind and drive."""
+        if checksums == "off":
+            reads = streams.jobs(aio.JobKind.FETCH, 1 | aio.MASK_MOVE_ONLY)
+            writes = streams.jobs(aio.JobKind.STORE, 1 | aio.MASK_MOVE_ONLY)
+        else:
+            halves = self.content.addresses(0), self.content.addresses(1)
+            reads = streams.jobs(aio.JobKind.FETCH, 1, halves[1])
+            writes = streams.jobs(aio.JobKind.STORE, 1, halves[0])
+        half = self.chunks.count // 2
+        mixed = []
+        for read, write in zip(reads, writes, strict=True):
+            both = np.empty(2 * half, dtype=aio.JOB)
+            # Read one half while the other is written, as a pass of updates does.
+            both[0::2] = read[:half]
+            both[1::2] = write[self.chunks.count - half :]
+            mixed.append(both)
+        return {"read": reads, "write": writes, "mixed": mixed}
+
+
+def measure_swap(task: SwapTask, progress: Progress | None = None) -> SwapFigures:
+    """Measure the drives together, as `task` says.
+
+    Blocks for about 3 * rounds * phase_s, twice that with a limit, and the time to write size_bytes (twice). Leaves
+    nothing behind, whatever ends it. The memory that it takes is about 300 MiB per drive.
+    Raises: ValueError, SwapFullError, AioError, MemoryError.
+    """
+    say = progress or (lambda _phase, _share: None)
+    with Bench(task, say) as bench:
+        verify = "sample" if task.checksums == "sample" else "full"
+        with bench.streams(block_bytes=task.block_bytes, depth=task.depth, verify=verify) as streams:
+            fill = bench.fill(streams)
+            verified = _verify(bench, streams, "verify", everything=task.verify_all)
+            block_bytes = streams.request_bytes
+            limit = bench.limit(task.limit, block_bytes=block_bytes, depth=task.depth)
+            streams.warm()
+            ours, theirs = measure_rounds(bench, streams, limit)
+            bench.check_no_holes()
+            if task.verify_all and task.checksums != "off":
+                verified += _verify(bench, streams, "verify again", everything=True)
+            stats = streams.executor.stats()
+            return SwapFigures(
+                **{kind: PhaseFigures(tuple(ours[kind]), tuple(theirs[kind])) for kind in KINDS},
+                fill_bytes_per_s=fill,
+                size_bytes=bench.chunks.size_bytes,
+                block_bytes=block_bytes,
+                block_bytes_asked=task.block_bytes,
+                depth=task.depth,
+                checksums=task.checksums,
+                backend=streams.executor.backend,
+                backend_reason=streams.executor.backend_reason,
+                direct=all(file.direct for file in bench.chunks.drives),
+                huge_page_share=max(stats.huge_bytes, 0) / stats.pool_bytes,
+                registered=stats.registered,
+                verified_bytes=verified,
+                limit_by=limit.name if limit is not None else "",
+                drives=stats.drives,
+            )
+
+
+def _verify(bench: Bench, streams: Streams, phase: str, *, everything: bool) -> int:
+    """Verify with an executor that compares every checksum, whatever `streams` does."""
+    if bench.task.checksums != "sample":
+        return bench.verify(streams, phase, everything=everything)
+    with bench.streams(block_bytes=bench.task.block_bytes, depth=bench.task.depth, verify="full") as full:
+        return bench.verify(full, phase, everything=everything)
+
+
+def measure_rounds(
+    bench: Bench, streams: Streams, limit: Limit | None
+) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]]]:
+    """(ours, the limit's) samples of each kind, one per round; the arm that goes first alternates."""
+    task, say = bench.task, bench.say
+    phases = bench.phases(streams, task.checksums)
+    ours: dict[str, list[Sample]] = {kind: [] for kind in KINDS}
+    theirs: dict[str, list[Sample]] = {kind: [] for kind in KINDS}
+    for number in range(task.rounds):
+        if task.checksums != "off":
+            bench.content.renew(0)
+        for kind in KINDS:
+            label = f"{kind} {number + 1}/{task.rounds}"
+
+            def arm_ours(kind: str = kind, label: str = label) -> None:
+                ours[kind].append(streams.run(phases[kind], task.phase_s, lambda share: say(label, share)))
+
+            def arm_limit(kind: str = kind, label: str = label) -> None:
+                if limit is not None:
+                    say(f"{label}, limit", 0.0)
+                    theirs[kind].append(limit.measure(kind, task.phase_s))
+
+            for arm in (arm_ours, arm_limit) if number % 2 == 0 else (arm_limit, arm_ours):
+                arm()
+    return ours, theirs

@@ -1,0 +1,179 @@
+"""Values that come into an offloaded model: matched by name, checked as a whole, then written one tensor at a time.
+
+What a file says is what the model holds afterwards: a parameter with optimizer states gets its fp32 master from the value in
+the precision that the file has (and what computes is the master, rounded as every update rounds it), also where the value that
+computes was equal before. One without gets the value rounded to its own dtype. Moments, step counts and gradients stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from infinity._src.optim.state_access import States
+from infinity._src.params.materialize import find_buffers
+from infinity._src.params.residency import Unsharder
+from infinity._src.params.unit import Param, Unit
+from infinity.aio.plan import Format
+
+_LISTED_MAX = 5  # names in a message
+
+
+class Incoming(Protocol):
+    """Named tensors that can be asked for one at a time."""
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+
+    def names(self) -> Iterable[str]:
+        """All names."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, without reading it."""
+
+    def is_floating_point(self, name: str) -> bool:
+        """Whether one tensor is of a floating dtype, without reading it."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor; the caller copies it at once."""
+
+
+class Receiver(Protocol):
+    """What taking values in needs of an engine."""
+
+    units: list[Unit]
+    states: States
+    residency: Unsharder
+
+
+class Loaded(NamedTuple):
+    """What a load with strict=False left out: names that the model has and the source has not, and the reverse."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Matched:
+    """Which tensor goes where."""
+
+    params: list[tuple[Param, str]]
+    buffers: list[tuple[torch.Tensor, str]]
+    left_out: Loaded
+
+
+def match(model: torch.nn.Module, units: Iterable[Unit], source: Incoming, *, strict: bool) -> Matched:
+    """Find the tensor of every parameter and persistent buffer. Nothing is read or written.
+
+    A tied parameter takes the first of its names that the source has. Buffers that are not persistent may be in the source and
+    are left as they are. Raises: ValueError naming all that is missing or unexpected (with `strict`), and what has another
+    shape or is of another kind of dtype (always).
+    """
+    known = set(source.names())
+    params: list[tuple[Param, str]] = []
+    buffers: list[tuple[torch.Tensor, str]] = []
+    missing: list[str] = []
+    wrong: list[str] = []
+    expected: set[str] = set()
+
+    def found(names: Sequence[str], like: torch.Tensor | Param, *, is_floating: bool) -> str | None:
+        expected.update(names)
+        name = next((name for name in names if name in known), None)
+        if name is None:
+            missing.append(names[0])
+            return None
+        shape = like.whole_shape if isinstance(like, Param) else tuple(like.shape)
+        if source.shape(name) != shape:
+            wrong.append(f"{name} has shape {source.shape(name)} there and {shape} here")
+        elif source.is_floating_point(name) != is_floating:
+            there = "whole" if is_floating else "floating"
+            wrong.append(f"{name} is a tensor of {there} numbers there, {like.dtype} here")
+        return name
+
+    for param in (param for unit in units for param in unit.params):
+        name = found(param.keys, param, is_floating=param.dtype.is_floating_point)
+        if name is not None:
+            params.append((param, name))
+    persistent: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for buffer in find_buffers(model):
+        if buffer.persistent:
+            persistent.setdefault(id(buffer.value), (buffer.value, []))[1].extend(buffer.names)
+        else:
+            expected.update(buffer.names)
+    for value, names in persistent.values():
+        name = found(names, value, is_floating=value.is_floating_point())
+        if name is not None:
+            buffers.append((value, name))
+    unexpected = sorted(known - expected)
+    missing, wrong = list(dict.fromkeys(missing)), list(dict.fromkeys(wrong))  # the tiles of a weight say the same
+    if wrong or (strict and (missing or unexpected)):
+        raise ValueError(explain(source.label, missing if strict else [], unexpected if strict else [], wrong))
+    return Matched(params, buffers, Loaded(tuple(missing), tuple(unexpected)))
+
+
+def explain(label: str, missing: Sequence[str], unexpected: Sequence[str], wrong: Sequence[str]) -> str:
+    """The message for what does not fit."""
+    parts = [f"missing: {listed(missing)}"] if missing else []
+    parts += [f"unexpected: {listed(unexpected)}"] if unexpected else []
+    parts += [f"different: {listed(wrong)}"] if wrong else []
+    way_out = "" if wrong else "; strict=False takes what fits and returns the names of the rest"
+    return f"{label} does not fit the model, and nothing was written. {'; '.join(parts)}{way_out}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """ "a, b and 3 more"."""
+    more = f" and {len(names) - _LISTED_MAX} more" if len(names) > _LISTED_MAX else ""
+    return ", ".join(names[:_LISTED_MAX]) + more
+
+
+def check_idle(units: Iterable[Unit]) -> None:
+    """Raise RuntimeError while a unit is in use: its values cannot be replaced under a forward, a backward or a gather()."""
+    for unit in units:
+        if unit.refs:
+            raise RuntimeError(f"{unit.name} is in use; load values outside of forward, backward and handle.gather()")
+
+
+def has_master(states: States, param: Param) -> bool:
+    """Whether the parameter rests with an optimizer's states, its fp32 master among them."""
+    return states.rest[param.flat].format is not Format.RAW
+
+
+def write_param(of: Receiver, param: Param, value: torch.Tensor) -> None:
+    """Set a parameter, and its master in full precision if it has one. Calls no collective. Blocks."""
+    if has_master(of.states, param):
+        of.states.write(param, 0, value)
+    else:
+        of.residency.write(param, value)
+
+
+class LastRead:
+    """Reads named tensors, and keeps the last one: the tiles of a weight come one after the other."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+        self._read = read
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """The tensor of this name. Blocks."""
+        if self._last is None or self._last[0] != name:
+            self._last = None  # the one before goes first
+            self._last = name, self._read(name)
+        return self._last[1]
+
+
+def take_in(of: Receiver, source: Incoming, matched: Matched) -> None:
+    """Write what was matched, one tensor in memory at a time. Calls no collective. Blocks.
+
+    Raises: what reading or writing meets; then some tensors have been written and others not.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        read = LastRead(source.read)
+        for param, name in matched.params:
+            place, value = param.place, read(name)
+            write_param(of, param, value if place is None else place.of(value))
+        for buffer, name in matched.buffers:
+            buffer.copy_(source.read(name))

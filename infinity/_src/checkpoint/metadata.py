@@ -1,0 +1,152 @@
+"""What a run is, as a manifest says it: flats and parameters, optimizers, what of the policy decides about rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+from infinity._src.checkpoint.json_values import dtype_name, to_json
+from infinity._src.checkpoint.manifest import FlatEntry, Layout, OptimizerEntry, ParamEntry
+from infinity._src.config import Policy
+from infinity._src.optim.base import Optimizer
+from infinity._src.params.state_store import StateStore
+from infinity._src.params.unit import Flat, Param, Unit
+from infinity.aio.plan import GradSection
+
+NUMERICS = ("state", "seed", "update", "grad_dtype", "reduce_dtype")
+"""Fields of the policy that decide about numbers."""
+
+
+def numerics_of(policy: Policy) -> dict[str, Any]:
+    """What of the policy decides about numbers, as JSON."""
+    values = {name: getattr(policy, name) for name in NUMERICS}
+    return {name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
+
+
+def layout_of(flats: Sequence[Flat], rest: StateStore, policy: Policy) -> Layout:
+    """The flats as they rest now."""
+    entries = []
+    for flat in flats:
+        state_format = rest[flat].format
+        if state_format.grad:
+            state_format = state_format.with_grad(GradSection.NONE)
+        params = tuple(ParamEntry(param.names, tuple(param.shape), param.offset) for param in flat.params)
+        entries.append(
+            FlatEntry(
+                unit=flat.unit.name,
+                dtype=dtype_name(flat.dtype),
+                trainable=flat.trainable,
+                format=state_format.code,
+                shard_numel=flat.layout.shard_numel,
+                params=params,
+            )
+        )
+    return Layout(tuple(entries), numerics_of(policy))
+
+
+def optimizers_of(given: object, units: Sequence[Unit]) -> list[Optimizer]:
+    """The optimizers that the user gave: of infinity, and of this model alone. Raises: ValueError."""
+    listed: list[Any] = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    for optimizer in listed:
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} is no optimizer of infinity: give the inf.AdamW (SGD, Lion, Elementwise) that holds "
+                "the model's parameters, a list of them, or None"
+            )
+    engine = units[0].engine if units else None
+    for optimizer in listed:
+        for group in optimizer.param_groups:
+            if any(param_of(at_rest).unit.engine is not engine for at_rest in group["params"]):
+                raise ValueError(
+                    f"the {optimizer.title} holds parameters of another model too: a checkpoint is of one model; give each an "
+                    "optimizer of its own"
+                )
+    return listed
+
+
+def check_all_held(units: Sequence[Unit], optimizers: Sequence[Optimizer], holder_of: Callable[[Param], object]) -> None:
+    """Raise ValueError when an optimizer holds a parameter and was not given."""
+    for unit in units:
+        for param in unit.params:
+            holder = holder_of(param)
+            if holder is not None and all(holder is not optimizer for optimizer in optimizers):
+                raise ValueError(
+                    f"{param.name} is held by an optimizer that was not given, and its states would be lost: give it, or a list "
+                    "of all"
+                )
+
+
+def param_of(at_rest: Any) -> Param:
+    """The record of what `model.parameters()` yields."""
+    record: Param = at_rest.infinity_link.param
+    return record
+
+
+def describe_optimizer(optimizer: Optimizer, holder_of: Callable[[Param], object]) -> OptimizerEntry:
+    """Groups and what is kept for each parameter. Raises: ValueError naming what cannot be kept."""
+    groups, params = [], {}
+    for index, group in enumerate(optimizer.param_groups):
+        records = [param_of(at_rest) for at_rest in group["params"]]
+        values = {}
+        for key, value in group.items():
+            if key != "params":
+                try:
+                    values[key] = to_json(value)
+                except ValueError as error:
+                    raise ValueError(f"{key!r} of parameter group {index}: {error}") from None
+        groups.append({"values": values, "params": [record.name for record in records]})
+        for record in records:
+            if holder_of(record) is optimizer:
+                kept = dict(optimizer.state.get(record.at_rest, {}))
+                params[record.name] = {"moments": list(optimizer.moments_of(record)), "state": to_json(kept)}
+    return OptimizerEntry(optimizer.title, groups, params)
+
+
+def buffer_bytes(model: torch.nn.Module) -> bytes | None:
+    """The persistent buffers as safetensors; None where there are none."""
+    found = buffers_of(model)
+    return save(found) if found else None
+
+
+def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the persistent buffers on the CPU, contiguous, by their first names."""
+    return {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in persistent_buffers(model).items()}
+
+
+def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Persistent buffers by their first names."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def read_buffers(data: bytes) -> dict[str, torch.Tensor]:
+    """What `buffer_bytes` was given."""
+    return load(data)
+
+
+def check_buffers(model: torch.nn.Module, saved: dict[str, torch.Tensor], directory: str) -> None:
+    """Raise ValueError unless these are the model's persistent buffers."""
+    mine = persistent_buffers(model)
+    wrong = sorted(mine.keys() ^ saved.keys()) or sorted(name for name in mine if mine[name].shape != saved[name].shape)
+    if wrong:
+        raise ValueError(
+            f"the persistent buffers in {directory} are not those of the model: {', '.join(wrong[:5])} "
+            f"{'is' if len(wrong) == 1 else 'are'} in one only, or of another shape"
+        )
+
+
+def write_buffers(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
+    """Give the buffers these values, in place."""
+    with torch.no_grad():
+        for name, buffer in persistent_buffers(model).items():
+            buffer.copy_(saved[name])

@@ -1,0 +1,260 @@
+"""Reading every byte of a generation against its checksums, and saying of all damage what it is: file, place, parameter.
+
+No model is needed, and one rank's damaged manifest keeps nobody from reading what the others name. A chunk that fails is looked
+at piece by piece.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from infinity._src.checkpoint.data_file import DataReader, checksum
+from infinity._src.checkpoint.directory import begun_commits, read_attachment, read_manifest
+from infinity._src.checkpoint.manifest import (
+    PIECE_BYTES,
+    FileEntry,
+    Manifest,
+    manifest_name,
+    pieces_of,
+    section_bytes,
+)
+from infinity.aio import Slab, Ticket
+from infinity.aio.plan import PIECE_NUMEL, sum_seed
+from infinity.errors import AioError, ChecksumError
+
+AHEAD = 4
+"""Chunks that are read at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """What is wrong in a place. what: parameters and section that lie there, or the kind of the file; reason: in words."""
+
+    path: str
+    offset: int
+    length: int
+    what: str
+    reason: str
+
+
+class Verifying:
+    """Verifying one generation: the newest of which all manifests are there (else: any), or this one.
+
+    Raises: AioError (ENOENT) where there is none.
+    """
+
+    def __init__(self, directory: Path, generation: int | None = None, *, backend: str = "auto") -> None:
+        there = begun_commits(directory) if directory.is_dir() else []
+        if generation is not None and generation not in there:
+            known = ", ".join(map(str, there)) or "none"
+            raise AioError(
+                f"there is no generation {generation} (there: {known})", errno=errno.ENOENT, path=str(directory), op="open"
+            )
+        if not there:
+            raise AioError("there is no checkpoint", errno=errno.ENOENT, path=str(directory), op="open")
+        self.directory = directory
+        whole = next((number for number in there if self._is_committed(number)), there[0])
+        self.generation = whole if generation is None else generation
+        self._backend = backend
+        self.damage: list[Damage] = []
+        self.manifests = self._read_manifests()
+        self.size_bytes = sum(int(_row_bytes(manifest).sum()) for manifest in self.manifests)
+        """Bytes of states that there are to read."""
+
+    def run(self, progress: Callable[[str, int], object] = lambda _file, _size: None) -> list[Damage]:
+        """Read all, and return all damage. Blocks. progress: told the file and the bytes of each chunk."""
+        for manifest in self.manifests:
+            for file in (manifest.buffers, manifest.extra):
+                if file is not None:
+                    self._attachment(file)
+            for index in range(len(manifest.files)):
+                self._file(manifest, index, progress)
+        return self.damage
+
+    def _is_committed(self, generation: int) -> bool:
+        """Whether no rank's manifest is missing; damaged ones count."""
+        names = {path.name for path in self.directory.glob(f"{manifest_name(generation, 0)[:-1]}*")}
+        for name in names:
+            try:
+                world = read_manifest(self.directory / name).world
+            except (AioError, ValueError):
+                continue  # told when it is verified
+            return all(manifest_name(generation, rank) in names for rank in range(world))
+        return bool(names)
+
+    def _read_manifests(self) -> list[Manifest]:
+        found: list[Manifest] = []
+        world, rank = 1, 0
+        while rank < world:
+            path = self.directory / manifest_name(self.generation, rank)
+            try:
+                manifest = read_manifest(path)
+            except AioError as error:
+                reason = "is missing" if error.errno == errno.ENOENT else "is not what was written"
+                self._tell(path, 0, error.length, f"the manifest of rank {rank}", reason)
+                world = max(world, self._ranks())
+            except ValueError as error:  # of a later version, or damaged just there
+                self._tell(path, 0, path.stat().st_size, f"the manifest of rank {rank}", str(error))
+                world = max(world, self._ranks())
+            else:
+                world = max(world, manifest.world)
+                if found and (manifest.save, manifest.world) != (found[0].save, found[0].world):
+                    self._tell(path, 0, 0, f"the manifest of rank {rank}", "is of another save than that of the first rank")
+                else:
+                    found.append(manifest)
+            rank += 1
+        return found
+
+    def _ranks(self) -> int:
+        """One more than the highest rank that a manifest is there of."""
+        prefix = manifest_name(self.generation, 0).removesuffix("0")
+        ranks = [path.name.removeprefix(prefix) for path in self.directory.glob(f"{prefix}*")]
+        return 1 + max((int(rank) for rank in ranks if rank.isdigit()), default=0)
+
+    def _tell(self, path: Path, offset: int, length: int, what: str, reason: str) -> None:
+        self.damage.append(Damage(str(path), offset, length, what, reason))
+
+    def _attachment(self, file: FileEntry) -> None:
+        kind = file.name.partition("-")[0]
+        try:
+            read_attachment(self.directory, file)
+        except ChecksumError:
+            self._tell(self.directory / file.name, 0, file.size_bytes, kind, "is not what was written")
+        except AioError as error:
+            reason = "is missing" if error.errno == errno.ENOENT else str(error)
+            self._tell(self.directory / file.name, 0, file.size_bytes, kind, reason)
+
+    # -- data files ----------------------------------------------------------------------------------------------------
+
+    def _file(self, manifest: Manifest, index: int, progress: Callable[[str, int], object]) -> None:
+        """Read the rows of one file."""
+        file = manifest.files[index]
+        path = self.directory / file.name
+        mine = np.flatnonzero(manifest.rows["file"] == index)
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            if len(mine):
+                reason = "is missing" if error.errno == errno.ENOENT else f"cannot be read: {error.strerror}"
+                self._tell(path, 0, file.size_bytes, f"states of rank {manifest.rank}", reason)
+            return
+        sizes = _row_bytes(manifest)
+        ends = manifest.rows["file_offset"][mine] + manifest.rows["run_bytes"][mine]
+        if size < file.size_bytes and len(mine) and int(ends.max()) > size:
+            self._tell(path, size, file.size_bytes - size, f"states of rank {manifest.rank}", "was cut short")
+            mine = mine[ends <= size]
+        if not len(mine):
+            return
+        there = dataclasses.replace(file, size_bytes=min(size, file.size_bytes))
+        reader = DataReader(
+            self.directory,
+            there,
+            manifest.rows[mine],
+            manifest.layout.flats,
+            manifest.sums,
+            algorithm=manifest.algorithm,
+            backend=self._backend,
+        )
+        with contextlib.closing(reader):
+            self._rows(manifest, mine.tolist(), reader, path, lambda row: progress(file.name, int(sizes[row])))
+
+    def _rows(
+        self, manifest: Manifest, mine: list[int], reader: DataReader, path: Path, done: Callable[[int], object]
+    ) -> None:
+        padded = section_bytes(manifest.rows, manifest.layout.flats)
+        size = int(padded[mine].sum(axis=1).max(initial=4096))
+        slab = Slab(AHEAD * size)
+        reading: deque[tuple[int, Ticket]] = deque()
+        waiting = deque(enumerate(mine))
+        try:
+            while waiting or reading:
+                while waiting and len(reading) < AHEAD:
+                    in_file, row = waiting.popleft()
+                    base = slab.address + in_file % AHEAD * size
+                    at = np.cumsum(padded[row]) - padded[row] + base
+                    here = np.flatnonzero(manifest.rows[row]["section_at"] >= 0)
+                    reading.append((row, reader.fetch(in_file, {int(s): int(at[s]) for s in here})))
+                row, ticket = reading[0]
+                try:
+                    ticket.wait()
+                except ChecksumError as error:
+                    self._look_closer(manifest, row, path, error)
+                except AioError as error:
+                    what = ", ".join(_places(manifest, row, 0, 0, whole=True))
+                    self._tell(path, error.offset, error.length, what, f"cannot be read: {error}")
+                reading.popleft()
+                done(row)
+        finally:
+            for _, ticket in reading:  # nothing may be on its way into memory that is freed
+                with contextlib.suppress(AioError):  # another error is on its way to the caller
+                    ticket.wait()
+            slab.close()
+
+    def _look_closer(self, manifest: Manifest, row: int, path: Path, error: ChecksumError) -> None:
+        """Tell every piece of a row that is not what was written; where this read finds all well, what the first one met."""
+        before = len(self.damage)
+        with path.open("rb") as file:
+            for s, piece, offset, length, seed, expected in _pieces(manifest, row):
+                file.seek(offset)
+                if checksum(manifest.algorithm, file.read(length), seed) != expected:
+                    what = ", ".join(_places(manifest, row, s, piece))
+                    self._tell(path, offset, length, what, "is not what was written")
+        if len(self.damage) == before:
+            what = ", ".join(_places(manifest, row, 0, 0, whole=True))
+            self._tell(path, error.offset, error.length, what, "is not what was written when read from the drive")
+
+
+def _row_bytes(manifest: Manifest) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Bytes that are read of every row: the sections that are in it."""
+    sizes = section_bytes(manifest.rows, manifest.layout.flats)
+    read: np.ndarray[tuple[int], np.dtype[np.int64]] = np.where(manifest.rows["section_at"] >= 0, sizes, 0).sum(axis=1)
+    return read
+
+
+def _pieces(manifest: Manifest, row: int) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """All pieces of a row that have a checksum: (section, piece, offset in the file, bytes, seed, checksum)."""
+    entry = manifest.rows[row]
+    flat = manifest.layout.flats[entry["flat"]]
+    padded = section_bytes(manifest.rows[[row]], manifest.layout.flats)[0]
+    counts = pieces_of(manifest.rows[[row]], manifest.layout.flats)[0]
+    first = int(entry["sums_at"]) + np.cumsum(counts) - counts
+    for s, section in enumerate(flat.sections):
+        if entry["section_at"][s] < 0:
+            continue
+        start = int(entry["file_offset"]) + int(entry["section_at"][s])
+        whole = int(entry["padded"]) != 0
+        total = int(padded[s]) if whole else section.size_bytes(int(entry["numel"]))
+        step = PIECE_BYTES if whole else section.size_bytes(PIECE_NUMEL)
+        key, number = (int(entry["key"]) + s, 0) if whole else (int(entry["key"]), s)
+        for piece in range(int(counts[s])):
+            seed = sum_seed(int(entry["generation"]), key, number, piece)
+            length = min(step, total - piece * step)
+            yield s, piece, start + piece * step, length, seed, int(manifest.sums[first[s] + piece])
+
+
+def _places(manifest: Manifest, row: int, s: int, piece: int, *, whole: bool = False) -> list[str]:
+    """What lies in a piece of a section, or in a whole row: "lo of model.norm.weight[0:64]", one for each parameter."""
+    entry = manifest.rows[row]
+    flat = manifest.layout.flats[entry["flat"]]
+    section = flat.sections[s]
+    step = PIECE_NUMEL
+    if entry["padded"]:
+        step = PIECE_BYTES // section.itemsize * section.group_numel
+    numel = int(entry["numel"])
+    low = 0 if whole else min(piece * step, numel)
+    high = numel if whole else min(low + step, numel)
+    base = manifest.rank * flat.shard_numel + int(entry["start"])
+    found = []
+    for param in flat.params:
+        first, last = max(base + low, param.offset), min(base + high, param.offset + param.numel)
+        if first < last:
+            place = f"{param.name}[{first - param.offset:,}:{last - param.offset:,}]"
+            found.append(place if whole else f"{section.name} of {place}")
+    return found or [f"padding of unit {flat.unit or 'the model'}"]

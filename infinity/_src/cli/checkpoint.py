@@ -1,0 +1,168 @@
+"""`infinity checkpoint`: list, verify, export and reshard what `inf.save` and durable runs wrote. No model is built."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from infinity._src.checkpoint.convert import Rewriting
+from infinity._src.checkpoint.export_offline import Exporting
+from infinity._src.checkpoint.listing import find_checkpoints, list_generations
+from infinity._src.checkpoint.reader import Checkpoint
+from infinity._src.checkpoint.run_files import run_directory
+from infinity._src.checkpoint.verify import Verifying
+from infinity._src.cli.checkpoint_tables import show_damage, show_directory
+from infinity._src.sizes import format_size, parse_size
+from infinity.errors import InfinityError
+
+LIST_SCHEMA = "infinity._src.checkpoint.ls/1"
+VERIFY_SCHEMA = "infinity._src.checkpoint.verify/1"
+_PIPED_WIDTH = 10_000  # tables take what they need of it
+
+
+def run_checkpoint(options: argparse.Namespace, console: Console | None = None) -> int:
+    """Do as `options` say. Exit status: 0 well, 1 when `verify` found damage, 2 for a mistake or an error."""
+    to_stdout = bool(getattr(options, "json", False))
+    console = console or _console(stderr=to_stdout)
+    actions = {"ls": _list, "verify": _verify, "export": _export, "reshard": _reshard}
+    try:
+        return actions[options.action](options, console)
+    except (ValueError, InfinityError, OSError) as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 2
+
+
+def _list(options: argparse.Namespace, console: Console) -> int:
+    records = []
+    for directory in options.directories:
+        places = find_checkpoints(directory)
+        if not places:
+            raise ValueError(f"{directory}: there is no checkpoint and no durable run, there or one level below")
+        for place in places:
+            found = list_generations(place)
+            records.append({"directory": str(place), "generations": [dataclasses.asdict(each) for each in found]})
+            if not options.json:
+                show_directory(console, place, found)
+    if options.json:
+        _write_json({"schema": LIST_SCHEMA, "checkpoints": records})
+    return 0
+
+
+def _verify(options: argparse.Namespace, console: Console) -> int:
+    place = run_directory(options.directory)
+    verifying = Verifying(place, options.generation)
+    began = time.monotonic()
+    with _bar(console, "verifying", verifying.size_bytes) as advance:
+        damage = verifying.run(lambda _file, size: advance(size))
+    seconds = time.monotonic() - began
+    if options.json:
+        _write_json({
+            "schema": VERIFY_SCHEMA, "directory": str(place), "generation": verifying.generation,
+            "size_bytes": verifying.size_bytes, "seconds": seconds, "damage": [dataclasses.asdict(each) for each in damage],
+        })  # fmt: skip
+        return 1 if damage else 0
+    what = f"generation {verifying.generation} of {escape(str(place))}"
+    if damage:
+        show_damage(console, damage)
+        console.print(f"[bold red]Damaged:[/bold red] {what}, {_count(len(damage), 'place')}", highlight=False, soft_wrap=True)
+    else:
+        console.print(f"[bold green]All as it was written:[/bold green] {what}", highlight=False, soft_wrap=True)
+    console.print(_rate("read", verifying.size_bytes, seconds), highlight=False)
+    return 1 if damage else 0
+
+
+def _export(options: argparse.Namespace, console: Console) -> int:
+    try:
+        most = parse_size(options.shard_bytes_max)
+    except ValueError as error:
+        raise ValueError(f"--shard-bytes-max {options.shard_bytes_max}: {error}") from None
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    began = time.monotonic()
+    with _opened(options) as checkpoint:
+        exporting = Exporting(checkpoint, masters=options.masters, dtype=dtype)
+        with _bar(console, "exporting", exporting.size_bytes) as advance:
+            written = exporting.run(options.out, shard_bytes_max=most, progress=advance)
+    console.print(
+        f"step {checkpoint.step} of {escape(str(checkpoint.directory))}: {_count(written.tensors, 'tensor')} in "
+        f"{_count(len(written.files), 'file')} in {escape(str(options.out))}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    console.print(_rate("written", written.size_bytes, time.monotonic() - began), highlight=False)
+    return 0
+
+
+def _reshard(options: argparse.Namespace, console: Console) -> int:
+    if options.world < 1:
+        raise ValueError(f"--world {options.world}: give a number of ranks, 1 or more")
+    began = time.monotonic()
+    with _opened(options) as checkpoint:
+        rewriting = Rewriting(checkpoint, world=options.world, state=options.state)
+        with _bar(console, "resharding", rewriting.size_bytes) as advance:
+            written = rewriting.run(options.out, progress=advance)
+    console.print(
+        f"step {written.step} of {escape(str(checkpoint.directory))}, of {_count(checkpoint.world, 'rank')}, is in "
+        f"{escape(str(options.out))} for {_count(written.world, 'rank')}; " + (written.rounded or "all states bit for bit"),
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    for note in written.notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    console.print(_rate("written", written.size_bytes, time.monotonic() - began), highlight=False)
+    return 0
+
+
+def _opened(options: argparse.Namespace) -> Checkpoint:
+    return Checkpoint.open(run_directory(options.directory), options.generation)
+
+
+def _console(*, stderr: bool) -> Console:
+    """A terminal's width decides on a terminal. In a file and a pipe no name is broken: it could not be searched for."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=_PIPED_WIDTH)
+
+
+@contextmanager
+def _bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], object]]:
+    """A bar on a terminal, and nothing elsewhere; advanced by bytes."""
+    if not console.is_terminal:
+        yield lambda _size: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda size: progress.advance(task, size)
+
+
+def _write_json(record: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(record, indent=2, default=str) + "\n")
+
+
+def _rate(verb: str, size_bytes: int, seconds: float) -> str:
+    return f"{format_size(size_bytes)} {verb} in {seconds:.1f} s, {format_size(int(size_bytes / max(seconds, 1e-9)))}/s"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,175 @@
+"""Hugging Face causal language models for `infinity train`: found, filled unit by unit or loaded, continued, written.
+
+A directory of safetensors is streamed: the module is built on the meta device and `inf.offload` fills it unit by unit.
+A GGUF file, and a directory whose names do not fit the module (fused experts), is loaded whole first. Code that comes
+with a model is never run (`trust_remote_code` stays off).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import infinity as inf
+from infinity.errors import InfinityError
+
+log = logging.getLogger("infinity")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """A tokenizer and the place a model comes from. `gguf`: the file's name in `directory`, or None."""
+
+    directory: Path
+    gguf: str | None
+    tokenizer: Any
+
+    def tokenize(self, lines: list[str]) -> list[list[int]]:
+        """Token ids of each line, without special tokens."""
+        found: list[list[int]] = self.tokenizer(lines, add_special_tokens=False)["input_ids"]
+        return found
+
+
+def find_pretrained(path: Path) -> Pretrained:
+    """Look at `path` and load its tokenizer. Raises: ValueError for what is no model, or when transformers is missing."""
+    transformers = quiet_transformers()
+    if path.is_dir():
+        directory, gguf = path, None
+        if not (path / "config.json").is_file():
+            files = sorted(file.name for file in path.glob("*.gguf"))
+            hint = f"; for a GGUF file name the file: {path / files[0]}" if files else ""
+            raise ValueError(f"{path} has no config.json, so it is no Hugging Face model{hint}")
+    elif path.is_file() and path.suffix == ".gguf":
+        directory, gguf = path.parent, path.name
+    else:
+        raise ValueError(f"{path} is neither a model directory nor a GGUF file; models are read from disk only")
+    extra = {"gguf_file": gguf} if gguf else {}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False, **extra)
+    return Pretrained(directory, gguf, tokenizer)
+
+
+def offload_pretrained(
+    source: Pretrained, policy: inf.Policy, dtype: torch.dtype, *, checkpointing: bool = False
+) -> torch.nn.Module:
+    """The model of `source` in `dtype`, offloaded. Blocks until all of it is at rest."""
+    if source.gguf is None and _has_safetensors(source.directory):
+        model = _on_meta(source.directory, dtype)
+        _prepare(model, checkpointing)
+        try:
+            return inf.offload(model, policy, load=source.directory)
+        except InfinityError:
+            raise
+        except ValueError as error:
+            log.warning("loading the model whole, since it cannot be streamed: %s", error)
+    model = _load_whole(source, dtype)
+    _prepare(model, checkpointing)
+    return inf.offload(model, policy)
+
+
+def _prepare(model: Any, checkpointing: bool) -> None:
+    model.train()
+    model.config.use_cache = False
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _has_safetensors(directory: Path) -> bool:
+    return any(directory.glob("*.safetensors"))
+
+
+def _on_meta(directory: Path, dtype: torch.dtype) -> Any:
+    transformers = quiet_transformers()
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    _refuse_quantized(config, directory)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+    return model
+
+
+def _refuse_quantized(config: Any, directory: Path) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"the weights in {directory} are quantized and cannot be trained; use the unquantized model")
+
+
+def _load_whole(source: Pretrained, dtype: torch.dtype) -> Any:
+    """The model with ordinary dense parameters of `dtype`, in memory."""
+    transformers = quiet_transformers()
+    extra = {"gguf_file": source.gguf} if source.gguf else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source.directory, dtype=dtype, trust_remote_code=False, **extra
+    )
+    if source.gguf:
+        # GGUF is only where the values came from: what is trained and saved is dense.
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+    _refuse_quantized(model.config, source.directory)
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not torch.nn.Parameter or not parameter.is_floating_point():
+            raise ValueError(f"{name} of {source.directory} is {type(parameter).__name__} of {parameter.dtype}, "
+                             "which cannot be trained; use the unquantized model")  # fmt: skip
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def continue_text(model: Any, tokenizer: Any, prompt: str, tokens: int, device: torch.device) -> str:
+    """`prompt` and the model's greedy continuation by at most `tokens` tokens, computed on `device`."""
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
+    model.eval()
+    with torch.no_grad():
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        )
+    model.train()
+    return str(tokenizer.decode(out[0], skip_special_tokens=True))
+
+
+def save_pretrained(model: Any, tokenizer: Any, directory: Path, *, first: bool = True) -> None:
+    """Write weights (streamed), config and tokenizer, so that `from_pretrained(directory)` loads them.
+
+    On several ranks all call it; the first of them writes.
+    """
+    if first:
+        _save_beside(model, tokenizer, directory)
+    inf.export_safetensors(model, directory)
+
+
+def _save_beside(model: Any, tokenizer: Any, directory: Path) -> None:
+    """What lies beside the weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    use_cache = model.config.use_cache
+    model.config.use_cache = True
+    try:
+        model.config.architectures = [type(model).__name__]
+        model.config.dtype = next(model.parameters()).dtype
+        model.config.save_pretrained(directory)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(directory)
+    finally:
+        model.config.use_cache = use_cache
+    tokenizer.save_pretrained(directory)
+
+
+def quiet_transformers() -> Any:
+    """transformers, quiet, and never on the network: models are read from disk only."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError("Hugging Face models need transformers: pip install 'infinity-offload[hf]'") from error
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers

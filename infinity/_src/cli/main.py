@@ -1,0 +1,65 @@
+"""The command `infinity`: bench, train, plan, checkpoint, doctor. Torch is imported only where it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from infinity import __version__
+from infinity._src.bench import command as bench
+from infinity._src.cli import arguments
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="infinity", description="Train models whose states rest in CPU memory and on NVMe."
+    )
+    parser.add_argument("--version", action="version", version=f"infinity {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("bench", help="what drives, update kernels and copies give on this machine", add_help=False)
+    train = commands.add_parser("train", help="fine-tune a causal language model", description=arguments.TRAIN)
+    arguments.add_train(train)
+    doctor = commands.add_parser("doctor", help="what this machine offers, and what is missing")
+    doctor.add_argument("--dir", action="append", metavar="DIR", help="a directory that shall hold swap; may be repeated")
+    plan = commands.add_parser("plan", help="does a model fit, how long is a step, what would help", description=arguments.PLAN)
+    arguments.add_plan(plan)
+    checkpoint = commands.add_parser(
+        "checkpoint", help="list, verify, export and reshard checkpoints", description=arguments.CHECKPOINT
+    )
+    arguments.add_checkpoint(checkpoint)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["bench"]:
+        return bench.main(given[1:])
+    parser = build_parser()
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options.command == "doctor":
+        from infinity._src.cli.doctor import run_doctor
+
+        return run_doctor(options.dir)
+    # Before torch, which imports tqdm, which reads this once: other libraries' bars would run through ours.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    if options.command == "plan":
+        from infinity._src.cli.plan import run_plan
+
+        return run_plan(options)
+    if options.command == "checkpoint":
+        from infinity._src.cli.checkpoint import run_checkpoint
+
+        return run_checkpoint(options)
+    from infinity._src.cli.train import run_train
+
+    return run_train(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

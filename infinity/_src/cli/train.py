@@ -1,0 +1,447 @@
+"""`infinity train`: an ordinary training loop over an offloaded model, with a report.
+
+The loop is what a user would write; around it are only measurements. Results in --out:
+
+    metrics.jsonl   one record per line: run, step ..., held_out ..., summary (by "kind")
+    trace.json      the timeline, for https://ui.perfetto.dev
+    loss.png        training and held-out loss (needs matplotlib)
+    *.safetensors, config.json, tokenizer ...: the trained model; from_pretrained(out) loads it
+
+On several ranks (torchrun; `infinity._src.cli.joining`) each trains on its rows of a batch that is as many times larger, so that N
+ranks with --batch 1 do what one does with --batch N. What is told of one rank (traffic, memory, times) is told of rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+import infinity as inf
+from infinity._src.bench import hardware
+from infinity._src.bench.swap import SwapTask, measure_swap
+from infinity._src.cli import hf_model
+from infinity._src.cli.arguments import parse_resident
+from infinity._src.cli.corpus import Corpus, build_corpus
+from infinity._src.cli.display import StepDisplay, step_display
+from infinity._src.cli.joining import Joined, joined
+from infinity._src.cli.report import StepRecord, Summary, plot_loss, show_summary, steady, step_limits
+from infinity._src.memory.planner import state_format
+from infinity._src.perf.roofline import AtRest, Drives
+from infinity._src.sizes import MIB
+from infinity._src.telemetry import configure_logging
+from infinity.aio.directories import resolve
+from infinity.errors import InfinityError
+
+SCHEMA = "infinity.train/1"
+_BENCH_BYTES = 512 * MIB
+_ALONE_STEP = 3
+"""The step that begins with no update pending, so that its first forward is measured alone: late enough to be warm."""
+
+
+def run_train(options: argparse.Namespace, console: Console | None = None) -> int:
+    """Train as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake, 130 after Ctrl-C.
+
+    On several ranks one of them prints what stopped it, and all have a status that is not 0.
+    """
+    configure_logging()
+    console = console or Console()
+    try:
+        _check(options)
+        with joined(options.device) as ranks:
+            return _train(options, console, ranks)
+    except ValueError as error:  # the same on all ranks, which have not met yet
+        if os.environ.get("RANK", "0") == "0":
+            _say_error(console, error)
+        return 2
+
+
+def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
+    told = False
+    lost = (RuntimeError,) if ranks.world > 1 else ()  # what torch.distributed raises where another rank has gone
+    try:
+        with ExitStack() as stack:
+            try:
+                return _Run(options, console if ranks.first else Console(quiet=True), stack, ranks).run()
+            except (KeyboardInterrupt, Exception) as error:
+                # Before anything is closed, so that those who lose this rank by that know whose error it is.
+                told, tells = True, ranks.tells(error)
+                if tells:
+                    _say_error(console, error, options, ranks)
+                raise
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, InfinityError, OSError, *lost) as error:
+        if not told and ranks.tells(error):
+            _say_error(console, error, options, ranks)
+        return 2 if isinstance(error, ValueError) else 1
+
+
+def _say_error(
+    console: Console, error: BaseException, options: argparse.Namespace | None = None, ranks: Joined | None = None
+) -> None:
+    """One line, which names the rank where there are several. Errors that nobody foresaw have their traceback, too."""
+    if isinstance(error, KeyboardInterrupt):
+        assert options is not None
+        console.print("interrupted; what was measured so far is in " + str(options.out))
+        return
+    several = ranks is not None and ranks.world > 1
+    if not isinstance(error, (ValueError, InfinityError, OSError)):
+        if not several:
+            return  # it goes on to whoever called
+        console.print("".join(traceback.format_exception(error)), markup=False, highlight=False, soft_wrap=True)
+    who = f"rank {ranks.rank}: " if several and ranks is not None else ""
+    text = str(error) or type(error).__name__
+    console.print(f"[red]error:[/red] {escape(who + text)}", highlight=False, soft_wrap=True)
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("steps", "batch", "seq", "accumulate", "eval_batches", "prompt_tokens"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
+    for name in ("lr", "clip", "weight_decay", "warmup", "eval_every", "seed"):
+        if getattr(options, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must not be negative")
+
+
+    if options.update == "backward" and options.clip and options.generations == 1:
+        raise ValueError(
+            f"--clip {options.clip:g} needs the norm of all gradients, and --update backward has applied the first before the "
+            "last is known; give --clip 0, --generations 2, or another --update"
+        )
+    if options.delayed_warmup is not None and options.update != "delayed":
+        raise ValueError(f"--delayed-warmup {options.delayed_warmup} has a meaning for --update delayed only; leave it out")
+    if options.activations != "device" and not options.checkpointing:
+        raise ValueError(
+            f"--activations {options.activations} takes the inputs of checkpointed blocks, of which there are none; add "
+            "--checkpointing"
+        )
+
+
+def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
+    """The policy that the arguments describe, for a model that computes on `device`. Raises: ValueError."""
+    return inf.Policy(
+        params=options.params,
+        optim=options.optim,
+        grads=options.grads,
+        activations=options.activations,
+        nvme=options.nvme or (),
+        ram=options.ram,
+        resident=parse_resident(options.resident),
+        state=options.state,
+        update=options.update,
+        generations=options.generations,
+        delayed_warmup=40 if options.delayed_warmup is None else options.delayed_warmup,
+        device=device,
+        zero=options.zero,
+        accumulate=options.accumulate_in,
+        qwz=options.qwz,
+        hpz=options.hpz,
+        qgz=options.qgz,
+        error_feedback=options.error_feedback,
+        update_on=options.update_on,
+        seed=options.seed,
+        io_backend=options.io_backend,
+    )
+
+
+def learning_rate(step: int, warmup: int, steps: int) -> float:
+    """Share of the peak rate at `step` (from 0): linear warm-up, then linear decay to a tenth at the last step."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if steps - 1 <= warmup:
+        return 1.0
+    return 1.0 - 0.9 * min((step - warmup) / (steps - 1 - warmup), 1.0)
+
+
+class _Metrics:
+    """metrics.jsonl, written line by line so that an interrupted run keeps what it had."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("w", encoding="utf-8", buffering=1)
+
+    def add(self, kind: str, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"kind": kind, **record}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclasses.dataclass
+class _Phase:
+    """Times of one step's passes, in seconds. `waited_s` is the part in which they waited for I/O."""
+
+    first_forward_s: float = 0.0
+    last_backward_s: float = 0.0
+    compute_s: float = 0.0
+    waited_s: float = 0.0
+
+
+class _Run:
+    """One run, phase after phase; `stack` closes what it opens, in reverse order, whatever happens."""
+
+    def __init__(self, options: argparse.Namespace, console: Console, stack: ExitStack, ranks: Joined) -> None:
+        self.options = options
+        self.console = console
+        self.ranks = ranks
+        self.policy = policy_of(options, ranks.device)
+        self.pretrained = hf_model.find_pretrained(options.model)
+        self.corpus: Corpus = build_corpus(options, self.pretrained.tokenize, ranks=ranks.world)
+        if ranks.first:
+            options.out.mkdir(parents=True, exist_ok=True)
+        self.metrics = _Metrics(options.out / "metrics.jsonl" if ranks.first else Path(os.devnull))
+        stack.callback(self.metrics.close)
+        self.directories = resolve(self.policy.directories, rank=ranks.rank, local_rank=ranks.local_rank)
+        self.drives = self._measure_drives()
+        torch.manual_seed(options.seed + ranks.rank)  # as with DDP, ranks draw dropout of their own
+        self._say(f"loading {options.model}")
+        self.model: Any = hf_model.offload_pretrained(
+            self.pretrained, self.policy, getattr(torch, options.dtype), checkpointing=options.checkpointing
+        )
+        self.handle = inf.handle(self.model)
+        self.device = torch.device(self.policy.device)
+        stack.callback(self.handle.close)
+        self.params = self.handle.stats().params
+        self.optimizer = inf.AdamW(self.model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate(step, options.warmup, options.steps)
+        )
+        self.records: list[StepRecord] = []
+        self.held_out: list[tuple[int, float]] = []
+
+    def run(self) -> int:
+        """Measure, train, measure, save, report."""
+        options = self.options
+        self.metrics.add("run", self._description())
+        several = f" on {self.ranks.world} ranks, ZeRO stage {self.policy.zero}" if self.ranks.world > 1 else ""
+        self._say(f"{self.params / 1e6:.1f} M parameters{several}; {len(self.corpus.train)} training and "
+                  f"{len(self.corpus.held_out)} held-out windows of {options.seq} tokens")  # fmt: skip
+        text_before = self._continue()
+        self._measure_held_out(0)
+        peak_before = peak_rss_bytes()
+        reset_peak_rss()
+        try:
+            with step_display(self.console, options.steps) as display:
+                self._train(display)
+            self.handle.flush()
+            peak_training = peak_rss_bytes()
+            self._measure_held_out(options.steps)
+        finally:
+            self._leave_files()
+        text_after = self._continue()
+        if not options.no_save:
+            hf_model.save_pretrained(self.model, self.pretrained.tokenizer, options.out, first=self.ranks.first)
+            self._say(f"the trained model is in {options.out}")
+        summary = self._summary(peak_before, peak_training, (text_before, text_after))
+        self.metrics.add("summary", summary.as_dict())
+        show_summary(self.console, summary)
+        return 0
+
+    def _train(self, display: StepDisplay) -> None:
+        options = self.options
+        batches = self.corpus.batches(options.batch, options.seed, rank=self.ranks.rank, ranks=self.ranks.world)
+        last = self.handle.stats()
+        for step in range(1, options.steps + 1):
+            alone = step == _ALONE_STEP and options.steps > _ALONE_STEP
+            if alone:
+                self.handle.flush()
+                last = self.handle.stats()
+            start = time.monotonic()
+            phase, loss = self._passes(batches)
+            norm = None
+            if options.clip:
+                norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip))
+            rate = float(self.scheduler.get_last_lr()[0])
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            evaluates = bool(options.eval_every) and step % options.eval_every == 0 and step < options.steps
+            if evaluates:
+                # The measurement must not be charged for this step's update, nor the next step relieved of it.
+                self.handle.flush()
+            now = self.handle.stats()
+            record = StepRecord(
+                step=step,
+                loss=loss,
+                lr=rate,
+                grad_norm=norm,
+                tokens=self.ranks.world * options.batch * options.seq * options.accumulate,
+                step_s=time.monotonic() - start,
+                first_forward_s=phase.first_forward_s,
+                compute_s=phase.compute_s,
+                io_wait_s=now.io_wait_s + now.update_wait_s - last.io_wait_s - last.update_wait_s,
+                bytes_read=now.bytes_read - last.bytes_read,
+                bytes_written=now.bytes_written - last.bytes_written,
+                ram_bytes=now.ram_bytes,
+                rss_bytes=psutil.Process().memory_info().rss,
+                params_read=now.params_read_bytes - last.params_read_bytes,
+                last_backward_s=phase.last_backward_s,
+                alone=alone,
+                grads_read=now.grads_read_bytes - last.grads_read_bytes,
+                grads_written=now.grads_written_bytes - last.grads_written_bytes,
+                activations_read=now.activations.fetched_bytes - last.activations.fetched_bytes,
+                activations_written=now.activations.stored_bytes - last.activations.stored_bytes,
+            )
+            self.records.append(record)
+            self.metrics.add("step", record.as_dict())
+            display.show(record)
+            if evaluates:
+                display.say(f"step {step}: held-out loss {self._measure_held_out(step):.4f}")
+            last = self.handle.stats() if evaluates else now
+
+    def _passes(self, batches: Iterator[torch.Tensor]) -> tuple[_Phase, float]:
+        """Forward and backward of every micro-batch; (times, mean loss)."""
+        phase = _Phase()
+        total = 0.0
+        count = self.options.accumulate
+        for index in range(count):
+            ids = next(batches).to(self.device)
+            waited, start = self.handle.stats().io_wait_s, time.monotonic()
+            with nullcontext() if index == count - 1 else self.handle.no_sync():
+                loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+                self._synchronize()
+                forward_s = time.monotonic() - start - (self.handle.stats().io_wait_s - waited)
+                (loss / count).backward()
+                self._synchronize()
+            waited = self.handle.stats().io_wait_s - waited
+            passes_s = time.monotonic() - start - waited
+            phase.compute_s += passes_s
+            phase.last_backward_s = passes_s - forward_s
+            phase.waited_s += waited
+            if index == 0:
+                phase.first_forward_s = forward_s
+            total += float(loss.detach())
+        return phase, self.ranks.sums(total / count)[0] / self.ranks.world
+
+    def _synchronize(self) -> None:
+        """What was launched has run: times are of work, not of launches."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _measure_held_out(self, step: int) -> float:
+        """Mean loss per window of the held-out part; recorded."""
+        self.model.eval()
+        total, count = 0.0, 0.0
+        rows = self.corpus.held_out_rows(self.options.batch, rank=self.ranks.rank, ranks=self.ranks.world)
+        with torch.no_grad():
+            for batch, counts in rows:
+                ids = batch.to(self.device)
+                loss_sum = float(self.model(input_ids=ids, labels=ids, use_cache=False).loss) * len(ids)
+                if counts:
+                    total, count = total + loss_sum, count + len(ids)
+        self.model.train()
+        total, count = self.ranks.sums(total, count)
+        loss = total / count
+        self.held_out.append((step, loss))
+        self.metrics.add("held_out", {"step": step, "loss": loss, "windows": round(count)})
+        if step == 0:
+            self._say(f"held-out loss before: {loss:.4f}")
+        return loss
+
+    def _continue(self) -> str:
+        if not self.options.prompt:
+            return ""
+        return hf_model.continue_text(
+            self.model, self.pretrained.tokenizer, self.options.prompt, self.options.prompt_tokens, self.device
+        )
+
+    def _measure_drives(self) -> dict[str, float] | None:
+        """Bandwidth of the drives in use, in GB/s, all ranks at once: what each gets of them; None when nothing rests on NVMe."""
+        if not self.policy.directories:
+            return None
+        self._say("measuring the drive")
+        self.ranks.together()
+        task = SwapTask(
+            directories=self.directories,
+            size_bytes=_BENCH_BYTES,
+            block_bytes=self.policy.io_settings.block_bytes,
+            depth=self.policy.io_settings.depth,
+            backend=self.policy.io_backend,
+            rounds=3,
+            phase_s=1.0,
+        )
+        return {f"{kind}_gbps": phase.spread.gbps for kind, phase in measure_swap(task).phases.items()}
+
+    def _leave_files(self) -> None:
+        """What is worth keeping also of a run that was interrupted."""
+        if not self.ranks.first:
+            return
+        if not self.options.no_trace:
+            self.handle.trace(self.options.out / "trace.json")
+        if self.records and not plot_loss(self.records, self.held_out, self.options.out / "loss.png"):
+            self._say("no loss.png: matplotlib is not installed (pip install 'infinity-offload[plot]')")
+
+    def _description(self) -> dict[str, Any]:
+        options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(self.options).items()}
+        drives = [hardware.drive(path) for path in self.directories]
+        return {
+            "schema": SCHEMA,
+            "version": inf.__version__,
+            "options": options,
+            "hardware": {**hardware.machine(), "drives": drives},
+            "torch": torch.__version__,
+            "params": self.params,
+            "ranks": self.ranks.world,
+            "bandwidth": self.drives,
+        }
+
+    def _summary(self, peak_before: int, peak_training: int, texts: tuple[str, str]) -> Summary:
+        mean = steady(self.records)
+        limit = in_loop = None
+        engine = self.handle.stats().as_dict()
+        rests = state_format(self.policy.state, getattr(torch, self.options.dtype))
+        known = self.drives is not None and all(math.isfinite(value) for value in self.drives.values())
+        if self.drives is not None and known and self.policy.update_on == "cpu":
+            drives = Drives(self.drives["read_gbps"] * 1e9, self.drives["write_gbps"] * 1e9)
+            update = self.policy.update
+            given: dict[str, Any] = {"update": update, "frozen_bytes": engine["frozen_bytes"]}
+            limit = step_limits(mean, drives, self.options.accumulate, **given)
+            in_loop = step_limits(mean, drives, self.options.accumulate, **given, alone=False)
+        return Summary(
+            params=self.params,
+            micro_batches=self.options.accumulate,
+            held_out=(self.held_out[0][1], self.held_out[-1][1]),
+            mean=mean,
+            limits=limit,
+            limits_loop=in_loop,
+            drives=self.drives,
+            engine=engine,
+            peak_rss_loading_bytes=peak_before,
+            peak_rss_training_bytes=peak_training,
+            texts=texts if self.options.prompt else None,
+            update=self.policy.update,
+            state_bytes=self.params * AtRest.per_param(rests.sections).states if rests else 0.0,
+        )
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process has had resident since its start or `reset_peak_rss` (VmHWM)."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return int(psutil.Process().memory_info().rss)
+
+
+def reset_peak_rss() -> bool:
+    """Let VmHWM start again from what is resident now; False where the kernel does not allow it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True

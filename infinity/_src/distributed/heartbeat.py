@@ -1,0 +1,175 @@
+"""What every rank says of itself, where all can read it: one small record per rank in the store of the default group.
+
+A thread of its own talks to the store, because a store whose host is stopped holds the caller for as long as that lasts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What a rank says of itself."""
+
+    host: tuple[str, str, int, int] = ("", "", 0, 0)
+    pid: int = 0
+    start_time: int = 0
+    beat: int = 0
+    number: int = 0
+    """Collectives that its main thread has submitted."""
+    last: str = ""
+    """The last of them."""
+    recent: tuple[tuple[int, str], ...] = ()
+    """The last few of them, numbered, while it waits for one."""
+    raised: tuple[tuple[int, str], ...] = ()
+    """Forwards and backwards that broke off: after which number, and why."""
+    failed: tuple[int | None, str] | None = None
+    """It cannot go on: because of which rank, and why."""
+    left: str = ""
+    """"closed" or "ended", once it has left."""
+    read: bool = False
+    """It has read that rank 0, which may be the store's host, has left."""
+
+    @property
+    def names(self) -> dict[int, str]:
+        """What is known of the collectives that it has submitted, by number."""
+        return {**dict(self.recent), **({self.number: self.last} if self.last else {})}
+
+    @classmethod
+    def parse(cls, text: bytes) -> Record:
+        """The record that `json` made."""
+        found = json.loads(text)
+        found["host"] = tuple(found["host"])
+        found["recent"] = tuple((int(number), what) for number, what in found["recent"])
+        found["raised"] = tuple((int(number), why) for number, why in found["raised"])
+        found["failed"] = tuple(found["failed"]) if found["failed"] else None
+        return cls(**found)
+
+    def json(self) -> str:
+        """As the store keeps it."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+class Heartbeat:
+    """The records of all ranks, read and written about every `interval_s`.
+
+    quiet_s: what is not urgent (`number`) is written at most this often, and read by others so much later.
+    news: called from the board's thread after every exchange, and when the store is lost.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        store: Any,
+        *,
+        interval_s: float,
+        quiet_s: float,
+        news: Callable[[], None],
+    ) -> None:
+        self._rank, self._world = rank, world
+        self._store = store
+        self._interval_s, self._quiet_s = interval_s, quiet_s
+        self._news = news
+        self._changed = threading.Condition()
+        self._mine = Record()
+        self._urgent = True
+        self._stop = False
+        self._begun = 0
+        self._written_s = -1e9
+        self._on_store: set[int] = set()
+        self.beating = False
+        """Whether `beat` is to be counted up and written at every exchange: ranks of other hosts have no other sign of life."""
+        self.rounds = 0
+        """Exchanges that have ended."""
+        self.records: list[Record | None] = [None] * world
+        self.lost: str = ""
+        """Why the store is gone, if it is; the records are then the last that were read."""
+        self._thread = threading.Thread(target=self._run, name="infinity-board", daemon=True)
+
+    def start(self) -> None:
+        """Begin to exchange."""
+        self._thread.start()
+
+    def say(self, *, urgent: bool = True, **fields: Any) -> None:
+        """Change this rank's record. Does not block."""
+        with self._changed:
+            self._mine = dataclasses.replace(self._mine, **fields)
+            if urgent:
+                self._urgent = True
+                self._changed.notify_all()
+
+    def refresh(self, limit_s: float) -> bool:
+        """Wait for an exchange that begins after this call, for `limit_s` at most; whether there was one."""
+        with self._changed:
+            wanted = self._begun + 1
+            self._urgent = True
+            self._changed.notify_all()
+            return (
+                self._changed.wait_for(lambda: self.rounds >= wanted or bool(self.lost), limit_s)
+                and not self.lost
+            )
+
+    def stop(self, limit_s: float) -> None:
+        """Write what is not yet written, and end the thread; after `limit_s` it is left to end by itself."""
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join(limit_s)
+
+    def _run(self) -> None:
+        # The store raises what its transport does: RuntimeError, DistError, OSError.
+        try:
+            while not self._stop:
+                self._exchange()
+                self._news()
+                with self._changed:
+                    self._changed.wait_for(lambda: self._urgent or self._stop, self._interval_s)
+            if self._urgent:
+                self._exchange()
+        except (RuntimeError, OSError, ValueError) as error:
+            with self._changed:
+                self.lost = str(error).split("\n", 1)[0][:300] or type(error).__name__
+                self._changed.notify_all()
+            self._news()
+        finally:
+            self._store = None  # its connection is this thread's
+
+    def _exchange(self) -> None:
+        with self._changed:
+            self._begun += 1
+            begun = self._begun
+            if self.beating:
+                self._mine = dataclasses.replace(self._mine, beat=self._mine.beat + 1)
+            due = self._urgent or self.beating or time.monotonic() - self._written_s > self._quiet_s
+            self._urgent = False
+            mine = self._mine
+        if due and mine != self.records[self._rank]:
+            self._store.set(str(self._rank), mine.json())
+            self._written_s = time.monotonic()
+        others = [other for other in range(self._world) if other != self._rank]
+        for other in others:
+            if other not in self._on_store and self._store.check([str(other)]):
+                self._on_store.add(other)
+        there = [other for other in others if other in self._on_store]
+        found = self._read([str(other) for other in there])
+        with self._changed:
+            self.records[self._rank] = mine if due else self.records[self._rank]
+            for other, text in zip(there, found, strict=True):
+                self.records[other] = Record.parse(text)
+            self.rounds = begun
+            self._changed.notify_all()
+
+    def _read(self, keys: list[str]) -> list[bytes]:
+        if not keys:
+            return []
+        if self._store.has_extended_api():
+            return list(self._store.multi_get(keys))
+        return [self._store.get(key) for key in keys]

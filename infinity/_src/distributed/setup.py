@@ -1,0 +1,146 @@
+"""What a policy makes of several ranks: the parts of the engine that one rank does not have.
+
+    stage   parameters                 gradients                          optimizer states
+    1       whole, on the device       whole sums, then this rank's shard  this rank's shard
+    2       whole, on the device       this rank's shard                   this rank's shard
+    3       this rank's shard          this rank's shard                   this rank's shard
+
+Source: Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5; the switches of ZeRO++ (arXiv 2306.10209).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from infinity._src.config import Policy
+from infinity._src.distributed.collectives import Comm
+from infinity._src.distributed.fingerprint import digest
+from infinity._src.grads.buffers import GradBuffers
+from infinity._src.grads.reduce_scatter import ReduceScatter
+from infinity._src.grads.unreduced import UnreducedGrads
+from infinity._src.memory.device import Device
+from infinity._src.params.secondary_shards import SecondaryShards
+from infinity._src.params.unit import Flat, Unit
+
+_ENGINES: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
+"""Numbers the engines of each default process group; all its ranks make theirs in one order."""
+
+
+class RankSetup:
+    """The ranks of one model, and what the policy wants of them. Opening it is collective, and blocks."""
+
+    def __init__(self, policy: Policy, device: torch.device, undo: contextlib.ExitStack) -> None:
+        self._policy = policy
+        name = f"engine {next(_ENGINES.setdefault(dist.group.WORLD, itertools.count()))}" if dist.is_initialized() else ""
+        self.comm = Comm.open(mesh=policy.mesh, device=device, timeout_s=policy.rank_timeout_s, name=name)
+        self.several = self.comm.world > 1
+        self._values: dict[Flat, int] = {}
+        self._secondary_bytes = 0
+        self._local: UnreducedGrads | None = None
+        self._reduces: ReduceScatter | None = None
+        undo.callback(self.comm.close)
+
+    def note(self, flat: Flat, values: torch.Tensor) -> None:
+        """The model has these values [layout.numel] for a flat on this rank."""
+        if self.several:
+            self._values[flat] = digest(values)
+
+    def check_values(self) -> None:
+        """Collective, blocks. Raises: ValueError when the ranks began with different values, of which each would keep a part."""
+        flats = list(self._values)
+        differing = self.comm.differing(list(self._values.values()))
+        self._values.clear()
+        if differing:
+            unit = flats[differing[0]].unit
+            raise ValueError(
+                f"the parameters of {unit.name} are not the same on all ranks, and each rank would keep its part of them: seed "
+                "all ranks alike before the model is built, broadcast its values from one rank, or give load= the same source"
+            )
+
+    @property
+    def whole_params(self) -> bool:
+        """Whether this rank keeps all parameters on its device."""
+        return self._policy.params == "device" and (self._policy.zero < 3 or not self.several)
+
+    def staging(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> Callable[[], int]:
+        """What tells the CPU memory that these parts take: all of it from the start, and more after parameters were thawed."""
+        if not self.several:
+            return lambda: 0
+        return functools.partial(self._ram_bytes, flats, dtype_of)
+
+    def _ram_bytes(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
+        topology, learning = self.comm.topology, [flat for flat in flats if flat.learns]
+        size_bytes = 0
+        if self._policy.accumulates_locally:
+            size_bytes += UnreducedGrads.needs_bytes(learning, dtype_of)
+        if self._policy.hpz == "cpu":
+            size_bytes += SecondaryShards.needs_bytes(flats, topology.nodes)
+        if self._policy.error_feedback:
+            size_bytes += ReduceScatter.error_bytes(learning, topology.nodes, topology.local_world)
+        return size_bytes
+
+    def gradient_parts(
+        self, flats: Sequence[Flat], gradients: GradBuffers, undo: contextlib.ExitStack
+    ) -> dict[str, Any]:
+        """What `GradReducer` has of several ranks."""
+        learning = [flat for flat in flats if flat.learns]
+        self._reduces, self._local = self._reducer(learning, gradients, undo), self._local_sums(learning, gradients, undo)
+        return {"reducer": self._reduces, "local": self._local}
+
+    def _local_sums(self, flats: Sequence[Flat], gradients: GradBuffers, undo: contextlib.ExitStack) -> UnreducedGrads | None:
+        """Where micro-batches inside `no_sync` add up, if not in the shards."""
+        if not (self.several and self._policy.accumulates_locally):
+            return None
+        local = UnreducedGrads(gradients.dtype)
+        undo.callback(local.close)
+        local.allocate(flats)
+        return local
+
+    def _reducer(self, flats: Sequence[Flat], gradients: GradBuffers, undo: contextlib.ExitStack) -> ReduceScatter | None:
+        """What reduces gradients."""
+        if not self.several:
+            return None
+        policy = self._policy
+        reducer = ReduceScatter(
+            flats,
+            self.comm,
+            dtype_of=gradients.dtype,
+            reduce_dtype=policy.reduce_dtype,
+            qgz=policy.qgz,
+            error_feedback=policy.error_feedback,
+        )
+        undo.callback(reducer.close)
+        return reducer
+
+    def kept(self, units: Sequence[Unit], device: Device) -> SecondaryShards | None:
+        """The shards that stay where gathers take them from, until weights change. The residency closes it."""
+        if not self.several or self._policy.zero < 3:
+            return None
+        kept = None
+        if self._policy.hpz is not None:
+            kept = SecondaryShards(units, self.comm.topology.counterparts, self._policy.hpz, device)
+        elif self._policy.params == "device":
+            kept = SecondaryShards(units, (self.comm.rank,), "device", device)
+        self._secondary_bytes = kept.size_bytes if kept is not None else 0
+        return kept
+
+    def figures(self) -> dict[str, int]:
+        """What `infinity._src.stats.Stats` tells of several ranks."""
+        gather, reduce = self.comm.volume("gather"), self.comm.volume("reduce")
+        return {
+            "comm_gather_inside_bytes": gather.inside,
+            "comm_gather_across_bytes": gather.across,
+            "comm_reduce_inside_bytes": reduce.inside,
+            "comm_reduce_across_bytes": reduce.across,
+            "whole_grad_bytes": self._local.size_bytes if self._local is not None else 0,
+            "secondary_bytes": self._secondary_bytes,
+            "feedback_bytes": self._reduces.feedback_bytes if self._reduces is not None else 0,
+        }

@@ -1,0 +1,149 @@
+"""Where this rank stands among the ranks: its node, and who its counterparts on the other nodes are.
+
+A node is what shares memory and drives. Ranks of a node are consecutive, and all nodes have equally many; where that does not
+hold, the world counts as one flat node, and the log says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from infinity._src.distributed.hosts import Host
+from infinity.errors import RankFailed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+log = logging.getLogger("infinity")
+
+_POLL_S = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """One rank's place: `rank` = `node` * `local_world` + `local_rank`, `world` = `nodes` * `local_world`."""
+
+    rank: int
+    world: int
+    node: int
+    nodes: int
+    local_rank: int
+    local_world: int
+
+    @classmethod
+    def alone(cls) -> Topology:
+        """A world of one rank."""
+        return cls.of(0, 1, 1)
+
+    @classmethod
+    def of(cls, rank: int, world: int, local_world: int) -> Topology:
+        """The place of `rank` where every node has `local_world` consecutive ranks."""
+        assert world % local_world == 0
+        return cls(rank, world, rank // local_world, world // local_world, rank % local_world, local_world)
+
+    @classmethod
+    def find(cls, mesh: DeviceMesh | None = None, *, timeout_s: float) -> Topology:
+        """This rank's place in the default group of torch.distributed; alone if there is none. Blocks; all ranks ask at once.
+
+        mesh: one-dimensional over all ranks (nodes are found as without), or two-dimensional: (nodes, ranks of a node).
+        Raises: ValueError if the mesh does not hold every rank once, in ascending order; RankFailed naming the ranks that have
+        not said within `timeout_s` on which host they are.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            if mesh is not None:
+                raise ValueError(
+                    "a mesh was given, but there is no process group: call init_process_group() first"
+                )
+            return cls.alone()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        if mesh is not None:
+            _check(mesh, world)
+            if mesh.ndim == 2:
+                return cls.of(rank, world, int(mesh.size(1)))
+        if world == 1:
+            return cls.alone()
+        return cls.of(rank, world, _local_world(_everyone(rank, world, timeout_s)))
+
+    @property
+    def node_ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's node, in order."""
+        first = self.node * self.local_world
+        return tuple(range(first, first + self.local_world))
+
+    @property
+    def counterparts(self) -> tuple[int, ...]:
+        """The ranks with this rank's `local_rank`, one of each node, in order."""
+        return tuple(range(self.local_rank, self.world, self.local_world))
+
+
+def _check(mesh: DeviceMesh, world: int) -> None:
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"a mesh of {mesh.ndim} dimensions: give one dimension with all ranks, or two: (nodes, ranks of a node)"
+        )
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != list(range(world)):
+        raise ValueError(
+            f"the mesh holds the ranks {ranks}, and there are {world}: it must hold each rank once, in ascending order, as "
+            f'init_device_mesh("cpu", ({world},)) does, or init_device_mesh("cpu", (nodes, {world} // nodes))'
+        )
+
+
+def _everyone(rank: int, world: int, timeout_s: float) -> list[tuple[Any, str]]:
+    """For each rank, its host and its LOCAL_WORLD_SIZE. Through the store: any backend of the group does."""
+    store: Any = PrefixStore("infinity/host", _store())
+    mine = [*Host.this().node, os.environ.get("LOCAL_WORLD_SIZE", "")]
+    store.set(str(rank), json.dumps(mine))
+    deadline = time.monotonic() + timeout_s
+    while missing := [other for other in range(world) if not store.check([str(other)])]:
+        if time.monotonic() > deadline:
+            raise RankFailed(
+                f"ranks {missing} have not said within {timeout_s:g} s on which host they are: every rank must offload",
+                rank=missing[0],
+                ranks=tuple(missing),
+            )
+        time.sleep(_POLL_S)
+    said = [json.loads(store.get(str(other))) for other in range(world)]
+    return [(tuple(row[:-1]), row[-1]) for row in said]
+
+
+def _local_world(everyone: list[tuple[Any, str]]) -> int:
+    """Ranks of a node: as torchrun says where that is true of all, else ranks of a host, else all (flat)."""
+    world = len(everyone)
+    hosts = [host for host, _ in everyone]
+    given = {size for _, size in everyone}
+    if len(given) == 1 and (size := next(iter(given))).isdecimal() and _fits(hosts, int(size)):
+        return int(size)
+    if _fits(hosts, size_of_host := hosts.count(hosts[0])) and len(set(hosts)) == world // size_of_host:
+        return size_of_host
+    log.warning(
+        "ranks of a host are not consecutive, or hosts have unequal numbers of them: the world counts as one node"
+    )
+    return world
+
+
+def _fits(hosts: list[Any], size: int) -> bool:
+    """Whether every `size` consecutive ranks share a host."""
+    world = len(hosts)
+    if size < 1 or world % size:
+        return False
+    return all(len(set(hosts[first : first + size])) == 1 for first in range(0, world, size))
+
+
+def default_store() -> Any:
+    """A client of its own to the store of the default group, for one thread."""
+    return _store().clone()
+
+
+def _store() -> Any:
+    world: Any = torch.distributed.group.WORLD
+    return world.get_group_store()

@@ -1,0 +1,426 @@
+"""Who among the ranks is still there: a rank that died, failed, left or does not come is named, and nobody waits for it for ever.
+
+    this rank:  number, raised, fail, close ──► Board ──► store ◄── boards of the other ranks
+    watch's thread:  pids of this host (at once) · records of all ranks (0.5 s) · beats of other hosts (15 s) ──► failure
+    who waits:       the failure, or: that peer broke off before this collective / has closed / came to another / does not come
+
+A failure is for good: the first one found is raised at everything that follows, on every rank. Time counts in turns of the
+thread that counts it, each of which counts for at most a second: a process that was stopped, or a machine that slept, does not
+take the others' silence for as long as its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from infinity._src.distributed.heartbeat import Heartbeat, Record
+from infinity._src.distributed.hosts import Host, Process, start_time_of
+from infinity._src.distributed.topology import Topology
+from infinity._src.distributed.verdicts import cut, died, late, named, not_coming, ranks_of, told
+from infinity.errors import RankFailed
+
+log = logging.getLogger("infinity")
+
+INTERVAL_S = 0.5
+SILENCE_S = 15.0
+_TURN_MAX_S = 1.0
+_POLL_S = 0.25
+_LINGER_S = 2.0
+_DYING_S = 10.0
+_RAISED_MAX = 16
+_RECENT_MAX = 32  # more than are submitted ahead of one that is stuck: gathers (AHEAD_MAX), and reductions of a few units
+_NAME_MAX = 128  # characters, from the end, which tells most
+# What gloo and NCCL say when it is the connection that broke, and not the call that was wrong.
+_CONNECTION = re.compile(
+    r"gloo/transport|[Cc]onnection|closed by peer|[Tt]imed out|Broken pipe|NCCL|[Aa]borted"
+)
+
+
+class Watchdog:
+    """Watches the ranks of one engine. Every rank makes one, at the same place of its program, under the same `name`, which is
+    used once: what the ranks of an earlier engine said of themselves stays in the store.
+
+    store: a client of the default group's store that is this watch's alone (`Store.clone()`). timeout_s: how long a collective
+    waits for the others. silence_s: how long a rank of another host may send no sign of life; Python code that holds the
+    interpreter lock, or a stopped process, must not take longer.
+    """
+
+    def __init__(
+        self, topology: Topology, store: Any, *, timeout_s: float, name: str, silence_s: float = SILENCE_S
+    ) -> None:
+        self.topology = topology
+        self.timeout_s = timeout_s
+        self.on_failure: list[Callable[[], None]] = []
+        self._name = name
+        self._silence_s = silence_s
+        self._number = 0
+        self._recent: tuple[tuple[int, str], ...] = ()
+        self._raised: dict[int, str] = {}
+        self._unagreed = False
+        self._failure: RankFailed | None = None
+        self._known = threading.Event()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._host = Host.this()
+        self._pid = os.getpid()
+        self._processes: dict[int, Process] = {}
+        self._far: set[int] = set()
+        self._gone: set[int] = set()
+        self._silent_s: dict[int, float] = {}
+        self._beats: dict[int, int] = {}
+        self._unheard_s = 0.0
+        self._said_read = False
+        self._board: Heartbeat | None = None
+        if topology.world == 1:
+            return
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._board = Heartbeat(
+            topology.rank,
+            topology.world,
+            PrefixStore(f"infinity/{name}", store),
+            interval_s=INTERVAL_S,
+            quiet_s=min(5.0, timeout_s / 4),
+            news=self._turn_now,
+        )
+        host = (self._host.name, self._host.boot_id, self._host.network, self._host.pids)
+        self._board.say(host=host, pid=self._pid, start_time=start_time_of(self._pid))
+        self._thread = threading.Thread(target=self._run, name=f"infinity-watch-{name}", daemon=True)
+        self._board.start()
+        self._thread.start()
+        atexit.register(self._exits)
+
+    @property
+    def failure(self) -> RankFailed | None:
+        """Why the engine is over, if it is. Does not block."""
+        return self._failure
+
+    def check(self) -> None:
+        """Raises the failure, if there is one. Does not block."""
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+
+    def number(self, what: str = "") -> int:
+        """The number of the collective that this rank's main thread now submits; they count from 1.
+
+        Does not block, except after `raised`: then until all ranks are known to have broken off at the same place. (Otherwise
+        this rank's next collective could meet a different one of the others, and both complete, with wrong values.)
+        Raises: RankFailed if they have not.
+        """
+        if self._unagreed:
+            self._agree()
+            self._unagreed = False
+        self._number += 1
+        what = what[-_NAME_MAX:]
+        self._recent = (*self._recent[1 - _RECENT_MAX :], (self._number, what))
+        if self._board is not None:
+            self._board.say(urgent=False, number=self._number, last=what, recent=())
+        return self._number
+
+    def meet(self) -> None:
+        """Block until all ranks are known: one that dies before would be missed by the timeout only. Raises: RankFailed."""
+        waited_s, before_s = 0.0, time.monotonic()
+        while self._board is not None and len(self._processes.keys() | self._far) < self.topology.world - 1:
+            self.check()
+            if waited_s > self.timeout_s:
+                self._over(self._late("the beginning", None))
+            time.sleep(INTERVAL_S / 25)
+            self._board.refresh(INTERVAL_S)
+            self._turn_now()
+            now_s = time.monotonic()
+            waited_s, before_s = waited_s + min(now_s - before_s, _TURN_MAX_S), now_s
+
+    def raised(self, where: str, error: BaseException) -> None:
+        """This rank's forward or backward broke off. A peer that waits for a later collective learns so, unless it broke off at
+        the same place: then training may go on, and this rank's next collective waits for that. Does not block."""
+        if self._number not in self._raised:
+            self._raised[self._number] = cut(f"{type(error).__name__} in {where}: {error}")
+            for old in list(self._raised)[:-_RAISED_MAX]:
+                del self._raised[old]
+        if self._board is not None:
+            self._unagreed = True
+            self._board.say(raised=tuple(self._raised.items()), number=self._number)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot go on: peers that wait for it raise RankFailed with this message, and so does all that follows here.
+        Does not block."""
+        if isinstance(error, RankFailed):
+            self._over(error)
+            return
+        rank = self.topology.rank
+        failure = RankFailed(cut(f"rank {rank} failed: {type(error).__name__}: {error}"), rank=rank)
+        failure.__cause__ = error
+        self._over(failure)
+
+    def wait(self, done: threading.Event, what: str, number: int | None) -> None:
+        """Block until `done` is set. number: of the collective that sets it, None if it has none.
+
+        Raises: RankFailed as soon as a rank is known to have failed, or not to come to this collective; or after `timeout_s`,
+        naming the ranks that have not come.
+        """
+        waited_s, before_s, closed_s = 0.0, time.monotonic(), 0.0
+        while not done.is_set():
+            self.check()
+            if done.wait(min(_POLL_S, self.timeout_s)):
+                break
+            if waited_s == 0.0 and number is not None and self._board is not None:
+                self._board.say(recent=self._recent)
+            now_s = time.monotonic()
+            turn_s = min(now_s - before_s, _TURN_MAX_S)
+            waited_s, before_s = waited_s + turn_s, now_s
+            if found := self._not_coming(what, number):
+                # A collective without a number may be complete and only not yet here: the peer did its part, and closed.
+                closed_s += turn_s
+                if number is not None or closed_s > _LINGER_S:
+                    self._over(found)
+            elif waited_s > self.timeout_s:
+                found = self._late(what, number)
+                if not done.is_set():
+                    self._over(found)
+        self.check()
+
+    def blame(self, error: BaseException, what: str, number: int | None) -> RankFailed | None:
+        """Whose failure an error of a collective is, after waiting a little for a sign; None if it looks like this rank's own.
+
+        Blocks for a second or two. Where the connection broke somebody broke it: up to ten seconds, by which a dying process of
+        this host is gone on a busy machine, or twice `silence_s` where ranks run on other hosts.
+        """
+        broken = bool(_CONNECTION.search(str(error)))
+        limit_s = 3 * INTERVAL_S
+        if broken:
+            limit_s = max(_DYING_S, 2 * self._silence_s if self._far else 0.0)
+        end_s = time.monotonic() + limit_s
+        while not self._known.wait(INTERVAL_S / 5) and time.monotonic() < end_s and self._board is not None:
+            if found := self._not_coming(what, number):
+                self._over(found)
+        if self._failure is None and broken and self._board is not None:
+            text = (
+                f"a connection to another rank broke in {named(what, number)}, and no rank says why: {error}"
+            )
+            self._over(RankFailed(cut(text)))
+        return self._failure
+
+    def close(self, ok: bool = True) -> None:
+        """Say goodbye and stop watching; ok=False: as a failure. Blocks for at most a few seconds. May be called again."""
+        if self._closed:
+            return
+        if not ok and self._failure is None:
+            rank = self.topology.rank
+            self._over(RankFailed(f"rank {rank} closed its engine after an error", rank=rank))
+        self._closed = True
+        if self._board is None:
+            return
+        atexit.unregister(self._exits)
+        if self._pid == os.getpid():
+            self._leave("closed", linger_s=_LINGER_S)
+
+    def ends(self) -> None:
+        """This process ends without close(): a failure for all who wait for it. Does not block."""
+        if self._failure is None and not self._closed:
+            rank = self.topology.rank
+            broke = self._raised.get(self._number)  # and nothing came after it
+            why = f"; it had broken off ({broke})" if broke else ""
+            self._over(RankFailed(cut(f"rank {rank} has ended without closing its engine{why}"), rank=rank))
+
+    def _agree(self) -> None:
+        """Block until every rank is known to have broken off where this one did."""
+        assert self._board is not None
+        here, waited_s, before_s = self._number, 0.0, time.monotonic()
+        text = f"this rank ({self.topology.rank}) broke off ({self._raised[here]})"
+        while True:
+            self.check()
+            records = self._others()
+            for rank, record in records.items():
+                if here not in dict(record.raised) and (record.number > here or record.left):
+                    self._over(RankFailed(cut(f"{text}, and rank {rank} went on"), rank=self.topology.rank))
+            lacking = [rank for rank in range(self.topology.world) if rank != self.topology.rank]
+            lacking = [
+                rank for rank in lacking if rank not in records or here not in dict(records[rank].raised)
+            ]
+            if not lacking:
+                return
+            now_s = time.monotonic()
+            waited_s, before_s = waited_s + min(now_s - before_s, _TURN_MAX_S), now_s
+            if waited_s > self.timeout_s:
+                text = f"{text}, and {ranks_of(lacking)} did not within {self.timeout_s:g} s"
+                self._over(RankFailed(cut(text), rank=lacking[0], ranks=tuple(lacking)))
+            time.sleep(_POLL_S / 10)
+            self._board.refresh(_POLL_S)
+
+    def _exits(self) -> None:
+        """At the interpreter's exit, without close()."""
+        if not self._closed and self._pid == os.getpid():
+            self.ends()
+            self._closed = True
+            self._leave("ended", linger_s=0.0)
+
+    def _leave(self, how: str, *, linger_s: float) -> None:
+        board = self._board
+        assert board is not None
+        board.say(left=how, number=self._number)
+        answers = board.refresh(2 * _LINGER_S)
+        # Rank 0 may take the store with it: the others should have read first that it left in order.
+        end_s = time.monotonic() + linger_s
+        while answers and self.topology.rank == 0 and not self._all_know() and time.monotonic() < end_s:
+            answers = board.refresh(INTERVAL_S)
+            time.sleep(INTERVAL_S / 25)
+        board.stop(_LINGER_S)
+        self._turn_now()
+        self._thread.join(_LINGER_S)
+
+    def _all_know(self) -> bool:
+        assert self._board is not None
+        for rank, record in enumerate(self._board.records):
+            if rank == self.topology.rank or rank in self._gone:
+                continue
+            process = self._processes.get(rank)
+            if record is None or not (
+                record.left or record.read or record.failed or (process and process.ended())
+            ):
+                return False
+        return True
+
+    def _over(self, failure: RankFailed) -> None:
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = failure
+        log.debug("%s: %s", self._name, failure)
+        if self._board is not None:
+            self._board.say(failed=(failure.rank, str(failure)))
+            self._turn_now()
+        self._known.set()
+
+    def _late(self, what: str, number: int | None) -> RankFailed:
+        """The failure that it is to have waited for `timeout_s`, from records as fresh as can be had."""
+        fresh = self._board is None or self._board.refresh(2 * INTERVAL_S)
+        if found := self._failure or self._not_coming(what, number):
+            return found
+        others = [rank for rank in range(self.topology.world) if rank != self.topology.rank]
+        return late(others, self._others(), what, number, timeout_s=self.timeout_s, fresh=fresh)
+
+    def _not_coming(self, what: str, number: int | None) -> RankFailed | None:
+        """The failure that it is to wait for this collective, as far as is known now."""
+        return not_coming(self._others(), self._raised, what, number, dict(self._recent))
+
+    def _others(self) -> dict[int, Record]:
+        """What is known of the other ranks."""
+        records = self._board.records if self._board is not None else []
+        return {rank: record for rank, record in enumerate(records) if record and rank != self.topology.rank}
+
+    def _turn_now(self) -> None:
+        """Make the thread look now."""
+        with self._lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        poll, before_s = select.poll(), time.monotonic()
+        poll.register(self._wake, select.POLLIN)
+        rounds = 0
+        called = False
+        assert self._board is not None
+        while True:
+            for fd, _ in poll.poll(INTERVAL_S * 1000):
+                if fd == self._wake:
+                    os.eventfd_read(fd)
+                else:
+                    poll.unregister(fd)
+            if self._closed:
+                break
+            now_s = time.monotonic()
+            turn_s, before_s = min(now_s - before_s, _TURN_MAX_S), now_s
+            heard, rounds = self._board.rounds - rounds, self._board.rounds
+            self._meet(poll)
+            if self._failure is None:
+                self._look(heard > 0, turn_s)
+            if self._failure is not None and not called:
+                called = True
+                for callback in list(self.on_failure):
+                    try:
+                        callback()
+                    except Exception:  # the others are to be called all the same, and this thread is to live
+                        log.exception("%s: after %s", self._name, self._failure)
+        for process in self._processes.values():
+            process.close()
+        with self._lock:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _meet(self, poll: select.poll) -> None:
+        """Ranks whose first record has come: how is each of them watched?"""
+        for rank, record in self._others().items():
+            if rank in self._processes or rank in self._far:
+                continue
+            host = Host(*record.host)
+            if self._host.sees(host):
+                process = self._processes[rank] = Process(record.pid, record.start_time)
+                if process.fd >= 0:
+                    poll.register(process.fd, select.POLLIN)
+            if host.node != self._host.node or not self._host.sees(host):
+                self._far.add(rank)
+                assert self._board is not None
+                self._board.beating = True
+
+    def _look(self, heard: bool, turn_s: float) -> None:
+        """One turn: deaths that can be seen, then what ranks say of themselves, then silence."""
+        dead = [
+            rank for rank, process in self._processes.items() if rank not in self._gone and process.ended()
+        ]
+        assert self._board is not None
+        if dead:
+            self._board.refresh(2 * INTERVAL_S)  # it may have said why, or that all is well
+        records = self._others()
+        for rank in dead:
+            self._gone.add(rank)
+            record = records[rank]
+            if record.left != "closed" and record.failed is None:
+                self._over(died(rank, record, f"its process {record.pid} is gone"))
+                return
+        for rank, record in records.items():
+            if record.failed is not None:
+                self._over(told(self.topology.rank, rank, *record.failed))
+                return
+        for rank, record in records.items():
+            if record.left == "ended":
+                self._over(died(rank, record, "without closing its engine"))
+                return
+        if 0 in records and records[0].left == "closed":
+            if not self._said_read:
+                self._said_read = True
+                self._board.say(read=True)
+        elif self._board.lost:
+            text = f"the store of the default group, which rank 0 hosts, is lost: {self._board.lost}"
+            self._over(RankFailed(text, rank=0))
+            return
+        self._listen(records, heard, turn_s)
+
+    def _listen(self, records: dict[int, Record], heard: bool, turn_s: float) -> None:
+        """Count the silence of the ranks of other hosts, and of the store if another host has it."""
+        self._unheard_s += turn_s
+        if 0 in self._far and self._unheard_s > self._silence_s and records[0].left != "closed":
+            text = f"the store of the default group, which rank 0 hosts, has not answered for {self._silence_s:g} s"
+            self._over(RankFailed(text, rank=0))
+            return
+        if not heard:
+            return
+        # Silence is counted only where it was listened, and once per exchange.
+        listened_s, self._unheard_s = min(self._unheard_s, _TURN_MAX_S), 0.0
+        for rank in self._far:
+            record = records[rank]
+            if record.beat != self._beats.get(rank) or record.left:
+                self._beats[rank], self._silent_s[rank] = record.beat, 0.0
+                continue
+            self._silent_s[rank] += listened_s
+            if self._silent_s[rank] > self._silence_s:
+                self._over(died(rank, record, f"no sign of life for {self._silence_s:g} s"))
+                return

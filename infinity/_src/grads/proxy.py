@@ -1,0 +1,259 @@
+"""Gradient stand-ins: what sits in `p.grad` while the gradient itself rests in a slot.
+
+    backward -> GradSlot.accumulate(grad)           the gradient is copied (or added) into the slot
+    p.grad   -> GradProxy (shape, dtype, device, no storage), one per slot, reused every step
+    loop     -> clip, unscale, `p.grad *= s`        answered from a cached norm and kept as a log
+    step     -> raise to fp32, replay the log       exactly what the loop would have computed on fp32 gradients
+
+A stand-in answers or raises: no operation on it is ever skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from infinity._src._torch_compat import NO_TORCH_FUNCTION
+from infinity._src.grads.norms import NORM_PIECE_NUMEL, raise_unsupported
+from infinity._src.grads.registry import SlotBook
+from infinity._src.grads.slot import LOG_MAX, GradSlot, SlotState
+
+__all__ = ["LOG_MAX", "NORM_PIECE_NUMEL", "GradProxy", "GradRegistry", "GradSlot", "SlotState"]
+
+
+class GradRegistry(SlotBook):
+    """The gradient slots of one model, each with its stand-in."""
+
+    def add(self, name: str, shape: torch.Size, tensor: torch.Tensor, device: torch.device) -> GradSlot:
+        """Make the slot of one parameter; all ranks add the same parameters in the same order."""
+        slot = GradSlot(self, name, shape, tensor)
+        slot.stand_in = GradProxy.of(slot, device)
+        self.slots.append(slot)
+        return slot
+
+
+class GradProxy(torch.Tensor):
+    """What `p.grad` is: shape, dtype and device of a gradient that rests in a slot.
+
+    Answers norms and in-place scaling, zeroing and GradScaler; everything else raises RuntimeError that names the
+    parameter, the operation and what to do instead.
+    """
+
+    slot: GradSlot
+
+    __torch_function__ = NO_TORCH_FUNCTION
+
+    @staticmethod
+    def of(slot: GradSlot, device: torch.device) -> GradProxy:
+        """The stand-in of a slot, with the slot's dtype; of an fp16 slot fp32: what is done to a gradient is done to it raised
+        to fp32, and GradScaler refuses to unscale what says that it is fp16."""
+        dtype = torch.float32 if slot.dtype is torch.float16 else slot.dtype
+        made: GradProxy = torch.Tensor._make_wrapper_subclass(GradProxy, slot.shape, dtype=dtype, device=device)
+        made.slot = slot
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise_unsupported(_name_in((args, kwargs)), str(func))
+        return handler(*args, **kwargs) if kwargs else handler(*args)
+
+    def materialize(self) -> torch.Tensor:
+        """A CPU copy of the gradient's values, fp32. A tensor assigned to `p.grad` takes their place."""
+        return self.slot.materialize()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        held = "empty" if self.slot.state is SlotState.EMPTY else "held"
+        return f"GradProxy({self.slot.name}, shape={tuple(self.shape)}, dtype={self.dtype}, {held}, log={self.slot.log})"
+
+    @property
+    def data(self) -> GradProxy:
+        """An alias of the stand-in: loops write `p.grad.data.norm()` and `p.grad.data.mul_()`."""
+        return GradProxy.of(self.slot, self.device)
+
+    @data.setter
+    def data(self, _value: torch.Tensor) -> None:
+        raise_unsupported(self.slot.name, "`.data =`")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise_unsupported(self.slot.name, "pickling")
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise_unsupported(self.slot.name, "deepcopy")
+
+    # These reach the storage without passing the dispatcher: unanswered, they would hand out a null pointer.
+    def data_ptr(self) -> NoReturn:
+        raise_unsupported(self.slot.name, "data_ptr")
+
+    def untyped_storage(self) -> NoReturn:
+        raise_unsupported(self.slot.name, "untyped_storage")
+
+    def storage(self) -> NoReturn:
+        raise_unsupported(self.slot.name, "storage")
+
+    def share_memory_(self) -> NoReturn:
+        raise_unsupported(self.slot.name, "share_memory_")
+
+    def numpy(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise_unsupported(self.slot.name, "numpy")
+
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise_unsupported(self.slot.name, "numpy")
+
+    def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise_unsupported(self.slot.name, "dlpack")
+
+    def item(self) -> NoReturn:
+        raise_unsupported(self.slot.name, "item")
+
+    def tolist(self) -> NoReturn:
+        raise_unsupported(self.slot.name, "tolist")
+
+
+def _name_in(values: object) -> str:
+    """The name of the first stand-in among nested arguments."""
+    if isinstance(values, GradProxy):
+        return values.slot.name
+    children: Iterable[object] = ()
+    if isinstance(values, dict):
+        children = values.values()
+    elif isinstance(values, (list, tuple)):
+        children = values
+    return next((name for name in map(_name_in, children) if name), "")
+
+
+# -- what the stand-in answers: aten operator -> handler -------------------------------------------------------------
+
+
+def _norm_tensor(
+    grad: GradProxy,
+    order: float | None = 2.0,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    partly = dim is not None and len(dim) not in (0, len(grad.shape))
+    if partly or keepdim or dtype not in (None, torch.float32):
+        raise_unsupported(
+            grad.slot.name, "a norm along some dimensions, with keepdim or in another dtype than fp32"
+        )
+    value = grad.slot.norm(2.0 if order is None else float(order))
+    return torch.scalar_tensor(value, dtype=torch.float32, device=grad.device)
+
+
+def _foreach_norm(
+    grads: Sequence[torch.Tensor], order: float = 2.0, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    ours = [grad for grad in grads if isinstance(grad, GradProxy)]
+    if dtype not in (None, torch.float32):
+        raise_unsupported(ours[0].slot.name, f"_foreach_norm in {dtype}")
+    for grad in ours:
+        grad.slot._require_held("norm")
+    values = ours[0].slot.book.norms([grad.slot for grad in ours], float(order))
+    norms = iter(torch.tensor(values, dtype=torch.float32, device=ours[0].device).unbind())
+    return [
+        next(norms) if isinstance(grad, GradProxy) else torch.linalg.vector_norm(grad, order, dtype=dtype)
+        for grad in grads
+    ]
+
+
+def _scaling(kind: str) -> Callable[..., GradProxy]:
+    def scale(grad: GradProxy, value: torch.Tensor | float) -> GradProxy:
+        if not isinstance(grad, GradProxy):  # a stand-in as the factor of an ordinary tensor
+            raise_unsupported(_name_in(value), "being a factor")
+        _check_factor(grad, value)
+        grad.slot.scale(kind, grad.slot.book.factor(value))
+        return grad
+
+    return scale
+
+
+def _check_factor(grad: GradProxy, value: object) -> None:
+    if isinstance(value, GradProxy) or not isinstance(value, (int, float, torch.Tensor)):
+        raise_unsupported(grad.slot.name, f"scaling by a {type(value).__name__}")
+    if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_complex()):
+        raise_unsupported(grad.slot.name, f"scaling by a {value.dtype} tensor of shape {tuple(value.shape)}")
+
+
+def _foreach_scaling(kind: str) -> Callable[..., None]:
+    scale = _scaling(kind)
+
+    def foreach(
+        grads: Sequence[torch.Tensor], value: torch.Tensor | float | Sequence[torch.Tensor | float]
+    ) -> None:
+        values = value if isinstance(value, (list, tuple)) else [value] * len(grads)
+        for grad, factor in zip(grads, values, strict=True):
+            if isinstance(grad, GradProxy):
+                scale(grad, factor)
+            else:
+                _check_factor_of_plain(factor)
+                grad.mul_(factor) if kind == "mul" else grad.div_(factor)
+
+    return foreach
+
+
+def _check_factor_of_plain(value: object) -> None:
+    if isinstance(value, GradProxy):
+        raise_unsupported(value.slot.name, "being a factor")
+
+
+def _zero(grad: GradProxy) -> GradProxy:
+    grad.slot.zero()
+    return grad
+
+
+def _foreach_zero(grads: Sequence[torch.Tensor]) -> None:
+    for grad in grads:
+        grad.zero_()
+
+
+def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """GradScaler.unscale_: report gradients that are not finite, then multiply by the inverse scale.
+
+    With several ranks a collective: they must agree on whether the step is skipped.
+    """
+    plain = [grad for grad in grads if not isinstance(grad, GradProxy)]
+    if plain:
+        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
+    slots = [grad.slot for grad in grads if isinstance(grad, GradProxy)]
+    if not slots[0].book.finite(slots):
+        found_inf.fill_(1.0)
+    for slot in slots:
+        slot.scale("mul", slot.book.factor(inv_scale))
+
+
+def _alias(grad: GradProxy) -> GradProxy:
+    return GradProxy.of(grad.slot, grad.device)
+
+
+_aten: Any = torch.ops.aten
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    _aten.linalg_vector_norm.default: _norm_tensor,
+    _aten.norm.Scalar: _norm_tensor,
+    _aten.norm.ScalarOpt_dim: _norm_tensor,
+    _aten.norm.ScalarOpt_dtype: _norm_tensor,
+    _aten._foreach_norm.Scalar: _foreach_norm,
+    _aten.mul_.Tensor: _scaling("mul"),
+    _aten.mul_.Scalar: _scaling("mul"),
+    _aten.div_.Tensor: _scaling("div"),
+    _aten.div_.Scalar: _scaling("div"),
+    _aten._foreach_mul_.Tensor: _foreach_scaling("mul"),
+    _aten._foreach_mul_.Scalar: _foreach_scaling("mul"),
+    _aten._foreach_mul_.ScalarList: _foreach_scaling("mul"),
+    _aten._foreach_mul_.List: _foreach_scaling("mul"),
+    _aten._foreach_div_.Tensor: _foreach_scaling("div"),
+    _aten._foreach_div_.Scalar: _foreach_scaling("div"),
+    _aten._foreach_div_.ScalarList: _foreach_scaling("div"),
+    _aten._foreach_div_.List: _foreach_scaling("div"),
+    _aten.zero_.default: _zero,
+    _aten._foreach_zero_.default: _foreach_zero,
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    _aten.detach.default: _alias,
+    _aten.alias.default: _alias,
+}

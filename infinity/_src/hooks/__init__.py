@@ -1,0 +1,1 @@
+"""Hooks: where torch calls the engine."""

@@ -1,0 +1,425 @@
+"""The life cycle of offloaded parameters: hooks on the modules, frames for running forwards, Uses for backward.
+
+    forward   pre hook: push a frame, gather the module's units | post hook: leave a Use on the graph, release
+    lookup    `self.wte.weight` of a unit that no frame holds: gathered at once, held by the innermost frame
+    backward  see `runtime.backward`
+    between   `gather()` opens windows, `state_dict` copies, everything else raises `ParameterReleased`
+
+The life cycle decides when a unit must be gathered; the residency decides what else is. References to a unit are
+active Uses, active frames and open windows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from infinity._src._torch_compat import (
+    NO_TASK,
+    address_of,
+    calling_module_frame,
+    dynamo_disable,
+    graph_task_id,
+    is_running,
+    register_post_accumulate,
+    sequence_number,
+)
+from infinity._src.hooks import tensors
+from infinity._src.hooks.activation_offload import Activations
+from infinity._src.hooks.backward import Backward, BackwardUse
+from infinity._src.hooks.gather_window import Gatherable, open_windows
+from infinity._src.hooks.install import Installed, install, uninstall
+from infinity._src.hooks.state_dict import Check, hook_state_dict
+from infinity._src.hooks.unit_refs import UnitRefs, Window
+from infinity._src.kernels.tiles import keep_uncompiled
+from infinity._src.params.unit import Param, Residency, Unit
+from infinity.errors import EngineClosed, ParameterReleased
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Frame:
+    """A hooked module whose forward is running."""
+
+    module: torch.nn.Module
+    caller: FrameType | None  # the Python frame of its __call__; tells whether it still runs
+    thread: int
+    first_node: int  # sequence number of the first autograd node that it can make
+    outermost: bool
+    held: list[UnitRefs] = dataclasses.field(default_factory=list)
+    use: BackwardUse | None = None
+    handled: BaseException | None = dataclasses.field(default_factory=lambda: sys.exc_info()[1])  # before it began
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs, in whatever thread. KeyboardInterrupt leaves frames behind."""
+        return self.caller is None or is_running(self.caller, self.thread)
+
+    @property
+    def raised(self) -> BaseException | None:
+        """The exception that leaves it now, in its post hook."""
+        error = sys.exc_info()[1]
+        return None if error is self.handled else error
+
+    @property
+    def running_here(self) -> bool:
+        """Whether it still runs, in this thread."""
+        return self.thread == threading.get_ident() and self.alive
+
+
+class Hook:
+    """A hook that torch.compile does not trace, and that says why a hooked module cannot be pickled."""
+
+    def __init__(self, function: Callable[..., None], units: list[Unit]) -> None:
+        self._function = dynamo_disable(function)
+        self._units = units
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        for unit in self._units:
+            for param in unit.params:
+                param.at_rest.__reduce_ex__(protocol)  # raises, with the name
+        raise AssertionError("a hook without offloaded parameters")
+
+
+class Lifecycle:
+    """The life cycle of one model's offloaded parameters. Made by `attach`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        units: list[Unit],
+        residency: Residency,
+        *,
+        where: Callable[[Param], str] | None = None,
+        check_state_dict: Check | None = None,
+        activations: Activations | None = None,
+    ) -> None:
+        self.model = model
+        self.units = units
+        self.residency = residency
+        self.closed = False
+        self.windows: dict[Param, Window] = {}
+        self._activations = activations
+        if activations is not None:
+            activations.running = lambda: bool(self._frames) and self._frames[-1].running_here
+        self._where = where
+        self._device = next((flat.tensor.device for unit in units for flat in unit.flats), torch.device("cpu"))
+        self._lock = threading.RLock()
+        self._frames: list[Frame] = []
+        self._backward = Backward(residency, self._lock)
+        self._drained: set[Param] = set()
+        self._installed: Installed = install(model, units, self)
+        self._slots: dict[Unit, UnitRefs] = {
+            unit: UnitRefs(
+                unit,
+                residency,
+                [(module, self._installed.owned[module]) for module in self._installed.modules_of[unit]],
+            )
+            for unit in units
+        }
+        for unit in units:
+            for param in unit.params:
+                self._drain(param)
+                for hook in self._installed.post_accumulate.get(param, ()):
+                    param.at_rest.register_post_accumulate_grad_hook(hook)
+        self._hooked: dict[torch.nn.Module, list[UnitRefs]] = {}
+        self._attributes: dict[torch.nn.Module, tensors.AttributeWatch] = {}
+        keep_uncompiled(model)
+        self._handles: list[RemovableHandle] = self._hook_modules()
+        self._handles += hook_state_dict(
+            model, self._installed.owned, (param for unit in units for param in unit.params), residency, check_state_dict
+        )
+
+    # -- what the engine and users call --------------------------------------------------------------------------------
+
+    def gather(self, params: Gatherable) -> AbstractContextManager[None]:
+        """Inside, `params` (a module, a parameter, or parameters) are readable and writable; writes are kept.
+
+        Blocks until they are gathered. Views kept past the end are undefined.
+        """
+        self._require_open("gather()")
+        self.recover()
+        return open_windows(self, params)
+
+    def reset(self) -> None:
+        """Release everything that interrupted forwards and backwards left. Not to be called while one runs."""
+        with self._lock:
+            self._reset()
+
+    def recover(self) -> None:
+        """Release what a forward or backward that broke off has left; nothing if one runs."""
+        left = not self._frames[-1].alive if self._frames else self._backward.running
+        if left and graph_task_id() == NO_TASK:
+            self.reset()
+
+    def detach(self) -> None:
+        """Remove the hooks. The module keeps its at-rest parameters, which raise EngineClosed from now on."""
+        if self.closed:
+            return
+        with self._lock:
+            try:
+                self._reset()
+            finally:
+                for handle in self._handles:
+                    handle.remove()
+                self._handles.clear()
+                uninstall(self._installed)
+                self.closed = self._backward.closed = True
+
+    def slots_of(self, unit: Unit) -> UnitRefs:
+        """The references to `unit`."""
+        return self._slots[unit]
+
+    def drain_into(self, window: Window) -> None:
+        """Drain the gradients that reach an open window; refuse them where training computes with other values than it shows."""
+        slots = self._slots[window.param.unit]
+
+        def check(_grad: torch.Tensor) -> None:
+            with self._lock:
+                self._backward.task()  # a backward runs, also where it has met no unit yet
+                slots.check_age(window=False)
+
+        window.tensor.register_hook(check)
+        window.tensor.register_post_accumulate_grad_hook(self._backward.drain_hook(window.param))
+
+    # -- Owner of the at-rest parameters ---------------------------------------------------------------------------------
+
+    def readable(self, param: Param) -> torch.Tensor | None:
+        """The gathered parameter inside forward, its window inside `gather()`, None elsewhere."""
+        inside = self.in_forward(param)
+        if inside is not None:
+            return inside
+        window = self.windows.get(param)
+        return window.tensor if window is not None else None
+
+    def in_forward(self, param: Param) -> torch.Tensor | None:
+        """The gathered parameter if a forward runs, gathered at once and held by the innermost frame if need be.
+
+        Recompute inside backward may run without a frame: the Use of the call is active then, and holds the unit.
+        """
+        slots = self._slots[param.unit]
+        if not self._frames:
+            return param.gathered if slots.entered and graph_task_id() != NO_TASK else None
+        frame = self._frames[-1]
+        if not frame.running_here:
+            return None
+        if not slots.entered:
+            with self._lock:
+                slots.enter()
+                frame.held.append(slots)
+        return param.gathered
+
+    def where(self, param: Param) -> str:
+        """Where the values rest, for messages."""
+        return self._where(param) if self._where is not None else "its tier"
+
+    def take_gradient(self, param: Param, grad: torch.Tensor) -> None:
+        """`parameter.grad = tensor`: the tensor becomes the whole gradient."""
+        self.residency.assign_gradient(param, grad.detach())
+
+    def set_requires_grad(self, param: Param, flag: bool) -> None:
+        """Mirror `requires_grad` on the gathered parameter and its window."""
+        param.gathered.requires_grad_(flag)
+        window = self.windows.get(param)
+        if window is not None:
+            window.tensor.requires_grad_(flag)
+        self._drain(param)
+
+    def load(self, param: Param, value: torch.Tensor) -> None:
+        """Set the values from a state dict. value: the shape is checked, the dtype is cast as `copy_` does."""
+        with torch.no_grad():
+            self.residency.write_alike(param, value.detach().expand(param.shape))
+
+    # -- forward -----------------------------------------------------------------------------------------------------------
+
+    def _hook_modules(self) -> list[RemovableHandle]:
+        """Hook the modules of units, and all above them: those hold what they look up themselves."""
+        for unit in self.units:
+            for module in unit.modules:
+                self._hooked.setdefault(module, []).append(self._slots[unit])
+        for module in self._hooked:
+            self._attributes[module] = tensors.AttributeWatch(module)
+        named = dict(self.model.named_modules(remove_duplicate=False))
+        below = [name for name, module in named.items() if self._hooked.get(module)]
+        for name in below:
+            parts = name.split(".") if name else []
+            for depth in range(len(parts)):
+                self._hooked.setdefault(named[".".join(parts[:depth])], [])
+        self._hooked.setdefault(self.model, [])
+        before = Hook(self._before_forward, self.units)
+        after = Hook(self._after_forward, self.units)
+        handles = []
+        for module in self._hooked:
+            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        return handles
+
+    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self._lock:
+            outermost = self._find_place()
+            frame = Frame(module, calling_module_frame(), threading.get_ident(), sequence_number(), outermost)
+            self._frames.append(frame)  # before anything can raise: the post hook is always called, and pops it
+            if self._activations is not None:
+                self._activations.entered(module, args, kwargs)
+            for slots in self._hooked[module]:
+                slots.enter()
+                frame.held.append(slots)
+            if torch.is_grad_enabled():
+                frame.use = BackwardUse(self._backward)
+                frame.use.listen(tensors.in_arguments(args, kwargs), self._device)
+
+    def _find_place(self) -> bool:
+        """Whether this forward is the outermost one; clears what an interrupted one left, if so."""
+        in_backward = graph_task_id() != NO_TASK
+        # KeyboardInterrupt leaves frames behind; looking up the stack costs a microsecond or two.
+        if self._frames and (in_backward or self._frames[-1].alive):
+            self._check_thread(in_backward)
+            return False
+        if in_backward:  # recompute
+            self._backward.task()  # also of a reentrant checkpoint, whose backward inside is only a part of this one
+            return False
+        if self._frames or self._backward.running:
+            self._reset()
+        self.residency.forward_start()
+        return True
+
+    def _check_thread(self, in_backward: bool) -> None:
+        if not in_backward and threading.get_ident() != self._frames[-1].thread:
+            raise RuntimeError(
+                "two threads run forward of one offloaded model; its units are gathered for one forward at a time"
+            )
+
+    def _after_forward(
+        self, module: torch.nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any
+    ) -> None:
+        with self._lock:
+            frame = self._pop(module)
+            if frame is None:
+                return
+            try:
+                if frame.held and output is not None:
+                    self._leave_use(frame, output)
+            finally:
+                try:
+                    self._leave_units(frame, check=True)
+                finally:
+                    if frame.outermost:
+                        if (error := frame.raised) is not None:
+                            self.residency.broke("forward", error)
+                        self.residency.forward_end()
+
+    def _pop(self, module: torch.nn.Module) -> Frame | None:
+        """The frame of this call, and off the stack what an exception left above it. None: it never got one."""
+        caller = calling_module_frame()
+        for index in range(len(self._frames) - 1, -1, -1):
+            frame = self._frames[index]
+            if frame.module is module and (frame.caller is None or caller is None or frame.caller is caller):
+                for stale in reversed(self._frames[index + 1 :]):
+                    self._leave_units(stale, check=False)
+                del self._frames[index:]
+                return frame
+        return None
+
+    def _leave_use(self, frame: Frame, output: Any) -> None:
+        """Let backward gather the frame's units again; keep gathered what the output still shows."""
+        found = tensors.in_output(output)
+        watch = self._attributes.get(frame.module)
+        if watch is not None:
+            found += watch.found()
+        use = frame.use or BackwardUse(self._backward)
+        use.held = tuple(frame.held)
+        for slots in use.held:
+            self.residency.use_left(slots.unit)
+        use.bind(found, frame.first_node)
+        for tensor in found:
+            param = self._param_shown_by(tensor, frame)
+            if param is None:
+                continue
+            if not self._frames:
+                raise ParameterReleased(
+                    f"the output of {type(frame.module).__name__} is {param.name}, or a view of it, whose values are "
+                    "released when forward ends; return a copy (`.clone()`)"
+                )
+            slots = self._slots[param.unit]
+            above = self._frames[-1]
+            if slots not in above.held:
+                slots.enter()
+                above.held.append(slots)
+
+    def _param_shown_by(self, tensor: torch.Tensor, frame: Frame) -> Param | None:
+        """The parameter of the frame's units whose storage `tensor` shares."""
+        address = address_of(tensor)
+        if address == 0:
+            return None
+        for slots in frame.held:
+            for flat in slots.unit.flats:
+                offset = address - address_of(flat.tensor)
+                if 0 <= offset < flat.size_bytes:
+                    start = offset // flat.layout.itemsize
+                    return next((p for p in reversed(flat.params) if p.offset <= start), flat.params[0])
+        return None
+
+    def _leave_units(self, frame: Frame, *, check: bool) -> None:
+        """Release what the frame holds. All are released even when a check raises; the first error is raised."""
+        failure: Exception | None = None
+        while frame.held:
+            try:
+                frame.held.pop().leave(check=check)
+            except Exception as error:  # noqa: BLE001  raised below, when the others are released
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _reset(self) -> None:
+        if self._frames or self._backward.running:
+            self.residency.broke("forward or backward", RuntimeError("it was interrupted"))
+        frames, self._frames = self._frames, []
+        for frame in reversed(frames):
+            self._leave_units(frame, check=False)
+        self._backward.reset()
+        self.residency.reset()
+
+    def _drain(self, param: Param) -> None:
+        """Drain the parameter's gradients from now on, if it can have some."""
+        if param.gathered.requires_grad and param not in self._drained:
+            self._drained.add(param)
+            param.flat.learns = True
+            hook = self._backward.drain_hook(param)
+            param.gathered.register_post_accumulate_grad_hook(hook)
+            # A custom autograd Function that was handed the parameter at rest gives its gradient to that leaf.
+            register_post_accumulate(param.at_rest, hook)
+
+    def _require_open(self, what: str) -> None:
+        if self.closed:
+            raise EngineClosed(f"{what}: the engine of this model was closed, and its parameters' values with it")
+
+
+def attach(
+    model: torch.nn.Module,
+    units: list[Unit],
+    residency: Residency,
+    *,
+    where: Callable[[Param], str] | None = None,
+    check_state_dict: Check | None = None,
+    activations: Activations | None = None,
+) -> Lifecycle:
+    """Replace the parameters of `units` in `model` by parameters at rest, and run their life cycle with hooks.
+
+    The residency must already hold the values: the original parameters are dropped here. Sets `at_rest` and `gathered`
+    of every Param. where: names the tier of a parameter in errors. check_state_dict: see `runtime.state_dict.Check`.
+    activations: is told of every hooked module's forward.
+    Raises: ValueError when a parameter already has a gradient.
+    """
+    return Lifecycle(
+        model, units, residency, where=where, check_state_dict=check_state_dict, activations=activations
+    )

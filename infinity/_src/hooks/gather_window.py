@@ -1,0 +1,106 @@
+"""`gather()`: parameters that are readable and writable for a while, outside of forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from infinity._src._torch_compat import bump_version
+from infinity._src.hooks.unit_refs import Window
+from infinity._src.params.sharded_param import ShardedParameter
+from infinity._src.params.unit import Param
+from infinity.errors import RankFailed, StepUndone
+
+if TYPE_CHECKING:
+    from infinity._src.hooks.forward import Lifecycle
+
+Gatherable = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
+
+
+def chosen_params(lifecycle: Lifecycle, what: Gatherable) -> list[Param]:
+    """The offloaded parameters that `what` names: a module, a parameter, or an iterable of parameters.
+
+    Parameters that are not offloaded (adapters added later) are readable anyway and are left out.
+    Raises: ValueError when a parameter belongs to another model, or is none of this.
+    """
+    if isinstance(what, torch.nn.Module):
+        what = what.parameters()
+    tensors = [what] if isinstance(what, torch.Tensor) else list(what)
+    chosen: dict[Param, None] = {}
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"gather() takes a module, a parameter or an iterable of parameters; this holds a "
+                f"{type(tensor).__name__}. Named parameters: gather(p for _, p in model.named_parameters())"
+            )
+        if not isinstance(tensor, ShardedParameter):
+            continue
+        link = tensor.infinity_link
+        if link.owner is not lifecycle:
+            raise ValueError(f"{link.param.name} belongs to another model; gather it with that model's handle")
+        chosen[link.param] = None
+    return list(chosen)
+
+
+@contextmanager
+def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
+    """Inside, the chosen parameters are readable and writable; writes are kept, also when the body raises."""
+    params = [param for param in chosen_params(lifecycle, what) if param not in lifecycle.windows]
+    params.sort(key=lambda param: (param.unit.index, param.flat.index, param.slot_index))  # the same on all ranks
+    units = list({param.unit: None for param in params})
+    held = []
+    opened: list[Window] = []
+    well = False
+    try:
+        for unit in units:
+            slots = lifecycle.slots_of(unit)
+            slots.hold()
+            held.append(slots)
+            slots.check_age(window=True)
+        for param in params:
+            window = Window(param)
+            if window.tensor.requires_grad:
+                lifecycle.drain_into(window)
+            lifecycle.windows[param] = window
+            lifecycle.slots_of(param.unit).windows.append(window)
+            opened.append(window)
+        yield
+        well = True
+    finally:
+        try:
+            _close(lifecycle, opened, together=well)
+        finally:
+            for slots in reversed(held):
+                slots.release()
+
+
+def _close(lifecycle: Lifecycle, opened: list[Window], *, together: bool) -> None:
+    """Keep what was written through the windows. All are closed even if a write fails; the first failure is raised. Nothing is
+    kept when the step before was undone: the windows showed what it had made; nor from where on ranks differ in what they wrote.
+
+    together: all ranks close these windows now. What one of them has written is then kept by all: a collective that fills the
+    others' (`dist.broadcast`) is no write that torch counts.
+    """
+    for window in opened:
+        slots = lifecycle.slots_of(window.param.unit)
+        slots.note_window_writes()
+        slots.windows.remove(window)
+        del lifecycle.windows[window.param]
+        bump_version(window.tensor)
+    failure: Exception | None = None
+    written = [window.written for window in opened]
+    try:
+        written = lifecycle.residency.written(written) if together else written
+    except Exception as error:  # noqa: BLE001  raised below
+        failure = error
+    for window, is_written in zip(opened, written, strict=True):
+        if is_written and not isinstance(failure, StepUndone | RankFailed):
+            try:
+                lifecycle.residency.write_alike(window.param, window.tensor.detach())
+            except Exception as error:  # noqa: BLE001  raised below, when the others are written
+                failure = failure or error
+    if failure is not None:
+        raise failure

@@ -1,0 +1,167 @@
+"""One unit as the life cycle holds it: reference count, the slots of its modules, and the checks on both.
+
+    hold / release   count a reference; the first makes the residency gather the unit, the last lets it evict
+    enter / leave    the same for a running forward or an active Use, and the gathered parameters lie in the slots:
+                     recompute may call `forward` itself, past all hooks, and finds them there
+
+Checks: on the way in, every slot still has the at-rest parameter that the engine put there. On the way out, no
+version counter has moved: a weight written in forward would be lost at the next eviction.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from infinity._src._torch_compat import bump_version, separate_version, version_of
+from infinity._src.hooks.module_params import ModuleParameters, look, put
+from infinity._src.params import unsharded_param as gathered
+from infinity._src.params.sharded_param import ShardedParameter
+from infinity._src.params.unit import Param, Residency, Unit
+from infinity.errors import ReplacedOutsideEngine, WeightWritten
+
+
+class Window:
+    """A parameter while `gather()` has it open: a leaf on the gathered storage with a version counter of its own.
+
+    Its counter tells what was written. It is bumped on closing, so that a graph made from it, which needs values that
+    are released by then, raises in backward.
+    """
+
+    def __init__(self, param: Param) -> None:
+        self.param = param
+        with torch.inference_mode(False), torch.no_grad():
+            self.tensor = torch.nn.Parameter(
+                separate_version(param.gathered), requires_grad=param.gathered.requires_grad
+            )
+        self.written = False
+        self._seen_version = version_of(self.tensor)
+
+    def take_write(self) -> bool:
+        """Whether it was written to since the last call."""
+        version = version_of(self.tensor)
+        changed = version != self._seen_version
+        self._seen_version = version
+        self.written = self.written or changed
+        return changed
+
+
+class UnitRefs:
+    """The references to one unit, and the module slots of its parameters (see the module's docstring)."""
+
+    def __init__(self, unit: Unit, residency: Residency, modules: list[tuple[torch.nn.Module, ModuleParameters]]) -> None:
+        self.unit = unit
+        self.windows: list[Window] = []
+        self._residency = residency
+        self._entered = 0  # the frames and Uses among the references
+        self._versions: list[int] = []
+        self._stamped_generation: int | None = None
+        self._spoilt = False
+        self._gathered = [param.gathered for param in unit.params]
+        self._modules = [(module.__dict__, parameters) for module, parameters in modules]
+        found = dict(modules)
+        self._sites: list[tuple[ModuleParameters, str, ShardedParameter, torch.nn.Parameter]] = [
+            (found[module], attr, param.at_rest, param.gathered)
+            for param in unit.params
+            for module, attr in param.sites
+        ]
+
+    @property
+    def entered(self) -> bool:
+        """Whether the gathered parameters lie in the slots."""
+        return self._entered > 0
+
+    def hold(self) -> None:
+        """Count a reference; blocks until the unit is gathered."""
+        unit = self.unit
+        if unit.refs == 0:
+            self._residency.demand(unit)
+            assert unit.gathered, f"{unit.name} was demanded and is not gathered"
+        else:
+            self.check_age(window=False)
+        if self._stamped_generation != unit.generation:
+            self._versions = gathered.stamp(unit)
+            self._stamped_generation = unit.generation
+        if self.windows:
+            self.note_window_writes()
+        unit.refs += 1
+
+    def check_age(self, *, window: bool) -> None:
+        """Raise if a training pass would take what `gather()` shows; or, with `window`, the reverse."""
+        if self._residency.mixes(self.unit, window=window):
+            raise RuntimeError(
+                f"a training forward or backward beside handle.gather() of {self.unit.name}: gather() shows the newest "
+                "parameters as they are, and training computes with those before the update (update='delayed'), or as they "
+                "travel (qwz=True); run forward and backward outside of gather(), and gather outside of them (evaluation "
+                "without gradients may be inside)"
+            )
+
+    def release(self) -> None:
+        """Give a reference back."""
+        unit = self.unit
+        assert unit.refs > 0, f"{unit.name} was released more often than it was held"
+        unit.refs -= 1
+        if unit.refs == 0:
+            if self._spoilt:
+                self._spoilt = False
+                self._residency.discard(unit)
+            self._residency.idle(unit)
+
+    def enter(self) -> None:
+        """Hold, and put the gathered parameters into the slots."""
+        if self._entered == 0:
+            self._check_slots()
+            self.hold()
+            for parameters, attr, _, tensor in self._sites:
+                put(parameters, attr, tensor)
+        else:
+            self.hold()
+        self._entered += 1
+
+    def leave(self, *, check: bool = True) -> None:
+        """Undo `enter`. check: raise WeightWritten if forward wrote to a parameter; the unit is released first."""
+        self._entered -= 1
+        written: list[str] = []
+        if self._entered == 0:
+            for parameters, attr, at_rest, _ in self._sites:
+                put(parameters, attr, at_rest)
+            versions = [tensor._version for tensor in self._gathered]
+            if versions != self._versions:
+                written = [
+                    param.name
+                    for param, now, then in zip(self.unit.params, versions, self._versions, strict=True)
+                    if now != then
+                ]
+                self._spoilt = True
+                self._stamped_generation = None
+        self.release()
+        if written and check:
+            raise WeightWritten(
+                f"forward wrote to {', '.join(written)}: a write to an offloaded parameter inside forward is lost. Write "
+                "between steps, with `with torch.no_grad(), inf.handle(model).gather(parameter): parameter.clamp_(...)`"
+            )
+
+    def note_window_writes(self) -> None:
+        """What was written through a window modifies the gathered parameter too, for the graphs that saved it."""
+        for window in self.windows:
+            if window.take_write():
+                bump_version(window.param.gathered)
+        self._versions = [version_of(tensor) for tensor in self._gathered]
+
+    def _check_slots(self) -> None:
+        for attributes, parameters in self._modules:
+            if attributes.get("_parameters") is not parameters:
+                raise ReplacedOutsideEngine(f"the parameters of a module of {self.unit.name} {_REPLACED}")
+        for parameters, attr, at_rest, _ in self._sites:
+            if look(parameters, attr) is not at_rest or type(at_rest) is not ShardedParameter:
+                raise ReplacedOutsideEngine(f"{self._name(parameters, attr)} {_REPLACED}")
+
+    def _name(self, parameters: ModuleParameters, attr: str) -> str:
+        found = (param.name for param in self.unit.params for module, name in param.sites
+                 if module._parameters is parameters and name == attr)  # fmt: skip
+        return next(found, attr)
+
+
+_REPLACED = (
+    "was replaced outside the engine, which would go on training the old one; change the module before `inf.offload`, "
+    "or write values with `with inf.handle(model).gather(parameter): parameter.copy_(...)`"
+)

@@ -1,0 +1,1 @@
+"""Kernels: tensor operations with a torch reference each."""

@@ -1,0 +1,204 @@
+"""The optimizer's pass over chunks of states that lie on a device, in torch or in Triton: the same bits.
+
+    plan = UpdatePlan(format, [segs of chunk 0, of chunk 1, ...], hypers, device=device, grad_dtype=torch.bfloat16)
+    for index in range(chunks):                      # chunks come and go through the same few buffers
+        plan.run(index, sections, grad)
+
+What native/update.c does to a chunk in RAM, for chunks whose sections are tensors, on a GPU above all. Both implementations
+take the records of infinity/aio/plan.py as they are; which one runs is for infinity/_src/kernels/choice.py to say (`update`), and changes
+no bit (but of a NaN's payload in an fp32 section, which is nobody's value): infinity/_src/kernels/update.py is the reference. All that
+a step's updates need besides the chunks is copied to the device once, when the plan is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity._src.kernels import choice
+from infinity._src.kernels.update import check_update
+from infinity.aio.plan import QUANT_GROUP, SEG, Format, GradDtype, GradSection, Moments
+
+GRAD_DTYPES = {
+    GradDtype.BF16: torch.bfloat16,
+    GradDtype.FP32: torch.float32,
+    GradDtype.FP16: torch.float16,
+}
+_SECTION_GRADS = {
+    GradSection.BF16: GradDtype.BF16,
+    GradSection.FP32: GradDtype.FP32,
+    GradSection.FP16: GradDtype.FP16,
+}
+
+
+class UpdatePlan:
+    """The updates of one step on chunks of one format; `run` does a chunk's."""
+
+    def __init__(
+        self,
+        state_format: Format,
+        chunks: Sequence[npt.NDArray[np.void]],
+        hypers: npt.NDArray[np.void],
+        *,
+        device: torch.device,
+        grad_dtype: torch.dtype | None = None,
+    ) -> None:
+        """chunks: of each its SEG records; `start` and `element` are multiples of QUANT_GROUP where moments are 8-bit.
+
+        hypers: HYPER records, that segs["hyper"] counts in. grad_dtype: of the tensor that `run` is given; None: each segment
+        says where its gradient lies, in the chunk's `grad` section, or at an address that the device can read, and that
+        stays valid until the device has done the update. Copies to the device, without waiting for it; on a GPU in the
+        current stream, which that of `run` must wait for. The plan stays until the device is done with it.
+        Raises: ValueError for what the kernels do not know.
+        """
+        self.format = Format.of(state_format)
+        self.states = self.format.with_grad(GradSection.NONE)
+        self.device, self.grad_dtype = torch.device(device), grad_dtype
+        if grad_dtype not in (None, *GRAD_DTYPES.values()):
+            raise ValueError(f"gradients are {grad_dtype}: use bfloat16, float16 or float32")
+        _check(self.states, chunks, hypers)
+        self._hypers = hypers
+        self._chunks = [self._resolved(segs) for segs in chunks]
+        self._ends = [int((segs["start"] + segs["numel"]).max()) if len(segs) else 0 for segs in self._chunks]
+        self._launches = None
+        if choice.implementation("update", self.device) == "triton":
+            from infinity._src.kernels.triton.update import Launches
+
+            self._launches = Launches(self.states, self._chunks, hypers, self.device)
+
+    def run(self, index: int, sections: Sequence[torch.Tensor], grad: torch.Tensor | None = None) -> None:
+        """The update of chunk `index`, in place; elements that no segment has keep their bytes. Does not wait for the device.
+
+        sections: one contiguous 1-D uint8 tensor per section of the format, on the plan's device, from the chunk's first
+        element on, at multiples of four bytes. grad: of the plan's `grad_dtype`, contiguous; its element i is the gradient of
+        the chunk's element i. Raises: ValueError for sections or gradients that are not so.
+        """
+        end = self._ends[index]
+        _check_sections(self.format, sections, self.device, end)
+        self._check_grad(grad, end)
+        base = 0 if grad is None else grad.data_ptr()
+        if grad is None and self.format.grad is not GradSection.NONE:
+            base = sections[-1].data_ptr()
+        with torch.no_grad():
+            if self._launches is not None:
+                self._launches.run(index, sections, base)
+                return
+            from infinity._src.kernels.update_torch import update_torch
+
+            for seg in self._chunks[index]:
+                start, numel = int(seg["start"]), int(seg["numel"])
+                gradient = _gradient(seg, base, self.device)
+                row, element = self._hypers[int(seg["hyper"])], int(seg["element"])
+                update_torch(self.states, _parts(self.states, sections, start, numel), gradient, row, element)
+
+    def _resolved(self, segs: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+        """The segments that have elements. Their dtype is never SECTION; `grad` is an address, or, with `relative`, how
+        many bytes after the start of the tensor or section that `run` is given."""
+        out: npt.NDArray[np.void] = np.zeros(int((segs["numel"] > 0).sum()), RESOLVED)
+        for name in SEG.names or ():
+            out[name] = segs[name][segs["numel"] > 0]
+        inside = out["grad_dtype"] == GradDtype.SECTION
+        if self.grad_dtype is not None:
+            code = next(code for code, dtype in GRAD_DTYPES.items() if dtype is self.grad_dtype)
+            inside[:] = True
+        elif inside.any():
+            if self.format.grad is GradSection.NONE:
+                raise ValueError(f"a segment's gradient is in the section `grad`, and {self.format} has none")
+            code = _SECTION_GRADS[self.format.grad]
+        if inside.any():
+            out["grad_dtype"][inside] = int(code)
+            out["grad"][inside] = out["start"][inside].astype(np.uint64) * np.uint64(GRAD_DTYPES[code].itemsize)
+        out["relative"] = inside
+        return out
+
+    def _check_grad(self, grad: torch.Tensor | None, end: int) -> None:
+        if (grad is None) != (self.grad_dtype is None):
+            raise ValueError(f"the plan's grad_dtype is {self.grad_dtype}: run() is given a gradient if there is one, else none")
+        if grad is None:
+            return
+        if grad.dtype is not self.grad_dtype or not grad.is_contiguous() or grad.device != self.device:
+            raise ValueError(
+                f"grad is {grad.dtype} on {grad.device}: give {self.grad_dtype}, contiguous, on {self.device}"
+            )
+        if end > grad.numel():
+            raise ValueError(f"grad has {grad.numel()} elements, and segments go to {end}")
+
+
+def update_chunk(
+    state_format: Format,
+    sections: Sequence[torch.Tensor],
+    segs: npt.NDArray[np.void],
+    hypers: npt.NDArray[np.void],
+    *,
+    grad: torch.Tensor | None = None,
+) -> None:
+    """One chunk alone, in place: a plan for it, made and run; see `UpdatePlan` for arguments and errors."""
+    if not sections:
+        raise ValueError(f"{state_format} has {len(state_format.sections)} sections, none were given")
+    plan = UpdatePlan(
+        state_format, [segs], hypers, device=sections[0].device, grad_dtype=None if grad is None else grad.dtype
+    )
+    plan.run(0, sections, grad)
+
+
+RESOLVED = np.dtype([*((name, SEG[name]) for name in SEG.names or ()), ("relative", "?")])
+"""SEG, and whether `grad` counts from the tensor or section that `run` is given."""
+
+
+def _check(states: Format, chunks: Sequence[npt.NDArray[Any]], hypers: npt.NDArray[Any]) -> None:
+    for segs in chunks:
+        if not len(segs):
+            continue
+        if segs["hyper"].min() < 0 or segs["hyper"].max() >= len(hypers):
+            raise ValueError(f"a segment names hyper {segs['hyper'].max()} of {len(hypers)}")
+        if segs["start"].min() < 0 or segs["numel"].min() < 0 or segs["element"].min() < 0:
+            raise ValueError("a segment starts, or ends, before its chunk or its parameter")
+        if states.moments is Moments.Q8 and ((segs["start"] | segs["element"]) % QUANT_GROUP).any():
+            raise ValueError(f"start and element of every segment begin a group of {QUANT_GROUP} where moments are 8-bit")
+    for index in sorted({int(hyper) for segs in chunks for hyper in np.unique(segs["hyper"])}):
+        check_update(states, hypers[index])
+
+
+def _check_sections(kind: Format, sections: Sequence[torch.Tensor], device: torch.device, end: int) -> None:
+    if len(sections) != len(kind.sections):
+        raise ValueError(f"{kind} has {len(kind.sections)} sections, {len(sections)} were given")
+    for section, what in zip(sections, kind.sections, strict=True):
+        if section.dtype is not torch.uint8 or section.dim() != 1 or not section.is_contiguous() or section.data_ptr() % 4:
+            raise ValueError("a section is a contiguous one-dimensional uint8 tensor at a multiple of four bytes")
+        if section.device != device:
+            raise ValueError(f"the section {what.name} is on {section.device}, and the plan is for {device}")
+        if what.size_bytes(end) > section.numel():
+            raise ValueError(f"the section {what.name} has {section.numel()} bytes, and segments go to element {end}")
+
+
+def _parts(states: Format, sections: Sequence[torch.Tensor], start: int, numel: int) -> list[torch.Tensor]:
+    """Of each section the bytes of the elements [start, start + numel)."""
+    parts = []
+    for section, what in zip(sections, states.sections, strict=False):  # a section `grad` is left out
+        low = start // what.group_numel * what.itemsize
+        parts.append(section[low : low + what.size_bytes(numel)])
+    return parts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """Bytes on a GPU, for torch to see as a tensor without a copy."""
+
+    __cuda_array_interface__: dict[str, Any]
+
+
+def _gradient(seg: Any, base: int, device: torch.device) -> torch.Tensor:
+    """The segment's gradient, a view of where it lies."""
+    dtype = GRAD_DTYPES[GradDtype(int(seg["grad_dtype"]))]
+    address, size = int(seg["grad"]) + base * int(seg["relative"]), int(seg["numel"]) * dtype.itemsize
+    if device.type == "cuda":
+        described = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
+        return torch.as_tensor(_Memory(described), device=device).view(dtype)
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)

@@ -1,0 +1,113 @@
+"""The layout of a unit's states: flats, shards and chunks, as plain arithmetic.
+
+    flat    [ param 0 | pad | param 1 | pad | ...            | pad ]   every parameter at a multiple of 256 bytes
+    shards  [ rank 0            | rank 1            | ...          ]   equal, multiples of GROUP_NUMEL
+    chunks  [ chunk 0 | chunk 1 | chunk 0 | chunk 1 | ...          ]   chunk_numel, the last of a shard shorter
+
+A chunk holds all sections of its elements, each from a multiple of 4096 bytes on, so one chunk is one contiguous read and
+one contiguous write. Parameters start at multiples of QUANT_GROUP elements: no quantization group holds two of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from infinity._src.sizes import round_up
+from infinity.aio.plan import (
+    ALIGNMENT_BYTES,
+    CHUNK_NUMEL,
+    GROUP_NUMEL,
+    QUANT_GROUP,
+    Format,
+    Master,
+    Section,
+)
+
+__all__ = ["ALIGN_BYTES", "ChunkSpan", "FlatLayout", "Section", "plan_flat", "run_bytes", "sections_of"]
+
+ALIGN_BYTES = 256
+
+
+def sections_of(state_format: Format, param_itemsize: int) -> tuple[Section, ...]:
+    """The sections of a format, the parameter that computes first. `param_itemsize` counts for RAW only."""
+    if state_format.master is Master.RAW:
+        return (Section("param", param_itemsize),)
+    return state_format.sections
+
+
+def run_bytes(section: Section, numel: int) -> int:
+    """Bytes that `numel` elements of a section take in a run: every section starts 4096-aligned."""
+    return round_up(section.size_bytes(numel), ALIGNMENT_BYTES)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkSpan:
+    """A chunk of one rank's shard: elements [start, start + numel) of the shard."""
+
+    start: int
+    numel: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatLayout:
+    """Where the parameters of one flat lie, and how it is split over `world` ranks and into chunks.
+
+    chunk_numel: elements per chunk, a multiple of GROUP_NUMEL; `infinity.aio.plan.chunk_numel` of the format it may get.
+    """
+
+    itemsize: int
+    offsets: tuple[int, ...]
+    numels: tuple[int, ...]
+    world: int
+    shard_numel: int
+    chunk_numel: int = CHUNK_NUMEL
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole flat, padding included."""
+        return self.shard_numel * self.world
+
+    @property
+    def chunks(self) -> tuple[ChunkSpan, ...]:
+        """The chunks of one shard, in order."""
+        return tuple(
+            ChunkSpan(start, min(self.chunk_numel, self.shard_numel - start))
+            for start in range(0, self.shard_numel, self.chunk_numel)
+        )
+
+    def shard_range(self, index: int, rank: int) -> tuple[int, int, int]:
+        """The part of parameter `index` in the shard of `rank`: (start in shard, start in parameter, elements)."""
+        low = max(self.offsets[index], rank * self.shard_numel)
+        high = min(self.offsets[index] + self.numels[index], (rank + 1) * self.shard_numel)
+        if high <= low:
+            return (0, 0, 0)
+        return (low - rank * self.shard_numel, low - self.offsets[index], high - low)
+
+    def spans(self, index: int, rank: int) -> Iterator[tuple[int, int, int, int]]:
+        """The parts of parameter `index` in the chunks of a rank's shard, in order: (chunk, start in it, start in the parameter,
+        elements)."""
+        start, element, numel = self.shard_range(index, rank)
+        at, end = start, start + numel
+        while at < end:
+            chunk = at // self.chunk_numel
+            count = min((chunk + 1) * self.chunk_numel, end) - at
+            yield chunk, at - chunk * self.chunk_numel, element + at - start, count
+            at += count
+
+
+def plan_flat(
+    numels: tuple[int, ...], itemsize: int, world: int = 1, chunk_numel: int = CHUNK_NUMEL
+) -> FlatLayout:
+    """Lay out parameters of `numels` elements, in order, and split them evenly over `world` ranks."""
+    align = max(QUANT_GROUP, ALIGN_BYTES // itemsize)
+    offsets = []
+    end = 0
+    for numel in numels:
+        start = round_up(end, align)
+        offsets.append(start)
+        end = start + numel
+    assert chunk_numel % GROUP_NUMEL == 0, chunk_numel
+    # One-byte elements need more of them for the 4096 bytes that O_DIRECT wants.
+    shard_numel = round_up(max(-(-end // world), 1), max(GROUP_NUMEL, ALIGNMENT_BYTES // itemsize))
+    return FlatLayout(itemsize, tuple(offsets), tuple(numels), world, shard_numel, chunk_numel)

@@ -1,0 +1,401 @@
+"""What rests in RAM and what on NVMe, under one budget: pure arithmetic over sizes, no tensors.
+
+    ram = pools + checksums + what the chosen tiers keep in RAM + `resident` + gradients + a static set of further sections
+
+A step scans all states once, and a cyclic scan defeats any recency rule, so the set is fixed. What a byte of RAM saves, per
+step of M micro-batches (`traffic`):
+
+    hi, param   2M reads and one write: a gather for each forward and backward, of which the first forward's comes with the
+                update (under update="delayed" gathers read a copy in RAM: two reads)
+    grad        M reads and M writes, when it spills: stored M times, fetched M - 1 times and read by the update
+    lo, moments one read and one write
+
+So gradients stay in RAM first (the budget says so: only a `ram` below the least spills them), then sections go in by value
+per byte. `hi` goes before the rest, and that also makes the remaining requests better, not worse: gathers, whose requests
+are the small ones (768 KiB of a 4.5 MiB chunk), go away, and `lo` and the moments of the chunk stay one run of 3.75 MiB.
+Sections of equal value go in together, by whole chunks.
+
+With two generations a resident section is held twice, and a byte of RAM saves half as much.
+
+Within a class chunks are taken in the van der Corput order of their positions, so that any prefix of it is spread evenly:
+no stretch of the forward is all NVMe. Taking a prefix, and stopping at the first that does not fit, makes the sets of
+two budgets nested: more RAM never moves more bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from infinity._src.memory.needs import FlatNeed, Load, chunk_bytes, run_bytes, traffic
+from infinity._src.memory.spilling import WINDOW_COUNT, choose_spill, spread
+from infinity._src.perf.roofline import passes
+from infinity._src.sizes import format_size, round_size, round_up
+from infinity.aio.plan import Format, piece_count
+from infinity.errors import BudgetError
+
+__all__ = ["FlatNeed", "Load", "Plan", "chunk_bytes", "plan_placement", "step_bytes"]
+
+# Slots for each drive: 8 chunks of states in flight (36 MiB: at 7 GB/s five milliseconds, many times a drive's latency), and 16
+# of parameters alone (see bench/README.md). More gained nothing; a budget's bytes are worth more as resident sections.
+LARGE_COUNT = 8
+SMALL_COUNT = 16
+
+# What RAM holds under a plan: the fields of `Plan` (and of Stats) that add up to `ram_bytes`, and what people call them.
+RAM_PARTS = {
+    "pool_bytes": "pools",
+    "grad_bytes": "gradients",
+    "staging_bytes": "windows of spilled gradients",
+    "shadow_bytes": "parameters of the step before",
+    "resident_bytes": "resident states",
+    "sums_bytes": "checksums",
+    "scratch_bytes": "scratch",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where everything rests. `nvme_masks[flat][chunk]` has a bit for each section on NVMe; the rest is resident.
+
+    formats: of each flat, with a `grad` section where its gradients spill. grad_bytes: gradients in RAM; spilled_bytes: on
+    NVMe, by way of `window_count` staging windows of `window_bytes`. min_bytes: the least `ram` that works without spilling.
+    """
+
+    nvme_masks: tuple[tuple[int, ...], ...]
+    formats: tuple[Format, ...]
+    small_count: int
+    small_bytes: int
+    large_count: int
+    large_bytes: int
+    sums_bytes: int
+    grad_bytes: int
+    spilled_bytes: int
+    window_count: int
+    window_bytes: int
+    shadow_bytes: int
+    resident_bytes: int
+    nvme_bytes: int
+    scratch_bytes: int
+    min_bytes: int
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pinned slots."""
+        return self.small_count * self.small_bytes + self.large_count * self.large_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the windows of spilled gradients."""
+        return self.window_count * self.window_bytes
+
+    @property
+    def ram_bytes(self) -> int:
+        """Everything that this plan holds in RAM."""
+        return sum(self.ram_parts.values())
+
+    @property
+    def ram_parts(self) -> dict[str, int]:
+        """The parts of `ram_bytes` that are not zero, by name."""
+        return name_parts(self)
+
+    @property
+    def spilled(self) -> tuple[bool, ...]:
+        """Which flats' gradients spill."""
+        return tuple(bool(each.grad) for each in self.formats)
+
+
+def name_parts(holder: object) -> dict[str, int]:
+    """The bytes of `RAM_PARTS` that `holder` (a Plan, or Stats) has, without those that are zero, by name."""
+    return {name: size for field, name in RAM_PARTS.items() if (size := getattr(holder, field))}
+
+
+def step_bytes(needs: Sequence[FlatNeed], plan: Plan, load: Load = Load()) -> tuple[int, int]:  # noqa: B008 - frozen
+    """Bytes that a step reads from NVMe and writes there under a plan. Turning points that save a read are not counted."""
+    read = written = 0
+    for need, state_format, row in zip(needs, plan.formats, plan.nvme_masks, strict=True):
+        placed = dataclasses.replace(need, format=state_format)
+        for section, spec in enumerate(placed.sections):
+            reads, writes = traffic(placed, section, load)
+            size = sum(
+                spec.size_bytes(numel)
+                for numel, mask in zip(need.numels, row, strict=True)
+                if mask >> section & 1
+            )
+            read, written = read + reads * size, written + writes * size
+    return read, written
+
+
+def plan_placement(
+    needs: Sequence[FlatNeed],
+    ram_bytes: int | None,
+    *,
+    drive_count: int = 1,
+    scratch_bytes: int = 0,
+    pools: tuple[int, int] | None = None,
+    resident: Mapping[str, float | int] | None = None,
+    load: Load = Load(),  # noqa: B008 - frozen
+    spill: Sequence[bool] | None = None,
+    small_bytes: int = 0,
+    held_bytes: int = 0,
+    advice: str = "",
+) -> Plan:
+    """Place every chunk of `needs` under `ram_bytes` (None: the least that works); `scratch_bytes` is held besides.
+
+    drive_count: NVMe drives; each wants slots of its own, or they would wait for each other.
+    pools: the slot sizes (small, large) of pools that exist already; the plan counts them, and says if it wants larger.
+    resident: for "params", "optim" the share (float) or bytes (int) that rest in RAM although their tier is NVMe, to within a
+        chunk: no more than that, also where the budget has room. With `ram_bytes` None it is added to the least.
+    spill: the flats whose gradients spill; None: as many as `ram_bytes` makes necessary, of those that may.
+    small_bytes: small slots of at least this size are wanted, whatever states rest on NVMe (activations that go there).
+    held_bytes: what others have of the same budget, which `ram_bytes` is the rest of; for messages.
+
+    Raises: BudgetError stating the smallest budget that works and what takes it.
+    """
+    smallest = round_up(small_bytes, 4096)
+    given = _Given(tuple(needs), drive_count, scratch_bytes, pools, dict(resident or {}), load, smallest, held_bytes)
+    unspilled = _Layout(given, (False,) * len(needs))
+    if spill is not None:
+        chosen = _Layout(given, tuple(spill))
+        return chosen.finish(ram_bytes, unspilled.least, advice)
+    if ram_bytes is None or ram_bytes >= unspilled.least or not any(need.spill_format for need in needs):
+        return unspilled.finish(ram_bytes, unspilled.least, advice)
+    if (whole := unspilled.everything()) is not None and whole.ram_bytes <= ram_bytes:
+        return whole
+    return _spilled(given, ram_bytes, unspilled, advice)
+
+
+def _spilled(given: _Given, ram_bytes: int, unspilled: _Layout, advice: str) -> Plan:
+    """The best plan under a budget that does not hold all gradients. Raises: BudgetError.
+
+    What a way of spilling leaves goes to sections that are worth no more than gradients: so a budget that holds one more
+    flat's gradients is never the worse for it.
+    """
+    able = [need.spill_format is not None and need.grad_bytes > 0 for need in given.needs]
+    sizes = [(need.grad_bytes, need.window_bytes) for need in given.needs]
+    full = _Layout(given, tuple(able))
+    ways = [_Layout(given, way) for way in choose_spill(sizes, able, ram_bytes - full.least + full.staging_bytes)]
+    fitting = [way for way in ways if way.least <= ram_bytes]
+    if fitting:
+        plans = [way.finish(ram_bytes, unspilled.least, advice) for way in fitting]
+        return max(plans, key=lambda plan: (fitting[0].saved(plan), plan.grad_bytes))
+    ways = [unspilled, *(_Layout(given, way) for way in choose_spill(sizes, able, None))]
+    return min(ways, key=lambda way: way.smallest).finish(ram_bytes, unspilled.least, advice)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """The arguments of `plan_placement` that do not change with the spilled set."""
+
+    needs: tuple[FlatNeed, ...]
+    drive_count: int
+    scratch_bytes: int
+    pools: tuple[int, int] | None
+    resident: dict[str, float | int]
+    load: Load
+    small_bytes: int
+    held_bytes: int
+
+
+class _Layout:
+    """The placement of one way of spilling: what is fixed, and what a budget adds to it."""
+
+    def __init__(self, given: _Given, spilled: tuple[bool, ...]) -> None:
+        self._given = given
+        self._needs = [
+            dataclasses.replace(need, format=need.spill_format or need.format, grad_bytes=0) if gone else need
+            for need, gone in zip(given.needs, spilled, strict=True)
+        ]
+        self._masks = [[need.nvme_mask()] * len(need.numels) for need in self._needs]
+        self._slots = self._slot_bytes()
+        if given.pools is not None:
+            self._slots = (max(self._slots[0], given.pools[0]), max(self._slots[1], given.pools[1]))
+        drives = max(given.drive_count, 1)
+        self._counts = (SMALL_COUNT * drives, LARGE_COUNT * drives)
+        windows = [need.window_bytes for need, gone in zip(given.needs, spilled, strict=True) if gone]
+        self._windows = (min(WINDOW_COUNT, len(windows)), max(windows, default=0))
+        self._spilled_bytes = sum(
+            chunk_bytes(need, chunk, need.grad_mask())
+            for need in self._needs
+            for chunk in range(len(need.numels))
+        )
+        self._keep_given()
+        self.staging_bytes = self._windows[0] * self._windows[1]
+        self._fixed = self._fixed_bytes()
+        self.least = sum(self._fixed.values())
+
+    def _slot_bytes(self) -> tuple[int, int]:
+        """The slot sizes of the two pools: one parameter section of a chunk; all sections of a chunk. 0: not needed.
+
+        Of the size that the tiers may need, whatever happens to be resident: another plan under the same budget (an optimizer
+        that holds fewer parameters) then finds room in the pools of this one.
+        """
+        small, large = self._given.small_bytes, 0
+        for need in self._needs:
+            mask = need.nvme_mask()
+            for chunk in range(len(need.numels)):
+                small = max(small, run_bytes(need, chunk, mask & 1))
+                large = max(large, run_bytes(need, chunk, mask))
+        return (small, large if large > small else 0)
+
+    def _keep_given(self) -> None:
+        """Make resident what `resident` asks for."""
+        for kind, wanted in self._given.resident.items():
+            candidates = self._candidates(self._masks, _of_kind(kind))
+            total = sum(size for _, _, _, size in candidates)
+            limit = int(wanted * total) if isinstance(wanted, float) else wanted
+            self._take(self._masks, candidates, limit)
+
+    def _candidates(
+        self, masks: list[list[int]], wanted: Callable[[FlatNeed, int], bool]
+    ) -> list[tuple[int, int, int, int]]:
+        """(flat, chunk, mask, bytes) of what still rests on NVMe of the sections that are `wanted`, in model order."""
+        found = []
+        for flat, (need, row) in enumerate(zip(self._needs, masks, strict=True)):
+            bits = sum(1 << section for section in range(len(need.sections)) if wanted(need, section))
+            for chunk, mask in enumerate(row):
+                if mask & bits:
+                    size = need.versions * chunk_bytes(need, chunk, mask & bits)
+                    found.append((flat, chunk, mask & bits, size))
+        return found
+
+    @staticmethod
+    def _take(masks: list[list[int]], candidates: list[tuple[int, int, int, int]], limit: int) -> tuple[int, bool]:
+        """Take candidates in the spread order while they fit. Returns the bytes taken, and whether all were."""
+        used = 0
+        for place in spread(len(candidates)):
+            flat, chunk, mask, size = candidates[place]
+            if used + size > limit:
+                return used, False
+            masks[flat][chunk] &= ~mask
+            used += size
+        return used, True
+
+    def _fixed_bytes(self) -> dict[str, int]:
+        """What no budget can leave out, by the field of `RAM_PARTS`."""
+        return {
+            "pool_bytes": sum(count * size for count, size in zip(self._counts, self._slots, strict=True)),
+            "grad_bytes": sum(need.grad_bytes for need in self._needs),
+            "staging_bytes": self.staging_bytes,
+            "shadow_bytes": sum(need.shadow_bytes for need in self._needs),
+            "resident_bytes": self._resident_bytes(self._masks),
+            "sums_bytes": sum(_sums_bytes(need) for need in self._needs),
+            "scratch_bytes": self._given.scratch_bytes,
+        }
+
+    def _resident_bytes(self, masks: list[list[int]]) -> int:
+        return sum(
+            need.versions * chunk_bytes(need, chunk, ~mask)
+            for need, row in zip(self._needs, masks, strict=True)
+            for chunk, mask in enumerate(row)
+        )
+
+    def _worth(self, need: FlatNeed, section: int) -> float:
+        """What a byte of RAM that holds a section, in all its versions, saves per step, in time."""
+        reads, writes = traffic(need, section, self._given.load)
+        read, write = self._given.load.bandwidths
+        return (reads / read + writes / write) / need.versions
+
+    def _grad_worth(self) -> float:
+        """What a byte of gradients in RAM saves per step."""
+        count = passes(self._given.load.update, self._given.load.micro_batches)
+        read, write = self._given.load.bandwidths
+        return count.grads_read / read + count.grads_written / write
+
+    def everything(self) -> Plan | None:
+        """All of it in RAM, without pools; None where `resident` or spilled gradients keep something on NVMe."""
+        masks = [list(row) for row in self._masks]
+        for flat, row in enumerate(masks):
+            for chunk, mask in enumerate(row):
+                kinds = {self._needs[flat].kind(section) for section in range(8) if mask >> section & 1}
+                if kinds & {*self._given.resident, "grad"}:
+                    return None
+                masks[flat][chunk] = 0
+        return self._plan(masks, self._given.pools or (self._given.small_bytes, 0), self.least)
+
+    @property
+    def smallest(self) -> int:
+        """The smallest budget that works: the least, or everything in RAM where that is smaller than the pools."""
+        whole = self.everything()
+        return self.least if whole is None else min(self.least, whole.ram_bytes)
+
+    def finish(self, ram_bytes: int | None, unspilled_least: int, advice: str) -> Plan:
+        """The plan under a budget. Raises: BudgetError."""
+        if ram_bytes is None:
+            return self._plan(self._masks, self._slots, unspilled_least)
+        whole = self.everything()
+        if whole is not None and whole.ram_bytes <= ram_bytes:
+            return dataclasses.replace(whole, min_bytes=unspilled_least)
+        if ram_bytes < self.least:
+            parts = ", ".join(f"{RAM_PARTS[field]} {format_size(size)}" for field, size in self._fixed.items() if size)
+            if self.smallest < self.least:
+                parts = "gradients and all states in RAM, which takes no pools"
+            held = self._given.held_bytes
+            least = self.smallest + held
+            raise BudgetError(
+                f"{'what other models leave of ram' if held else 'ram'}={format_size(ram_bytes)} is too small: the smallest "
+                f"budget that works is {least} bytes ({round_size(least)}): "
+                f"{f'{format_size(held)} that other models hold, ' if held else ''}{parts}. {advice}".rstrip(),
+                smallest_bytes=least,
+            )
+        masks = [list(row) for row in self._masks]
+        self._fill(masks, ram_bytes - self.least)
+        return self._plan(masks, self._slots, unspilled_least)
+
+    def saved(self, plan: Plan) -> float:
+        """What the RAM of a plan saves per step, in time: to compare plans of different ways to spill."""
+        read, write = step_bytes(self._given.needs, plan, self._given.load)
+        speeds = self._given.load.bandwidths
+        return -(read / speeds[0] + write / speeds[1])
+
+    def _fill(self, masks: list[list[int]], spare_bytes: int) -> None:
+        """Make sections resident, the most valuable class first, until the spare bytes are used. Changes `masks`."""
+        limit = self._grad_worth() if self._windows[0] else float("inf")
+        fixed = {*self._given.resident, "grad"}
+
+        def worth(need: FlatNeed, section: int) -> float:
+            return 0.0 if need.kind(section) in fixed else self._worth(need, section)
+
+        values = {worth(need, section) for need in self._needs for section in range(len(need.sections))}
+        for value in sorted(values - {0.0}, reverse=True):
+            if value > limit:
+                continue
+            candidates = self._candidates(masks, lambda need, section: worth(need, section) == value)  # noqa: B023 - called now
+            used, all_taken = self._take(masks, candidates, spare_bytes)
+            spare_bytes -= used
+            if not all_taken:
+                return
+
+    def _plan(self, masks: list[list[int]], slots: tuple[int, int], min_bytes: int) -> Plan:
+        needs = self._needs
+        small, large = slots
+        nvme = sum(
+            need.versions * chunk_bytes(need, chunk, mask & ~need.grad_mask())
+            for need, row in zip(needs, masks, strict=True)
+            for chunk, mask in enumerate(row)
+        )
+        return Plan(
+            nvme_masks=tuple(tuple(row) for row in masks),
+            formats=tuple(need.format for need in needs),
+            small_count=self._counts[0] if small else 0,
+            small_bytes=small,
+            large_count=self._counts[1] if large else 0,
+            large_bytes=large,
+            sums_bytes=self._fixed["sums_bytes"],
+            grad_bytes=self._fixed["grad_bytes"],
+            spilled_bytes=self._spilled_bytes,
+            window_count=self._windows[0],
+            window_bytes=self._windows[1],
+            shadow_bytes=self._fixed["shadow_bytes"],
+            resident_bytes=self._resident_bytes(masks),
+            nvme_bytes=nvme,
+            scratch_bytes=self._given.scratch_bytes,
+            min_bytes=min_bytes,
+        )
+
+
+def _of_kind(kind: str) -> Callable[[FlatNeed, int], bool]:
+    return lambda need, section: need.kind(section) == kind
+
+
+def _sums_bytes(need: FlatNeed) -> int:
+    return need.versions * sum(4 * len(need.sections) * piece_count(numel) for numel in need.numels)

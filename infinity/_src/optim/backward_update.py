@@ -1,0 +1,357 @@
+"""update="backward": a unit is updated as soon as backward has its gradient; gradients are not kept.
+
+    backward of unit k ends (nothing uses it, no gradient is to come)
+        -> UPDATE of unit k: gradients straight from autograd, the parameters from the gathered unit, which gets the new ones
+    backward of unit k-1 goes on meanwhile
+    opt.step()   counts the step, and updates what backward did not
+
+Micro-batches but the last run in `handle.no_sync()`: they accumulate in gradient memory, and the last adds to it.
+The scalars of the update are captured in backward, so they are set before it, as schedulers do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from infinity._src._torch_compat import NO_TASK, graph_task_id
+from infinity._src.grads.proxy import SlotState
+from infinity._src.grads.reducer import GradReducer
+from infinity._src.kernels.finite import all_finite
+from infinity._src.optim.grad_windows import LAG_UNITS, GradWindows
+from infinity._src.optim.step import StepPipeline, guard
+from infinity._src.optim.step_consensus import Grouped, values_of
+from infinity._src.optim.update_jobs import Work
+from infinity._src.params.prefetch_schedule import Phase
+from infinity._src.params.residency import Unsharder
+from infinity._src.params.unit import Param, Unit
+from infinity.aio import Ticket
+from infinity.errors import AioError, NonFiniteGradient, StateInvalid
+
+UNITS_AHEAD = 3
+"""Fresh gradients of so many of the largest units may wait for the drives; then backward waits."""
+
+
+class Holder(Grouped, Protocol):
+    """What early updates need of the optimizer that holds a parameter."""
+
+    @property
+    def held(self) -> list[Param]:
+        """The parameters that it keeps states for."""
+
+    def take_groups(self) -> None:
+        """A step begins: find each parameter's group anew."""
+
+    def preview(self, params: Sequence[Param]) -> tuple[list[Work], list[dict[str, Any]]]:
+        """The work of a step that would be taken now, and the states it would leave. Changes nothing."""
+
+    def work_of(self, params: Sequence[Param]) -> list[Work]:
+        """The work of the step that is being taken for these parameters; counts it in their step numbers."""
+
+
+@dataclasses.dataclass
+class _Flight:
+    """An update under way and the fresh gradients that it reads."""
+
+    ticket: Ticket
+    gradients: list[torch.Tensor]
+    size_bytes: int
+
+
+class BackwardUpdate:
+    """Takes gradients as backward completes them. One thread uses it at a time.
+
+    holder_of: the optimizer of a parameter, None without one (its gradient is then accumulated as ever).
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        pipeline: StepPipeline,
+        residency: Unsharder,
+        drain: GradReducer,
+        holder_of: Callable[[Param], Holder | None],
+        on_nonfinite: str,
+    ) -> None:
+        self._pipeline = pipeline
+        self._residency = residency
+        self._drain = drain
+        self._holder_of = holder_of
+        self._on_nonfinite = on_nonfinite
+        self._ready: dict[Unit, dict[Param, torch.Tensor | None]] = {}  # None: it has spilled
+        self._fresh_bytes = 0  # of gradients outside of slots, waiting or in flight
+        self._bytes_max = UNITS_AHEAD * max((unit.size_bytes for unit in units), default=0)
+        self._flights: deque[_Flight] = deque()
+        self._taken: set[Param] = set()  # updated since the last step
+        self._captured: weakref.WeakKeyDictionary[Holder, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
+        self._staging = GradWindows(units, residency.device, drain.dtype) if residency.device.copies else None
+        self._deferred = pipeline.submit_all
+        self.accumulating = False
+        self.fresh_bytes_peak = 0
+        drain.take = self._take
+        drain.before_assign = self._check_assigned
+        residency.on_idle = self._idle
+        residency.on_backward_start = self._backward_start
+        residency.on_backward_end = self._backward_end
+        residency.on_reset = self._reset
+        pipeline.submit_all = self._end_step
+        pipeline.before_step = self._check_whole
+
+    @property
+    def half_done(self) -> bool:
+        """Whether backward has updated something that no step has counted yet."""
+        return bool(self._taken)
+
+    @property
+    def reduced_later(self) -> bool:
+        """Whether gradients that come now wait for a reduction, and none is taken here before."""
+        return self._drain.waits_local
+
+    def allocate(self) -> None:
+        """Make what is held besides states and gradients fit what learns by now. Nothing may be pending."""
+        if self._staging is not None:
+            self._staging.grow()
+
+    def close(self) -> None:
+        """Let go of gradients that updates have read. Nothing may be pending."""
+        self._ready.clear()
+        self._flights.clear()
+        if self._staging is not None:
+            self._staging.close()
+
+    # -- gradients come ------------------------------------------------------------------------------------------------
+
+    def _take(self, param: Param, grad: torch.Tensor) -> None:
+        held = self._holder_of(param) is not None
+        if held and self.accumulating:
+            self._check_taken(param)
+        if not held or self.accumulating:
+            self._drain.accumulate(param, grad)
+            return
+        slot = self._drain.slot(param)
+        ready = self._ready.setdefault(param.unit, {})
+        if param in ready:  # several drains in one backward: reentrant checkpointing
+            if self._staging is not None and param.unit in self._staging:
+                raise _comes_twice(param)
+            if slot.state is SlotState.HELD:
+                slot.accumulate(grad)
+            elif (before := ready[param]) is not None:
+                before.add_(grad.reshape(-1))
+            return
+        self._check_taken(param)
+        state = slot.reconcile(param.at_rest.grad)
+        if state is SlotState.CONSUMED:
+            raise RuntimeError(
+                f"a new gradient of {param.name} while the one before, which was applied in backward, is still in p.grad: "
+                "call zero_grad() after opt.step(); with update='backward' gradients cannot add up over steps"
+            )
+        if state is SlotState.HELD:
+            slot.accumulate(grad)
+            ready[param] = slot.storage if slot.home is None else None
+        else:
+            fresh = grad.detach().reshape(-1).to(slot.dtype).contiguous()
+            ready[param] = fresh
+            self._fresh_bytes += fresh.numel() * fresh.element_size()
+            self.fresh_bytes_peak = max(self.fresh_bytes_peak, self._fresh_bytes)
+            slot.consume()
+        param.at_rest.grad = slot.stand_in
+
+    def _check_taken(self, param: Param) -> None:
+        if param in self._taken:
+            raise _comes_twice(param)
+
+    def _check_assigned(self, param: Param) -> None:
+        if param in self._taken or param in self._ready.get(param.unit, ()):
+            raise _comes_late(param)
+
+    # -- updates go ----------------------------------------------------------------------------------------------------
+
+    def _idle(self, unit: Unit) -> None:
+        # Outside of backward (a state_dict after one that broke off) what waits here is not whole.
+        leaves = self._staging is not None and unit in self._staging
+        if self._ready.get(unit) and not leaves and graph_task_id() != NO_TASK and self._residency.passes.all_ended(unit):
+            self._complete(unit)
+
+    def _backward_start(self) -> None:
+        if not self.accumulating:
+            self._pipeline.read_ahead(Phase.BACKWARD, given=True)
+
+    def _backward_end(self) -> None:
+        for unit in list(self._ready):
+            if self._ready[unit] and (self._staging is None or unit not in self._staging):
+                self._complete(unit)
+        while self._staging is not None and (due := self._staging.next(0)) is not None:
+            self._update(due)
+        self._ready.clear()
+
+    def _complete(self, unit: Unit) -> None:
+        """All gradients of the unit have come: update it; or, where they have yet to leave the device, units before it."""
+        if self._staging is None:
+            self._update(unit)
+            return
+        self._ready[unit] = self._staging.send(unit, self._ready[unit], lambda param: _slot_state(param) is SlotState.CONSUMED)
+        while (due := self._staging.next(LAG_UNITS)) is not None:
+            self._update(due)
+
+    def _update(self, unit: Unit) -> None:
+        ready = self._ready[unit]
+        for param in ready:
+            assert param.grad is not None
+            param.grad.arrive()
+        self._check_finite(ready)
+        self._capture(ready)
+        del self._ready[unit]
+        if None in ready.values():
+            self._drain.settle(unit)
+        gradients = {param: grad for param, grad in ready.items() if grad is not None}
+        self._taken.update(ready)  # from here on a step that breaks off is half done
+        work = {item.param: item for item in self._work(list(ready))}
+        fresh = [grad for param, grad in gradients.items() if _slot_state(param) is SlotState.CONSUMED]
+        in_place = self._residency.can_update_in_place(unit)
+        targets = self._residency.targets(unit) if in_place else ()
+        ticket = self._pipeline.start(unit, work, gradients, targets=targets)
+        if self._staging is not None:
+            self._staging.taken(unit, ticket)
+        self._flights.append(_Flight(ticket, fresh, sum(grad.numel() * grad.element_size() for grad in fresh)))
+        for param in ready:
+            assert param.grad is not None
+            if param.grad.state is SlotState.HELD:
+                guard([param], ticket)
+                param.grad.consume()
+        self._residency.updated(unit, ticket, in_place=in_place)
+        self._make_room()
+
+    def _capture(self, params: Iterable[Param]) -> None:
+        """The first update of a step, for each optimizer: the values of its groups are those of the step from here on. Raises:
+        ValueError, RanksDiverged where those of other ranks are others; then nothing of it has been updated."""
+        for holder in {self._holder_of(param): None for param in params}:
+            if holder is not None and holder not in self._captured:
+                holder.take_groups()
+                self._pipeline.meet(holder, holder.held)
+                self._captured[holder] = values_of(holder)
+
+    def _work(self, params: list[Param]) -> list[Work]:
+        by_holder: dict[Holder, list[Param]] = {}
+        for param in params:
+            holder = self._holder_of(param)
+            assert holder is not None
+            by_holder.setdefault(holder, []).append(param)
+        work: list[Work] = []
+        for holder, held in by_holder.items():
+            work.extend(holder.work_of(held))
+        return work
+
+    def _make_room(self) -> None:
+        """Let go of gradients that were read; wait for the oldest while too many are held."""
+        while self._flights and (self._flights[0].ticket.filled or self._fresh_bytes > self._bytes_max):
+            flight = self._flights.popleft()
+            waits_for_filled(flight.ticket)
+            self._fresh_bytes -= flight.size_bytes
+
+    def _check_finite(self, gradients: Mapping[Param, torch.Tensor | None]) -> None:
+        if self._on_nonfinite == "ignore":
+            return
+        finite = [_is_finite(param, grad) for param, grad in gradients.items()]
+        bad = self._pipeline.first_on_any_rank(list(gradients), [not flag for flag in finite])
+        if bad is None:
+            return
+        if self._taken:
+            self._pipeline.fail(
+                StateInvalid(
+                    f"the gradient of {bad.name} is not finite, and other units of this step are updated already "
+                    "(update='backward'); the step is half done: start again from the last export, or use "
+                    "update='deferred', which checks all gradients first"
+                )
+            )
+        raise NonFiniteGradient(f"the gradient of {bad.name} is not finite. Policy(on_nonfinite='ignore') applies it")
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def _check_whole(self) -> None:
+        """Called before `opt.step()` touches anything. Raises when the backward before it broke off, or runs, and when a gradient
+        would be applied besides the one that backward applied."""
+        if not self._residency.passes.in_backward:
+            # What torch puts into `p.grad` past the engine (a tensor of another class) is met here first.
+            late = next((param for param in self._taken if _slot_state(param) is SlotState.HELD), None)
+            if late is not None:
+                raise _comes_late(late)
+            return
+        lost = next((param for ready in self._ready.values() for param in ready if param.at_rest.grad is not None), None)
+        self._reset()
+        self._pipeline.raise_fault()
+        if lost is not None:
+            raise RuntimeError(
+                f"opt.step() after a backward that broke off, and the gradient of {lost.name} with it: with update='backward' "
+                "gradients are not kept; call zero_grad() and run forward and backward again"
+            )
+
+    def _end_step(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+        """Called by `opt.step()`; by_unit: what backward did not take (gradients that the loop assigned, say)."""
+        self._residency.passes.step_taken()
+        stepping: Any = self._pipeline.stepping
+        captured = self._captured.pop(stepping, None)
+        if captured is not None and captured != values_of(stepping):
+            self._pipeline.fail(
+                StateInvalid(
+                    "lr, betas or another value of a parameter group changed between backward and opt.step(), and with "
+                    "update='backward' the update has been made with the old one; change them before backward"
+                )
+            )
+            self._pipeline.raise_fault()
+        # What other optimizers hold waits for their step: without one, its next gradient raises.
+        self._taken = {param for param in self._taken if self._holder_of(param) not in (None, stepping)}
+        self._deferred(by_unit)
+
+    def _reset(self) -> None:
+        """A backward broke off."""
+        self._ready.clear()
+        if self._staging is not None:
+            self._staging.reset()
+        self._fresh_bytes = sum(flight.size_bytes for flight in self._flights)
+        if self._taken:
+            self._pipeline.fail(
+                StateInvalid(
+                    "a backward with update='backward' broke off when some units were updated already; the step is half done: "
+                    "start again from the last export, or use update='deferred'"
+                )
+            )
+
+
+def waits_for_filled(ticket: Ticket) -> None:
+    """Block until the update has read its gradients; its fault is the pipeline's to raise."""
+    while not ticket.filled:
+        try:
+            ticket.wait_filled()
+        except AioError:
+            return
+
+
+def _is_finite(param: Param, grad: torch.Tensor | None) -> bool:
+    if grad is None:
+        return param.grad is None or param.grad.finite()
+    return all_finite(grad)
+
+
+def _comes_twice(param: Param) -> RuntimeError:
+    return RuntimeError(
+        f"a second gradient of {param.name} before opt.step(): with update='backward' the first was applied already. "
+        "Run all micro-batches but the last inside `with inf.handle(model).no_sync():`, or use update='deferred'"
+    )
+
+
+def _comes_late(param: Param) -> RuntimeError:
+    return RuntimeError(
+        f"a gradient was assigned to {param.name} after backward, and with update='backward' the update has taken the one that "
+        "backward made; use update='deferred'"
+    )
+
+
+def _slot_state(param: Param) -> SlotState:
+    assert param.grad is not None
+    return param.grad.state

@@ -1,0 +1,360 @@
+"""What all optimizers over states at rest share: groups, who holds what, the step, the manifest.
+
+An optimizer is an ordinary `torch.optim.Optimizer` whose moments and masters live where the policy says. A subclass says
+which moments a parameter has, checks hyper-parameters, and makes the scalars of an update (one HYPER record for each
+parameter); the update itself is the pipeline's. `Elementwise` replaces the last two by a class of torch.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy.typing as npt
+import torch
+
+from infinity._src.config import Policy
+from infinity._src.grads.proxy import SlotState
+from infinity._src.kernels.rounding import rounding_key
+from infinity._src.optim.state_access import States
+from infinity._src.optim.step import StepPipeline, refuse_nonfinite
+from infinity._src.optim.update_jobs import Work
+from infinity._src.params.residency import Unsharder
+from infinity._src.params.sharded_param import ShardedParameter
+from infinity._src.params.unit import Flat, Param
+from infinity.aio.plan import Format
+
+MANIFEST_VERSION = 1
+
+LogEntry = tuple[str, float]
+
+
+class StepEngine(Protocol):
+    """What an optimizer needs of the engine that owns its parameters."""
+
+    policy: Policy
+    pipeline: StepPipeline
+    residency: Unsharder
+    states: States
+    on_nonfinite: str
+
+    def hold(self, optimizer: Any, params: list[Param]) -> None:
+        """Give these parameters optimizer states, as many moments as `optimizer.moments_of(param)` names. Blocks.
+
+        Raises: ValueError if another optimizer holds one, BudgetError.
+        """
+
+    def check_open(self) -> None:
+        """Raise after close, and what a background update met."""
+
+
+class Optimizer(torch.optim.Optimizer, abc.ABC):
+    """Base of the optimizers over states at rest; build one of them, not this.
+
+    params: `model.parameters()` of models given to `inf.offload`, or parameter groups of them. `defaults`: what groups do not
+    say; schedulers may change it in `param_groups` at any time.
+
+    Optimizer states exist, at zero, from here on (this writes them to the tiers; it may take a while). `state_dict()` is a
+    manifest: hyper-parameters and step counts; the tensors stay where they are (`inf.handle(model).optimizer_state(p)`).
+
+    Raises: ValueError for hyper-parameters out of range, for parameters that are not offloaded or that another optimizer
+    holds; BudgetError when the states' gradients do not fit the policy's `ram`.
+    """
+
+    _step_supports_amp_scaling = False
+
+    def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:  # noqa: ARG002 - of a kernel's update: none
+        """Memory that a step needs besides the executor's, for flats in these formats; counted in the policy's `ram`."""
+        return 0
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        self._records: dict[int, Param] = {}
+        self._groups: dict[Param, dict[str, Any]] = {}
+        self._moments: dict[Param, tuple[str, ...]] = {}  # as the group said when it was added
+        self._engines: dict[StepEngine, list[Param]] = {}
+        self._frozen: list[Param] = []  # in a group, but without states
+        self._built = False
+        super().__init__(params, defaults)
+        self._built = True
+        for engine, held in self._engines.items():
+            engine.hold(self, held)
+
+    # -- what a subclass says ----------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """What the group's parameters keep for each element besides the master, in the order of their sections."""
+
+    @abc.abstractmethod
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for a hyper-parameter out of range."""
+
+    def check_engine(self, engine: StepEngine) -> None:
+        """Raise ValueError if this optimizer cannot work under the engine's policy."""
+
+    @abc.abstractmethod
+    def hyper(self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]) -> npt.NDArray[Any]:
+        """The HYPER record of one update. state: the parameter's, its `step` counting the update that is about to happen.
+
+        log: what the loop did to the gradient since it was drained.
+        """
+
+    @property
+    def title(self) -> str:
+        """How messages and manifests call this optimizer."""
+        return type(self).__name__
+
+    # -- groups ------------------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch. Its parameters get their states now (once the optimizer is built)."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        added: dict[StepEngine, list[Param]] = {}
+        try:
+            self.check_group(group)
+            for param in group["params"]:
+                if not isinstance(param, ShardedParameter):
+                    raise ValueError(
+                        f"a parameter of shape {tuple(param.shape)} is not offloaded; call inf.offload(model, policy) "
+                        "before building the optimizer, and give other parameters to an optimizer of torch"
+                    )
+                record = param.infinity_link.param
+                self._records[id(param)] = record
+                self._groups[record], self._moments[record] = group, self.moment_names(group)
+                # As in torch, one that is frozen costs no states; `step` raises if it gets a gradient after all.
+                if param.requires_grad:
+                    added.setdefault(engine_of(record), []).append(record)
+                else:
+                    self._frozen.append(record)
+            for engine in added:
+                self.check_engine(engine)
+            if self._built:
+                for engine, params in added.items():
+                    engine.hold(self, params)
+        except BaseException:
+            self.param_groups.remove(group)
+            gone = {id(param) for param in group["params"]}
+            self._frozen = [record for record in self._frozen if id(record.at_rest) not in gone]
+            for key in gone & self._records.keys():
+                record = self._records.pop(key)
+                del self._groups[record], self._moments[record]
+            raise
+        for engine, params in added.items():
+            self._engines.setdefault(engine, []).extend(params)
+
+    @property
+    def held(self) -> list[Param]:
+        """The parameters that it keeps states for: those of its groups, but what was frozen when they were added."""
+        return [param for params in self._engines.values() for param in params]
+
+    def group_of(self, param: Param) -> dict[str, Any]:
+        """The parameter's group as it is now."""
+        return self._groups[param]
+
+    def moments_of(self, param: Param) -> tuple[str, ...]:
+        """What the parameter keeps for each element besides the master: what its states' format must hold."""
+        return self._moments[param]
+
+    # -- the step ----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of every parameter that has a gradient; returns before it is done.
+
+        Waits for the previous step's updates. Raises: NonFiniteGradient (before any state is touched) as the policy's
+        `on_nonfinite` says; the fault of an earlier background update.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        thawed = next((param for param in self._frozen if param.at_rest.grad is not None), None)
+        if thawed is not None:
+            raise ValueError(
+                f"{thawed.name} has a gradient, but was frozen when the optimizer was built and has no states; call "
+                f"requires_grad_() before inf.offload and inf.{type(self).__name__}"
+            )
+        self.take_groups()
+        # All engines are asked before any is told: a step happens to every model, or to none.
+        live: dict[StepEngine, list[Param]] = {}
+        goes_on = False
+        try:
+            goes_on = self._ask_all(live)
+        finally:
+            if not goes_on:
+                for engine in self._engines:
+                    engine.pipeline.drop()
+        if goes_on:
+            self._update_all(live)
+        return loss
+
+    def _ask_all(self, live: dict[StepEngine, list[Param]]) -> bool:
+        """Whether the step happens; `live` gets the parameters of each engine that have a gradient."""
+        goes_on = True
+        for engine, params in self._engines.items():
+            engine.check_open()
+            live[engine] = [param for param in params if self._has_gradient(engine, param)]
+            engine.pipeline.meet(self, live[engine])
+            engine.pipeline.check_idle(live[engine])
+            bad = engine.pipeline.check_finite(live[engine])
+            goes_on = refuse_nonfinite(bad, engine.on_nonfinite) and goes_on
+            if live[engine]:
+                engine.pipeline.begin()
+        return goes_on
+
+    def work_of(self, params: Sequence[Param]) -> list[Work]:
+        """The updates of these parameters with the gradients that they have now; their step counts advance.
+
+        Raises: what a hyper-parameter that is no number makes; then no count has advanced.
+        """
+        work, states = self.preview(params)
+        for param, state in zip(params, states, strict=True):
+            self.state[param.at_rest].update(state)
+        return work
+
+    def preview(self, params: Sequence[Param]) -> tuple[list[Work], list[dict[str, Any]]]:
+        """What `work_of` would give now, and each parameter's state with its count advanced. Changes nothing."""
+        work, states = [], []
+        for param in params:
+            assert param.grad is not None
+            state = {**self.state[param.at_rest]}
+            state["step"] = state.get("step", 0) + 1
+            log = [entry for entry in param.grad.log if entry[1] != 1.0]  # of clipping that had nothing to clip
+            row = self.hyper(param, state, log)
+            row["key"] = rounding_key(engine_of(param).policy.seed, state["step"], param.name)
+            work.append(Work(param, row))
+            states.append(state)
+        return work, states
+
+    def _update_all(self, live: dict[StepEngine, list[Param]]) -> None:
+        """Update these parameters of each engine; all have finite gradients, and no update is pending."""
+        before = {param: dict(self.state[param.at_rest]) for params in live.values() for param in params}
+        work = self.work_of(list(before))
+        for engine, params in live.items():
+            held = set(params)
+            if engine.pipeline.transaction is not None:
+                engine.pipeline.transaction.counted(functools.partial(self._uncount, {param: before[param] for param in params}))
+            engine.pipeline.submit([item for item in work if item.param in held], optimizer=self)
+
+    def _uncount(self, before: Mapping[Param, dict[str, Any]]) -> None:
+        for param, state in before.items():
+            self.state[param.at_rest] = state
+
+    def take_groups(self) -> None:
+        """Find each parameter's group anew: trainers replace and rearrange `param_groups`."""
+        for group in self.param_groups:
+            for at_rest in group["params"]:
+                self._groups[self._records[id(at_rest)]] = group
+
+    def _has_gradient(self, engine: StepEngine, param: Param) -> bool:
+        if param.grad is None and param.at_rest.grad is None:
+            return False
+        slot = engine.residency.slot(param)
+        return slot.reconcile(param.at_rest.grad) is SlotState.HELD
+
+    # -- single states -----------------------------------------------------------------------------------------------------
+
+    def scalars(self, param: Param) -> dict[str, Any]:
+        """What the parameter keeps besides tensors of its shape: its step count."""
+        return {"step": self.state[param.at_rest].get("step", 0)}
+
+    def set_scalar(self, param: Param, name: str, value: Any) -> None:
+        """Set one of `scalars`. Raises: ValueError for a value that it cannot be."""
+        if name != "step":
+            raise KeyError(name)
+        if type(value) is not int or value < 0:
+            raise ValueError(f"step={value!r} of {param.name}: give a whole number, 0 or more")
+        self.state[param.at_rest]["step"] = value
+
+    def moment_given(self, param: Param, name: str) -> None:
+        """A moment was written by hand (`optimizer_state(p)[name] = tensor`)."""
+
+    # -- the manifest ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """A manifest: parameter groups by position, as in torch, and for each parameter its name and step count.
+
+        Moments and masters are not in it: they rest with the engine. Waits for no update.
+        """
+        packed = super().state_dict()
+        packed["state"] = {
+            index: {"name": self._records[id(param)].name, **self.scalars(self._records[id(param)])}
+            for index, param in enumerate(param for group in self.param_groups for param in group["params"])
+        }
+        packed["infinity_manifest"] = MANIFEST_VERSION
+        packed["infinity_optimizer"] = self.title
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take hyper-parameters from a manifest of this optimizer's parameters.
+
+        The tensors are those that the engine holds, so step counts must agree with them.
+
+        Raises: ValueError for a manifest of another optimizer, of other parameters, of other step counts, or a torch
+        optimizer's state.
+        """
+        if state_dict.get("infinity_manifest") != MANIFEST_VERSION:
+            raise ValueError(
+                f"this is no manifest of infinity.{self.title}; write moments of another optimizer with "
+                "inf.handle(model).optimizer_state(parameter)[name] = tensor"
+            )
+        writer = state_dict.get("infinity_optimizer", self.title)
+        if writer != self.title:
+            raise ValueError(f"this is a manifest of infinity.{writer}; load it into one, not into {self.title}")
+        here = self.state_dict()
+        for index, entry in state_dict["state"].items():
+            mine = here["state"].get(index)
+            if mine != entry:
+                raise ValueError(
+                    f"the manifest says {entry} for parameter {index}, the engine holds {mine}: moments are not in a "
+                    "manifest, so it loads only into the run that wrote it, at the same step"
+                )
+        if len(state_dict["state"]) != len(here["state"]):
+            raise ValueError(
+                f"the manifest names {len(state_dict['state'])} parameters, not {len(here['state'])}"
+            )
+        groups = state_dict["param_groups"]
+        if [group["params"] for group in groups] != [group["params"] for group in here["param_groups"]]:
+            raise ValueError("the manifest's parameter groups are not those of this optimizer")
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def engine_of(param: Param) -> StepEngine:
+    """The engine that owns a parameter."""
+    engine: StepEngine = param.unit.engine
+    return engine
+
+
+def check_range(group: dict[str, Any], rules: Mapping[str, Callable[[Any], bool]], says: str) -> None:
+    """Raise ValueError that names value and range unless each named value of `group` keeps its rule."""
+    for name, rule in rules.items():
+        try:
+            right = rule(group[name])
+        except (TypeError, ValueError):
+            right = False
+        if not right:
+            raise ValueError(f"{name}={group[name]!r} is out of range; {says}")
+
+
+def not_negative(value: Any) -> bool:
+    """Whether a number, or a tensor of one, is at least 0."""
+    return float(value) >= 0
+
+
+def two_betas(value: Any) -> bool:
+    """Whether these are two numbers in [0, 1)."""
+    return len(value) == 2 and all(0 <= beta < 1 for beta in value)
+
+
+__all__: Sequence[str] = (
+    "Optimizer",
+    "StepEngine",
+    "check_range",
+    "engine_of",
+    "not_negative",
+    "two_betas",
+)

@@ -1,0 +1,107 @@
+"""update="delayed": an update overlaps with the whole step after it, which computes with the parameters before it.
+
+Source: ZeRO-Offload (arXiv 2101.06840), section 5.2. The parameters that compute are a second copy in RAM
+(`params.shadow`); gradients have two sets of memory: the update reads one while backward fills the other. Numbers differ
+from those of the plain loop, by one step of delay and nothing else, and depend on no timing.
+
+    opt.step() t       starts update t; from here on forwards compute with the parameters before it
+    opt.step() t + 1   waits for update t; from here on forwards compute with what that made
+
+A step that is skipped (GradScaler found an inf, on_nonfinite="skip", no gradient at all) is no step: update t stays the
+last one, the next forward computes with the same parameters as the skipped one did, and `delayed_warmup` does not count it.
+
+A parameter that is written (in `gather()`, by `load_state_dict()`, as "master") is written in both copies, whole: the next
+forward computes with what was written, and the next update changes that. `gather()` shows the parameters that were updated
+last, which training computes with one step later: a training forward or backward of them inside is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from infinity._src.grads.buffers import GradBuffers
+from infinity._src.grads.proxy import SlotState
+from infinity._src.optim.step import StepPipeline, slot_gradients
+from infinity._src.optim.update_jobs import Work
+from infinity._src.params.delayed_params import DelayedParams
+from infinity._src.params.residency import Unsharder
+from infinity._src.params.unit import Flat, Param, Unit
+
+
+class DelayedUpdate:
+    """Submits updates that compute after the next step. Until `warmup` steps were taken it is the deferred update.
+
+    gradients: the second set of gradient memory.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        pipeline: StepPipeline,
+        residency: Unsharder,
+        shadow: DelayedParams,
+        gradients: GradBuffers,
+        warmup: int,
+    ) -> None:
+        self._units = list(units)
+        self._pipeline = pipeline
+        self._residency = residency
+        self._shadow = shadow
+        self._gradients = gradients
+        self._warmup = warmup
+        self.taken = 0  # steps that updated something
+        self._spare: dict[Param, torch.Tensor] = {}
+        self._deferred = pipeline.submit_all
+        pipeline.submit_all = self._submit
+        residency.shadow = shadow
+
+    def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:
+        """Make room for these flats' second copies and second gradients; those of `spilled` rest on NVMe, once."""
+        self._shadow.allocate(flats)
+        self._gradients.allocate([flat for flat in flats if flat not in spilled])
+
+    def close(self) -> None:
+        """Forget the memory that slots do not have at present. Nothing may be pending."""
+        self._spare.clear()
+
+    def _submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+        """The updates before have ended: `StepPipeline.submit` has waited for them."""
+        if not by_unit:
+            return
+        self.taken += 1
+        if self.taken <= self._warmup:
+            self._deferred(by_unit)
+            return
+        self._shadow.active = True
+        self._residency.on_backward_start = lambda: None  # the drives are busy with the update before
+        for unit in self._pipeline.next_order(self._units):
+            work = by_unit.get(unit)
+            if self._shadow.refresh(unit) or (work is not None and self._residency.shows_newest(unit)):
+                unit.generation += 1
+                self._residency.renew(unit)
+            if work is None:
+                continue
+            self._pipeline.start(unit, work, slot_gradients(work))
+            self._shadow.outdated(unit)
+            for param in work:
+                assert param.grad is not None
+                param.grad.before_mutation = self._swaps(param) if param.grad.home is None else None
+
+    def _swaps(self, param: Param) -> Callable[[], None]:
+        """A function that gives the parameter's slot the other memory: the update reads the one that it has."""
+
+        def swap() -> None:
+            slot = param.grad
+            assert slot is not None
+            slot.before_mutation = None
+            read = slot.tensor
+            written = self._spare.pop(param) if param in self._spare else self._gradients.of(param)
+            if slot.state is SlotState.HELD:
+                written.copy_(read)
+            slot.tensor = written
+            self._spare[param] = read
+
+        return swap

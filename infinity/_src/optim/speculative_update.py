@@ -1,0 +1,260 @@
+"""update="backward" with two generations: units update while backward runs, as if nothing would forbid it, for every loop.
+
+    backward of unit k ends, and it is the last micro-batch as far as steps before tell
+        -> UPDATE of unit k to its other place, from the gradients in their slots, which stay
+    opt.step()   the update that it asks for is the one that was made -> it is part of the step
+                 it is another one (clipped, another lr)            -> what was written is withdrawn; update from the old states
+                 gradients that are not finite                      -> withdrawn
+    a forward, another backward, a read of any state before opt.step() -> withdrawn
+
+What decides is the program's order and its numbers, never timing. Whether to speculate follows the last steps: after two of
+`MEMORY` in which (or before which, since the step before) it was in vain units wait for opt.step(), as with
+update="deferred", until `MEMORY` steps in a row would have been right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from infinity._src._torch_compat import NO_TASK, graph_task_id
+from infinity._src.grads.proxy import SlotState
+from infinity._src.grads.reducer import GradReducer
+from infinity._src.optim.backward_update import Holder
+from infinity._src.optim.grad_windows import LAG_UNITS
+from infinity._src.optim.step import StepPipeline, guard, slot_gradients, waits_for
+from infinity._src.optim.transaction import Transaction
+from infinity._src.optim.update_jobs import Work
+from infinity._src.params.prefetch_schedule import Phase
+from infinity._src.params.residency import Unsharder
+from infinity._src.params.unit import Param, Unit
+from infinity.aio import Ticket
+
+MEMORY = 4
+"""Steps that are remembered."""
+
+
+@dataclasses.dataclass
+class _Ahead:
+    """An update that ran ahead of its step, and what it did to each parameter (HYPER records as bytes).
+
+    ticket: None while it is submitted. age: the unit's generation before it, which is that of its values again once it is taken
+    back: a graph that saved them may still run backward.
+    """
+
+    rows: dict[Param, bytes]
+    age: int
+    ticket: Ticket | None = None
+
+
+class History:
+    """Whether speculating pays, by the steps taken. Pure."""
+
+    def __init__(self) -> None:
+        self._right: deque[bool] = deque(maxlen=MEMORY)
+        self.speculates = True
+
+    def add(self, right: bool) -> None:
+        """A step was taken; `right`: what it asked for is what was, or would have been, done in backward."""
+        self._right.append(right)
+        wrong = self._right.count(False)
+        if self.speculates and wrong >= 2:
+            self.speculates = False
+        elif not self.speculates and not wrong and len(self._right) == MEMORY:
+            self.speculates = True
+
+
+class SpeculativeUpdate:
+    """Updates that run ahead of their step. One thread uses it at a time.
+
+    holder_of: the optimizer of a parameter, None without one.
+    """
+
+    def __init__(
+        self,
+        *,
+        pipeline: StepPipeline,
+        transaction: Transaction,
+        residency: Unsharder,
+        drain: GradReducer,
+        holder_of: Callable[[Param], Holder | None],
+    ) -> None:
+        self._pipeline = pipeline
+        self._transaction = transaction
+        self._residency = residency
+        self._drain = drain
+        self._holder_of = holder_of
+        self._ready: set[Unit] = set()  # units that got gradients in this backward
+        self._due: deque[Unit] = deque()  # whose gradients are on their way from the device
+        self._ahead: dict[Unit, _Ahead] = {}
+        self._backwards = 0  # since the last step
+        self._expected = 0  # backwards of the step before; 0: none was taken yet
+        self._marked = False  # handle.no_sync() says which backward is the last
+        self._counted = True  # in this backward: whether it is the first since gradients were cleared
+        self._lasts = 0  # backwards since the last step that were taken for the last before it
+        self._looked = False  # somebody looked at the states since the last backward began
+        self._deferred = pipeline.submit_all
+        self.history = History()
+        self.accumulating = False
+        drain.take = self._take
+        residency.on_idle = self._idle
+        residency.on_backward_start = self._backward_start
+        residency.on_backward_end = self._backward_end
+        residency.on_reset = self._reset
+        pipeline.submit_all = self._end_step
+        pipeline.withdraw, pipeline.before_read = self.withdraw, self._before_read
+        pipeline.on_undo = self._forget
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether this backward is the last before opt.step(), as far as can be told."""
+        if self.accumulating:
+            return False
+        return self._marked or self._backwards == self._expected
+
+    def _take(self, param: Param, grad: torch.Tensor) -> None:
+        if not self._counted:
+            self._counted = True
+            if param.at_rest.grad is None:  # a step that was left out (GradScaler) has cleared what was there
+                self._backwards = 1
+        self._drain.accumulate(param, grad)
+        self._ready.add(param.unit)
+
+    def _backward_start(self) -> None:
+        self.withdraw()
+        self._looked = False
+        self._ready.clear()
+        self._due.clear()
+        self._backwards += 1
+        self._counted = False
+        self._marked = self._marked or self.accumulating
+        goes = self._is_last and self.history.speculates
+        later = self.accumulating or self._backwards < self._expected
+        if goes:  # the first updates come in this backward
+            self._pipeline.read_ahead(Phase.BACKWARD, given=True)
+        elif not (later and self.history.speculates):  # those that the next forward wants first; else another backward reads
+            self._pipeline.read_ahead(Phase.TRAIN, given=False)
+
+    def _backward_end(self) -> None:
+        while self._due:
+            self._speculate(self._due.popleft())
+        for unit in sorted(self._ready, key=lambda unit: unit.index):  # not of memory addresses, as a set: ranks must agree
+            self._speculate(unit)
+        self._ready.clear()
+        self._lasts += self._is_last
+
+    def _idle(self, unit: Unit) -> None:
+        if unit in self._ready and graph_task_id() != NO_TASK and self._residency.passes.all_ended(unit):
+            self._ready.discard(unit)
+            self._due.append(unit)
+            # Waiting for the last one's gradients would let the device run dry.
+            while len(self._due) > (LAG_UNITS if self._residency.device.copies else 0):
+                self._speculate(self._due.popleft())
+
+    def _speculate(self, unit: Unit) -> None:
+        if not (self._is_last and self.history.speculates) or unit in self._ahead:
+            return
+        params = [param for param in unit.params if param.grad is not None and param.grad.state is SlotState.HELD]
+        holders = {id(holder): holder for holder in map(self._holder_of, params)}
+        holder = next(iter(holders.values()), None)
+        if holder is None or len(holders) > 1:
+            return
+        self._pipeline.begin()
+        if any(param.grad is not None and param.grad.home is not None for param in params):
+            self._drain.settle(unit)
+        holder.take_groups()
+        work = {item.param: item for item in holder.preview(params)[0]}
+        in_place = self._residency.can_update_in_place(unit)
+        targets = self._residency.targets(unit) if in_place else ()
+        ahead = _Ahead({param: item.hyper.tobytes() for param, item in work.items()}, unit.generation)
+        self._ahead[unit] = ahead  # first: an interrupt must not leave one that nobody knows of
+        ahead.ticket = self._pipeline.start(unit, work, slot_gradients(work), targets=targets)
+        for param in params:
+            assert param.grad is not None
+            param.grad.before_mutation = self._withdraws(unit)
+        self._residency.updated(unit, ahead.ticket, in_place=in_place)
+
+    # -- back ----------------------------------------------------------------------------------------------------------
+
+    def _withdraws(self, unit: Unit) -> Callable[[], None]:
+        """A function that takes the unit's update back: its gradients are about to change."""
+
+        def withdraw() -> None:
+            self._looked = True
+            self._withdraw([unit])
+
+        return withdraw
+
+    def withdraw(self) -> None:
+        """Take back all that ran ahead of its step: the states are those of the step before. Blocks until it has ended."""
+        self._looked = True
+        self._withdraw(list(self._ahead))
+        self._pipeline.begun = False  # what is written until the step comes is no part of it
+
+    def _before_read(self, unit: Unit) -> None:
+        """Somebody wants the unit's values. Not this backward, if one runs, where its update ran ahead: a hook inside."""
+        if not self._residency.passes.in_backward:
+            self.withdraw()
+        elif unit in self._ahead:
+            self._withdraws(unit)()
+
+    def _withdraw(self, units: Sequence[Unit]) -> None:
+        gone = {unit: self._ahead[unit] for unit in units if unit in self._ahead}
+        if not gone:
+            return
+        for ahead in gone.values():
+            if ahead.ticket is not None:
+                waits_for(ahead.ticket)()
+            for param in ahead.rows:
+                if param.grad is not None:
+                    param.grad.before_mutation = None
+        self._pipeline.raise_fault()  # one that failed has undone all of them
+        unchanged = [unit for unit, ahead in gone.items() if unit.generation == ahead.age + 1]
+        self._transaction.withdraw(list(gone))
+        for unit in unchanged:
+            unit.generation = gone[unit].age
+        for unit in gone:
+            del self._ahead[unit]  # last: what an interrupt leaves is taken back by the next call
+        self._pipeline.updates_withdrawn += len(gone)
+
+    def _forget(self) -> None:
+        """All that was written since the last commit is undone already."""
+        self._ahead.clear()
+
+    def _reset(self) -> None:
+        """A backward broke off."""
+        self._ready.clear()
+        self._due.clear()
+        self.withdraw()
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def _end_step(self, by_unit: Mapping[Unit, dict[Param, Work]]) -> None:
+        """Called by `opt.step()` with the work that it asks for."""
+        self._residency.passes.step_taken()
+        left, wrong = dict(by_unit), []
+        for unit, ahead in self._ahead.items():
+            wanted = {param: item.hyper.tobytes() for param, item in by_unit.get(unit, {}).items()}
+            if ahead.ticket is not None and wanted == ahead.rows:
+                del left[unit]
+                guard(wanted, ahead.ticket)
+            else:
+                wrong.append(unit)
+        self._pipeline.updates_ahead += len(self._ahead) - len(wrong)
+        self._withdraw(wrong)
+        self._ahead.clear()
+        if by_unit:
+            foreseen = self._lasts == 1 or not (self._lasts or self._expected)  # one that no step came for was in vain, too
+            self.history.add(foreseen and not wrong and not self._looked and all(map(_is_untouched, by_unit)))
+        self._expected, self._backwards, self._marked, self._lasts = self._backwards, 0, False, 0
+        self._deferred(left)
+
+
+def _is_untouched(unit: Unit) -> bool:
+    """Whether the loop left the unit's gradients as backward made them: what an update in backward would have taken."""
+    return all(factor == 1.0 for param in unit.params if param.grad is not None for _, factor in param.grad.log)

@@ -1,0 +1,139 @@
+"""The jobs of an update: prepared once for each flat, filtered in each step by the parameters that have a gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity._src.params.state_store import StateStore
+from infinity._src.params.unit import Flat, Param, Unit
+from infinity.aio.plan import HYPER, JOB, SEG, Format, GradDtype, JobKind
+
+_GRAD_DTYPES = {torch.bfloat16: GradDtype.BF16, torch.float32: GradDtype.FP32, torch.float16: GradDtype.FP16}
+
+
+_GRAD = np.dtype([("address", "<u8"), ("itemsize", "<u8"), ("dtype", "<i4")])
+"""Where a parameter's gradient lies; for one in the chunks' `grad` sections the address stays 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a step does to one parameter: the scalars of its update as one HYPER record."""
+
+    param: Param
+    hyper: npt.NDArray[Any]  # a HYPER record, shape ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Submission:
+    """What an executor is given for one unit. `base` of its jobs is the position of their flat in the unit."""
+
+    jobs: npt.NDArray[Any]
+    segs: npt.NDArray[Any]
+    hypers: npt.NDArray[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatJobs:
+    """The jobs and segments of a flat if every parameter has a gradient; a step filters them.
+
+    owner: for each segment the position of its parameter in flat.params; chunk: of its chunk; within: the element at which
+    it starts in this rank's part of the parameter.
+    """
+
+    flat: Flat
+    jobs: npt.NDArray[Any]
+    segs: npt.NDArray[Any]
+    owner: npt.NDArray[np.int64]
+    chunk: npt.NDArray[np.int64]
+    within: npt.NDArray[np.int64]
+
+
+def plan_flat(rest: StateStore, flat: Flat, rank: int) -> FlatJobs:
+    """The plan of one flat as it rests now; make it anew when its format or place changed."""
+    at_rest = rest[flat]
+    spans = flat.layout.chunks
+    jobs = np.zeros(len(spans), dtype=JOB)
+    jobs["chunk"] = at_rest.ids
+    jobs["mask"] = 1
+    jobs["ptr"][:, 0] = at_rest.starts.astype(np.uint64) * np.uint64(flat.layout.itemsize)
+    rows = []
+    if at_rest.format is not Format.RAW:
+        for position in range(len(flat.params)):
+            start, source, numel = flat.layout.shard_range(position, rank)
+            for index, span in enumerate(spans):
+                low, high = max(start, span.start), min(start + numel, span.start + span.numel)
+                if low < high:
+                    rows.append((index, low - span.start, high - low, position, low - start, source + low - start))
+        rows.sort()
+    segs = np.zeros(len(rows), dtype=SEG)
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 6)
+    segs["start"], segs["numel"], segs["element"] = columns[:, 1], columns[:, 2], columns[:, 5]
+    return FlatJobs(flat, jobs, segs, owner=columns[:, 3], chunk=columns[:, 0], within=columns[:, 4])
+
+
+def plan_unit(
+    unit: Unit,
+    plans: Mapping[Flat, FlatJobs],
+    work: Mapping[Param, Work],
+    gradients: Mapping[Param, torch.Tensor],
+) -> Submission:
+    """The jobs that do `work` in one unit. gradients: this rank's part of each gradient, one-dimensional, contiguous;
+    one that is missing has spilled, and lies in the `grad` section of the chunks.
+
+    A chunk in which no parameter has work is a FETCH of its parameter section, for a hand-over of the whole unit.
+    """
+    jobs: list[npt.NDArray[Any]] = []
+    segs: list[npt.NDArray[Any]] = []
+    hypers: list[npt.NDArray[Any]] = []
+    seg_count = 0
+    for base, flat in enumerate(unit.flats):
+        plan = plans[flat]
+        rows = np.full(len(flat.params), -1, dtype=np.int64)
+        grads = np.zeros(len(flat.params), dtype=_GRAD)
+        for param in flat.params:
+            if param in work:
+                rows[param.slot_index] = len(hypers)
+                hypers.append(work[param].hyper)
+                grads[param.slot_index] = _grad_of(gradients.get(param))
+        job, seg = _filter(plan, rows, seg_count)
+        job["base"] = base
+        taken = rows[plan.owner] >= 0
+        grad = grads[plan.owner[taken]]
+        seg["grad"] = grad["address"] + plan.within[taken].astype(np.uint64) * grad["itemsize"]
+        seg["grad_dtype"] = grad["dtype"]
+        jobs.append(job)
+        segs.append(seg)
+        seg_count += len(seg)
+    stacked = np.stack(hypers) if hypers else np.zeros(0, HYPER)
+    return Submission(np.concatenate(jobs), np.concatenate(segs), stacked)
+
+
+def _grad_of(gradient: torch.Tensor | None) -> tuple[int, int, int]:
+    """A record of _GRAD."""
+    if gradient is None:
+        return (0, 0, GradDtype.SECTION)
+    return (gradient.data_ptr(), gradient.element_size(), _GRAD_DTYPES[gradient.dtype])
+
+
+def _filter(
+    plan: FlatJobs, rows: npt.NDArray[np.int64], seg_first: int
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """The plan's jobs and segments for the parameters that have a row in the hyper array (-1: no gradient)."""
+    jobs = plan.jobs.copy()
+    taken = rows[plan.owner] >= 0
+    segs = plan.segs[taken]
+    segs["hyper"] = rows[plan.owner[taken]]
+    counts = np.bincount(plan.chunk[taken], minlength=len(jobs))
+    jobs["seg_count"] = counts
+    jobs["seg_first"] = seg_first + np.cumsum(counts) - counts
+    jobs["kind"] = np.where(counts > 0, int(JobKind.UPDATE), int(JobKind.FETCH))
+    return jobs, segs
+
+
+__all__: Sequence[str] = ("FlatJobs", "Submission", "Work", "plan_flat", "plan_unit")

@@ -1,0 +1,1 @@
+"""Parameters: sharded on a tier, unsharded on the device."""

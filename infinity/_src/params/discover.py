@@ -1,0 +1,376 @@
+"""Finding units: from a module tree to the groups of parameters that are gathered together.
+
+    blocks     the classes of `_no_split_modules` (Hugging Face); else the children of the outermost ModuleLists;
+               else none. `units=` names them instead.
+    the rest   every largest subtree without a block that fits `unit_bytes_max`: an embedding, a norm, a head.
+               Parameters that a module holds itself beside blocks (`cls_token`) are a unit of that module.
+    too large  a block of more than `unit_bytes_max` gives up the children of the ModuleLists inside it (the experts of a
+               ModuleList MoE, so that only routed ones are gathered), then, if it is still too large, its children.
+               A module that cannot be split is one unit, however large: it streams in chunks.
+    tiles      every tile of a tiled linear or embedding is a unit of its own, whatever its size and wherever it is.
+
+A parameter belongs to one unit: that of the first module, in registration order, that holds it. Other modules that hold
+it too (tied weights) are served by the same unit, which is gathered for each of them.
+
+Everything here is pure: the module tree is read, never changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from infinity._src.kernels.tiles import tile_modules
+from infinity._src.memory.layout import plan_flat
+from infinity._src.params.unit import Flat, Param, Unit, keys_of, place_at
+from infinity._src.params.unsharded_param import empty_flat
+from infinity.aio.plan import CHUNK_NUMEL
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are never called: hooks on them never run, so no unit can belong to one."""
+
+
+def _is_list(module: nn.Module) -> bool:
+    """A ModuleList, or a ModuleDict of several (a dict of one holds a LoRA adapter, not a list of experts)."""
+    return isinstance(module, nn.ModuleList) or (isinstance(module, nn.ModuleDict) and len(module) > 1)
+
+
+@dataclasses.dataclass(eq=False)
+class ParamEntry:
+    """One distinct parameter: every name and every (module, attribute) that holds it, in registration order."""
+
+    parameter: nn.Parameter
+    names: list[str] = dataclasses.field(default_factory=list)
+    sites: list[tuple[nn.Module, str]] = dataclasses.field(default_factory=list)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its values."""
+        return self.parameter.numel() * self.parameter.element_size()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Its names in state dicts: those of the whole weight if it is a tile."""
+        return keys_of(self.names, place_at(self.sites))
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of what has these keys."""
+        place = place_at(self.sites)
+        return tuple(self.parameter.shape) if place is None else place.whole_shape
+
+
+@dataclasses.dataclass(eq=False)
+class UnitSpec:
+    """A unit to be: the modules whose forward it must be gathered for, and its parameters in registration order."""
+
+    name: str
+    modules: list[nn.Module]
+    entries: list[ParamEntry]
+
+
+def find_units(
+    model: nn.Module,
+    *,
+    units: Sequence[nn.Module | type[nn.Module] | str] | None = None,
+    unit_bytes_max: int,
+    nested: bool = True,
+) -> list[UnitSpec]:
+    """Partition the parameters of `model` into units (the module's docstring has the rules).
+
+    units: the blocks, as modules, classes, class names or qualified names. nested: whether blocks that are too large
+    may be split at the ModuleLists inside them; with several ranks they may not, because ranks route tokens to
+    different experts and must gather the same units in the same order.
+
+    Raises: ValueError if `units` names something that the model does not have, and for parameters that a flat cannot
+    hold.
+    """
+    entries = find_parameters(model)
+    for entry in entries:
+        _check_holdable(model, entry)
+    return _Finder(model, entries, unit_bytes_max, nested).find(units)
+
+
+def find_parameters(model: nn.Module) -> list[ParamEntry]:
+    """The distinct parameters of a model in registration order. Tied weights are one entry: found by identity, and by
+    what a Hugging Face model declares tied, which holds on the meta device too."""
+    by_id: dict[int, ParamEntry] = {}
+    by_name: dict[str, ParamEntry] = {}
+    seen_sites: set[tuple[int, str]] = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for attr, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            entry = by_id.setdefault(id(parameter), ParamEntry(parameter))
+            name = f"{prefix}.{attr}" if prefix else attr
+            entry.names.append(name)
+            by_name[name] = entry
+            if (id(module), attr) not in seen_sites:
+                seen_sites.add((id(module), attr))
+                entry.sites.append((module, attr))
+    _merge_declared_ties(model, by_name)
+    kept = dict.fromkeys(by_name.values())
+    return list(kept)
+
+
+def _merge_declared_ties(model: nn.Module, by_name: dict[str, ParamEntry]) -> None:
+    """Make entries that `all_tied_weights_keys` (target name -> source name) declares tied one entry."""
+    for prefix, module in model.named_modules():
+        declared = getattr(module, "all_tied_weights_keys", None)
+        if not isinstance(declared, dict):
+            continue
+        start = f"{prefix}." if prefix else ""
+        for target, source in declared.items():
+            kept, dropped = by_name.get(f"{start}{source}"), by_name.get(f"{start}{target}")
+            if kept is None or dropped is None or kept is dropped or not dropped.parameter.is_meta:
+                continue  # with real values, two objects are two parameters, whatever the configuration says
+            if kept.parameter.shape != dropped.parameter.shape:
+                continue
+            kept.sites.extend(dropped.sites)
+            kept.names.extend(dropped.names)
+            for name in dropped.names:
+                by_name[name] = kept
+
+
+class _Finder:
+    """One run of `find_units`: assigns every parameter to the first unit that claims it."""
+
+    def __init__(
+        self, model: nn.Module, entries: list[ParamEntry], unit_bytes_max: int, nested: bool
+    ) -> None:
+        self._model = model
+        self._unit_bytes_max = unit_bytes_max
+        self._nested = nested
+        self._entry_at = {(id(module), attr): entry for entry in entries for module, attr in entry.sites}
+        self._order = {id(entry): index for index, entry in enumerate(entries)}
+        self._claimed: set[int] = set()
+        self._names: dict[int, str] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._names.setdefault(id(module), name)
+        self._blocks: set[int] = set()
+        self._specs: list[UnitSpec] = []
+
+    def find(self, units: Sequence[nn.Module | type[nn.Module] | str] | None) -> list[UnitSpec]:
+        blocks = self._no_split_blocks() if units is None else self._named_blocks(units)
+        if units is None and not blocks:
+            blocks = list(self._list_children(self._model))
+        self._blocks = {id(block) for block in blocks}
+        self._claim_tiles(blocks)
+        self._visit(self._model, self._model)
+        self._serve_other_sites()
+        order = self._order
+        self._specs.sort(key=lambda spec: order[id(spec.entries[0])])
+        return self._specs
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    def _no_split_blocks(self) -> list[nn.Module]:
+        names: set[str] = set()
+        for module in self._model.modules():
+            names |= set(getattr(module, "_no_split_modules", None) or ())
+        return [module for module in self._model.modules() if type(module).__name__ in names]
+
+    def _named_blocks(self, units: Sequence[nn.Module | type[nn.Module] | str]) -> list[nn.Module]:
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        blocks: list[nn.Module] = []
+        for wanted in units:
+            if isinstance(wanted, nn.Module):
+                found = [wanted] if id(wanted) in self._names else []
+            elif isinstance(wanted, type):
+                found = [module for module in modules.values() if isinstance(module, wanted)]
+            elif wanted in modules:
+                found = [modules[wanted]]
+            else:
+                found = [module for module in modules.values() if type(module).__name__ == wanted]
+            if not found:
+                text = type(wanted).__name__ if isinstance(wanted, nn.Module) else repr(wanted)
+                raise ValueError(
+                    f"units: the model has no {text}; give modules of this model, their classes, the classes' names, or "
+                    "qualified names as model.named_modules() lists them"
+                )
+            if any(isinstance(module, _CONTAINERS) for module in found):
+                raise ValueError(
+                    f"units: {wanted!r} is a container, which is never called; name its children"
+                )
+            blocks += found
+        return blocks
+
+    def _list_children(self, module: nn.Module) -> Iterator[nn.Module]:
+        """The children of the outermost lists of modules below `module` that hold parameters."""
+        for child in module.children():
+            if _is_list(child):
+                yield from self._members(child)
+            else:
+                yield from self._list_children(child)
+
+    def _members(self, container: nn.Module) -> Iterator[nn.Module]:
+        for member in container.children():
+            if _is_list(member):
+                yield from self._members(member)
+            elif isinstance(member, _CONTAINERS):
+                yield from self._list_children(member)
+            elif any(True for _ in member.parameters()):
+                yield member
+
+    # -- the walk ----------------------------------------------------------------------------------------------------
+
+    def _visit(self, module: nn.Module, caller: nn.Module) -> None:
+        """Make units of what is below `module`. `caller`: the nearest module around it that is called."""
+        if not isinstance(module, _CONTAINERS):
+            caller = module
+            if id(module) in self._blocks or not self._has_block(module):
+                self._emit(module)
+                return
+        self._claim(module, caller, self._own(module))
+        for child in module.children():
+            self._visit(child, caller)
+
+    def _claim_tiles(self, blocks: list[nn.Module]) -> None:
+        """Make a unit of every tile."""
+        if not self._nested:
+            for block in blocks:
+                for inner in block.modules():
+                    tile = next(tile_modules(inner), None) if isinstance(inner, _CONTAINERS) else None
+                    if tile is not None:
+                        raise ValueError(
+                            f"{self._names[id(tile)]} is a tile of one of several modules in a list (an expert): ranks may call "
+                            "them in different orders, and would wait for each other; leave those out of "
+                            "inf.tile_linears(names=...), or train on one rank"
+                        )
+        for tile in tile_modules(self._model):
+            self._claim(tile, tile, self._own(tile))
+
+    def _has_block(self, module: nn.Module) -> bool:
+        return any(id(child) in self._blocks for child in module.modules())
+
+    def _emit(self, module: nn.Module) -> None:
+        """Make one unit of a module, or several if it is too large and can be split."""
+        subtree = self._subtree(module)
+        if self._bytes(subtree) <= self._unit_bytes_max or not self._may_split(module):
+            self._claim(module, module, subtree)
+            return
+        if self._nested:
+            for child in list(self._list_children(module)):
+                self._emit(child)
+            if self._bytes(subtree) <= self._unit_bytes_max:
+                self._claim(module, module, subtree)
+                return
+        self._claim(module, module, self._own(module))
+        for child in module.children():
+            self._visit(child, module)
+
+    def _may_split(self, module: nn.Module) -> bool:
+        """Whether what is inside is called in an order that all ranks share."""
+        return self._nested or not any(isinstance(child, _CONTAINERS) for child in module.children())
+
+    def _claim(self, module: nn.Module, caller: nn.Module, entries: list[ParamEntry]) -> None:
+        """Make a unit of those entries that no unit has yet."""
+        fresh = [entry for entry in entries if id(entry) not in self._claimed]
+        if not fresh:
+            return
+        self._claimed.update(id(entry) for entry in fresh)
+        name = self._names[id(module)] or type(module).__name__
+        self._specs.append(UnitSpec(name, [caller], fresh))
+
+    def _own(self, module: nn.Module) -> list[ParamEntry]:
+        return [
+            self._entry_at[(id(module), attr)]
+            for attr, value in module._parameters.items()
+            if value is not None
+        ]
+
+    def _subtree(self, module: nn.Module) -> list[ParamEntry]:
+        found = {id(entry): entry for part in module.modules() for entry in self._own(part)}
+        return sorted(found.values(), key=lambda entry: self._order[id(entry)])
+
+    def _bytes(self, entries: list[ParamEntry]) -> int:
+        return sum(entry.size_bytes for entry in entries if id(entry) not in self._claimed)
+
+    # -- tied weights ------------------------------------------------------------------------------------------------
+
+    def _serve_other_sites(self) -> None:
+        """Let every unit serve also those modules that hold one of its parameters outside of the unit's own module."""
+        parents: dict[int, nn.Module] = {}
+        for module in self._model.modules():
+            for child in module.children():
+                parents.setdefault(id(child), module)
+        for spec in self._specs:
+            inside = {id(part) for part in spec.modules[0].modules()}
+            for entry in spec.entries:
+                for module, _ in entry.sites:
+                    while isinstance(module, _CONTAINERS) and id(module) in parents:
+                        module = parents[id(module)]
+                    if id(module) not in inside and all(module is not known for known in spec.modules):
+                        spec.modules.append(module)
+
+
+def build(
+    model: nn.Module,
+    specs: Sequence[UnitSpec],
+    device: torch.device,
+    world: int,
+    chunk_numel: Callable[[torch.dtype], int] = lambda _dtype: CHUNK_NUMEL,
+) -> list[Unit]:
+    """Make the units of `specs`: their flats (one per dtype and `requires_grad`, evicted, on `device`) and parameters.
+
+    chunk_numel: elements per chunk of a trainable flat of a dtype. The at-rest and gathered parameters are not made here, and
+    the model is left as it is.
+    """
+    assert sum(len(spec.entries) for spec in specs) == len(find_parameters(model))
+    units: list[Unit] = []
+    count = 0
+    for spec in specs:
+        unit = Unit(len(units), spec.name, tuple(spec.modules))
+        kinds = dict.fromkeys(
+            (entry.parameter.dtype, entry.parameter.requires_grad) for entry in spec.entries
+        )
+        groups = {kind: _entries_of(spec, kind) for kind in kinds}
+        for (dtype, trainable), entries in groups.items():
+            numels = tuple(entry.parameter.numel() for entry in entries)
+            layout = plan_flat(numels, dtype.itemsize, world, chunk_numel(dtype) if trainable else CHUNK_NUMEL)
+            flat = Flat(unit, len(unit.flats), dtype, trainable, layout, empty_flat(layout, dtype, device))
+            unit.flats.append(flat)
+            for slot_index, entry in enumerate(entries):
+                flat.params.append(_make_param(entry, flat, slot_index))
+        placed = {param.name: param for flat in unit.flats for param in flat.params}
+        for entry in spec.entries:
+            param = placed[entry.names[0]]
+            param.index = count
+            count += 1
+            unit.params.append(param)
+        units.append(unit)
+    return units
+
+
+def _entries_of(spec: UnitSpec, kind: tuple[torch.dtype, bool]) -> list[ParamEntry]:
+    return [entry for entry in spec.entries if (entry.parameter.dtype, entry.parameter.requires_grad) == kind]
+
+
+def _make_param(entry: ParamEntry, flat: Flat, slot_index: int) -> Param:
+    return Param(
+        index=-1,
+        name=entry.names[0],
+        names=tuple(entry.names),
+        sites=list(entry.sites),
+        shape=entry.parameter.shape,
+        dtype=flat.dtype,
+        numel=entry.parameter.numel(),
+        offset=flat.layout.offsets[slot_index],
+        flat=flat,
+        unit=flat.unit,
+        slot_index=slot_index,
+    )
+
+
+def _check_holdable(model: nn.Module, entry: ParamEntry) -> None:
+    parameter, name = entry.parameter, f"{type(model).__name__}.{entry.names[0]}"
+    if nn.parameter.is_lazy(parameter):
+        raise ValueError(f"{name} is lazy and has no shape yet; run one forward before inf.offload")
+    if parameter.layout is not torch.strided or type(parameter) not in (nn.Parameter, torch.Tensor):
+        raise ValueError(
+            f"{name} is a {type(parameter).__name__} of layout {parameter.layout}; the engine offloads ordinary dense "
+            "parameters (quantized and distributed tensor subclasses are not built yet)"
+        )

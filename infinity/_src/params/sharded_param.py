@@ -1,0 +1,410 @@
+"""Parameters at rest: what the module and the optimizer hold while the values are elsewhere.
+
+An at-rest parameter is an nn.Parameter with shape, dtype, device and `requires_grad`, and no storage. What asks for
+metadata works. What asks for values is answered by the tensor that the owner (the life cycle) has for it at that
+moment: the gathered parameter inside forward, a window on it inside `gather()`; otherwise it raises
+`ParameterReleased` with the name. What would part the parameter from the engine (`.data =`, `share_memory_`, pickle,
+deepcopy, `autograd.grad`) always raises: each was a silent loss or a segfault.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import torch
+
+from infinity._src._torch_compat import METADATA, DisableTorchFunctionSubclass, make_wrapper, parse_to
+from infinity.errors import EngineClosed, ParameterReleased
+
+if TYPE_CHECKING:
+    from infinity._src.params.unit import Param
+
+Tensor = torch.Tensor
+_TENSOR: Any = torch.Tensor  # attributes looked up on the class are descriptors, which its stubs do not say
+_GRAD: Any = _TENSOR.grad
+
+
+class Owner(Protocol):
+    """Who answers for at-rest parameters: the life cycle of their model."""
+
+    closed: bool
+
+    def readable(self, param: Param) -> Tensor | None:
+        """The tensor that stands for the parameter here and now, gathering it if need be; None when released."""
+
+    def where(self, param: Param) -> str:
+        """Where the values rest, for messages: "nvme"."""
+
+    def take_gradient(self, param: Param, grad: Tensor) -> None:
+        """Make `grad` the parameter's whole gradient."""
+
+    def set_requires_grad(self, param: Param, flag: bool) -> None:
+        """Mirror `requires_grad` on the gathered parameter."""
+
+    def load(self, param: Param, value: Tensor) -> None:
+        """Set the parameter's values from a state dict."""
+
+
+@dataclasses.dataclass(eq=False)
+class Link:
+    """What an at-rest parameter knows about its place in the engine."""
+
+    param: Param
+    owner: Owner | None = None
+    loading: bool = False  # the next `copy_` comes from load_state_dict
+
+
+class ShardedParameter(torch.nn.Parameter):
+    """A parameter whose values rest on some tier (see the module's docstring)."""
+
+    infinity_link: Link
+
+    @staticmethod
+    def __new__(cls, param: Param, device: torch.device, requires_grad: bool) -> ShardedParameter:  # noqa: PYI034
+        """The at-rest parameter of `param`, for a compute device."""
+        made = make_wrapper(cls, param.shape, param.dtype, device, requires_grad)
+        assert isinstance(made, ShardedParameter)
+        made.infinity_link = Link(param)
+        return made
+
+    def __init__(self, param: Param, device: torch.device, requires_grad: bool) -> None:
+        pass
+
+    @property
+    def infinity_version(self) -> int:
+        """Counts the changes of its values: optimizer steps and writes."""
+        return self.infinity_link.param.unit.generation
+
+    # `.grad` of every parameter is read and set several times a step (clip, step, zero_grad): straight to C, 0.7 us
+    # instead of 4 by way of `__torch_function__`.
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The stand-in of the gradient, or None."""
+        with DisableTorchFunctionSubclass():
+            grad: Tensor | None = _GRAD.__get__(self)
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _grad_set(_GRAD.__set__, (self, value), {})
+
+    @grad.deleter
+    def grad(self) -> None:
+        _grad_set(_GRAD.__set__, (self, None), {})
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer metadata, redirect values, refuse the rest."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        special = SPECIAL.get(func)
+        if special is not None:
+            return special(func, args, kwargs)
+        return _on_values(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        """The net under `__torch_function__`, for calls from C++ that pass it by."""
+        found = _at_rest_in((args, kwargs or {}))
+        raise_released(found[0], str(func)) if found else None
+        raise ParameterReleased(f"{func} met an offloaded parameter")
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        link = self.infinity_link
+        where = link.owner.where(link.param) if link.owner is not None else "unattached"
+        return (
+            f"ShardedParameter({link.param.name}, shape={tuple(link.param.shape)}, dtype={link.param.dtype}, "
+            f"device='{self.device}', requires_grad={self.requires_grad}, on {where})"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise_forbidden(self, "pickling (torch.save, multiprocessing)", "save `model.state_dict()` instead")
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise_forbidden(
+            self, "deepcopy", "copy the model before it is offloaded, or copy `model.state_dict()`"
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return _require_readable(self, "numpy").detach().cpu().__array__(*args, **kwargs)
+
+
+def raise_released(parameter: ShardedParameter, operation: str) -> NoReturn:
+    """Raise the error for an operation on a parameter whose values are not gathered."""
+    link = parameter.infinity_link
+    name = link.param.name
+    if link.owner is None or link.owner.closed:
+        raise EngineClosed(
+            f"{operation} on {name}: the engine of its model was closed, and the values with it"
+        )
+    raise ParameterReleased(
+        f"{name} is on {link.owner.where(link.param)}, and {operation} wants its values outside of the model's "
+        f"forward. Gather it: `with inf.handle(model).gather(parameter): ...` (writes inside are kept)"
+    )
+
+
+def raise_forbidden(parameter: ShardedParameter, operation: str, instead: str) -> NoReturn:
+    """Raise the error for what can never be done to an at-rest parameter."""
+    raise ParameterReleased(f"{operation} is not possible on {_describe(parameter)}: {instead}")
+
+
+def _describe(parameter: ShardedParameter) -> str:
+    link = parameter.infinity_link
+    where = link.owner.where(link.param) if link.owner is not None else "an engine"
+    return f"{link.param.name}, which is offloaded (on {where})"
+
+
+def _require_readable(parameter: ShardedParameter, operation: str) -> Tensor:
+    link = parameter.infinity_link
+    tensor = link.owner.readable(link.param) if link.owner is not None and not link.owner.closed else None
+    if tensor is None:
+        raise_released(parameter, operation)
+    return tensor
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "attribute")
+        return f".{attribute}" if name == "__get__" else f".{attribute} ="
+    return str(name)
+
+
+def _substitute(value: Any, operation: str, replaced: list[tuple[Tensor, ShardedParameter]]) -> Any:
+    """`value` with every at-rest parameter in it replaced by the tensor that stands for it."""
+    if isinstance(value, ShardedParameter):
+        tensor = _require_readable(value, operation)
+        replaced.append((tensor, value))
+        return tensor
+    if type(value) in (list, tuple):
+        return type(value)(_substitute(item, operation, replaced) for item in value)
+    if type(value) is dict:
+        return {key: _substitute(item, operation, replaced) for key, item in value.items()}
+    return value
+
+
+def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on the values: of gathered parameters, or raise."""
+    replaced: list[tuple[Tensor, ShardedParameter]] = []
+    operation = _name_of(func)
+    result = func(
+        *(_substitute(arg, operation, replaced) for arg in args),
+        **{key: _substitute(arg, operation, replaced) for key, arg in kwargs.items()},
+    )
+    for tensor, parameter in replaced:
+        if result is tensor:  # in-place operations return their first argument
+            return parameter
+    return result
+
+
+def _at_rest_in(value: Any) -> list[ShardedParameter]:
+    if isinstance(value, ShardedParameter):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [found for item in value for found in _at_rest_in(item)]
+    return []
+
+
+# -- special cases ---------------------------------------------------------------------------------------------------
+
+Handler = Callable[[Any, "tuple[Any, ...]", "dict[str, Any]"], Any]
+
+
+def _requires_grad_set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    parameter: ShardedParameter = args[0]
+    with DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+        flag = parameter.requires_grad
+    link = parameter.infinity_link
+    if link.owner is not None:
+        link.owner.set_requires_grad(link.param, flag)
+    return result
+
+
+def _data_get(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    # detach(), not .data: it shares the version counter, so that a write through it is seen and kept
+    return _require_readable(args[0], ".data").detach()
+
+
+def _data_set(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    parameter, value = args
+    if value is parameter:  # Module.to(same dtype and device) assigns what it got
+        return None
+    link = parameter.infinity_link
+    tensor = link.owner.readable(link.param) if link.owner is not None and not link.owner.closed else None
+    if tensor is None:
+        raise_forbidden(
+            parameter,
+            "`.data =`",
+            "it would part the parameter from the engine; write with "
+            "`with inf.handle(model).gather(parameter): parameter.data.copy_(...)`",
+        )
+    if value.shape != tensor.shape:
+        raise ValueError(
+            f"`.data =` of shape {tuple(value.shape)} on {link.param.name} {tuple(tensor.shape)}"
+        )
+    with torch.no_grad():
+        tensor.copy_(value)
+    return None
+
+
+def _grad_set(func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    parameter, value = args
+    link = parameter.infinity_link
+    if type(value) is Tensor and link.owner is not None and not link.owner.closed:
+        if value.shape != parameter.shape:
+            raise ValueError(
+                f"a gradient of shape {tuple(value.shape)} does not fit {link.param.name} {tuple(parameter.shape)}"
+            )
+        link.owner.take_gradient(link.param, value)
+        return None
+    with DisableTorchFunctionSubclass():
+        return func(parameter, value)
+
+
+def _register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    parameter: ShardedParameter = args[0]
+    return func(parameter.infinity_link.param.gathered, *args[1:], **kwargs)
+
+
+def _register_post_accumulate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    parameter: ShardedParameter = args[0]
+    hook = args[1] if len(args) > 1 else kwargs["hook"]
+
+    def forwarded(_gathered: Tensor) -> None:
+        """Called after the gradient was drained: `.grad` of the at-rest parameter is its stand-in by then."""
+        hook(parameter)
+
+    return func(parameter.infinity_link.param.gathered, forwarded)
+
+
+def _conversion(dtype: torch.dtype | None, device: str | None) -> Handler:
+    def convert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parameter: ShardedParameter = args[0]
+        if device == "cuda" and len(args) > 1:
+            wanted_device: torch.device | None = (
+                torch.device("cuda", args[1]) if isinstance(args[1], int) else None
+            )
+            same_device = wanted_device == parameter.device or torch.device(str(args[1])) == parameter.device
+        else:
+            same_device = device is None or parameter.device.type == device
+        same = (dtype is None or dtype == parameter.dtype) and same_device
+        return parameter if same and len(args) <= 2 else _on_values(func, args, kwargs)
+
+    return convert
+
+
+def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    parameter = args[0]
+    if isinstance(parameter, ShardedParameter):
+        device, dtype, copy = parse_to(args[1:], kwargs)
+        here = parameter.device
+        same_device = (
+            device is None
+            or device == here
+            or (device.type == here.type and (device.index is None or here.index is None))
+        )
+        if same_device and (dtype is None or dtype == parameter.dtype) and not copy:
+            return parameter
+        if not _is_readable(parameter):
+            wanted = ", ".join(str(item) for item in (device, dtype) if item is not None)
+            raise_forbidden(
+                parameter,
+                f"`.to({wanted})`",
+                f"its device ({here}) and dtype ({parameter.dtype}) were fixed when the model was offloaded; convert "
+                "the model before `inf.offload`",
+            )
+    return _on_values(func, args, kwargs)
+
+
+def _is_readable(parameter: ShardedParameter) -> bool:
+    link = parameter.infinity_link
+    return link.owner is not None and not link.owner.closed and link.owner.readable(link.param) is not None
+
+
+def _same_if_contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (
+        args[0]
+        if not _is_readable(args[0]) and len(args) == 1 and not kwargs
+        else _on_values(func, args, kwargs)
+    )
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    parameter = args[0]
+    if isinstance(parameter, ShardedParameter) and parameter.infinity_link.loading:
+        link = parameter.infinity_link
+        link.loading = False
+        assert link.owner is not None
+        source = args[1]
+        if isinstance(source, ShardedParameter):  # loading the model's own state_dict(keep_vars=True)
+            source = _require_readable(source, "loading from it")
+        link.owner.load(link.param, source)
+        return parameter
+    return _on_values(func, args, kwargs)
+
+
+def _forbid(operation: str, instead: str) -> Handler:
+    def forbidden(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        found = _at_rest_in((args, kwargs))
+        assert found
+        raise_forbidden(found[0], operation, instead)
+
+    return forbidden
+
+
+def _false(_func: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> bool:
+    return False
+
+
+_WRITE = "write its values with `with inf.handle(model).gather(parameter): parameter.copy_(...)`"
+
+SPECIAL: dict[Any, Handler] = {
+    _TENSOR.requires_grad.__set__: _requires_grad_set,
+    _TENSOR.requires_grad_: _requires_grad_set,
+    _TENSOR.data.__get__: _data_get,
+    _TENSOR.data.__set__: _data_set,
+    _GRAD.__set__: _grad_set,
+    _TENSOR.register_hook: _register_hook,
+    _TENSOR.register_post_accumulate_grad_hook: _register_post_accumulate,
+    _TENSOR.to: _to,
+    _TENSOR.cpu: _conversion(None, "cpu"),
+    _TENSOR.cuda: _conversion(None, "cuda"),
+    _TENSOR.float: _conversion(torch.float32, None),
+    _TENSOR.half: _conversion(torch.float16, None),
+    _TENSOR.bfloat16: _conversion(torch.bfloat16, None),
+    _TENSOR.double: _conversion(torch.float64, None),
+    _TENSOR.contiguous: _same_if_contiguous,
+    _TENSOR.copy_: _copy,
+    _TENSOR.is_shared: _false,
+    _TENSOR.is_pinned: _false,
+    _TENSOR.share_memory_: _forbid("share_memory_", "every process offloads its own model"),
+    _TENSOR.pin_memory: _forbid("pin_memory", "the engine keeps its own pinned buffers"),
+    _TENSOR.set_: _forbid("set_", _WRITE),
+    _TENSOR.resize_: _forbid("resize_", "the shape was fixed when the model was offloaded"),
+    _TENSOR.resize_as_: _forbid("resize_as_", "the shape was fixed when the model was offloaded"),
+    _TENSOR.backward: _forbid("backward", "call it on a loss"),
+    _TENSOR.retain_grad: _forbid("retain_grad", "it is a leaf: its gradient is in `.grad` after backward"),
+    torch.autograd.grad: _forbid("torch.autograd.grad", "use `loss.backward()` and read `parameter.grad`"),
+    torch.autograd.backward: _forbid("torch.autograd.backward", "call `loss.backward()`"),
+}

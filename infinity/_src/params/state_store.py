@@ -1,0 +1,415 @@
+"""States at rest: the chunks of every flat, where their sections lie, and how they are read and written whole.
+
+Before an optimizer exists a flat has one section, the parameter (`Format.RAW`). Building an optimizer gives the flats
+that it holds their state sections: `convert` moves what must move and zeroes what is new. What rests where is the
+placement plan's decision (infinity._src.memory.placement); here it is only carried out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity._src.memory.device import Device
+from infinity._src.memory.heap import give_back
+from infinity._src.memory.swap_space import Place, SwapSpace
+from infinity._src.params.shard_records import ShardRecords, sections_carried, sections_in_common, unplaced
+from infinity._src.params.unit import Flat
+from infinity._src.sizes import round_up
+from infinity.aio import Executor, Priority, Slab, Ticket
+from infinity.aio.plan import JOB, Format, JobKind, Master
+from infinity.errors import AioError
+
+_SECOND_DTYPES = {Master.SPLIT: torch.int16, Master.SPLIT8: torch.int8, Master.FP16: torch.float32}
+"""What lies beside the parameter in its master's second section: 0 in `lo`, the same value in fp32."""
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: NaNs are equal if their bits are."""
+    return values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+
+
+class StateStore:
+    """All flats of a model at rest. Not safe from several threads at once.
+
+    sums_on: keep checksums, which the executor then verifies. generations: of what optimizers hold, 1 or 2; layers: those of the
+    swap space where first and second places lie. In layers of their own everything has two.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        space: SwapSpace | None,
+        *,
+        sums_on: bool,
+        generations: int = 1,
+        layers: tuple[int, int] = (0, 0),
+        device: Device | None = None,
+    ) -> None:
+        self._executor = executor
+        self._device = device or Device(torch.device("cpu"))
+        self._unpinned: list[Slab] = []
+        self._space = space
+        self._sums_on = sums_on
+        self._generations = generations
+        self.layers = layers
+        self._slabs: dict[Slab, int] = {}  # and how many of its bytes are in use
+        self._flats: dict[Flat, ShardRecords] = {}
+        self._key = 0
+        self.nvme_bytes = 0
+        self.resident_bytes = 0
+        self.before_write: Callable[[Sequence[Flat]], None] = lambda _flats: None  # blocks while states of these are to be read
+        self.writes = 0  # how often something was about to be written
+        self._dropped: list[Place] = []  # places that a durable run's last commit names, and that are nobody's
+        self._named = False
+        self.params_read_bytes = 0  # of parameters on NVMe, since the beginning, whose reading alone has begun
+        self.grads_read_bytes = self.grads_written_bytes = 0  # of spilled gradients; `SpilledGradients` counts them
+
+    def __getitem__(self, flat: Flat) -> ShardRecords:
+        return self._flats[flat]
+
+    def create(self, flats: Sequence[Flat], masks: Sequence[Sequence[int]]) -> None:
+        """Give each flat its parameter section. `masks[flat][chunk] & 1` puts it on NVMe; else it is resident.
+
+        Contents are undefined until written. Raises: SwapFullError; then nothing was created.
+        """
+        raw = [Format.RAW] * len(flats)
+        for rest in self._define(flats, raw, [[mask & 1 for mask in row] for row in masks], {}):
+            self._flats[rest.flat] = rest
+
+    def convert(
+        self, flats: Sequence[Flat], formats: Sequence[Format], masks: Sequence[Sequence[int]]
+    ) -> None:
+        """Change formats and places. Parameters and spilled gradients keep their values, and all sections do where the format
+        stays; those of a new format start as zeros. Blocks.
+
+        Raises: SwapFullError before anything changed; AioError when moving fails: each flat is then as it was, or done. Memory
+        that is no longer anybody's goes back to the system at once, flat by flat, also then.
+        """
+        changed = [
+            index
+            for index, flat in enumerate(flats)
+            if self._flats[flat].format is not formats[index] or self._masks_of(flat) != list(masks[index])
+        ]
+        self.will_write([flats[index] for index in changed])
+        for index in changed:
+            self._look(self._flats[flats[index]])
+        old = {flats[index]: self._flats[flats[index]] for index in changed}
+        # What is resident and stays so keeps its memory: nothing is held twice.
+        keep = {
+            flats[index]: (old[flats[index]].records, sections_in_common(old[flats[index]].format, formats[index]))
+            for index in changed
+        }
+        made = self._define(
+            [flats[index] for index in changed],
+            [formats[index] for index in changed],
+            [masks[index] for index in changed],
+            keep,
+        )
+        while made:
+            try:
+                self._carry_over(old[made[0].flat], made[0])
+            except BaseException:
+                self._executor.drain()
+                for rest in made:
+                    self._drop(rest, stays=old[rest.flat])
+                raise
+            now = made.pop(0)
+            self._flats[now.flat] = now
+            self._drop(old[now.flat], stays=now)
+
+    def will_write(self, flats: Sequence[Flat]) -> None:
+        """States of these flats are about to be written. Blocks while somebody has yet to read them."""
+        self.writes += 1
+        self.before_write(flats)
+
+    def pin(self) -> None:
+        """Pin what rests in RAM, for copies to the device; not what has lost parts of itself to the system. Blocks, once."""
+        while self._unpinned:
+            slab = self._unpinned[-1]
+            if self._slabs.get(slab) == slab.size_bytes:
+                self._device.pin(slab)
+            self._unpinned.pop()  # one by one: what is pinned cannot be pinned again, if another one fails
+
+    def fetch(self, flat: Flat, section: int, address: int, *, priority: Priority, there: bool = False) -> Ticket:
+        """Start copying one section of the shard to `address`, which holds shard_numel elements; there: on the device. Does not
+        block."""
+        rest = self._flats[flat]
+        if section == 0:
+            on_nvme = rest.records["section_at"][:, 0] >= 0
+            self.params_read_bytes += int(rest.records["numel"][on_nvme].sum()) * rest.sections[0].itemsize
+        if there:
+            self._device.behind()
+        return self._move(rest, JobKind.FETCH, section, address, priority, self._device.mask if there else 0)
+
+    def store(self, flat: Flat, section: int, address: int) -> Ticket:
+        """Start writing one section of the shard from `address` (0: zeros). Does not block."""
+        if section < self._flats[flat].format.written_count:
+            self.will_write((flat,))
+        return self._move(self._flats[flat], JobKind.STORE, section, address, Priority.DEMAND)
+
+    def overwrite(self, flat: Flat, start: int, values: torch.Tensor) -> None:
+        """Replace elements [start, start + len) of the shard's parameter, and its master with the same values. Blocks.
+
+        values: 1-D CPU tensor of the parameter's dtype. An element whose bits stay keeps its master, which may be finer. Other
+        elements of the chunks it touches stay as they are; in an optimizer's chunk the moments do, too.
+        """
+        self.will_write((flat,))
+        rest = self._flats[flat]
+        end = start + values.numel()
+        touched = [
+            i
+            for i, span in enumerate(flat.layout.chunks)
+            if span.start < end and start < span.start + span.numel
+        ]
+        sections = range(rest.format.master_count)
+        first = flat.layout.chunks[touched[0]].start
+        last = flat.layout.chunks[touched[-1]]
+        numel = last.start + last.numel - first
+        dtypes = (flat.dtype, _SECOND_DTYPES.get(rest.format.master, flat.dtype))
+        buffers = [torch.empty(numel, dtype=dtypes[section]) for section in sections]
+        addresses = [buffer.data_ptr() - first * buffer.element_size() for buffer in buffers]
+        for kind in (JobKind.FETCH, JobKind.STORE):
+            jobs = np.zeros(len(touched), dtype=JOB)
+            jobs["chunk"] = rest.ids[touched]
+            jobs["kind"] = kind
+            jobs["mask"] = sum(1 << section for section in sections)
+            jobs["base"] = -1
+            for section, address in zip(sections, addresses, strict=True):
+                at = rest.starts[touched] * rest.sections[section].itemsize + address
+                jobs["ptr"][:, section] = at.astype(np.uint64)
+            self._executor.submit(jobs, priority=Priority.DEMAND).wait()
+            if kind is JobKind.FETCH:
+                old, *second = [buffer[start - first : end - first] for buffer in buffers]
+                same = _bits(old) == _bits(values)
+                for buffer in second:
+                    fresh = values.to(buffer.dtype) if buffer.is_floating_point() else torch.zeros_like(buffer)
+                    buffer.copy_(torch.where(same, buffer, fresh))
+                old.copy_(values)
+
+    def forget(self, flat: Flat, start: int, numel: int) -> None:
+        """Zero what an optimizer left of elements [start, start + numel): all but the parameter and spilled gradients. Blocks."""
+        self.will_write((flat,))
+        rest = self._flats[flat]
+        left = rest.sections[1 : rest.format.written_count]
+        for index, span in enumerate(flat.layout.chunks):
+            low, high = max(start, span.start), min(start + numel, span.start + span.numel)
+            if low >= high or not left:
+                continue
+            job = np.zeros(1, dtype=JOB)
+            job["chunk"], job["base"] = rest.ids[index], -1
+            job["mask"] = sum(1 << section for section in range(1, 1 + len(left)))
+            buffers = []
+            for section, kind in enumerate(left, 1):
+                buffers.append(np.zeros(kind.size_bytes(span.numel), dtype=np.uint8))
+                job["ptr"][0, section] = buffers[-1].ctypes.data
+            job["kind"] = JobKind.FETCH
+            self._executor.submit(job, priority=Priority.DEMAND).wait()
+            for buffer, kind in zip(buffers, left, strict=True):
+                # A parameter starts where a group does, so no other one has a part in its last group.
+                first = (low - span.start) // kind.group_numel * kind.itemsize
+                buffer[first : kind.size_bytes(high - span.start)] = 0
+            if rest.format.master is Master.FP16:  # the master of a parameter that nobody has updated is its value
+                param = torch.empty(span.numel, dtype=flat.dtype)
+                self.move_chunk(flat, index, JobKind.FETCH, {0: param.data_ptr()}).wait()
+                master = torch.from_numpy(buffers[0].view(np.float32))
+                master[low - span.start : high - span.start] = param[low - span.start : high - span.start].float()
+            job["kind"] = JobKind.STORE
+            self._executor.submit(job, priority=Priority.DEMAND).wait()
+
+    def move_chunk(
+        self,
+        flat: Flat,
+        chunk: int,
+        kind: JobKind,
+        addresses: Mapping[int, int],
+        *,
+        priority: Priority = Priority.DEMAND,
+    ) -> Ticket:
+        """Start a FETCH or STORE of some sections of one chunk; `addresses` says where each lies in memory. Does not block."""
+        if kind is JobKind.STORE:
+            self.will_write((flat,))
+        job = np.zeros(1, dtype=JOB)
+        job["chunk"], job["kind"], job["base"] = self._flats[flat].ids[chunk], kind, -1
+        for section, address in addresses.items():
+            job["mask"] |= np.uint32(1 << section)
+            job["ptr"][0, section] = address
+        return self._executor.submit(job, priority=priority)
+
+    def recover(self) -> None:
+        """After a write that failed: let drives that refuse writes try again. Blocks. One that fails still refuses as before, and
+        whoever writes next is told."""
+        with contextlib.suppress(AioError):
+            self._executor.recover().wait()
+
+    def versioned_ids(self, flats: Iterable[Flat]) -> npt.NDArray[np.int32]:
+        """The executor's ids of the chunks of these flats that have a second place."""
+        ids = [rest.ids for rest in map(self._flats.__getitem__, flats) if rest.versioned]
+        return np.concatenate(ids) if ids else np.zeros(0, np.int32)
+
+    def _look(self, rest: ShardRecords) -> None:
+        """Make the records of versioned chunks tell which place is the live one now. Nothing may be pending."""
+        if rest.versioned:
+            rest.records[:] = self._executor.look(rest.ids)
+
+    def named(self) -> None:
+        """All places in use were named by a commit that outlives the process: from now on places that are given up stay as they
+        are until the next one. Those of before are free."""
+        self._named = True
+        for place in self._dropped:
+            assert self._space is not None
+            self._space.free(place)
+        self._dropped.clear()
+
+    def close(self) -> None:
+        """Forget the chunks and free the resident memory. The executor must be idle or closed."""
+        self._flats.clear()
+        for slab in self._slabs:
+            self._device.unpin(slab)
+            slab.close()
+        self._slabs.clear()
+
+    def _move(
+        self, rest: ShardRecords, kind: JobKind, section: int, address: int, priority: Priority, flags: int = 0
+    ) -> Ticket:
+        jobs = np.zeros(len(rest.ids), dtype=JOB)
+        jobs["chunk"] = rest.ids
+        jobs["kind"] = kind
+        jobs["mask"] = 1 << section | flags
+        jobs["base"] = -1
+        if address:
+            kind_of = rest.sections[section]
+            items = rest.starts.astype(np.uint64) // np.uint64(kind_of.group_numel)
+            jobs["ptr"][:, section] = address + items * np.uint64(kind_of.itemsize)
+        return self._executor.submit(jobs, priority=priority)
+
+    def _masks_of(self, flat: Flat) -> list[int]:
+        rest = self._flats[flat]
+        count = len(rest.sections)
+        return [sum(1 << s for s in range(count) if record["section_at"][s] >= 0) for record in rest.records]
+
+    def _define(
+        self,
+        flats: Sequence[Flat],
+        formats: Sequence[Format],
+        masks: Sequence[Sequence[int]],
+        keep: Mapping[Flat, tuple[npt.NDArray[Any], int]],
+    ) -> list[ShardRecords]:
+        """Make chunk records for `flats`, reserve their space, and make them known to the executor."""
+        made = [self._unplaced(flat, fmt, row) for flat, fmt, row in zip(flats, formats, masks, strict=True)]
+        with contextlib.ExitStack() as undo:
+            with self._space.at_once() if self._space is not None else contextlib.nullcontext():
+                places = [place for rest in made for place in self._reserve(rest, undo)]
+            slab = self._place_resident(made, keep)
+            if slab is not None:
+                undo.callback(slab.close)
+            for rest in made:
+                rest.ids = self._executor.define(rest.records)
+                undo.callback(self._executor.drop, rest.ids)
+            undo.pop_all()
+        self.nvme_bytes += sum(place.size_bytes for place in places)
+        if slab is not None:
+            self._unpinned.append(slab)
+            self._slabs[slab] = slab.size_bytes
+            self.resident_bytes += slab.size_bytes
+        return made
+
+    def _reserve(self, rest: ShardRecords, undo: contextlib.ExitStack) -> list[Place]:
+        """Reserve the runs of a flat's chunks, on NVMe, and put them into the records."""
+        runs = np.flatnonzero(rest.records["run_bytes"])
+        if self._space is None or not runs.size:
+            return []
+        groups = self._space.reserve_together([rest.wants(rest.records[index], self.layers) for index in runs])
+        for index, group in zip(runs, groups, strict=True):
+            rest.put(rest.records[index], group)
+        undo.callback(self._space.release, rest.places)
+        return rest.places
+
+    def _unplaced(self, flat: Flat, state_format: Format, masks: Sequence[int]) -> ShardRecords:
+        # What outlives the run is never overwritten, also where no optimizer holds it.
+        versioned = self._generations > 1 and (state_format is not Format.RAW or self.layers != (0, 0))
+        key, self._key = self._key + 1, self._key + len(masks)
+        return unplaced(flat, state_format, masks, key=key, versioned=versioned, sums_on=self._sums_on)
+
+    def _place_resident(
+        self, made: list[ShardRecords], keep: Mapping[Flat, tuple[npt.NDArray[Any], int]]
+    ) -> Slab | None:
+        """Give every resident section an address: the kept one, or one in a new slab for all of `made`, which is returned.
+
+        keep: of a flat, the records whose memory its first so many sections go on with.
+        """
+        wanted: list[tuple[npt.NDArray[Any], int, int]] = []
+        for rest in made:
+            kept, common = keep.get(rest.flat, (None, 0))
+            for field in ("section_ptr", "other_ptr")[: 1 + rest.versioned]:
+                for index, record in enumerate(rest.records):
+                    for s, section in enumerate(rest.sections):
+                        if record["section_at"][s] >= 0:
+                            continue
+                        if kept is not None and s < common and kept[index][field][s]:
+                            record[field][s] = kept[index][field][s]
+                        else:
+                            wanted.append((record[field], s, section.size_bytes(int(record["numel"]))))
+        size_bytes = sum(round_up(size, 64) for _, _, size in wanted)
+        if not size_bytes:
+            return None
+        slab = Slab(size_bytes)
+        address = slab.address
+        for pointers, s, size in wanted:
+            pointers[s] = address
+            address += round_up(size, 64)
+        return slab
+
+    def _carry_over(self, before: ShardRecords, now: ShardRecords) -> None:
+        """Move what stays from the old chunks of a flat to the new ones, and zero the other sections."""
+        flat = now.flat
+        carried = sections_carried(before.format, now.format)
+        for section in range(len(now.sections)):
+            source = carried.get(section)
+            if source is None:
+                self._move(now, JobKind.STORE, section, 0, Priority.DEMAND).wait()
+                continue
+            here, there = now.records["section_ptr"][:, section], before.records["section_ptr"][:, source]
+            if np.any((here != there) | (here == 0)):
+                buffer = np.empty(now.sections[section].size_bytes(flat.layout.shard_numel), dtype=np.uint8)
+                self._move(before, JobKind.FETCH, source, buffer.ctypes.data, Priority.DEMAND).wait()
+                self._move(now, JobKind.STORE, section, buffer.ctypes.data, Priority.DEMAND).wait()
+        if 1 not in carried and now.format.master is Master.FP16:
+            param = torch.empty(flat.layout.shard_numel, dtype=flat.dtype)
+            self._move(now, JobKind.FETCH, 0, param.data_ptr(), Priority.DEMAND).wait()
+            master = param.float()
+            self._move(now, JobKind.STORE, 1, master.data_ptr(), Priority.DEMAND).wait()
+
+    def _drop(self, rest: ShardRecords, *, stays: ShardRecords) -> None:
+        """Free the chunks of a flat; `stays`, other chunks of the same flat, keeps the memory that it has in common with it."""
+        self._executor.drop(rest.ids)
+        for place in rest.places:
+            assert self._space is not None
+            self.nvme_bytes -= place.size_bytes
+            if self._named:
+                self._dropped.append(place)
+            else:
+                self._space.free(place)
+        kept = {int(address) for field in ("section_ptr", "other_ptr") for address in stays.records[field].flat}
+        for record in rest.records:
+            for section, *addresses in zip(rest.sections, record["section_ptr"], record["other_ptr"], strict=False):
+                for address in addresses:
+                    if address and int(address) not in kept:
+                        self._free(int(address), round_up(section.size_bytes(int(record["numel"])), 64))
+
+    def _free(self, address: int, size_bytes: int) -> None:
+        """Give resident memory back: its pages, and the slab with the last of its bytes."""
+        slab = next(slab for slab in self._slabs if slab.address <= address < slab.address + slab.size_bytes)
+        self.resident_bytes -= size_bytes
+        self._slabs[slab] -= size_bytes
+        self._device.unpin(slab)
+        if self._slabs[slab]:
+            give_back(address, size_bytes)
+        else:
+            del self._slabs[slab]
+            slab.close()

@@ -1,0 +1,187 @@
+"""Units, flats and parameters: the nouns that the life cycle and the step share.
+
+A unit is what is gathered and released together. It has one flat per (dtype, trainable): a one-dimensional device
+tensor whose storage is resized to nothing when the unit is evicted and filled again when it is gathered. The
+gathered parameters are views of it. What the module and the optimizer hold is `Param.at_rest`, which has no storage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from infinity._src.kernels.tiles import Place, Tile, whole_name
+from infinity._src.memory.layout import FlatLayout
+
+if TYPE_CHECKING:
+    from infinity._src.grads.proxy import GradSlot
+    from infinity._src.params.sharded_param import ShardedParameter
+    from infinity._src.params.unsharded_param import UnshardedParameter
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Param:
+    """One distinct parameter of a model; tied weights are one Param with several sites."""
+
+    index: int
+    name: str
+    names: tuple[str, ...]  # every qualified name under which the module tree holds it
+    sites: list[tuple[torch.nn.Module, str]]
+    shape: torch.Size
+    dtype: torch.dtype
+    numel: int
+    offset: int  # elements from the start of its flat
+    flat: Flat
+    unit: Unit
+    slot_index: int  # position in flat.params
+    at_rest: ShardedParameter = dataclasses.field(init=False)
+    gathered: UnshardedParameter = dataclasses.field(init=False)
+    grad: GradSlot | None = None
+
+    def __repr__(self) -> str:  # without tensors: to print one without storage would crash the interpreter
+        return f"Param({self.name!r})"
+
+    @property
+    def place(self) -> Place | None:
+        """Where it lies in the weight that it is a tile of; None for an ordinary parameter."""
+        return place_at(self.sites)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Its names in state dicts and files: those of the whole weight if it is a tile."""
+        return keys_of(self.names, self.place)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of what has these keys."""
+        place = self.place
+        return tuple(self.shape) if place is None else place.whole_shape
+
+
+def place_at(sites: list[tuple[torch.nn.Module, str]]) -> Place | None:
+    """The place of a parameter that these (module, attribute) hold, if it is a tile."""
+    module = sites[0][0]
+    return module.place if isinstance(module, Tile) else None
+
+
+def keys_of(names: Iterable[str], place: Place | None) -> tuple[str, ...]:
+    """The names in state dicts of a parameter with these names in the module tree; place: see `place_at`."""
+    return tuple(names) if place is None else tuple(whole_name(name) or name for name in names)
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Flat:
+    """The parameters of a unit that share a dtype and are trainable or not, as one tensor.
+
+    trainable: they required a gradient when the model was offloaded, by which memory is planned. learns: one of them does, or did
+    at some time; several ranks reduce its gradients.
+    """
+
+    unit: Unit
+    index: int
+    dtype: torch.dtype
+    trainable: bool
+    layout: FlatLayout
+    tensor: torch.Tensor  # [layout.numel] of dtype on the compute device
+    params: list[Param] = dataclasses.field(default_factory=list)
+    learns: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.learns = self.trainable
+
+    def __repr__(self) -> str:
+        return f"Flat({self.unit.name!r}, {self.index})"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the gathered flat."""
+        return self.layout.numel * self.layout.itemsize
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Unit:
+    """Parameters that are gathered and released together."""
+
+    index: int
+    name: str
+    modules: tuple[torch.nn.Module, ...]
+    flats: list[Flat] = dataclasses.field(default_factory=list)
+    params: list[Param] = dataclasses.field(default_factory=list)
+    refs: int = 0  # active Uses and frames; the unit may be evicted only at 0
+    gathered: bool = False
+    generation: int = 0  # counts the optimizer steps and writes that changed its values
+    filled_generation: int = -1  # the generation that the flats hold, or held when evicted
+    engine: Any = None  # the handle that owns it; layers below pass it on and never look inside
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r})"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its gathered flats."""
+        return sum(flat.size_bytes for flat in self.flats)
+
+
+class Residency(Protocol):
+    """Who decides what is gathered, and moves it. The life cycle asks; it never decides.
+
+    All calls come from the thread that runs forward or backward.
+    """
+
+    def demand(self, unit: Unit) -> None:
+        """Block until the unit is gathered: storages allocated and filled with its current values."""
+
+    def mixes(self, unit: Unit, *, window: bool) -> bool:
+        """Whether what is gathered of the unit, which is in use, is of another age than what this pass computes with; or, with
+        `window`, than what `gather()` shows."""
+
+    def idle(self, unit: Unit) -> None:
+        """The unit's reference count fell to 0: it may be evicted, now or later."""
+
+    def drain(self, param: Param, grad: torch.Tensor) -> None:
+        """Take one fresh gradient [param.shape] and make the stand-in the at-rest parameter's `.grad`."""
+
+    def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
+        """Make `grad` [param.shape] the at-rest parameter's whole gradient."""
+
+    def use_left(self, unit: Unit) -> None:
+        """A forward call that needed the unit has left a Use for backward."""
+
+    def unit_done(self, unit: Unit) -> None:
+        """No further gradient of this unit comes from the Use that just finished."""
+
+    def read(self, param: Param) -> torch.Tensor:
+        """The current value as an ordinary CPU tensor; waits for pending updates."""
+
+    def written(self, here: list[bool]) -> list[bool]:
+        """Of windows that all ranks close now, which some rank has written to; `here`: this one."""
+
+    def write_alike(self, param: Param, value: torch.Tensor) -> None:
+        """Set the value, master included, when all ranks have come to it with the same; waits for pending updates.
+
+        Raises: RanksDiverged; then nothing is written.
+        """
+
+    def forward_start(self) -> None:
+        """The outermost forward begins."""
+
+    def forward_end(self) -> None:
+        """The outermost forward has returned or raised."""
+
+    def backward_start(self) -> None:
+        """A backward over this model's graph begins."""
+
+    def backward_end(self) -> None:
+        """A backward over this model's graph has ended."""
+
+    def discard(self, unit: Unit) -> None:
+        """The gathered values were overwritten and `unit.refs` is 0: fill them again at the next demand."""
+
+    def broke(self, where: str, error: BaseException) -> None:
+        """A forward or backward has raised."""
+
+    def reset(self) -> None:
+        """Forget what an interrupted forward or backward left."""

@@ -1,0 +1,297 @@
+"""The machine that a plan is for: every figure with where it comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from infinity._src.perf.plan.gpus import KINDS, GpuKind, guess_kind, host_links
+from infinity._src.perf.roofline import EXAMPLE_TBW, Drives
+from infinity._src.sizes import GIB, format_size
+from infinity.aio.settings import IoSettings
+
+ASSUMED: dict[str, tuple[float, str]] = {
+    "dram": (200e9, "one socket with 8 channels"),
+    "dram of several GPUs": (400e9, "two sockets with 8 channels each, where there are more than 2 GPUs"),
+    "tbw": (EXAMPLE_TBW * 1e12, "a consumer drive of 1 TB"),
+    "read": (6.8e9, "PCIe 4 drives"),
+    "write": (5.0e9, "PCIe 4 drives"),
+}
+"""What is taken where a figure is not given: (value, what it is of). Those of GPUs are `infinity._src.perf.plan.gpus.KINDS`."""
+
+POSITIVE = (
+    "gpu_mem_bytes", "ram_bytes", "flops_per_gpu", "flops_peak_per_gpu", "pcie_per_gpu", "pcie_host", "peers_per_gpu",
+    "hbm_per_gpu", "dram_bytes_per_s", "tbw_per_drive", "link_bytes_per_s",
+)  # fmt: skip
+
+LINK = 100e9 / 8
+"""Bytes per second that are assumed between a node and the others: 100 Gbit/s."""
+
+CPU_FLOPS = 200e9
+"""FLOP/s that are assumed where the CPU computes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """One node, and how many there are. `gpu_mem_bytes` is of one GPU; bandwidths are those of all drives together, and `shared`
+    says that reads and writes take each other's time. gpus 0: the CPU computes, in so many `processes`, and device memory is the
+    machine's own. nodes: alike, each with all of this; link_bytes_per_s: between one of them and the others, each way.
+
+    flops_per_gpu: sustained; flops_peak_per_gpu: what MFU is of. pcie_per_gpu: of its link to the CPU, each way; pcie_host: of
+    all these links together, None: two GPUs share one where there are more than two. peers_per_gpu: between GPUs, each way, None:
+    they go through the CPU's memory. hbm_per_gpu: of a GPU's memory. drives: how many there are, for wear and what another one
+    would give. busiest_share: of the data, on the drive that has most of it; data follows bandwidth. None: they are equal.
+    nvme_bytes: room for states, None: not known. sources: for each figure "given", "measured (...)", or what is assumed.
+    """
+
+    gpus: int
+    gpu_mem_bytes: float
+    ram_bytes: float
+    drives: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    flops_per_gpu: float
+    pcie_per_gpu: float
+    dram_bytes_per_s: float
+    tbw_per_drive: float
+    nvme_bytes: float | None = None
+    shared: bool = True
+    busiest_share: float | None = None
+    flops_peak_per_gpu: float = KINDS["h100"].flops_peak
+    hbm_per_gpu: float = KINDS["h100"].hbm_bytes_per_s
+    peers_per_gpu: float | None = None
+    pcie_host: float | None = None
+    processes: int = 1
+    nodes: int = 1
+    link_bytes_per_s: float = LINK
+    sources: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
+
+    @property
+    def ranks(self) -> int:
+        """Processes of a node that train: one for each GPU."""
+        return self.gpus or self.processes
+
+    @property
+    def world(self) -> int:
+        """Processes that train, of all nodes."""
+        return self.nodes * self.ranks
+
+    @property
+    def flops(self) -> float:
+        """Sustained FLOP/s of a node; processes share its CPU."""
+        return max(self.gpus, 1) * self.flops_per_gpu
+
+    @property
+    def pcie_bytes_per_s(self) -> float:
+        """Bytes per second between CPU and all GPUs, each way; 0.0 where the CPU computes."""
+        shared = self.pcie_host if self.pcie_host is not None else host_links(self.gpus) * self.pcie_per_gpu
+        return min(self.gpus * self.pcie_per_gpu, shared)
+
+    @property
+    def bandwidths(self) -> Drives | None:
+        """All drives together; None without drives."""
+        return Drives(self.read_bytes_per_s, self.write_bytes_per_s, self.shared) if self.drives else None
+
+    @property
+    def worn_drives(self) -> float:
+        """How many drives would last as long as these do, if all wore alike: the busiest one decides."""
+        return 1 / self.busiest_share if self.busiest_share else float(max(self.drives, 1))
+
+    def with_drives(self, drives: int) -> Machine:
+        """The same with so many drives, like those that there are."""
+        factor = drives / self.drives if self.drives else drives
+        read = self.read_bytes_per_s if self.drives else ASSUMED["read"][0]
+        write = self.write_bytes_per_s if self.drives else ASSUMED["write"][0]
+        room = self.nvme_bytes * factor if self.nvme_bytes is not None and self.drives else self.nvme_bytes
+        return dataclasses.replace(
+            self,
+            drives=drives,
+            read_bytes_per_s=read * factor,
+            write_bytes_per_s=write * factor,
+            busiest_share=self.busiest_share / factor if self.busiest_share else None,
+            nvme_bytes=room,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+
+def describe_machine(
+    *,
+    gpus: int = 1,
+    gpu: str | None = None,
+    gpu_mem_bytes: float | None = None,
+    ram_bytes: float = 64 * GIB,
+    drives: int | None = None,
+    read_bytes_per_s: float | None = None,
+    write_bytes_per_s: float | None = None,
+    flops_per_gpu: float | None = None,
+    flops_peak_per_gpu: float | None = None,
+    pcie_per_gpu: float | None = None,
+    pcie_host: float | None = None,
+    peers_per_gpu: float | None = None,
+    dram_bytes_per_s: float | None = None,
+    tbw_per_drive: float | None = None,
+    nvme_bytes: float | None = None,
+    shared: bool = True,
+    bench: IoSettings | None = None,
+    bench_name: str = "",
+    ranks: int | None = None,
+    nodes: int = 1,
+    link_bytes_per_s: float | None = None,
+) -> Machine:
+    """A machine of what is given; the rest is of the kind of GPU (`gpu`), measured (`bench`) or assumed, and `Machine.sources`
+    says which.
+
+    read_bytes_per_s, write_bytes_per_s: of all drives together. ranks: of a node, where the CPU computes (GPUs have one each).
+    Raises: ValueError naming the figure and a fix.
+    """
+    sources: dict[str, str] = {}
+    _check_ranks(gpus, ranks, nodes, link_bytes_per_s)
+    if gpu is not None and gpu not in KINDS:
+        raise ValueError(f"--gpu {gpu} is not known; use {', '.join(KINDS)}, or --gpu-mem, --flops, --flops-peak and --pcie")
+    kind = KINDS[gpu] if gpu is not None else guess_kind(gpu_mem_bytes)
+    figures = _of_gpus(
+        gpus, kind, sources, told=gpu is not None, mem=gpu_mem_bytes, flops=flops_per_gpu, peak=flops_peak_per_gpu,
+        pcie=pcie_per_gpu, host=pcie_host, peers=peers_per_gpu,
+    )  # fmt: skip
+    count, read, write, busiest = _drives(drives, read_bytes_per_s, write_bytes_per_s, bench, bench_name, sources)
+    dram, what = ASSUMED["dram of several GPUs" if gpus > 2 else "dram"]
+    sources["dram"] = "given" if dram_bytes_per_s is not None else f"{_rate(dram)}, assumed: {what}"
+    tbw, what = ASSUMED["tbw"]
+    if nodes > 1:
+        sources["link_gbps"] = "given" if link_bytes_per_s is not None else f"{LINK * 8 / 1e9:g} Gbit/s each way, assumed"
+    if count:
+        sources["tbw"] = "given" if tbw_per_drive is not None else f"{tbw / 1e12:g} TB, assumed: {what}"
+    machine = Machine(
+        gpus=gpus,
+        ram_bytes=ram_bytes,
+        drives=count,
+        read_bytes_per_s=read,
+        write_bytes_per_s=write,
+        dram_bytes_per_s=dram if dram_bytes_per_s is None else dram_bytes_per_s,
+        tbw_per_drive=tbw if tbw_per_drive is None else tbw_per_drive,
+        nvme_bytes=nvme_bytes,
+        shared=shared,
+        busiest_share=busiest,
+        processes=1 if gpus or ranks is None else ranks,
+        nodes=nodes,
+        link_bytes_per_s=LINK if link_bytes_per_s is None else link_bytes_per_s,
+        sources=sources,
+        **figures,
+    )
+    _check(machine)
+    return machine
+
+
+def _check_ranks(gpus: int, ranks: int | None, nodes: int, link_bytes_per_s: float | None) -> None:
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"--ranks {ranks}: give a number of 1 or more")
+    if ranks is not None and gpus and ranks != gpus:
+        raise ValueError(f"--ranks {ranks} beside --gpus {gpus}: each GPU has one rank; leave --ranks out, or set --gpus {ranks}")
+    if nodes < 1:
+        raise ValueError(f"--nodes {nodes}: give a number of 1 or more")
+    if link_bytes_per_s is not None and nodes == 1:
+        raise ValueError("--link-gbps is the link between nodes, and there is one: add --nodes, or leave it out (GPUs: --peers)")
+
+
+def _of_gpus(
+    gpus: int,
+    kind: GpuKind,
+    sources: dict[str, str],
+    *,
+    told: bool,
+    mem: float | None,
+    flops: float | None,
+    peak: float | None,
+    pcie: float | None,
+    host: float | None,
+    peers: float | None,
+) -> dict[str, Any]:
+    """The figures of the GPUs, as fields of a `Machine`; writes where each comes from to `sources`."""
+    whence = f"of {kind.name} ({kind.told})" if told else f"assumed: {kind.told}"
+
+    def figure(name: str, given: float | None, default: float, text: str) -> float:
+        sources[name] = "given" if given is not None else f"{text}, {whence}"
+        return default if given is None else given
+
+    if not gpus:
+        sources["flops"] = "given" if flops is not None else f"{CPU_FLOPS / 1e12:g} TFLOP/s, assumed: the CPU computes"
+        return {
+            "gpu_mem_bytes": figure("gpu_mem", mem, 80.0 * GIB, "80 GiB of the CPU's memory"),
+            "flops_per_gpu": CPU_FLOPS if flops is None else flops,
+            "pcie_per_gpu": kind.pcie_bytes_per_s,
+        }
+    found: dict[str, Any] = {
+        "gpu_mem_bytes": figure("gpu_mem", mem, kind.mem_bytes, format_size(kind.mem_bytes)),
+        "flops_per_gpu": figure("flops", flops, kind.flops, f"{kind.flops / 1e12:g} TFLOP/s sustained"),
+        "flops_peak_per_gpu": figure("flops_peak", peak, kind.flops_peak, f"{kind.flops_peak / 1e12:g} TFLOP/s"),
+        "pcie_per_gpu": figure("pcie", pcie, kind.pcie_bytes_per_s, f"{_rate(kind.pcie_bytes_per_s)} each way"),
+        "hbm_per_gpu": kind.hbm_bytes_per_s,
+        "peers_per_gpu": kind.peers_bytes_per_s if peers is None else peers,
+        "pcie_host": host,
+    }
+    if gpus > 1:
+        between = kind.peers_bytes_per_s
+        figure("peers", peers, 0.0, f"{_rate(between)} each way" if between else "through the CPU's memory")
+    if gpus > 2:
+        links = host_links(gpus) * found["pcie_per_gpu"]
+        assumed = f"{_rate(links)} each way, assumed: two GPUs share a link to the CPU"
+        sources["pcie_host"] = "given" if host is not None else assumed
+    return found
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:g} GB/s"
+
+
+def _drives(
+    drives: int | None,
+    read: float | None,
+    write: float | None,
+    bench: IoSettings | None,
+    bench_name: str,
+    sources: dict[str, str],
+) -> tuple[int, float, float, float | None]:
+    """(how many, read, write, the busiest one's share) of the drives; writes where each comes from to `sources`."""
+    measured = list(bench.bandwidths.values()) if bench is not None else []
+    told = bench_name or "bench"
+    if bench is not None and not measured:
+        raise ValueError(f"{told} has no bandwidths; write it with: python -m infinity.bench swap --json FILE")
+    count = drives if drives is not None else max(len(measured), 1)
+    if not count:
+        if (read, write, bench) != (None, None, None):
+            raise ValueError("--drives 0 beside --nvme-read, --nvme-write or --bench: leave one or the other out")
+        return 0, 0.0, 0.0, None
+    if drives is None and not measured:
+        sources["drives"] = "1, assumed"
+    found, busiest = [], None
+    if measured:
+        speeds = [2 / (1 / pair[0] + 1 / pair[1]) for pair in measured]  # as the engine divides the data
+        busiest = max(speeds) / sum(speeds) * len(measured) / count
+    for index, (name, given) in enumerate((("read", read), ("write", write))):
+        value, source = given, "given"
+        if value is None and measured:
+            scaled = f", scaled from {len(measured)} drives to {count}" if count != len(measured) else ""
+            value = sum(pair[index] for pair in measured) * count / len(measured)
+            source = f"measured ({told}{scaled})"
+        elif value is None:
+            value, what = ASSUMED[name]
+            value *= count
+            source = f"{_rate(value)}, assumed: {what}"
+        found.append(value)
+        sources[name] = source
+    return count, found[0], found[1], busiest
+
+
+def _check(machine: Machine) -> None:
+    if machine.gpus < 0 or machine.drives < 0:
+        raise ValueError(f"--gpus {machine.gpus}, --drives {machine.drives}: give numbers of 0 or more")
+    figures = [name for name in POSITIVE if getattr(machine, name) is not None]
+    for name in figures:
+        value = getattr(machine, name)
+        if not value > 0 or value == float("inf"):
+            raise ValueError(f"{name}={value}: give a positive number")
+    if machine.drives:
+        _ = machine.bandwidths  # checks them

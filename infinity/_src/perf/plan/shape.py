@@ -1,0 +1,233 @@
+"""The shape of a model to be planned for: units and flats as the engine would make them, without a tensor.
+
+Units come from `infinity._src.params.discover`, layouts from `infinity._src.memory.layout`; activations and floating-point operations
+are estimated from the sizes that a configuration names, with the formulas below.
+
+    parameters that compute     all but a table that is only looked up (an untied input embedding); of experts, those routed to
+    boundary activations        layers x width x itemsize per token: what checkpointed blocks keep
+    a block's own activations   (12 x width + 4 x MLP width x experts) x itemsize per token: recomputed, or kept for every layer
+    logits                      10 B per token and word: as computed, their fp32 copy, its gradient; 8 B in fp32, without the copy
+                                with the loss by tiles: of a tile's words, and 4 B x width, the hidden states' gradient in fp32
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from infinity._src.memory.layout import plan_flat
+from infinity._src.params.discover import UnitSpec, find_units
+
+UNIT_BYTES_MAX = 512 << 20  # Policy's default
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatShape:
+    """A flat to be: elements of its parameters in order, their dtype, whether an optimizer will hold it."""
+
+    numels: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(self.numels)
+
+    def gathered_bytes(self, world: int = 1) -> int:
+        """Bytes of the gathered values, with the padding that the layout for so many ranks puts between them and behind."""
+        return _gathered_bytes(self.numels, self.dtype.itemsize, world)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearShape:
+    """The weight of a linear that can be tiled, shared with others and with embeddings or not, and in which of a unit's flats it
+    is."""
+
+    name: str
+    flat: int
+    out_features: int
+    in_features: int
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitShape:
+    """Flats that are gathered together. linears: what of them can be tiled."""
+
+    name: str
+    flats: tuple[FlatShape, ...]
+    linears: tuple[LinearShape, ...] = ()
+
+    def gathered_bytes(self, world: int = 1) -> int:
+        """Bytes of the gathered values on each of so many ranks."""
+        return sum(flat.gathered_bytes(world) for flat in self.flats)
+
+    def largest_tiled_bytes(self, tiles_of: Callable[[LinearShape], int], world: int = 1) -> int:
+        """Bytes of the largest unit that it becomes with its linears in so many tiles, each a unit of its own."""
+        found = [self.gathered_bytes(world)]
+        for linear in self.linears:
+            tiles = tiles_of(linear)
+            if tiles > 1:
+                row = linear.in_features * self.flats[linear.flat].dtype.itemsize
+                found[0] -= linear.out_features * row
+                found.append(-(-linear.out_features // tiles) * row)
+        return max(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """A model: its units in order, and what activations and operations are estimated from (0: not known).
+
+    layers: of an encoder and a decoder together. itemsize: bytes of an element of activations.
+    """
+
+    name: str
+    units: tuple[UnitShape, ...]
+    active_params: int
+    layers: int = 0
+    width: int = 0
+    attention_width: int = 0
+    mlp_width: int = 0
+    vocabulary: int = 0
+    positions: int = 0
+    itemsize: int = 2
+
+    @property
+    def flats(self) -> list[FlatShape]:
+        """All flats, in order."""
+        return [flat for unit in self.units for flat in unit.flats]
+
+    @property
+    def params(self) -> int:
+        """Elements of all parameters."""
+        return sum(flat.numel for flat in self.flats)
+
+    @property
+    def trainable(self) -> int:
+        """Elements of those that an optimizer will hold."""
+        return sum(flat.numel for flat in self.flats if flat.trainable)
+
+    @property
+    def largest_unit_bytes(self) -> int:
+        """Bytes of the largest unit, gathered."""
+        return max((unit.gathered_bytes() for unit in self.units), default=0)
+
+    def gathered_bytes(self, world: int = 1) -> int:
+        """Bytes of all units, gathered on each of so many ranks."""
+        return sum(unit.gathered_bytes(world) for unit in self.units)
+
+    @property
+    def boundary_bytes_per_token(self) -> int:
+        """Inputs of all checkpointed blocks."""
+        return self.itemsize * self.layers * self.width
+
+    @property
+    def block_bytes_per_token(self) -> int:
+        """What a block computes and keeps for its own backward."""
+        return self.itemsize * (12 * self.width + 4 * self.mlp_width)
+
+    def logits_bytes_per_token(self, loss_tiles: int = 1) -> int:
+        """Logits and what the loss makes of them; in so many tiles of the vocabulary, of which one exists at a time."""
+        per_word = 8 if self.itemsize == 4 else self.itemsize + 8
+        if loss_tiles == 1:
+            return per_word * self.vocabulary
+        return per_word * -(-self.vocabulary // loss_tiles) + 4 * self.width
+
+    def largest_tiled_bytes(self, tiles: int, loss_tiles: int = 1, world: int = 1) -> int:
+        """Bytes of the largest unit with every linear in so many tiles (`inf.tile_linears`), and the head in as many as the
+        loss (`inf.tile_loss`); all along their outputs. world: ranks, each of which gathers it."""
+
+        def tiles_of(linear: LinearShape) -> int:
+            return max(tiles, loss_tiles) if linear.out_features == self.vocabulary else tiles
+
+        return max((unit.largest_tiled_bytes(tiles_of, world) for unit in self.units), default=0)
+
+
+@functools.lru_cache(maxsize=65536)  # asked for again and again; a model has few kinds of flats
+def _gathered_bytes(numels: tuple[int, ...], itemsize: int, world: int) -> int:
+    return plan_flat(numels, itemsize, world).numel * itemsize
+
+
+def shape_of(model: torch.nn.Module, *, name: str = "", nested: bool = True, frozen: bool = False) -> ModelShape:
+    """The shape of a module, usually on the meta device; it is read and never changed.
+
+    nested: as the engine finds units on one rank; with several, False. frozen: nothing is trained.
+    Raises: ValueError for parameters that cannot be offloaded.
+    """
+    specs = find_units(model, unit_bytes_max=UNIT_BYTES_MAX, nested=nested)
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    width = _number(text, "hidden_size", "n_embd", "d_model")
+    heads = _number(text, "num_attention_heads", "n_head", "num_heads")
+    head = _number(text, "head_dim", "d_kv") or (width // heads if heads else 0)
+    experts = _number(text, "num_local_experts", "num_experts", "n_routed_experts")
+    routed = _number(text, "num_experts_per_tok", "num_experts_per_token") if experts else 0
+    mlp = _number(text, "moe_intermediate_size") if experts else 0
+    mlp = mlp or _number(text, "intermediate_size", "n_inner", "d_ff", "ffn_dim") or 4 * width
+    linears = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    embeddings = {name for name, module in model.named_modules() if type(module) is torch.nn.Embedding}
+    return ModelShape(
+        name=name or type(model).__name__,
+        units=tuple(_unit(spec, linears, embeddings, frozen) for spec in specs),
+        active_params=_active(model, specs, routed / experts if experts else 1.0),
+        layers=_layers(text),
+        width=width,
+        attention_width=heads * head,
+        mlp_width=mlp * max(routed, 1),
+        vocabulary=_number(text, "vocab_size"),
+        positions=_number(text, "max_position_embeddings", "n_positions", "n_ctx"),
+        itemsize=next((entry.parameter.dtype.itemsize for spec in specs for entry in spec.entries), 2),
+    )
+
+
+def _layers(config: Any) -> int:
+    """Blocks; of an encoder and a decoder together."""
+    if getattr(config, "is_encoder_decoder", False):
+        decoder = _number(config, "num_decoder_layers", "decoder_layers")
+        return _number(config, "encoder_layers", "num_layers", "num_hidden_layers") + decoder
+    return _number(config, "num_hidden_layers", "n_layer", "num_layers")
+
+
+def _unit(spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool) -> UnitShape:
+    """Grouped as `discover.build` groups them: by dtype and by whether they are trained. linears, embeddings: their names."""
+    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    found = []
+    for entry in spec.entries:
+        parameter = entry.parameter
+        key = (parameter.dtype, parameter.requires_grad and not frozen)
+        numels = groups.setdefault(key, [])
+        holders = {name.removesuffix(".weight") for name in entry.names}
+        if holders & linears and holders <= linears | embeddings:
+            found.append(LinearShape(entry.names[0], list(groups).index(key), parameter.shape[0], parameter.shape[1]))
+        numels.append(parameter.numel())
+    flats = tuple(FlatShape(tuple(numels), dtype, trainable) for (dtype, trainable), numels in groups.items())
+    return UnitShape(spec.name, flats, tuple(found))
+
+
+def _active(model: torch.nn.Module, specs: Sequence[UnitSpec], routed_share: float) -> int:
+    """Elements that every token computes with."""
+    lookups = {
+        id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
+    }
+    total = 0.0
+    for spec in specs:
+        for entry in spec.entries:
+            tied = len(entry.names) > 1
+            if id(entry.parameter) in lookups and not tied:
+                continue
+            routed = any(part in ("experts", "expert") for part in entry.names[0].split("."))
+            total += entry.parameter.numel() * (routed_share if routed else 1.0)
+    return round(total)
+
+
+def _number(config: Any, *names: str) -> int:
+    """The first of these fields that is a positive number; 0 without one."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 0

@@ -1,0 +1,175 @@
+"""Where the states of a model rest: swap files, the executor with its pools, the chunks in them. Opened and closed together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from infinity._src.checkpoint.run_files import RunFiles
+from infinity._src.config import Policy
+from infinity._src.hooks.activation_offload import ActivationFigures, Activations
+from infinity._src.hooks.activation_store import DriveShelf, HostShelf
+from infinity._src.kernels.update import update_numpy_sections
+from infinity._src.memory import numa
+from infinity._src.memory.device import Device
+from infinity._src.memory.node_resources import NodeResources
+from infinity._src.memory.placement import Plan
+from infinity._src.memory.striping import choose_shares
+from infinity._src.memory.swap_space import SwapSpace
+from infinity._src.params.state_store import StateStore
+from infinity._src.params.unit import Flat, Unit
+from infinity._src.telemetry import Timeline
+from infinity.aio import Executor, ExecutorStats, PoolSpec, Seam, open_executor
+from infinity.aio.endurance import Endurance
+from infinity.aio.plan import Format
+
+OBSERVE_S = 15.0
+"""How often the drives are looked at within a step: an executor remembers 64 seconds."""
+
+
+def check_activations(policy: Policy, device: Device) -> None:
+    """Raises ValueError when the policy takes activations from `device`, which computes, to where they are already."""
+    if policy.activations == "cpu" and not device.copies:
+        raise ValueError(
+            f"activations={policy.activations!r} takes them from the device that computes to the CPU, and this model computes "
+            "there: they are in CPU memory already. Use 'nvme', or 'device' (they stay)"
+        )
+
+
+class Storage:
+    """Executor and states at rest, and the watch over their drives. `undo` takes what closes them, in the right order."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        plan: Plan,
+        seam: Seam | None,
+        undo: contextlib.ExitStack,
+        *,
+        device: Device,
+        sharing: NodeResources,
+        rank: int = 0,
+    ) -> None:
+        numa.bind(device.torch_device, number=sharing.number, ranks=sharing.ranks)
+        sharing.check_memory(plan.ram_bytes)  # all ranks come here, so those that share drives measure them at the same time
+        self._device = device
+        undo.callback(device.close)
+        settings = policy.io_settings
+        space = SwapSpace(policy.directories) if policy.directories else None
+        if space is not None:
+            undo.callback(space.close)
+            space.room = sharing.check_room
+            space.shares = choose_shares(
+                space.files, bandwidths=settings.bandwidths, backend=policy.io_backend, seam=seam
+            )
+        self.run: RunFiles | None = None  # of a durable run
+        layers = (0, 0)
+        if policy.durable:
+            assert space is not None, "Policy sees to it that there are directories"
+            self.run = RunFiles(policy.directories, rank, give_up=policy.durable == "new")
+            undo.callback(self.run.close)
+            for _ in layers:
+                files = self.run.add()
+                self.run.layers[space.add_layer(files)] = files
+            layers = (1, 2)
+        self.space = space
+        self._policy = policy
+        self._activations: Activations | None = None
+        self._shelf: DriveShelf | HostShelf | None = None
+        self.executor: Executor = open_executor(
+            space.files if space is not None else [],
+            small=PoolSpec(plan.small_count, plan.small_bytes),
+            large=PoolSpec(plan.large_count, plan.large_bytes),
+            backend=policy.io_backend,
+            verify=policy.verify,
+            workers=max(1, (os.cpu_count() or 2) // 4),
+            block_bytes=settings.block_bytes,
+            depth=sharing.depths(space.files) if space is not None else settings.depth,
+            seam=seam,
+            kernel=update_numpy_sections,
+        )
+        undo.callback(self.executor.close, drain=False)
+        device.attach(self.executor)
+        self.executor.spans(True)
+        for layer in layers if self.run is not None else ():
+            assert self.run is not None
+            for drive, file in enumerate(self.run.layers[layer]):
+                added = self.executor.add_file(drive, file)
+                assert added == layer, "a layer's number is that of its files in the executor"
+        self.rest = StateStore(
+            self.executor,
+            space,
+            sums_on=policy.verify != "off",
+            generations=policy.generations,
+            layers=layers,
+            device=device,
+        )
+        undo.callback(self.rest.close)
+        # Before its memory goes, if an interrupt left jobs in flight.
+        undo.callback(self.executor.close, drain=False)
+        self.endurance = Endurance()
+        self._steps = 0
+        self._observed_s = time.monotonic()
+
+    def open_activations(
+        self, model: torch.nn.Module, units: Sequence[Unit], timeline: Timeline, undo: contextlib.ExitStack
+    ) -> Activations | None:
+        """What takes the model's boundary activations away; None where they stay on the device.
+
+        Raises: ValueError when this torch keeps the inputs of checkpoints in a way that is not known.
+        """
+        if self._policy.activations == "device":
+            return None
+        if self._policy.activations == "cpu":
+            self._shelf = HostShelf(self._device)
+            undo.callback(self._shelf.close)
+        else:
+            assert self.space is not None, "Policy sees to it that there are directories"
+            sums_on = self._policy.verify != "off"
+            self._shelf = DriveShelf(self.executor, self.space, sums_on=sums_on, device=self._device)
+        self._activations = Activations(self._shelf, model, units, timeline, self._device.torch_device)
+        undo.callback(self._activations.close)
+        return self._activations
+
+    def activation_figures(self) -> ActivationFigures:
+        """What was done with boundary activations so far."""
+        return self._activations.figures() if self._activations is not None else ActivationFigures()
+
+    def activations_moved(self) -> tuple[int, int]:
+        """Bytes of activations that were read from the drives and written there, as far as that was begun."""
+        if not isinstance(self._shelf, DriveShelf):
+            return 0, 0
+        return self._shelf.fetched_bytes, self._shelf.stored_bytes
+
+    def frozen_bytes(self, flats: Iterable[Flat]) -> int:
+        """Bytes on the drives of parameters that no optimizer holds."""
+        total = 0
+        for flat in flats:
+            rest = self.rest[flat]
+            if rest.format is Format.RAW:
+                on_nvme = rest.records["section_at"][:, 0] >= 0
+                total += int(rest.records["numel"][on_nvme].sum()) * rest.sections[0].itemsize
+        return total
+
+    def step_begins(self, steps: int) -> None:
+        """A training step's forwards and backwards are done, and its update begins. `steps`: those before it."""
+        if self._activations is not None:
+            self._activations.step_ended()
+        self.observe(steps)
+
+    def observe(self, steps: int) -> ExecutorStats:
+        """The executor's counters, after the watch over the drives has seen them. `steps`: optimizer steps so far."""
+        self._steps = steps
+        self._observed_s = time.monotonic()
+        stats = self.executor.stats()
+        self.endurance.observe(stats, steps=steps)
+        return stats
+
+    def observe_sometimes(self) -> None:
+        """As `observe`, if the last time is long ago: within a step of minutes nothing else looks."""
+        if time.monotonic() - self._observed_s > OBSERVE_S:
+            self.observe(self._steps)

@@ -1,0 +1,26 @@
+"""Tensor operations with a torch reference each; of those that users call, the names load lazily."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infinity._src.kernels.tiled_embedding import TiledEmbedding
+    from infinity._src.kernels.tiled_linear import TiledLinear
+    from infinity._src.kernels.tiled_loss import LinearCrossEntropy, linear_cross_entropy
+
+_HOMES = {
+    "LinearCrossEntropy": "infinity._src.kernels.tiled_loss",
+    "TiledEmbedding": "infinity._src.kernels.tiled_embedding",
+    "TiledLinear": "infinity._src.kernels.tiled_linear",
+    "linear_cross_entropy": "infinity._src.kernels.tiled_loss",
+}
+
+__all__ = ["LinearCrossEntropy", "TiledEmbedding", "TiledLinear", "linear_cross_entropy"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'infinity.ops' has no attribute {name!r}")

@@ -1,1 +1,0 @@
-"""Runtime: hooks and the life cycle of gathered parameters."""

@@ -1,0 +1,144 @@
+"""Lanes in a world of one rank: order, errors, ends. tests/dist/test_watch.py has them among many."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from infinity._src.distributed.lanes import Lane
+from infinity._src.distributed.topology import Topology
+from infinity._src.distributed.watchdog import Watchdog
+from infinity.errors import RankFailed
+
+
+@pytest.fixture
+def watch() -> Iterator[Watchdog]:
+    found = Watchdog(Topology.alone(), None, timeout_s=0.3, name="alone")
+    yield found
+    found.close()
+    found.close()
+
+
+@pytest.fixture
+def lane(watch: Watchdog) -> Iterator[Lane]:
+    before = threading.active_count()
+    found = Lane("alone", group=None, watch=watch)
+    yield found
+    found.close()
+    found.close()
+    assert threading.active_count() == before
+
+
+def test_work_runs_in_order_and_is_numbered(lane: Lane) -> None:
+    seen: list[int] = []
+    ops = [lane.submit("note", lambda group, i=i: seen.append(i), numbered=i % 2 == 0) for i in range(6)]
+    for op in ops:
+        op.wait()
+    assert seen == list(range(6))
+    assert [op.number for op in ops] == [1, None, 2, None, 3, None]
+    assert all(op.done and op.finished() for op in ops)
+
+
+def test_close_waits_for_what_was_submitted(watch: Watchdog) -> None:
+    lane = Lane("closing", group=None, watch=watch)
+    go, seen = threading.Event(), []
+    lane.submit("wait", lambda group: go.wait())
+    last = lane.submit("note", lambda group: seen.append(1))
+    threading.Timer(0.1, go.set).start()
+    lane.close()
+    assert seen == [1]
+    last.wait()
+    with pytest.raises(AssertionError, match="closed"):
+        lane.submit("more", lambda group: None)
+
+
+def test_an_error_of_the_work_is_its_own_and_the_end_of_everything(lane: Lane, watch: Watchdog) -> None:
+    def fails(group: Any) -> None:
+        raise MemoryError("no room")
+
+    go, seen = threading.Event(), []
+    first = lane.submit("wait", lambda group: go.wait())
+    bad = lane.submit("gather", fails)
+    after = lane.submit("after", lambda group: seen.append(1))
+    go.set()
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no room"):
+            bad.wait()
+    with pytest.raises(RankFailed, match="rank 0 failed: MemoryError: no room") as caught:
+        after.wait()
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert not seen
+    for call in (watch.check, first.wait, lambda: lane.submit("more", lambda group: None)):
+        with pytest.raises(RankFailed) as again:
+            call()
+        assert again.value is watch.failure
+    assert bad.finished()
+    assert after.finished()
+
+
+def test_work_that_takes_too_long_is_named_and_its_memory_kept_if_it_does_not_end(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("infinity._src.distributed.lanes.GIVE_UP_S", 0.1)
+    go, memory = threading.Event(), torch.zeros(3)
+    kept = weakref.ref(memory)
+    op = lane.submit("gather of layers.3", lambda group, memory=memory: go.wait())
+    del memory
+    with pytest.raises(
+        RankFailed, match=r"gather of layers\.3, collective 1 has not completed within 0\.3 s"
+    ):
+        op.wait()
+    assert not op.finished()
+    assert "its memory is kept" in caplog.text
+    go.set()
+    op._done.wait()
+    del op
+    gc.collect()
+    assert kept() is not None
+
+
+def test_what_has_run_holds_no_memory(lane: Lane) -> None:
+    memory = torch.zeros(3)
+    gone = weakref.ref(memory)
+    op = lane.submit("note", lambda group, memory=memory: None)
+    del memory
+    op.wait()
+    lane.submit("next", lambda group: None).wait()
+    gc.collect()
+    assert gone() is None
+
+
+def test_each_group_of_a_lane_is_broken_off_by_itself_and_that_of_names_first(
+    watch: Watchdog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken: list[str] = []
+
+    def break_off(group: Any) -> bool:
+        broken.append(group)
+        raise RuntimeError(f"{group} does not abort")
+
+    monkeypatch.setattr("infinity._src.distributed.lanes.break_off", break_off)
+    lane = Lane("two groups", group="nccl", beside="gloo", watch=watch)  # type: ignore[arg-type]
+    lane._break_off()
+    lane.close()
+    assert broken == ["gloo", "nccl"]
+    assert all(f"RuntimeError: {group} does not abort" in caplog.text for group in broken)
+
+
+def test_a_lane_that_is_stuck_keeps_both_of_its_groups(watch: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr("infinity._src.distributed.lanes.GIVE_UP_S", 0.05)
+    monkeypatch.setattr("infinity._src.distributed.lanes._GIVEN_UP", kept)
+    monkeypatch.setattr("infinity._src.distributed.lanes.break_off", lambda group: True)
+    lane, go = Lane("stuck", group="nccl", beside="gloo", watch=watch), threading.Event()  # type: ignore[arg-type]
+    lane.submit("wait", lambda group: go.wait())
+    lane.close()
+    go.set()
+    lane._thread.join()
+    assert {"nccl", "gloo"} <= {each for each in kept if isinstance(each, str)}

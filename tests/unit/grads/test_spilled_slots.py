@@ -1,0 +1,328 @@
+"""Spilled gradients against gradients in memory: any sequence of what backwards and loops do gives the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity._src.grads.buffers import GradBuffers
+from infinity._src.grads.proxy import GradRegistry, GradSlot, SlotState
+from infinity._src.grads.spill import SpilledGradients
+from infinity._src.memory.layout import plan_flat
+from infinity._src.params.unit import Flat, Param, Unit
+from infinity.aio import Priority
+from infinity.errors import AioError, DeviceFailedError
+
+SHAPES = ((5, 7), (130,), (64, 3))
+
+
+class Job:
+    """A transfer that happens when somebody waits for it: as late as it may."""
+
+    def __init__(self, drive: Drive, target: int, source: int, size_bytes: int) -> None:
+        self._drive, self._move, self._ended = drive, (target, source, size_bytes), False
+        self.failed = False
+        drive.queue.append(self)
+
+    @property
+    def done(self) -> bool:
+        return self._ended
+
+    @property
+    def filled(self) -> bool:
+        return self._ended
+
+    def run(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self.failed = self._drive.broken
+            if not self.failed:
+                ctypes.memmove(*self._move)
+
+    def wait(self, timeout: float | None = None) -> None:
+        del timeout
+        while not self._ended:  # jobs run in order
+            self._drive.queue.pop(0).run()
+        if self.failed:
+            raise DeviceFailedError("broken", path="/drive", op="write")
+
+    wait_filled = wait
+
+
+@dataclasses.dataclass
+class Drive:
+    """Stands for `StateStore`: the gradient section of every flat, in memory that nobody else sees."""
+
+    sections: dict[Flat, torch.Tensor] = dataclasses.field(default_factory=dict)
+    queue: list[Job] = dataclasses.field(default_factory=list)
+    broken: bool = False
+    stored: int = 0
+    fetched: int = 0
+    grads_read_bytes: int = 0
+    grads_written_bytes: int = 0
+
+    def __getitem__(self, flat: Flat) -> Any:
+        return SimpleNamespace(sections=("hi", "grad"))
+
+    def _at(self, flat: Flat) -> torch.Tensor:
+        return self.sections.setdefault(flat, torch.full((flat.layout.shard_numel * 2,), 255, dtype=torch.uint8))
+
+    def fetch(self, flat: Flat, section: int, address: int, *, priority: Priority) -> Job:
+        assert section == 1
+        assert priority in (Priority.DEMAND, Priority.PREFETCH)
+        self.fetched += 1
+        rest = self._at(flat)
+        return Job(self, address, rest.data_ptr(), rest.numel())
+
+    def store(self, flat: Flat, section: int, address: int) -> Job:
+        assert section == 1
+        self.stored += 1
+        rest = self._at(flat)
+        return Job(self, rest.data_ptr(), address, rest.numel())
+
+    def recover(self) -> None:
+        """The drive takes writes again, or fails them as before: `broken` says it."""
+
+
+class Model:
+    """Units with one flat each, and their slots: spilled (`drive`) or in memory."""
+
+    def __init__(self, units: int, drive: Drive | None, windows: int = 3) -> None:
+        self.book = GradRegistry()
+        self.units = [Unit(index, f"unit.{index}", ()) for index in range(units)]
+        self.params: list[Param] = []
+        self.memory = GradBuffers(0, None)
+        for unit in self.units:
+            numels = tuple(torch.Size(shape).numel() for shape in SHAPES)
+            layout = plan_flat(numels, 2)
+            flat = Flat(unit, 0, torch.bfloat16, True, layout, torch.empty(0, dtype=torch.bfloat16))
+            unit.flats.append(flat)
+            for slot, shape in enumerate(SHAPES):
+                name = f"{unit.name}.{slot}"
+                size = torch.Size(shape)
+                param = Param(
+                    len(self.params), name, (name,), [], size, torch.bfloat16, size.numel(), layout.offsets[slot], flat, unit,
+                    slot,
+                )  # fmt: skip
+                param.at_rest = SimpleNamespace(grad=None)  # type: ignore[assignment]
+                flat.params.append(param)
+                self.params.append(param)
+        flats = [flat for unit in self.units for flat in unit.flats]
+        if drive is not None:
+            size_bytes = max(self.memory.shard_bytes(flat) for flat in flats)
+            self.memory.spill(flats, drive, window_count=windows, window_bytes=size_bytes)  # type: ignore[arg-type]
+        self.memory.allocate(flats)
+        for param in self.params:
+            param.grad = self.book.add(param.name, param.shape, self.memory.of(param), torch.device("cpu"))
+            self.memory.take_in(param)
+        self.book.reserve()
+
+    @property
+    def spilled(self) -> SpilledGradients:
+        found = self.memory._spilled
+        assert found is not None
+        return found
+
+    def slot(self, index: int) -> GradSlot:
+        found = self.params[index % len(self.params)].grad
+        assert found is not None
+        return found
+
+    def drain(self, index: int, seed: int) -> None:
+        param, slot = self.params[index % len(self.params)], self.slot(index)
+        grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        slot.reconcile(param.at_rest.grad)
+        slot.accumulate(grad)
+        param.at_rest.grad = slot.stand_in
+
+    def do(self, what: str, index: int, seed: int) -> Any:
+        """One operation; what it returns is compared."""
+        param, slot = self.params[index % len(self.params)], self.slot(index)
+        unit = self.units[index % len(self.units)]
+        told: dict[str, Callable[[], None]] = {
+            "ahead": lambda: self.memory.ahead(unit),
+            "done": lambda: self.memory.unit_done(unit),
+            "end": self.memory.backward_end,
+            "settle": self.memory.settle,
+            "reset": self.memory.reset,
+        }
+        if what in told:
+            told[what]()
+        elif what == "drain":
+            self.drain(index, seed)
+        elif what == "backward":
+            for each in reversed(self.units):
+                self.memory.ahead(each)
+                for at in range(len(each.flats[0].params)):
+                    if (seed >> at) % 4:
+                        self.drain(each.index * len(SHAPES) + at, seed + at)
+                self.memory.unit_done(each)
+            self.memory.backward_end()
+        elif what == "clear":
+            for each in self.params:
+                each.at_rest.grad = None
+        elif what == "clear one":
+            param.at_rest.grad = None
+        elif what == "assign":
+            param.at_rest.grad = torch.full(param.shape, float(seed % 7)).bfloat16()
+            slot.reconcile(param.at_rest.grad)
+            param.at_rest.grad = slot.stand_in
+        elif param.at_rest.grad is not None:
+            return self.use(what, slot, seed)
+        return None
+
+    @staticmethod
+    def use(what: str, slot: GradSlot, seed: int) -> Any:
+        """What a loop does with a gradient that is there."""
+        if what == "zero":
+            slot.zero()
+        elif what == "scale" and len(slot.log) < 4:
+            slot.scale("mul", 0.5 + seed % 3)
+        elif what == "norm":
+            return slot.norm(1.0 if seed % 2 else 2.0)
+        elif what == "finite":
+            return slot.finite()
+        elif what == "read":
+            return slot.materialize().flatten().tolist()
+        return None
+
+    def held(self) -> list[Any]:
+        """Every gradient that there is, and its norm."""
+        return [
+            (slot.norm(), slot.materialize().flatten().tolist())
+            for param in self.params
+            if param.at_rest.grad is not None and (slot := param.grad) is not None and slot.state is SlotState.HELD
+        ]
+
+
+TOLD = ("ahead", "done", "end", "settle", "reset")
+DONE = ("drain", "drain", "backward", "clear", "clear one", "assign", "zero", "scale", "norm", "finite", "read")
+OPERATIONS = st.tuples(st.sampled_from((*TOLD, *DONE)), st.integers(0, 14), st.integers(0, 1000))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(OPERATIONS, max_size=40), st.integers(1, 3))
+def test_whatever_happens_spilled_gradients_are_those_in_memory(
+    operations: list[tuple[str, int, int]], windows: int
+) -> None:
+    torch.set_num_threads(1)
+    plain, spilled = Model(5, None), Model(5, Drive(), windows)
+    for operation in operations:
+        assert spilled.do(*operation) == plain.do(*operation), operation
+    assert spilled.held() == plain.held()
+
+
+def test_a_micro_batch_writes_each_gradient_once_and_reads_it_unless_it_is_the_first() -> None:
+    drive = Drive()
+    model = Model(6, drive)
+    model.do("backward", 0, 1)
+    model.memory.settle()
+    assert (drive.stored, drive.fetched) == (6, 0)
+    model.do("backward", 0, 5)
+    model.memory.settle()
+    assert drive.stored == 12
+    assert drive.fetched == 6
+    model.do("clear", 0, 0)
+    model.do("backward", 0, 9)
+    model.memory.settle()
+    assert (drive.stored, drive.fetched) == (18, 6)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_what_moves_is_counted_and_so_is_what_the_update_reads(micro_batches: int) -> None:
+    drive = Drive()
+    model = Model(6, drive)
+    for step in (1, 2):
+        for _ in range(micro_batches):
+            model.do("backward", 0, 1)
+        assert drive.grads_written_bytes == drive.stored * 4096  # a flat is one chunk, of whole blocks
+        for _ in range(2):  # who steps asks twice, and the update reads once
+            model.memory.settle()
+        assert (drive.stored, drive.fetched) == (6 * step * micro_batches, 6 * step * (micro_batches - 1))
+        assert drive.grads_written_bytes == drive.stored * 4096
+        assert drive.grads_read_bytes == (drive.fetched + 6 * step) * 4096
+        model.do("clear", 0, 0)
+    model.do("backward", 0, 1)
+    model.do("clear", 0, 0)  # and no step: nobody reads them
+    model.memory.settle()
+    assert drive.grads_read_bytes == (drive.fetched + 12) * 4096
+
+
+def test_an_update_of_one_unit_reads_the_gradients_of_that_unit() -> None:
+    drive = Drive()
+    model = Model(6, drive)
+    model.do("backward", 0, 1)
+    model.memory.settle(model.units[2])
+    assert drive.grads_read_bytes == 4096
+    model.memory.settle(model.units[2])
+    assert drive.grads_read_bytes == 4096
+    model.memory.settle()
+    assert drive.grads_read_bytes == 6 * 4096
+
+
+def test_norms_and_clipping_need_no_values() -> None:
+    drive = Drive()
+    model = Model(6, drive)
+    model.do("backward", 0, 7)
+    before = drive.fetched
+    for param in model.params:
+        if param.at_rest.grad is not None:
+            assert param.grad is not None
+            assert param.grad.norm() > 0
+            param.grad.scale("mul", 0.25)
+            assert param.grad.finite()
+    assert drive.fetched == before
+
+
+def test_a_gradient_that_was_put_aside_is_no_silent_zero() -> None:
+    model = Model(5, Drive())
+    model.do("backward", 0, 7)
+    slot = model.slot(12)
+    kept, model.params[12].at_rest.grad = model.params[12].at_rest.grad, None
+    for index in (13, 14):
+        model.params[index].at_rest.grad = None
+    model.do("backward", 0, 4)  # without a gradient for the first parameter of each flat
+    with pytest.raises(RuntimeError, match="put back after other gradients came"):
+        slot.reconcile(kept)
+
+
+def test_a_write_that_fails_is_raised_and_its_window_keeps_the_values() -> None:
+    drive = Drive()
+    plain, model = Model(5, None), Model(5, drive)
+    for each in (plain, model):
+        each.do("backward", 0, 7)
+    model.memory.settle()
+    for each in (plain, model):
+        each.drain(14, 77)
+        each.drain(13, 78)
+    drive.broken = True
+    model.memory.unit_done(model.units[4])
+    with pytest.raises(AioError, match=r"spilled gradients of unit\.4 cannot be written"):
+        model.memory.settle()
+    with pytest.raises(AioError):  # and again, as long as it lasts
+        model.memory.settle()
+    assert model.slot(14).materialize().equal(plain.slot(14).materialize())
+    drive.broken = False
+    model.memory.settle()
+    assert model.held() == plain.held()
+
+
+def test_a_read_that_fails_names_the_unit_and_can_be_tried_again() -> None:
+    drive = Drive()
+    plain, model = Model(5, None), Model(5, drive)
+    for each in (plain, model):
+        each.do("backward", 0, 7)
+    model.memory.settle()
+    drive.broken = True
+    with pytest.raises(AioError, match=r"gradients of unit\.4 cannot be read back"):
+        model.slot(14).materialize()
+    drive.broken = False
+    assert model.held() == plain.held()

@@ -1,0 +1,148 @@
+"""What the Triton matmuls share: exact widening, rounding as torch's, sums in one order, configurations kept between runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.kernels.operands import generators
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+from infinity._src.kernels import choice  # noqa: E402
+from infinity._src.kernels.triton.tuning import precision, rounded, row_sums, shape_key, widened  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@triton.jit
+def _cast(
+    source_ptr: tl.tensor, out_ptr: tl.tensor, count: tl.tensor, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = widened(tl.load(source_ptr + place, mask=place < count, other=0.0), INTERPRETED)
+    tl.store(out_ptr + place, rounded(values, out_ptr.dtype.element_ty, INTERPRETED), mask=place < count)
+
+
+@triton.jit
+def _sum(source_ptr: tl.tensor, out_ptr: tl.tensor, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr) -> None:
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, 1 << LOG2_COLUMNS)
+    values = tl.load(source_ptr + rows[:, None] * (1 << LOG2_COLUMNS) + columns[None, :])
+    tl.store(out_ptr + rows, row_sums(values, ROWS, LOG2_COLUMNS))
+
+
+def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Through `widened` and `rounded`."""
+    out = torch.empty(values.shape, dtype=dtype, device=values.device)
+    grid = (triton.cdiv(values.numel(), 1024),)
+    _cast[grid](values, out, values.numel(), INTERPRETED=choice.interpreted(), BLOCK=1024)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_number_widens_exactly(device: torch.device, dtype: torch.dtype) -> None:
+    values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
+    expected = values.float()
+    found = cast(values, torch.float32)
+    assert torch.equal(found[~expected.isnan()].view(torch.int32), expected[~expected.isnan()].view(torch.int32))
+    assert bool(found[expected.isnan()].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp32_is_rounded_as_torch_rounds(device: torch.device, dtype: torch.dtype) -> None:
+    """Random bits, and ties: numbers half-way between two of the dtype, above and below even ones."""
+    bits = torch.randint(-(1 << 31), 1 << 31, (1 << 14,), generator=generators(0), dtype=torch.int64).to(torch.int32)
+    halves = (torch.arange(1 << 12) * 1664525 % (1 << 17)).to(torch.int32) << 15  # the last bit of 17 is a bf16's half
+    values = torch.cat([bits, halves, bits & ~0xFFF]).view(torch.float32).to(device)
+    found, expected = cast(values, dtype), values.to(dtype)
+    assert torch.equal(found[~expected.isnan()].view(torch.int16), expected[~expected.isnan()].view(torch.int16))
+    assert bool(found[expected.isnan()].isnan().all())
+    assert bool(expected.isnan().any())
+
+
+@pytest.mark.parametrize("warps", [1, 4, 8])
+def test_columns_are_summed_pair_by_pair_however_they_lie_over_threads(device: torch.device, warps: int) -> None:
+    values = torch.randn((64, 128), generator=generators(1)).to(device)
+    expected = values
+    while expected.shape[1] > 1:
+        expected = expected[:, 0::2] + expected[:, 1::2]
+    out = torch.empty(64, device=device)
+    options = {} if choice.interpreted() else {"num_warps": warps}
+    _sum[(1,)](values, out, ROWS=64, LOG2_COLUMNS=7, **options)
+    assert torch.equal(out, expected[:, 0])
+
+
+def test_shapes_share_a_configuration_up_to_the_next_power_of_two() -> None:
+    assert shape_key(1000, 4096, 64) == shape_key(1024, 2049, 33)
+    keys = [shape_key(1025, 64, 64), shape_key(1024, 64, 64), shape_key(64, 1024, 64), shape_key(64, 1024, 64, form=(True,))]
+    assert len(set(keys)) == 4
+    assert shape_key(1 << 31, 1 << 31, 1 << 31, form=(True, True, True)) < 1 << 31
+
+
+def test_fp32_products_are_exact_unless_the_user_allows_tf32() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        assert precision(torch.float32) == "ieee"
+        torch.set_float32_matmul_precision("high")
+        assert precision(torch.float32) == "tf32"
+        assert precision(torch.bfloat16) == "ieee"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+CHILD = """
+import json
+import torch, triton
+from infinity._src.kernels.triton.tile_matmul import tile_matmul
+from tests.unit.kernels.compiled import Absent, compile_instead_of_launching
+
+class Timed(Absent):
+    def get_benchmarker(self):
+        def benchmark(call, quantiles):
+            call()
+            return [100.0 - len(launches)] * 3  # the later, the faster: the last configuration is chosen
+        return benchmark
+
+def launched(record):
+    launches.append(record)
+    part.add_(1)
+
+launches, counts = [], []
+triton.runtime.driver.set_active(Timed(90))
+compile_instead_of_launching(launched)
+x, w = torch.ones(256, 512, dtype=torch.bfloat16), torch.ones(1024, 512, dtype=torch.bfloat16)
+total = torch.full((256, 1024), 3.0)
+for rows in (256, 200, 100):
+    part = total[:rows]
+    tile_matmul(x[:rows], w.t(), part, accumulator=part)
+    counts.append(len(launches))
+sums = [total[row].unique().tolist() for row in (0, 99, 100, 199, 200, 255)]
+print(json.dumps({"counts": counts, "shared_bytes": launches[-1]["shared_bytes"], "sums": sums}))
+"""
+
+
+def test_a_configuration_is_measured_once_and_kept_on_disk(tmp_path: Path) -> None:
+    """On a GPU that is not there: a launch compiles, adds 1 instead of a product, and takes a made-up time. Only the call itself adds
+    to the sum for good, not the measurements before it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("TRITON_INTERPRET", None)
+    found = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", CHILD], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append(json.loads(done.stdout))
+    first, second = found
+    # Eight configurations and the call itself; 200 rows share what was found for 256, and 100 do not.
+    assert first["counts"] == [9, 10, 19]
+    assert second["counts"] == [1, 2, 3]
+    assert first["shared_bytes"] == second["shared_bytes"] > 64 << 10
+    assert first["sums"] == second["sums"] == [[6], [6], [5], [5], [4], [4]]

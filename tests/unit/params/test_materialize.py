@@ -1,0 +1,157 @@
+"""Where values come from: callables, mappings, safetensors; what does not fit is said before anything is filled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from infinity._src.params.discover import build, find_units
+from infinity._src.params.materialize import Source, fill_unit, open_source
+from infinity._src.params.unit import Flat
+from tests import models
+
+CPU = torch.device("cpu")
+
+
+def filled(model: nn.Module, load: Source | None) -> dict[str, torch.Tensor]:
+    """The parameters as the engine would put them to rest, by first name."""
+    units = build(model, find_units(model, unit_bytes_max=1 << 29), CPU, 1)
+    source = open_source(model, load)
+    values: dict[str, torch.Tensor] = {}
+
+    def store(flat: Flat, tensor: torch.Tensor) -> None:
+        assert tensor.shape == (flat.layout.numel,)
+        assert tensor.dtype == flat.dtype
+        for param in flat.params:
+            values[param.name] = tensor[param.offset : param.offset + param.numel].view(param.shape).clone()
+
+    for unit in units:
+        fill_unit(unit, source, store)
+    source.fill_buffers(CPU)
+    return values
+
+
+def on_meta(factory: object) -> nn.Module:
+    with torch.device("meta"):
+        return models.make(factory)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", models.CASES, ids=lambda case: case.name)
+def test_all_sources_give_the_values_of_the_model(case: models.Case, tmp_path: Path) -> None:
+    model = models.make(case)
+    truth = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    assert_equal(filled(model, None), truth)
+    state = model.state_dict()
+    unique = {
+        name: value.clone()
+        for name, value in state.items()
+        if name in truth or name in dict(model.named_buffers())
+    }
+    half = len(unique) // 2
+    save_file(dict(list(unique.items())[:half]), tmp_path / "a.safetensors")
+    save_file(dict(list(unique.items())[half:]), tmp_path / "b.safetensors")
+    if case.name != "lora":  # peft moves adapters off the meta device
+        assert_equal(filled(on_meta(case), state), truth)
+        assert_equal(filled(on_meta(case), tmp_path), truth)
+        meta = on_meta(case)
+        assert_equal(filled(meta, lambda name, out: out.copy_(state[name])), truth)
+        assert not any(buffer.is_meta for buffer in meta.buffers())
+        for (name, mine), (_, theirs) in zip(meta.named_buffers(), model.named_buffers(), strict=True):
+            assert torch.equal(mine, theirs), name
+
+
+def assert_equal(values: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    assert values.keys() == truth.keys()
+    assert all(torch.equal(values[name], truth[name]) for name in truth)
+
+
+def test_a_directory_saved_by_transformers_loads_through_its_index(tmp_path: Path) -> None:
+    model = models.make(models.llama)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    truth = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert_equal(filled(on_meta(models.llama), tmp_path), truth)
+    (tmp_path / sorted(path.name for path in tmp_path.glob("*.safetensors"))[0]).unlink()
+    with pytest.raises(FileNotFoundError, match="names files that are not there"):
+        filled(on_meta(models.llama), tmp_path)
+
+
+def test_a_tied_weight_may_come_under_any_of_its_names() -> None:
+    model = models.make(models.gpt2)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state["lm_head.weight"] = state.pop("transformer.wte.weight")
+    values = filled(on_meta(models.gpt2), state)
+    assert torch.equal(values["transformer.wte.weight"], state["lm_head.weight"])
+
+
+def test_a_checkpoint_of_another_float_dtype_is_cast() -> None:
+    state = {name: value.float() for name, value in models.make(models.llama).state_dict().items()}
+    values = filled(on_meta(models.llama), state)
+    assert torch.equal(values["lm_head.weight"], state["lm_head.weight"].bfloat16())
+
+
+def test_what_does_not_fit_is_named() -> None:
+    state = dict(models.make(models.llama).state_dict())
+    lacking = {name: value for name, value in state.items() if name != "model.norm.weight"}
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is missing"):
+        filled(on_meta(models.llama), lacking)
+    with pytest.raises(ValueError, match="extra is unexpected"):
+        filled(on_meta(models.llama), {**state, "extra": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"model\.norm\.weight of shape \(3,\); the model wants \(32,\)"):
+        filled(on_meta(models.llama), {**state, "model.norm.weight": torch.zeros(3)})
+    with pytest.raises(ValueError, match="int64"):
+        filled(on_meta(models.llama), {**state, "model.norm.weight": torch.zeros(32, dtype=torch.int64)})
+
+
+def test_a_meta_model_without_a_source_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"on the meta device without values.*load="):
+        filled(on_meta(models.llama), None)
+
+
+def test_a_callable_that_fills_nothing_is_caught() -> None:
+    with pytest.raises(ValueError, match=r"load\('model\.embed_tokens\.weight', tensor\)"):
+        filled(on_meta(models.llama), lambda name, out: torch.zeros_like(out))
+
+
+def test_a_path_without_safetensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such directory"):
+        filled(on_meta(models.llama), tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"has no \*\.safetensors"):
+        filled(on_meta(models.llama), tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 100)
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        filled(on_meta(models.llama), tmp_path)
+    with pytest.raises(ValueError, match="load=int is not known"):
+        filled(on_meta(models.llama), 3)  # type: ignore[arg-type]
+
+
+def test_experts_that_are_stored_apart_are_explained(tmp_path: Path) -> None:
+    models.make(models.mixtral).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Hugging Face stores the experts of such a model apart"):
+        filled(on_meta(models.mixtral), tmp_path)
+
+
+class Lost(nn.Module):
+    """A buffer that no checkpoint has and nobody recomputes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("count", torch.zeros(2), persistent=True)
+
+
+def test_a_meta_buffer_that_nobody_can_compute_is_named() -> None:
+    state = Lost().state_dict()
+    with torch.device("meta"):
+        model = Lost()
+    with pytest.raises(ValueError, match="table is on the meta device and not persistent"):
+        filled(model, state)
+    assert model.table.is_meta
+    model.table = torch.arange(4.0)
+    filled(model, state)
+    assert torch.equal(model.count, torch.zeros(2))
