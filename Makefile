@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | types | native | asan | tsan | portable | soak | bench | convergence | hosts | ranks | slow | wheel | wheels | clean
+# make setup | demo | test | lint | types | native | asan | tsan | portable | soak | bench | convergence | hosts | ranks | slow | torch-matrix | wheel | wheels | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test lint types native asan tsan portable soak bench convergence hosts ranks slow wheel wheels clean
+.PHONY: setup demo test lint types native asan tsan portable soak bench convergence hosts ranks slow torch-matrix wheel wheels clean
 
 setup: $(STAMP)
 
@@ -128,6 +128,13 @@ ranks: $(STAMP)
 slow: $(DEMO)
 	$(PIP) install -q -c $(PINS) $$(CC=zig $(BIN)/python native/build_native.py requires)
 	$(BIN)/python -m pytest -q -m 'not soak'
+
+# The core's tests with several versions of torch, each in an environment of its own under build/torch-matrix: a version,
+# floor (of pyproject.toml), pinned, or newest (what `pip install torch` gives). Downloads 3 to 4 GB a version and takes 8 GB
+# of disk while it runs; a version takes 10 minutes on two cores. KEEP=1 leaves the environments for the next run.
+TORCH_VERSIONS ?= floor pinned newest
+torch-matrix: $(STAMP)
+	$(BIN)/python .ci/torch_matrix.py --types $(if $(KEEP),--keep) $(TORCH_VERSIONS)
 
 # For every machine with torch's glibc, by zig whatever compiler this machine has: its own would bind the wheel to a glibc as
 # new as its own. What an earlier build left in build/ would be packed again.
