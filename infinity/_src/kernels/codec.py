@@ -3,7 +3,7 @@
     sections = encode_sections(format, master, moments)      # to nearest; with `key`: unbiased random rounding
     master, moments = decode_sections(format, sections)
 
-It is the reference of native/update_codec.h, bit for bit, the kernel of the Python executor, and what reads and writes
+It is the reference of native/update_codec.h, bit for bit, and what reads and writes
 optimizer states outside an update.
 
 **24-bit master** (`hi` bf16, `lo` int8): the upper 24 bits of the fp32, rounded at random in an update, since an update
