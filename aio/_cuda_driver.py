@@ -39,8 +39,8 @@ _REGISTER = 1 | 2  # portable, and mapped: kernels may read it
 
 @final
 class DeviceDriver:
-    """One device. `ordinal` counts as torch does (CUDA_VISIBLE_DEVICES). Keep it until the executor
-    it was attached to is closed.
+    """Driver of one device. `ordinal` counts as torch does (CUDA_VISIBLE_DEVICES). Keep it until
+    the executor it was attached to is closed.
 
     Raises: DeviceCopyError when the library, a function of it or the device cannot be had.
     """
@@ -108,8 +108,8 @@ class DeviceDriver:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """Inside, the device's context is current on this thread. The user's current device stays
-        what it is.
+        """Make the device's context current on this thread inside the block. The user's current
+        device stays what it is.
         """
         # Pinning needs the context current, and the user may work on another device.
         before = ctypes.c_void_p()

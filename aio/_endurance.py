@@ -138,7 +138,7 @@ class _Class:
     sustained: float = 0.0
 
     def add(self, rate: float) -> float:
-        """Take a sample in; returns what was sustained before it (0.0: not known yet)."""
+        """Add a sample; return the bandwidth sustained before it (0.0: unknown)."""
         before = self.sustained
         self.latest.append(rate)
         if len(self.latest) == SUSTAINED_SAMPLES:
@@ -286,7 +286,7 @@ class Endurance:
     """
 
     def __init__(self, *, share: float = 0.6) -> None:
-        """share: below this share of what a drive sustained it counts as slow.
+        """A drive is slow below `share` of its sustained bandwidth.
 
         Raises: ValueError for a share outside (0, 1).
         """
@@ -301,7 +301,7 @@ class Endurance:
         """Take in an executor's counters after `steps` optimizer steps; returns what was noticed,
         which is also logged.
 
-        What is written before the last call with `steps` 0 is set-up, and not counted in the rates.
+        Writes before the last call with `steps` 0 are set-up, and not in the rates.
         Call it at least once a minute of I/O: an executor keeps 64 seconds. now_s: CLOCK_MONOTONIC,
         the present by default.
         """

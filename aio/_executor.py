@@ -141,9 +141,11 @@ class Executor:
     """Runs jobs on chunks; the module lists its promises. Any thread of its process may call it.
 
     backend: "io_uring" (one ring and thread per drive) or "threads" (`threads_per_drive` of them
-    with pread and pwrite). block_bytes: the longest request; None: 1 MiB for rings, whole runs (up
-    to 16 MiB) for threads, which have one request each. It and `depth` are fitted to what each
-    drive takes. Raises OSError when the backend cannot be had here, ImportError when the extension
+        with pread and pwrite).
+    block_bytes: the longest request. None: 1 MiB for rings, whole runs (up to 16 MiB) for threads,
+        which have one request each. It and `depth` are fitted to what each drive takes.
+
+    Raises OSError when the backend cannot be had here, ImportError when the extension
     is missing, MemoryError when the pools do not fit what the machine or its cgroup leaves. Use
     `infinity.aio.open_executor`, which steps down.
     """
@@ -307,7 +309,7 @@ class Executor:
         return Gate(self._core, address)
 
     def attach_device(self, driver: DeviceDriver) -> None:
-        """Make the device known whose memory MASK_DEVICE is about, once, and pin the slab. Blocks.
+        """Attach the device that MASK_DEVICE stands for, once, and pin the slab. Blocks.
 
         Raises: DeviceCopyError when the driver refuses; ValueError where this executor cannot copy
         to devices.
@@ -461,7 +463,7 @@ class Executor:
             raise ValueError(_validate.versions_refused("relocate", irrevocable=False))
 
     def look(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.void]:
-        """The chunks as they are now (records.CHUNK): which place is live, and its generation."""
+        """Return the CHUNK records as they are now: which place is live, and its generation."""
         core = self._core
         core.check()
         wanted = np.ascontiguousarray(ids, dtype=np.int32)

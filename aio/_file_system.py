@@ -98,8 +98,8 @@ class _Opened(Protocol):
 
 @dataclass(frozen=True)
 class DriveLimits:
-    """A device's queue; 0 where there is no limit or none is known. `device`: its name ("nvme0n1"),
-    "" if unknown.
+    """Limits of a device's queue; 0 where there is no limit or none is known. `device`: its name
+    ("nvme0n1"), "" if unknown.
     """
 
     device: str = ""
@@ -107,7 +107,7 @@ class DriveLimits:
     max_sectors_kb: int = 0
 
     def fit(self, block_bytes: int, depth: int) -> tuple[int, int]:
-        """The largest (block, depth) up to those given whose requests the device takes all at once.
+        """Return the largest (block, depth), up to those given, that the device takes all at once.
 
         Depth gives way first, down to DEPTH_MIN, then the block (a multiple of 4096).
         """
@@ -124,7 +124,7 @@ class DriveLimits:
 
 
 def limits_of(file: _Opened | int | str | os.PathLike[str], *, sysfs: Path = _SYSFS) -> DriveLimits:
-    """The limits of the device that holds `file` (a swap file, a descriptor or a path).
+    """Limits of the device that holds `file` (a swap file, a descriptor or a path).
 
     Virtual devices (dm, md, loop, multipath heads) pass requests on to queues of their own choice,
     and some file systems (btrfs, overlayfs, NFS) name no device: no limit is known for these.
@@ -154,7 +154,7 @@ def _limits(device: int, sysfs: Path) -> DriveLimits:
 
 
 def fit(file: _Opened | int, block_bytes: int, depth: int) -> tuple[int, int]:
-    """(block_bytes, depth) fitted to the device that holds `file`; as they are where its limits are
+    """Fit (block_bytes, depth) to the device that holds `file`; as they are where its limits are
     unknown.
     """
     return limits_of(file).fit(block_bytes, depth)
@@ -176,8 +176,7 @@ def direct_alignments(fd: int) -> tuple[int, int]:
     """(memory, offset) alignment that O_DIRECT wants of an open file, in bytes; zeros where statx
     does not tell.
 
-    A kernel that tells, of a file that O_DIRECT cannot be used on at all, also says (0, 0): trying
-    it is the only test.
+    Kernels also report (0, 0) for files that refuse O_DIRECT; only trying it tells.
     """
     # struct statx: stx_mask at 0 (u32), stx_dio_mem_align and stx_dio_offset_align at 0x98 (two
     # u32); 256 bytes in all.

@@ -59,7 +59,7 @@ class Core:
         _CORES.add(self)
 
     def check(self) -> None:
-        """Raises AioClosedError after close and in a forked child."""
+        """Raise AioClosedError after close and in a forked child."""
         if self.forked:
             raise AioClosedError(
                 "the executor belongs to the parent of this process; open one after the fork"
@@ -116,7 +116,7 @@ class Core:
         self.stopped = True
 
     def fault_record(self, record: Any) -> _validate.FaultRecord:
-        """An inf_fault as a record."""
+        """Convert an inf_fault to a FaultRecord."""
         return _validate.FaultRecord(
             kind=record.kind,
             op=record.op,
@@ -132,7 +132,7 @@ class Core:
         )
 
     def fault(self, record: Any) -> AioError:
-        """The error for an inf_fault."""
+        """Convert an inf_fault to its typed error."""
         return self.fault_record(record).to_error(self.paths)
 
     def __del__(self) -> None:

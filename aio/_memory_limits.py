@@ -38,8 +38,8 @@ class CgroupLimit:
 
 
 def cgroup_limits(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[CgroupLimit]:
-    """The limits of the cgroups from this process's up to the root, where one is set. The roots may
-    be copies (tests).
+    """Read the limits of the cgroups from this process's up to the root, where one is set. The
+    roots may be copies (tests).
     """
     found = []
     try:
@@ -80,7 +80,7 @@ def cgroup_limits(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[Cgrou
 
 
 def cgroup_limit_bytes() -> int | None:
-    """The tightest memory limit of this process's cgroups; None without one."""
+    """Return the tightest memory limit of this process's cgroups; None without one."""
     return min((limit.limit_bytes for limit in cgroup_limits()), default=None)
 
 
@@ -90,8 +90,9 @@ def memory_left_bytes() -> int:
 
 
 def check_slab(size_bytes: int) -> None:
-    """Raises MemoryError, with what leaves too little, when `size_bytes` more of touched memory
-    would exceed what is left.
+    """Raise MemoryError when `size_bytes` more of touched memory would exceed what is left.
+
+    The error names the limit that leaves too little.
     """
     left, of = _left()
     if size_bytes > left:

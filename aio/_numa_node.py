@@ -43,12 +43,12 @@ def choose(place: Place | None) -> None:
 
 
 def chosen() -> Place | None:
-    """The choice in force."""
+    """Return the choice in force."""
     return _chosen
 
 
 def prefer(address: int, size_bytes: int) -> None:
-    """Let pages of this range (whole pages, none touched yet) lie on the chosen node. Logs once
+    """Prefer the chosen node for pages of this range (whole pages, none touched yet). Logs once
     what the kernel refuses.
     """
     if _chosen is None:

@@ -37,7 +37,9 @@ _WHY_NO_RING = {
 
 @dataclass(frozen=True)
 class EngineProbe:
-    """io_uring and memory. `native_reason`, `io_uring_reason`: why not; empty when it works."""
+    """Result for io_uring and memory. `native_reason`, `io_uring_reason`: why not; empty when it
+    works.
+    """
 
     native: bool
     native_reason: str
@@ -53,7 +55,7 @@ class EngineProbe:
 
 @dataclass(frozen=True)
 class DirectoryProbe:
-    """A directory as a place to swap. `reason`: why it cannot be one; empty when it can."""
+    """Result for a directory as a place to swap. `reason`: why it cannot be one, or empty."""
 
     path: str
     usable: bool

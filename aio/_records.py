@@ -149,13 +149,13 @@ class Format(int):
 
     @classmethod
     def of(cls, code: int) -> Format:
-        """The format of a CHUNK["format"]."""
+        """Return the format of a CHUNK["format"]."""
         code = int(code)
         return cls(code & 255, code >> 8 & 255, code >> 16 & 255, code >> 24)
 
     @property
     def code(self) -> int:
-        """The plain number."""
+        """Return the plain number."""
         return int(self)
 
     @property
@@ -175,16 +175,16 @@ class Format(int):
 
     @property
     def grad(self) -> GradSection:
-        """The section of spilled gradients."""
+        """Encoding of the section of spilled gradients."""
         return GradSection(self >> 24)
 
     def with_grad(self, grad: int) -> Format:
-        """The same states with another section of spilled gradients (a GradSection)."""
+        """Return the same states with another section of spilled gradients (a GradSection)."""
         return Format(self.master, self.moments, self.count, grad)
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """Its sections in order. RAW's one says itemsize 0: the parameter's is unknown here."""
+        """Sections in order. RAW's one says itemsize 0: the parameter's is unknown here."""
         return _sections(self)
 
     @property
@@ -210,7 +210,7 @@ class Format(int):
 
 @functools.lru_cache(maxsize=256)
 def _sections(state: Format) -> tuple[Section, ...]:
-    """`Format.sections`: asked for every chunk of a model, and the same for each format."""
+    """Compute `Format.sections`. Cached: a model asks for every chunk."""
     if state.master is Master.RAW:
         return (Section("param", 0),)
     itemsize = _MOMENT_ITEMSIZES[state.moments]

@@ -71,7 +71,7 @@ class IoSettings:
 
     @classmethod
     def load(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> IoSettings:
-        """The settings in a mapping or a JSON file: a record of `infinity.bench swap` (its
+        """Read settings from a mapping or a JSON file: a record of `infinity.bench swap` (its
         "settings"), or the fields themselves.
 
         Raises: ValueError for a file that cannot be read, unknown fields, and values out of range.
@@ -102,7 +102,7 @@ class IoSettings:
             raise ValueError(f"{where}{error}") from None
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as JSON has them; `load` reads it."""
+        """Return the settings as JSON has them; `load` reads it."""
         pairs = {directory: list(pair) for directory, pair in self.bandwidths.items()}
         return {
             "block_bytes": self.block_bytes,
@@ -112,11 +112,11 @@ class IoSettings:
         }
 
     def for_backend(self, backend: str) -> IoSettings:
-        """The settings as an executor takes them that `open_executor(backend=...)` opens here;
-        "auto" tries what it would open.
+        """Return the settings for the executor that `open_executor(backend=...)` opens here.
 
-        A block that was measured with another backend is left out, and that is logged once: a
-        ring's 1 MiB cuts the runs of threads, which have no other requests to fill the gaps.
+        "auto" tries what it would open. A block that was measured with another backend is left out,
+        and that is logged once: a ring's 1 MiB cuts the runs of threads, which have no other
+        requests to fill the gaps.
         """
         if self.block_bytes is None or self.backend in (None, backend):
             return self

@@ -197,7 +197,7 @@ def _windows(record: Any) -> tuple[Window, ...]:
 def drive_stats(
     record: Any, file: SwapFile, block_bytes: int, fault: _validate.FaultRecord | None
 ) -> DriveStats:
-    """One drive's inf_drive_stats; `fault` is what marked the drive."""
+    """Convert one inf_drive_stats; `fault` is the one that marked the drive."""
     return DriveStats(
         path=file.path,
         bytes_read=record.bytes_read,

@@ -51,7 +51,7 @@ class SwapFile:
     """One open swap file; make it with `SwapFile.create` or `SwapFile.durable`. In a forked child
     it is closed.
 
-    `fd`: open for reading and writing. `directory`: where it lies. `path`: what errors name: the
+    `fd`: open for reading and writing. `directory`: where it lies. `path`: the name in errors: the
     directory of a file without a name, the file itself if it has one. `direct_reason`: why it goes
     through the page cache, empty when it does not. `size_bytes`: its length. `preallocated`:
     whether the drive keeps room for all of it.
@@ -77,8 +77,8 @@ class SwapFile:
 
     @classmethod
     def create(cls, directory: str | os.PathLike[str], *, direct: bool = True) -> SwapFile:
-        """A new nameless file in `directory`, mode 0600. Clears away what dead processes left
-        there, never what live ones have.
+        """Make a nameless file in `directory`, mode 0600. Removes files of dead processes there,
+        never those of live ones.
 
         O_DIRECT is tried, not assumed; where it does not work the file is buffered, with the reason
         kept, and logged once. Raises ValueError for a missing directory or one in memory,
@@ -128,8 +128,8 @@ class SwapFile:
         create: bool = True,
         direct: bool = True,
     ) -> SwapFile:
-        """The file `name` in `directory`, mode 0600, locked for this process; reopening keeps its
-        contents and length.
+        """Open the file `name` in `directory`, mode 0600, locked for this process; reopening keeps
+        its contents and length.
 
         The directory is made with mode 0700, or has to be this user's and closed to others.
         create=False: the file must exist. Raises what `create` raises, ValueError for a name or a
@@ -170,7 +170,7 @@ class SwapFile:
 
     @classmethod
     def new(cls, path: str | os.PathLike[str], *, direct: bool = True) -> SwapFile:
-        """A new named file at `path`, with the rights that the umask leaves, not locked; on any
+        """Make a named file at `path`, with the rights that the umask leaves, not locked; on any
         file system.
 
         Raises AioError (EEXIST where there is one), SwapFullError, DeviceFailedError.
@@ -179,8 +179,7 @@ class SwapFile:
 
     @classmethod
     def existing(cls, path: str | os.PathLike[str], *, direct: bool = True) -> SwapFile:
-        """The file at `path`, whoever made it, to be read alone: not locked, and no right is asked
-        for but that.
+        """Open the file at `path` to read it. It is not locked, and may belong to another user.
 
         Raises AioError (ENOENT where there is none, EINVAL for what is no regular file),
         DeviceFailedError.
@@ -351,7 +350,7 @@ class SwapFile:
         self.size_bytes = size_bytes
 
     def shrink(self, size_bytes: int) -> None:
-        """Give back what lies past `size_bytes`; does nothing if it is that short. Nothing there
+        """Give back the space past `size_bytes`; does nothing if it is that short. Nothing there
         may be in use.
         """
         if size_bytes < self.size_bytes:
@@ -441,15 +440,11 @@ class SwapFile:
             self._private.remove()
 
     def keep_open(self) -> None:
-        """From now on `close` does nothing: requests that the drive still holds name the
-        descriptor.
-        """
+        """Turn `close` into a no-op: requests that the drive still holds use the descriptor."""
         self._stays_open = True
 
     def _disown(self) -> None:
-        """In a forked child: the file is the parent's, and a child that outlives it must not keep
-        its space or its lock.
-        """
+        """Close the copy in a forked child: it must not keep the parent's space or lock."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -482,7 +477,7 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 def _check_directory(path: str) -> str:
-    """Raises ValueError unless `path` is a directory to swap in. Returns its file system's type
+    """Raise ValueError unless `path` is a directory to swap in. Returns its file system's type
     where that is memory.
     """
     if not Path(path).is_dir():
@@ -528,7 +523,8 @@ def _cannot_make(path: str, error: OSError) -> AioError:
 
 
 def _open_nameless(path: str, flags: int) -> tuple[int, PrivateDirectory | None]:
-    """A file without a name in directory `path`, and the directory that had to stay for it, if any.
+    """Open a nameless file in directory `path`; return it with the directory that must stay, if
+    any.
 
     EINVAL means that `flags` (O_DIRECT) are refused.
     """
@@ -563,7 +559,7 @@ _RANK_FIELDS = re.compile(r"\{(rank|local_rank)\}")
 
 
 def check_directory_pattern(path: Path) -> None:
-    """Raises ValueError for braces that are neither {rank} nor {local_rank}."""
+    """Raise ValueError for braces that are neither {rank} nor {local_rank}."""
     if re.search(r"[{}]", _RANK_FIELDS.sub("", str(path))):
         raise ValueError(
             f"nvme={str(path)!r} has braces of no known meaning; '{{rank}}' stands for a rank's "
@@ -578,7 +574,8 @@ def is_directory_pattern(path: Path) -> bool:
 
 
 def resolve_directories(paths: Sequence[Path], *, rank: int, local_rank: int) -> tuple[Path, ...]:
-    """The directories of one rank. A path without a pattern stays as it is; opening it checks it.
+    """Resolve the directories of one rank. A path without a pattern stays as it is; opening it
+    checks it.
 
     Raises: ValueError naming pattern and directory, for one that is missing, and for two that are
     the same on this rank.

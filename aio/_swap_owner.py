@@ -34,9 +34,7 @@ _NETWORK = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """A process, told apart from every other: also after a reboot, on another host, and when its
-    pid is used again.
-    """
+    """Identity of a process, unique across reboots, hosts and reused pids."""
 
     host: str
     boot_id: str
@@ -46,12 +44,12 @@ class Owner:
 
     @classmethod
     def this(cls) -> Owner:
-        """This process."""
+        """Return this process."""
         return cls(platform.node(), _boot_id(), os.getpid(), _start_time(os.getpid()))
 
     @classmethod
     def read(cls, path: Path) -> Owner | None:
-        """The owner that `path` names; None where it is missing, cut short or not one."""
+        """Read the owner at `path`; None where it is missing, cut short or not one."""
         try:
             # The file may be cut short by a crash while it was written.
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -71,9 +69,7 @@ class Owner:
         os.pwrite(fd, text, 0)
 
     def leave_word(self, path: Path) -> None:
-        """Put this owner at `path`, whole or not at all. Only who has the lock may, so that one
-        name beside it is enough.
-        """
+        """Write this owner to `path`, whole or not at all. Only the holder of the lock may."""
         new = path.with_name(path.name + ".new")
         fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -128,9 +124,7 @@ class PrivateDirectory:
         raise OSError(errno.EAGAIN, "other processes keep removing new directories", parent)
 
     def _lock_owner(self) -> int:
-        """The locked owner file, or -1: a process that clears away was faster than the lock, so
-        start again.
-        """
+        """Make and lock the owner file; -1 when a process that clears away was faster."""
         path = self._folder / _OWNER
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -172,9 +166,7 @@ class PrivateDirectory:
             self._folder.rmdir()
 
     def disown(self) -> None:
-        """In a forked child: the directory is the parent's. Closing a copy of the descriptor leaves
-        the lock alone.
-        """
+        """Close the copy in a forked child. The parent keeps the directory and its lock."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

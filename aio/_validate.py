@@ -77,7 +77,7 @@ def section_bytes(chunk: Any, section: int, numel: int | None = None) -> int:
 
 
 def align_up(size_bytes: int) -> int:
-    """`size_bytes` rounded up to what O_DIRECT transfers."""
+    """Round `size_bytes` up to a multiple of 4096, for O_DIRECT."""
     return -(-size_bytes // records.ALIGNMENT_BYTES) * records.ALIGNMENT_BYTES
 
 
@@ -101,7 +101,7 @@ class FaultRecord:
     piece: int = -1
 
     def to_error(self, paths: Sequence[str]) -> AioError:
-        """The typed error that tells it to a user."""
+        """Build the typed error."""
         path = paths[self.drive] if 0 <= self.drive < len(paths) else "memory"
         of = f"chunk {self.chunk} (key {self.key:#x})"
         kinds: dict[int, tuple[type[AioError], str]] = {
@@ -153,7 +153,7 @@ def check_options(
     depth: int,
     threads_per_drive: int,
 ) -> None:
-    """Raises ValueError for options that no executor can run with."""
+    """Raise ValueError for options that no executor can run with."""
     if verify not in VERIFY:
         raise ValueError(f"verify={verify!r}: must be one of {', '.join(VERIFY)}")
     if workers < 1 or threads_per_drive < 1:
@@ -179,8 +179,8 @@ def check_options(
 def as_records(
     array: npt.NDArray[Any] | None, dtype: np.dtype[Any], what: str
 ) -> npt.NDArray[np.void]:
-    """`array` as a contiguous one-dimensional array of `dtype`. Raises ValueError for another
-    dtype.
+    """Return `array` as a contiguous one-dimensional array of `dtype`. Raises ValueError for
+    another dtype.
     """
     if array is None:
         return np.zeros(0, dtype=dtype)
@@ -260,7 +260,7 @@ def _second_place_wrong(chunk: Any) -> str:
 
 
 def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArray[np.bool_]:
-    """`_chunk_wrong` for all at once: a 100B-parameter model has 250,000 chunks."""
+    """Run `_chunk_wrong` on all at once: a 100B-parameter model has 250,000 chunks."""
     count, numel = chunks["section_count"], chunks["numel"]
     # Vectorized: one pass of numpy over all chunks. `_chunk_wrong` then says it in words.
     wrong = (count < 1) | (count > records.SECTION_MAX) | (numel < 1) | (chunks["piece_numel"] < 1)
@@ -291,7 +291,7 @@ def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArr
 
 
 def check_chunks(chunks: npt.NDArray[np.void], drive_count: int) -> None:
-    """Raises ValueError naming the first chunk that cannot be."""
+    """Raise ValueError naming the first chunk that is wrong."""
     suspects = np.flatnonzero(_chunks_suspect(chunks, drive_count))
     for index in suspects:
         chunk = chunks[index]
@@ -323,5 +323,5 @@ def is_versioned(chunk: Any) -> bool:
 
 
 def grad_section(chunk: Any) -> int:
-    """The index of the section of spilled gradients of a CHUNK record; -1: there is none."""
+    """Index of the section of spilled gradients of a CHUNK record; -1: there is none."""
     return int(chunk["section_count"]) - 1 if int(chunk["format"]) >> 24 else -1

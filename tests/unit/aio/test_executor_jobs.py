@@ -187,7 +187,7 @@ def test_a_plan_that_cannot_run_is_a_value_error_and_runs_nothing(make_rig, rng)
     update["kind"], update["seg_count"] = records.JobKind.UPDATE, 1
     with pytest.raises(ValueError, match="segments"):
         rig.executor.submit(update, priority=aio.Priority.DEMAND)
-    with pytest.raises(ValueError, match=r"plan\.JOB"):
+    with pytest.raises(ValueError, match=r"infinity\.aio\.JOB"):
         rig.executor.submit(np.zeros(3), priority=aio.Priority.DEMAND)
     assert rig.executor.stats().jobs_submitted == 0
 

@@ -42,7 +42,7 @@ rig.store(values).wait(30)
 grads = {{i: rng.standard_normal(NUMEL).astype(np.float32) for i in range(6)}}
 rig.update(grads).wait(30)
 for i in range(6):
-    adamw(plan.Format.SPLIT, values[i], grads[i], hyper_record()[0])
+    adamw(records.Format.SPLIT, values[i], grads[i], hyper_record()[0])
 assert all(same(rig.read(i), values[i]) for i in range(6))
 stats = rig.executor.stats()
 print(stats.registered, stats.backend_reason or "-", stats.registered_reason or "-", sep="|")
@@ -178,7 +178,7 @@ after = [outcome(rig.update({{i: grads[i]}})) for i in range(6)]
 assert all(isinstance(error, DeviceFailedError) for error in after[0::2]), after
 assert all(error is None for error in after[1::2]), after
 for i in (1, 3, 5):
-    adamw(plan.Format.SPLIT, values[i], grads[i], hyper_record()[0])
+    adamw(records.Format.SPLIT, values[i], grads[i], hyper_record()[0])
     assert same(rig.read(i), values[i])
 assert isinstance(rig.executor.fault(), DeviceFailedError)
 assert rig.executor.stats().drives[0].failed or not any(errors[0::2])
