@@ -125,7 +125,7 @@ static void store(actor *me, int32_t chunk, uint32_t mask) {
     CHECK(end(me, ticket) == 0);
 }
 
-static void preread(actor *me) {
+static void prefetch(actor *me) {
     int32_t count = (int32_t)(next(me) % (CHUNKS_EACH + 1));
     int32_t accepted = inf_executor_prefetch(me->ex, me->ids, count, (int32_t)(next(me) & 1));
     CHECK(accepted >= 0 && accepted <= count);
@@ -193,7 +193,7 @@ static void *act(void *argument) {
             case 0: store(me, chunk, next(me) & 1 ? ALL : 16); break;
             case 1: define_again(me, chunk); break;
             case 2: case 3: case 4: update(me, chunk); break;
-            case 5: case 6: preread(me); break;
+            case 5: case 6: prefetch(me); break;
             default: fetch(me, chunk); break;
         }
     }
