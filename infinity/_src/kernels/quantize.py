@@ -39,7 +39,7 @@ import dataclasses
 import torch
 
 from infinity._src.kernels import choice
-from infinity._src.kernels.rounding import mix64
+from infinity._src.kernels.rounding import random_bits, shift_right
 
 GROUP_NUMEL_LEAST, GROUP_NUMEL_MOST = 64, 1024
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -47,7 +47,6 @@ VALUE_MOST = float.fromhex("0x1.fep127")
 """The largest bf16: no dequantized value is larger."""
 _SCALE_LEAST_BITS = 0x00800000
 _NAN_BITS = 0x7FC00000
-_MASK = 0xFFFFFFFF
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +200,7 @@ def _rounded(y: torch.Tensor, key: int | None, element: int) -> torch.Tensor:
     if key is None:
         return torch.round(y)
     below = torch.floor(y)
-    u = ((random_bits_torch(key, element, y.numel(), y.device) >> 9).to(torch.float32) + 0.5) * 2.0**-23
+    u = (shift_right(random_bits(key, element, y.numel(), y.device), 9).to(torch.float32) + 0.5) * 2.0**-23
     return below + (u.view_as(y) < y - below).to(torch.float32)
 
 
@@ -226,19 +225,3 @@ def _dequantize_torch(quantized: Quantized) -> torch.Tensor:
         code = code - quantized.zeros.to(torch.int32)[group]
     values = code.to(torch.float32) * quantized.scales.to(torch.float32)[group]
     return values.clamp(-VALUE_MOST, VALUE_MOST)
-
-
-def random_bits_torch(key: int, element: int, numel: int, device: torch.device) -> torch.Tensor:
-    """`rounding.random_bits` on a device: int64 [numel], each 32 bits."""
-    parts = []
-    while numel > 0:
-        low = element & _MASK
-        count = min(numel, (1 << 32) - low)
-        mixed = mix64(key ^ ((element >> 32) * 0x9E3779B97F4A7C15 & (1 << 64) - 1))
-        h = torch.arange(count, dtype=torch.int64, device=device).add_((low + mixed) & _MASK).bitwise_and_(_MASK)
-        h = ((h ^ h >> 16) * 0x7FEB352D) & _MASK
-        h = ((h ^ h >> 15 ^ mixed >> 32) * 0x846CA68B) & _MASK
-        parts.append(h ^ h >> 16)
-        element += count
-        numel -= count
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)

@@ -78,8 +78,8 @@ def groups() -> None:
 
 
 def update() -> None:
-    from infinity._src.kernels.chunk_update import RESOLVED
     from infinity._src.kernels.triton.update import Launches
+    from infinity._src.kernels.update import RESOLVED
     from infinity.aio.plan import HYPER, Algorithm, Format, GradDtype, Master, Moments
 
     cases = [

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from infinity._src.kernels.update import update_numpy_sections
 from infinity._src.memory.layout import CHUNK_NUMEL, plan_flat
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
 from infinity.aio import PoolSpec, Priority, memory_limits, open_executor
 from infinity.aio.plan import Format
+from tests.oracle import update_sections
 
 LARGE_BYTES = CHUNK_NUMEL * 12
 NUMELS = (CHUNK_NUMEL + 5000, 77, 12_345)
@@ -35,7 +35,7 @@ def make_rest(directory: Path, backend: str) -> Iterator[StateStore]:
         small=PoolSpec(4, CHUNK_NUMEL * 4),
         large=PoolSpec(2, LARGE_BYTES),
         backend=backend,
-        kernel=update_numpy_sections,
+        kernel=update_sections,
     )
     rest = StateStore(executor, space, sums_on=True)
     try:

@@ -294,7 +294,7 @@ def _lion(p: tl.tensor, m: tl.tensor, g: tl.tensor, hyper: tl.tensor) -> tl.tens
     return p, m * _scalar(hyper, BETA2) + g * _scalar(hyper, ONE_MINUS_BETA2)
 
 
-# -- encodings: infinity/_src/kernels/codec.py says why -------------------------------------------------------------------------
+# -- encodings: infinity/_src/kernels/state_codec.py says why -------------------------------------------------------------------------
 
 
 @triton.jit
