@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from infinity._src.kernels import choice
-from infinity._src.kernels import loss_tiles as heads
+from infinity._src.kernels import linear_cross_entropy as heads
 from infinity._src.kernels import tile_matmul as tiles
 from infinity._src.kernels.hyper import hyper_row_adamw
 from infinity._src.kernels.quantize import Quantized, dequantize, quantize

@@ -23,7 +23,7 @@ from infinity._src.checkpoint.reader import Bytes, Checkpoint, ChunkRef, SavedPa
 from infinity._src.checkpoint.reshard import CHUNKS_KEPT, STAGES, slice_of
 from infinity._src.checkpoint.safetensors import WeightFiles, group_units, shard_name
 from infinity._src.kernels.state_codec import decode_sections
-from infinity._src.kernels.tiles import tile_index, whole_name
+from infinity._src.kernels.tiling.tiled_module import tile_index, whole_name
 from infinity._src.sizes import round_up
 from infinity.aio.plan import Format, Master, Moments
 

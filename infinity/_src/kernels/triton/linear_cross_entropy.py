@@ -3,7 +3,7 @@
     tile_partials    hidden @ weight^T + bias -> per row: max, sum of exp, the target's logit, sum      reads the tile once
     tile_dlogits     the same logits again    -> their gradient, in the dtype of `hidden`
 
-infinity/_src/kernels/loss_tiles.py has the contract, the torch reference and the loop over tiles.
+infinity/_src/kernels/linear_cross_entropy.py has the contract, the torch reference and the loop over tiles.
 
 **Order of sums.** A program goes through _SPAN columns, _BLOCK at a time, and keeps a running maximum and sum; columns within a
 block are added by `row_sums`, spans by torch. _BLOCK, _SPAN and BLOCK_K are fixed, so the configurations that are measured give
@@ -212,7 +212,7 @@ _dlogits_narrow = Tuned(_dlogits, configs(torch.bfloat16))
 def tile_partials(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, *, start: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(row_max, row_sum_exp, target_logit, logit_sum), fp32 [rows] each: `loss_tiles.tile_partials`.
+    """(row_max, row_sum_exp, target_logit, logit_sum), fp32 [rows] each: `linear_cross_entropy.tile_partials`.
 
     hidden [rows, features] and weight [tile, features], of one dtype (bf16, fp16, fp32), bias [tile], target int64 [rows], any
     strides. Beside the result it holds 12 bytes per row and 1,024 columns.
@@ -254,7 +254,7 @@ def tile_dlogits(
     label_smoothing: float,
     vocabulary: int,
 ) -> torch.Tensor:
-    """[rows, tile] in the dtype of `hidden`, contiguous: `loss_tiles.tile_dlogits`. lse, scale: fp32 [rows]."""
+    """[rows, tile] in the dtype of `hidden`, contiguous: `linear_cross_entropy.tile_dlogits`. lse, scale: fp32 [rows]."""
     (rows, features), columns = hidden.shape, weight.shape[0]
     _check(hidden, weight, bias, target)
     out = torch.empty((rows, columns), dtype=hidden.dtype, device=hidden.device)

@@ -5,7 +5,7 @@
 
 At most [rows, vocabulary_tile] logits exist at a time. They are fp32 (fp64 for fp64 hidden states) and never rounded to the
 hidden states' dtype, so the loss is nearer to the exact one than that of bf16 logits. `tile_partials` and `tile_dlogits` are the
-two operations that have a Triton twin (`linear_cross_entropy_triton`); `infinity._src.kernels.tiled_loss` makes a loss of them.
+two operations that have a Triton twin (`linear_cross_entropy_triton`); `infinity._src.kernels.tiling.tiled_loss` makes a loss of them.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ import torch.nn.functional as functional
 from torch import nn
 
 from infinity._src._torch_compat import METADATA, DisableTorchFunctionSubclass, make_wrapper, parse_to
-from infinity._src.kernels.loss_tiles import Settings
-from infinity._src.kernels.tiled_linear import TiledLinear
-from infinity._src.kernels.tiled_loss import head_loss, head_rows
+from infinity._src.kernels.linear_cross_entropy import Settings
+from infinity._src.kernels.tiling.tiled_linear import TiledLinear
+from infinity._src.kernels.tiling.tiled_loss import head_loss, head_rows
 from infinity._src.sizes import format_size
 
 log = logging.getLogger("infinity")

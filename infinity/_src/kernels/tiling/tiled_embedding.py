@@ -1,7 +1,7 @@
 """TiledEmbedding: an embedding whose weight is tiles, so that it can share those of a tiled LM head (tied weights).
 
 Each tile looks up the indices that fall into its rows and writes its columns of them. The tiles are links of a chain, as
-in [Note: the chain of tokens] (`infinity._src.kernels.tiled_linear`), with the gradient of the output passing through.
+in [Note: the chain of tokens] (`infinity._src.kernels.tiling.tiled_linear`), with the gradient of the output passing through.
 
 Numerics: forward copies values, so it equals torch's embedding bit for bit; a tile's gradient is torch's own of its rows.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity._src.kernels.tiled_linear import first_order, token
-from infinity._src.kernels.tiles import Grid, TiledModule
+from infinity._src.kernels.tiling.tiled_linear import first_order, token
+from infinity._src.kernels.tiling.tiled_module import Grid, TiledModule
 
 
 class TiledEmbedding(TiledModule):

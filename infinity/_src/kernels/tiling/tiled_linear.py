@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from infinity._src.kernels.tile_matmul import sum_dtype, tile_matmul
-from infinity._src.kernels.tiles import Grid, TiledModule, Tiles, copy_tiles
+from infinity._src.kernels.tiling.tiled_module import Grid, TiledModule, Tiles, copy_tiles
 from infinity.errors import SecondOrderUnsupported
 
 

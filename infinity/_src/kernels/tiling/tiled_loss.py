@@ -4,7 +4,7 @@
     LinearCrossEntropy(head)(hidden, target)           a TiledLinear (each tile gathered alone), or a torch.nn.Linear
     tile_loss(model)                                   a model that computes logits and their loss itself
 
-The tiles of a head are links of a chain, as in [Note: the chain of tokens] (`infinity._src.kernels.tiled_linear`). In backward the
+The tiles of a head are links of a chain, as in [Note: the chain of tokens] (`infinity._src.kernels.tiling.tiled_linear`). In backward the
 gradient of the first token is the sum that becomes the hidden states' gradient; that of the second carries what each tile
 needs of the whole vocabulary: the rows' log-sum-exp, and the gradient that arrives at their losses.
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from infinity._src.kernels.loss_tiles import (
+from infinity._src.kernels.linear_cross_entropy import (
     VOCABULARY_TILE,
     Partials,
     Settings,
@@ -29,7 +29,7 @@ from infinity._src.kernels.loss_tiles import (
     tile_partials,
 )
 from infinity._src.kernels.tile_matmul import sum_dtype, tile_matmul
-from infinity._src.kernels.tiled_linear import TiledLinear, first_order, token
+from infinity._src.kernels.tiling.tiled_linear import TiledLinear, first_order, token
 
 
 def linear_cross_entropy(

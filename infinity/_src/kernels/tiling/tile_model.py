@@ -12,11 +12,11 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from infinity._src.kernels.deferred_logits import as_head, default_tiles, find_head
-from infinity._src.kernels.loss_tiles import VOCABULARY_TILE
-from infinity._src.kernels.tiled_embedding import TiledEmbedding
-from infinity._src.kernels.tiled_linear import TiledLinear
-from infinity._src.kernels.tiles import Grid, TiledModule, Tiles, copy_tiles, parse_tiles
+from infinity._src.kernels.linear_cross_entropy import VOCABULARY_TILE
+from infinity._src.kernels.tiling.deferred_logits import as_head, default_tiles, find_head
+from infinity._src.kernels.tiling.tiled_embedding import TiledEmbedding
+from infinity._src.kernels.tiling.tiled_linear import TiledLinear
+from infinity._src.kernels.tiling.tiled_module import Grid, TiledModule, Tiles, copy_tiles, parse_tiles
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -29,7 +29,7 @@ def tile_linears(model: M, *, tiles: Tiles, names: str | Sequence[str] | None = 
 
     Each tile is gathered, computed and released alone, so the memory that such a linear takes is that of a few tiles. Its
     `state_dict` has the same keys, shapes and values; `parameters()` yields the tiles. Works on the meta device and without
-    offloading. What it does to rounding is a part of the numerics, decided by `tiles` alone (`infinity._src.kernels.tiled_linear`).
+    offloading. What it does to rounding is a part of the numerics, decided by `tiles` alone (`infinity._src.kernels.tiling.tiled_linear`).
 
     tiles: how many along the output features, or (along outputs, along inputs). names: which linears, by qualified name or the
     end of one ("lm_head", "mlp.down_proj"); None: every torch.nn.Linear that has at least that many features, subclasses left
@@ -55,7 +55,7 @@ def tile_loss(model: M, *, tiles: int | None = None, head: str | None = None) ->
 
     The head becomes a tiled linear whose output is computed only when it is needed. Where the model, or the training loop,
     passes it to `cross_entropy` (casts, shifts and views on the way included), the loss is computed a tile of the vocabulary at a
-    time, forward and backward: `infinity._src.kernels.tiled_loss` has the numerics. Any other use computes the logits in full, as before
+    time, forward and backward: `infinity._src.kernels.tiling.tiled_loss` has the numerics. Any other use computes the logits in full, as before
     (`generate`, metrics); in a training pass that is logged once. Works with the causal LMs of Hugging Face as they are.
 
     tiles: along the vocabulary; None: as many as make a tile 8,192 classes or less. head: the name of the head; None:
