@@ -1,4 +1,4 @@
-"""Tensor operations with a torch reference each; of those that users call, the names load lazily."""
+"""Public tensor operators, `inf.ops`; each has a torch reference, and its name loads lazily."""
 
 from __future__ import annotations
 

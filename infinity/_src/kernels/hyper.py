@@ -1,15 +1,18 @@
 """HYPER records: the scalars of one parameter's update, for AdamW, SGD and Lion.
 
-    AdamW   p = p * (1 - lr * weight_decay);  m = m * beta1 + g * (1 - beta1);  v = v * beta2 + g * g * (1 - beta2)
+    AdamW   p = p * (1 - lr * weight_decay)
+            m = m * beta1 + g * (1 - beta1);  v = v * beta2 + g * g * (1 - beta2)
             p = p - step_size * m / (sqrt(v) / bc2_sqrt + eps)
-    SGD     g = g + p * weight_decay;  b = b * momentum + g * (1 - dampening), in the first step b = g
+    SGD     g = g + p * weight_decay
+            b = b * momentum + g * (1 - dampening), in the first step b = g
             p = p - lr * b, with nesterov p - lr * (g + b * momentum), without momentum p - lr * g
-    Lion    p = p * (1 - lr * weight_decay);  p = p - lr * sign(m * beta1 + g * (1 - beta1));  m = m * beta2 + g * (1 - beta2)
+    Lion    p = p * (1 - lr * weight_decay);  p = p - lr * sign(m * beta1 + g * (1 - beta1))
+            m = m * beta2 + g * (1 - beta2)
 
-SGD is torch.optim.SGD's, Lion that of Chen et al. 2023 ("Symbolic Discovery of Optimization Algorithms") with decoupled
-weight decay; the sign of zero is zero, that of NaN is NaN. Scalars are computed in double and rounded once to fp32, as
-torch rounds a Python float. Each operation of an update rounds once to fp32, in the order above: the bits of
-native/update_body.h.
+SGD is torch.optim.SGD's, Lion that of Chen et al. 2023 ("Symbolic Discovery of Optimization
+Algorithms") with decoupled weight decay; the sign of zero is zero, that of NaN is NaN. Scalars are
+computed in double and rounded once to fp32, as torch rounds a Python float. Each operation of an
+update rounds once to fp32, in the order above: the bits of native/update_body.h.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ import numpy.typing as npt
 from infinity.aio.plan import HYPER, LOG_MAX, Algorithm, HyperFlag, LogKind
 
 Log: TypeAlias = Sequence[tuple[LogKind | str, float]]
-"""Operations done to a gradient since it was drained, oldest first: ("mul" | "div" or a LogKind, factor)."""
+"""Operations done to a gradient since it was drained, oldest first: ("mul" | "div" or a LogKind,
+factor).
+"""
 
 
 def hyper_row_adamw(
@@ -37,7 +42,8 @@ def hyper_row_adamw(
     log: Log = (),
     key: int = 0,
 ) -> npt.NDArray[np.void]:
-    """The HYPER record, shape (): scalars computed in double, then rounded once to fp32. key: of random rounding.
+    """Make the HYPER record of an AdamW step, shape (). step: 1 for the first. key: of random
+    rounding.
 
     Raises: ValueError for a step below 1 or a log longer than the kernels replay.
     """
@@ -68,7 +74,8 @@ def hyper_row_sgd(
     log: Log = (),
     key: int = 0,
 ) -> npt.NDArray[np.void]:
-    """The HYPER record of one parameter's step, shape (). first: its buffer is not there yet, and becomes the gradient.
+    """Make the HYPER record of an SGD step, shape (). first: the buffer is not there yet, and
+    becomes the gradient.
 
     Raises: ValueError for what torch.optim.SGD refuses, or a log that is too long.
     """
@@ -89,7 +96,10 @@ def hyper_row_lion(
     log: Log = (),
     key: int = 0,
 ) -> npt.NDArray[np.void]:
-    """The HYPER record of one parameter's step, shape (). Raises: ValueError for a log that is too long."""
+    """Make the HYPER record of a Lion step, shape ().
+
+    Raises: ValueError for a log that is too long.
+    """
     row = _blank_row(Algorithm.LION, log, key)
     row["decay"], row["step_size"] = 1.0 - lr * weight_decay, lr
     row["beta1"], row["one_minus_beta1"] = betas[0], 1.0 - betas[0]
@@ -104,7 +114,8 @@ def _blank_row(algorithm: Algorithm, log: Log, key: int) -> npt.NDArray[np.void]
     """
     if len(log) > LOG_MAX:
         raise ValueError(
-            f"{len(log)} operations were done to one gradient between two steps; at most {LOG_MAX} are replayed: "
+            f"{len(log)} operations were done to one gradient between two steps; at most {LOG_MAX} "
+            "are replayed: "
             "multiply the factors first, or call opt.step() more often"
         )
     row = np.zeros((), dtype=HYPER)

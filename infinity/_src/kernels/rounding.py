@@ -1,8 +1,9 @@
-"""Rounding of states and codes: random bits for random rounding, and a square root that rounds once.
+"""Rounding of states and codes: random bits for random rounding, and a square root that rounds
+once.
 
-An element's 32 random bits follow from a key and the element's index in its parameter, and from nothing else. So the
-same update rounds alike wherever it runs, however a parameter is cut into chunks, and in whatever order. The hash is
-that of native/update_codec.h.
+An element's 32 random bits follow from a key and the element's index in its parameter, and from
+nothing else. So the same update rounds alike wherever it runs, however a parameter is cut into
+chunks, and in whatever order. The hash is that of native/update_codec.h.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ _PART_NUMEL = 1 << 31  # elements of one torch.arange of int32
 
 
 def rounding_key(seed: int, step: int, name: str) -> int:
-    """HYPER["key"] (uint64) of the update that makes step `step` of the parameter `name`, for a run's `seed`."""
+    """HYPER["key"] (uint64) of the update that makes step `step` of the parameter `name`, for a
+    run's `seed`.
+    """
     words = f"{seed}/{step}/{name}".encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
 def mix64(word: int) -> int:
-    """A bijection of 64-bit numbers in which each input bit flips each output bit half of the time (splitmix64)."""
+    """A bijection of 64-bit numbers in which each input bit flips each output bit half of the time
+    (splitmix64).
+    """
     word = (word + 0x9E3779B97F4A7C15) & _MASK64
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -32,12 +37,15 @@ def mix64(word: int) -> int:
 
 
 def random_bits(key: int, element: int, numel: int, device: torch.device) -> torch.Tensor:
-    """int32 [numel]: 32 random bits for each of the elements [element, element + numel), on a device."""
+    """int32 [numel]: 32 random bits for each of the elements [element, element + numel), on a
+    device.
+    """
     parts = []
     while numel > 0:
         low = element & _MASK32
         count = min(numel, (1 << 32) - low, _PART_NUMEL)
-        # The upper half of an element's number enters the key; the lower half is what the loop hashes.
+        # The upper half of an element's number enters the key; the lower half is what the loop
+        # hashes.
         mixed = mix64(key ^ ((element >> 32) * 0x9E3779B97F4A7C15 & _MASK64))
         parts.append(_hashed(mixed, low, count, device))
         element += count
@@ -56,14 +64,15 @@ def sqrt_exact(values: torch.Tensor) -> torch.Tensor:
     """The correctly rounded square root of fp32 [1 dimension or more], a new tensor."""
     if values.device.type != "cpu":
         return torch.sqrt(values)
-    # torch.sqrt on the CPU is MKL's, off by one unit in the last place for 0.6 % of values (torch 2.13). The CPU's own
-    # instruction, which numpy and the native kernels use, never is.
+    # torch.sqrt on the CPU is MKL's, off by one unit in the last place for 0.6 % of values (torch
+    # 2.13). The CPU's own instruction, which numpy and the native kernels use, never is.
     with np.errstate(invalid="ignore"):  # a negative number gives NaN, as in torch
         return torch.from_numpy(np.sqrt(values.detach().numpy()))
 
 
 def _hashed(mixed: int, low: int, count: int, device: torch.device) -> torch.Tensor:
-    # int32 throughout, products wrap: int64 needs no care for signs, but is ten times slower on a CPU.
+    # int32 throughout, products wrap: int64 needs no care for signs, but is ten times slower on a
+    # CPU.
     h = torch.arange(count, dtype=torch.int32, device=device)
     h += _signed(low + mixed)
     h ^= shift_right(h, 16)

@@ -1,28 +1,31 @@
 """State formats: fp32 masters and moments into the sections of a format, and back, on any device.
 
-    sections = encode_sections(format, master, moments)      # to nearest; with `key`: unbiased random rounding
+    sections = encode_sections(format, master, moments)   # to nearest; with `key` at random
     master, moments = decode_sections(format, sections)
 
-One codec serves the update on a device, access to single states and checkpoints, with the bits of native/update_codec.h.
-Every line rounds once, and a divisor is a tensor: by a number torch divides through its reciprocal on a GPU. Integers are
-int32 and wrap: int64 is several times slower on a CPU.
+One codec serves the update on a device, access to single states and checkpoints, with the bits of
+native/update_codec.h. Every line rounds once, and a divisor is a tensor: by a number torch divides
+through its reciprocal on a GPU. Integers are int32 and wrap: int64 is several times slower on a
+CPU.
 
-**24-bit master** (`hi` bf16, `lo` int8): the upper 24 bits of the fp32, rounded at random in an update, since an update
-smaller than half of the last bit would else be lost every time. NaN is canonical, as in the split master.
+**24-bit master** (`hi` bf16, `lo` int8): the upper 24 bits of the fp32, rounded at random in an
+update, since an update smaller than half of the last bit would else be lost every time. NaN is
+canonical, as in the split master.
 
-**bf16 moments**: rounded at random, for the same reason (beta2 = 0.999 moves a second moment by less than a bf16's last
-bit).
+**bf16 moments**: rounded at random, for the same reason (beta2 = 0.999 moves a second moment by
+less than a bf16's last bit).
 
-**8-bit moments**: groups of 64 elements share a scale, their maximum rounded up to bf16. Codes are companded, so that
-small numbers in a group with a large one survive:
+**8-bit moments**: groups of 64 elements share a scale, their maximum rounded up to bf16. Codes are
+companded, so that small numbers in a group with a large one survive:
 
-    moment 0   c in -127 .. 127    sign(c) * c^2 / 127^2 * scale     down to 1/16,129 of the largest
-    moment 1   c in 0 .. 255       c^4 / 255^4 * scale               down to 1/4,228,250,625 of the largest
+    moment 0   c in -127 .. 127    sign(c) * c^2 / 127^2 * scale   down to 1/16,129 of the largest
+    moment 1   c in 0 .. 255       c^4 / 255^4 * scale             down to 1/4,228,250,625 of it
 
-A number between two codes goes to one of them at random, with the probabilities that keep its expected value. There are
-two exceptions, both of moment 1, which a square root divides by: above zero it never becomes zero (code 1 at least), and
-scales are at least 2^-94, so that code 1 is not zero either. A group that holds infinity or NaN (or, in moment 1,
-something negative) becomes NaN as a whole: its scale is NaN. Nothing that is not finite ever comes back as a number.
+A number between two codes goes to one of them at random, with the probabilities that keep its
+expected value. There are two exceptions, both of moment 1, which a square root divides by: above
+zero it never becomes zero (code 1 at least), and scales are at least 2^-94, so that code 1 is not
+zero either. A group that holds infinity or NaN (or, in moment 1, something negative) becomes NaN as
+a whole: its scale is NaN. Nothing that is not finite ever comes back as a number.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ _SCALE_LEAST, _SCALE_MOST = 0x1080, 0x7F7F
 _LEVELS = (16129.0, 4228250625.0)
 _STEPS = tuple(float(np.float32(1) / np.float32(levels)) for levels in _LEVELS)
 _THIRD_MOMENT_KEY = 0x5555555555555555
-"""Added to the key (by xor) for the bits of a third moment: 32 bits serve a master and two moments."""
+"""Added to the key (by xor) for the bits of a third moment: 32 bits serve a master and two moments.
+"""
 
 
 def encode_sections(
@@ -53,17 +57,24 @@ def encode_sections(
 ) -> list[torch.Tensor]:
     """Encode fp32 values [numel] as the sections of a format (without `grad`), one 1-D tensor each.
 
-    Rounds to nearest; with a `key` (see `rounding_key`) 24-bit masters, bf16 and 8-bit moments at random as an update
-    does, `element` being the parameter's index of the first. In 8-bit formats that first element starts a group. Tensors:
-    hi int16 (bf16 bits), lo int16 or int8, fp16 as it is, bf16 moments int16, codes uint8, scales int16
-    [groups * count]; fp32 sections are the tensors given. Raises: ValueError for a format without states, or another
-    number of moments than it has.
+    Rounds to nearest; with a `key` (see `rounding_key`) 24-bit masters, bf16 and 8-bit moments at
+    random as an update does, `element` being the parameter's index of the first. In 8-bit formats
+    that first element starts a group. Tensors: hi int16 (bf16 bits), lo int16 or int8, fp16 as it
+    is, bf16 moments int16, codes uint8, scales int16 [groups * count]; fp32 sections are the
+    tensors given. Raises: ValueError for a format without states, or another number of moments than
+    it has.
     """
     _check(state_format)
     if len(moments) != state_format.count:
-        raise ValueError(f"{state_format} has {state_format.count} moments, {len(moments)} were given")
+        raise ValueError(
+            f"{state_format} has {state_format.count} moments, {len(moments)} were given"
+        )
     rounds = state_format.master is Master.SPLIT8 or state_format.moments is not Moments.FP32
-    random = random_bits(key, element, master.numel(), master.device) if key is not None and rounds else None
+    random = (
+        random_bits(key, element, master.numel(), master.device)
+        if key is not None and rounds
+        else None
+    )
     sections = _encode_master(state_format.master, master, random)
     scales = []
     for index, values in enumerate(moments):
@@ -89,8 +100,9 @@ def decode_sections(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Decode the sections of a format (without `grad`) to (master, moments) in fp32 [numel] each.
 
-    sections: 1-D contiguous tensors of any dtype of the section's bytes. What rests in fp32 comes back as a view of its
-    section, the rest as new tensors. Raises: ValueError for a format without states.
+    sections: 1-D contiguous tensors of any dtype of the section's bytes. What rests in fp32 comes
+    back as a view of its section, the rest as new tensors. Raises: ValueError for a format without
+    states.
     """
     _check(state_format)
     bare = [section.view(torch.uint8) for section in sections]
@@ -102,10 +114,12 @@ def _check(state_format: Format) -> None:
     if state_format.master is Master.RAW:
         raise ValueError("a RAW chunk has no optimizer states: it is the parameter alone")
     if state_format.grad is not GradSection.NONE:
-        raise ValueError("spilled gradients are no optimizer state: pass format.with_grad(GradSection.NONE)")
+        raise ValueError(
+            "spilled gradients are no optimizer state: pass format.with_grad(GradSection.NONE)"
+        )
 
 
-# -- masters -----------------------------------------------------------------------------------------------------------
+# -- masters ---------------------------------------------------------------------------------------
 
 
 def _canonical(values: torch.Tensor) -> torch.Tensor:
@@ -113,7 +127,9 @@ def _canonical(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int32).masked_fill(values.isnan(), _NAN_BITS)
 
 
-def _encode_master(kind: Master, master: torch.Tensor, random: torch.Tensor | None) -> list[torch.Tensor]:
+def _encode_master(
+    kind: Master, master: torch.Tensor, random: torch.Tensor | None
+) -> list[torch.Tensor]:
     if kind is Master.FP32:
         return [master]
     if kind is Master.FP16:
@@ -127,7 +143,8 @@ def _encode_master(kind: Master, master: torch.Tensor, random: torch.Tensor | No
         else:
             bits = bits + shift_right(random, 24)
         bits &= -0x100
-    # NaN is 0x7FC00000: 0x7FFFFFFF would round up into the sign and come back as -0.0. `hi` rounds ties away from zero.
+    # NaN is 0x7FC00000: 0x7FFFFFFF would round up into the sign and come back as -0.0. `hi` rounds
+    # ties away from zero.
     hi = (bits + 0x8000 >> 16).to(torch.int16)
     return [hi, (bits >> 8).to(torch.int8) if kind is Master.SPLIT8 else bits.to(torch.int16)]
 
@@ -145,17 +162,21 @@ def _decode_master(kind: Master, sections: Sequence[torch.Tensor]) -> torch.Tens
     return high.view(torch.float32)
 
 
-# -- moments -----------------------------------------------------------------------------------------------------------
+# -- moments ---------------------------------------------------------------------------------------
 
 
 def _draw(state_format: Format, moment: int, random: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The bits that round a moment, and their number: 12 beside a 24-bit master, which takes 8; else 16."""
+    """The bits that round a moment, and their number: 12 beside a 24-bit master, which takes 8;
+    else 16.
+    """
     width = 12 if state_format.master is Master.SPLIT8 else 16
     shifted = random >> width if moment == 0 else random
     return shifted & (1 << width) - 1, width
 
 
-def _decode_moment(state_format: Format, sections: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+def _decode_moment(
+    state_format: Format, sections: Sequence[torch.Tensor], index: int
+) -> torch.Tensor:
     first, count = state_format.master_count, state_format.count
     section = sections[first + index]
     if state_format.moments is Moments.FP32:
@@ -166,7 +187,9 @@ def _decode_moment(state_format: Format, sections: Sequence[torch.Tensor], index
     return _decode_q8(section, scales, index)
 
 
-def _encode_bf16(values: torch.Tensor, moment: int, drawn: tuple[torch.Tensor, int] | None) -> torch.Tensor:
+def _encode_bf16(
+    values: torch.Tensor, moment: int, drawn: tuple[torch.Tensor, int] | None
+) -> torch.Tensor:
     """int16 with the bits of bf16."""
     bits = _canonical(values)
     if drawn is None:
@@ -208,9 +231,14 @@ def _encode_q8(
     x = x.masked_fill(~plain[:, None], 0.0)
     factor = (torch.full_like(scales, _LEVELS[moment]) / scales)[:, None]
     u: torch.Tensor | float = 1.5
-    if drawn is not None:  # one, the random bits in the mantissa, and half of the last of them: in [1, 2)
+    # one, the random bits in the mantissa, and half of the last of them: in [1, 2)
+    if drawn is not None:
         spare = 23 - drawn[1]
-        u = (_grouped(drawn[0]) << spare).bitwise_or_(0x3F800000 | (1 << spare) >> 1).view(torch.float32)
+        u = (
+            (_grouped(drawn[0]) << spare)
+            .bitwise_or_(0x3F800000 | (1 << spare) >> 1)
+            .view(torch.float32)
+        )
     y = x.abs() * factor
     if moment == 0:
         c = sqrt_exact(y).floor_()

@@ -1,17 +1,19 @@
 """Optimizer updates of chunks that lie on a device, in torch or in Triton: the same bits.
 
-    plan = UpdatePlan(format, [segs of chunk 0, of chunk 1, ...], hypers, device=device, grad_dtype=torch.bfloat16)
-    for index in range(chunks):                      # chunks come and go through the same few buffers
+    segs = [segs of chunk 0, of chunk 1, ...]
+    plan = UpdatePlan(format, segs, hypers, device=device, grad_dtype=torch.bfloat16)
+    for index in range(chunks):          # chunks come and go through the same few buffers
         plan.run(index, sections, grad)
 
-native/update.c does the same to a chunk in RAM. Both implementations here take the records of infinity/aio/plan.py as
-they are. infinity/_src/kernels/choice.py says which one runs (`update`), and that changes no bit but of a NaN's payload in
-an fp32 section, which is nobody's value. All that a step's updates need besides the chunks is copied to the device once,
-when the plan is made.
+native/update.c does the same to a chunk in RAM. Both implementations here take the records of
+infinity/aio/plan.py as they are. infinity/_src/kernels/choice.py says which one runs (`update`),
+and that changes no bit but of a NaN's payload in an fp32 section, which is nobody's value. All that
+a step's updates need besides the chunks is copied to the device once, when the plan is made.
 
-The torch implementation decodes a segment's states to fp32, updates them and encodes them again. Every line of it rounds
-once: products and sums are separate operations, and divisors are tensors, since by a number torch divides through its
-reciprocal on a GPU. Fused forms (`addcmul_`, `add_(alpha=)`) are avoided because they may contract to an FMA.
+The torch implementation decodes a segment's states to fp32, updates them and encodes them again.
+Every line of it rounds once: products and sums are separate operations, and divisors are tensors,
+since by a number torch divides through its reciprocal on a GPU. Fused forms (`addcmul_`,
+`add_(alpha=)`) are avoided because they may contract to an FMA.
 """
 
 from __future__ import annotations
@@ -59,22 +61,35 @@ RESOLVED = np.dtype([*((name, SEG[name]) for name in SEG.names or ()), ("relativ
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Whether every element is finite. values: bf16, fp16 or fp32, any shape and device. Blocks; the GIL is released."""
+    """Tell whether every element is finite.
+
+    values: bf16, fp16 or fp32, any shape and device. Blocks; the GIL is released.
+    """
+    # One native pass at memory speed; torch is 5 to 30 times slower on bf16.
     code = _CODES.get(values.dtype)
-    if native.available() and code is not None and values.device.type == "cpu" and values.is_contiguous():
+    if (
+        native.available()
+        and code is not None
+        and values.device.type == "cpu"
+        and values.is_contiguous()
+    ):
         address = native.ffi.cast("void *", values.data_ptr())
         return bool(native.lib.inf_all_finite(address, int(code), values.numel()))
     return bool(torch.isfinite(values).all())
 
 
 def check_update(state_format: Format, row: Any) -> None:
-    """Raises ValueError unless the kernels know the format (without `grad`) with the row's algorithm."""
+    """Raises ValueError unless the kernels know the format (without `grad`) with the row's
+    algorithm.
+    """
     algorithm = Algorithm(int(row["algorithm"]))
     if state_format is Format.RAW or state_format.grad:
         raise ValueError(f"{state_format} has no optimizer states to update")
     bare_momentum = algorithm is Algorithm.SGD and state_format.count == 0 and row["beta1"] != 0
     if state_format.count not in _MOMENT_COUNTS[algorithm] or bare_momentum:
-        raise ValueError(f"{algorithm.name} does not update {state_format}: it has another number of moments")
+        raise ValueError(
+            f"{algorithm.name} does not update {state_format}: it has another number of moments"
+        )
 
 
 class UpdatePlan:
@@ -89,13 +104,15 @@ class UpdatePlan:
         device: torch.device,
         grad_dtype: torch.dtype | None = None,
     ) -> None:
-        """chunks: of each its SEG records; `start` and `element` are multiples of QUANT_GROUP where moments are 8-bit.
+        """chunks: of each its SEG records; `start` and `element` are multiples of QUANT_GROUP where
+        moments are 8-bit.
 
-        hypers: HYPER records, that segs["hyper"] counts in. grad_dtype: of the tensor that `run` is given; None: each segment
-        says where its gradient lies, in the chunk's `grad` section, or at an address that the device can read, and that
-        stays valid until the device has done the update. Copies to the device, without waiting for it; on a GPU in the
-        current stream, which that of `run` must wait for. The plan stays until the device is done with it.
-        Raises: ValueError for what the kernels do not know.
+        hypers: HYPER records, that segs["hyper"] counts in. grad_dtype: of the tensor that `run` is
+        given; None: each segment says where its gradient lies, in the chunk's `grad` section, or at
+        an address that the device can read, and that stays valid until the device has done the
+        update. Copies to the device, without waiting for it; on a GPU in the current stream, which
+        that of `run` must wait for. The plan stays until the device is done with it. Raises:
+        ValueError for what the kernels do not know.
         """
         self.format = Format.of(state_format)
         self.states = self.format.with_grad(GradSection.NONE)
@@ -105,19 +122,25 @@ class UpdatePlan:
         _check(self.states, chunks, hypers)
         self._hypers = hypers
         self._chunks = [self._resolved(segs) for segs in chunks]
-        self._ends = [int((segs["start"] + segs["numel"]).max()) if len(segs) else 0 for segs in self._chunks]
+        self._ends = [
+            int((segs["start"] + segs["numel"]).max()) if len(segs) else 0 for segs in self._chunks
+        ]
         self._launches = None
         if choice.implementation("update", self.device) == "triton":
             from infinity._src.kernels.triton.update import Launches
 
             self._launches = Launches(self.states, self._chunks, hypers, self.device)
 
-    def run(self, index: int, sections: Sequence[torch.Tensor], grad: torch.Tensor | None = None) -> None:
-        """The update of chunk `index`, in place; elements that no segment has keep their bytes. Does not wait for the device.
+    def run(
+        self, index: int, sections: Sequence[torch.Tensor], grad: torch.Tensor | None = None
+    ) -> None:
+        """The update of chunk `index`, in place; elements that no segment has keep their bytes.
+        Does not wait for the device.
 
-        sections: one contiguous 1-D uint8 tensor per section of the format, on the plan's device, from the chunk's first
-        element on, at multiples of four bytes. grad: of the plan's `grad_dtype`, contiguous; its element i is the gradient of
-        the chunk's element i. Raises: ValueError for sections or gradients that are not so.
+        sections: one contiguous 1-D uint8 tensor per section of the format, on the plan's device,
+        from the chunk's first element on, at multiples of four bytes. grad: of the plan's
+        `grad_dtype`, contiguous; its element i is the gradient of the chunk's element i. Raises:
+        ValueError for sections or gradients that are not so.
         """
         end = self._ends[index]
         _check_sections(self.format, sections, self.device, end)
@@ -133,11 +156,15 @@ class UpdatePlan:
                 start, numel = int(seg["start"]), int(seg["numel"])
                 gradient = _gradient(seg, base, self.device)
                 row, element = self._hypers[int(seg["hyper"])], int(seg["element"])
-                _update_torch(self.states, _parts(self.states, sections, start, numel), gradient, row, element)
+                _update_torch(
+                    self.states, _parts(self.states, sections, start, numel), gradient, row, element
+                )
 
     def _resolved(self, segs: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-        """The segments that have elements. Their dtype is never SECTION; `grad` is an address, or, with `relative`, how
-        many bytes after the start of the tensor or section that `run` is given."""
+        """The segments that have elements. Their dtype is never SECTION; `grad` is an address, or,
+        with `relative`, how many bytes after the start of the tensor or section that `run` is
+        given.
+        """
         out: npt.NDArray[np.void] = np.zeros(int((segs["numel"] > 0).sum()), RESOLVED)
         for name in SEG.names or ():
             out[name] = segs[name][segs["numel"] > 0]
@@ -147,22 +174,34 @@ class UpdatePlan:
             inside[:] = True
         elif inside.any():
             if self.format.grad is GradSection.NONE:
-                raise ValueError(f"a segment's gradient is in the section `grad`, and {self.format} has none")
+                raise ValueError(
+                    f"a segment's gradient is in the section `grad`, and {self.format} has none"
+                )
             code = _SECTION_GRADS[self.format.grad]
         if inside.any():
             out["grad_dtype"][inside] = int(code)
-            out["grad"][inside] = out["start"][inside].astype(np.uint64) * np.uint64(GRAD_DTYPES[code].itemsize)
+            out["grad"][inside] = out["start"][inside].astype(np.uint64) * np.uint64(
+                GRAD_DTYPES[code].itemsize
+            )
         out["relative"] = inside
         return out
 
     def _check_grad(self, grad: torch.Tensor | None, end: int) -> None:
         if (grad is None) != (self.grad_dtype is None):
-            raise ValueError(f"the plan's grad_dtype is {self.grad_dtype}: run() is given a gradient if there is one, else none")
+            raise ValueError(
+                f"the plan's grad_dtype is {self.grad_dtype}: run() is given a gradient if there "
+                "is one, else none"
+            )
         if grad is None:
             return
-        if grad.dtype is not self.grad_dtype or not grad.is_contiguous() or grad.device != self.device:
+        if (
+            grad.dtype is not self.grad_dtype
+            or not grad.is_contiguous()
+            or grad.device != self.device
+        ):
             raise ValueError(
-                f"grad is {grad.dtype} on {grad.device}: give {self.grad_dtype}, contiguous, on {self.device}"
+                f"grad is {grad.dtype} on {grad.device}: give {self.grad_dtype}, contiguous, on "
+                f"{self.device}"
             )
         if end > grad.numel():
             raise ValueError(f"grad has {grad.numel()} elements, and segments go to {end}")
@@ -177,27 +216,47 @@ def _check(states: Format, chunks: Sequence[npt.NDArray[Any]], hypers: npt.NDArr
         if segs["start"].min() < 0 or segs["numel"].min() < 0 or segs["element"].min() < 0:
             raise ValueError("a segment starts, or ends, before its chunk or its parameter")
         if states.moments is Moments.Q8 and ((segs["start"] | segs["element"]) % QUANT_GROUP).any():
-            raise ValueError(f"start and element of every segment begin a group of {QUANT_GROUP} where moments are 8-bit")
+            raise ValueError(
+                f"start and element of every segment begin a group of {QUANT_GROUP} where moments "
+                "are 8-bit"
+            )
     for index in sorted({int(hyper) for segs in chunks for hyper in np.unique(segs["hyper"])}):
         check_update(states, hypers[index])
 
 
-def _check_sections(kind: Format, sections: Sequence[torch.Tensor], device: torch.device, end: int) -> None:
+def _check_sections(
+    kind: Format, sections: Sequence[torch.Tensor], device: torch.device, end: int
+) -> None:
     if len(sections) != len(kind.sections):
         raise ValueError(f"{kind} has {len(kind.sections)} sections, {len(sections)} were given")
     for section, what in zip(sections, kind.sections, strict=True):
-        if section.dtype is not torch.uint8 or section.dim() != 1 or not section.is_contiguous() or section.data_ptr() % 4:
-            raise ValueError("a section is a contiguous one-dimensional uint8 tensor at a multiple of four bytes")
+        if (
+            section.dtype is not torch.uint8
+            or section.dim() != 1
+            or not section.is_contiguous()
+            or section.data_ptr() % 4
+        ):
+            raise ValueError(
+                "a section is a contiguous one-dimensional uint8 tensor at a multiple of four bytes"
+            )
         if section.device != device:
-            raise ValueError(f"the section {what.name} is on {section.device}, and the plan is for {device}")
+            raise ValueError(
+                f"the section {what.name} is on {section.device}, and the plan is for {device}"
+            )
         if what.size_bytes(end) > section.numel():
-            raise ValueError(f"the section {what.name} has {section.numel()} bytes, and segments go to element {end}")
+            raise ValueError(
+                f"the section {what.name} has {section.numel()} bytes, and segments go to element "
+                f"{end}"
+            )
 
 
-def _parts(states: Format, sections: Sequence[torch.Tensor], start: int, numel: int) -> list[torch.Tensor]:
-    """Of each section the bytes of the elements [start, start + numel)."""
+def _parts(
+    states: Format, sections: Sequence[torch.Tensor], start: int, numel: int
+) -> list[torch.Tensor]:
+    """Slice each section to the bytes of the elements [start, start + numel)."""
     parts = []
-    for section, what in zip(sections, states.sections, strict=False):  # a section `grad` is left out
+    # a section `grad` is left out
+    for section, what in zip(sections, states.sections, strict=False):
         low = start // what.group_numel * what.itemsize
         parts.append(section[low : low + what.size_bytes(numel)])
     return parts
@@ -213,7 +272,10 @@ class _Memory:
 def _gradient(seg: Any, base: int, device: torch.device) -> torch.Tensor:
     """The segment's gradient, a view of where it lies."""
     dtype = GRAD_DTYPES[GradDtype(int(seg["grad_dtype"]))]
-    address, size = int(seg["grad"]) + base * int(seg["relative"]), int(seg["numel"]) * dtype.itemsize
+    address, size = (
+        int(seg["grad"]) + base * int(seg["relative"]),
+        int(seg["numel"]) * dtype.itemsize,
+    )
     if device.type == "cuda":
         described = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
         return torch.as_tensor(_Memory(described), device=device).view(dtype)
@@ -221,16 +283,20 @@ def _gradient(seg: Any, base: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
-# -- the torch implementation; the order of operations is native/update_body.h's -----------------------------------------------
+# -- the torch implementation; the order of operations is native/update_body.h's -------------------
 
 
 def _update_torch(
-    state_format: Format, sections: Sequence[torch.Tensor], grad: torch.Tensor, row: Any, element: int
+    state_format: Format,
+    sections: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    row: Any,
+    element: int,
 ) -> None:
     """Update one segment in place.
 
-    sections: the segment's bytes of each, uint8. grad: bf16, fp16 or fp32 [numel]. row: a HYPER record. element: the
-    parameter's, at the first.
+    sections: the segment's bytes of each, uint8. grad: bf16, fp16 or fp32 [numel]. row: a HYPER
+    record. element: the parameter's, at the first.
     """
     g = _replayed(grad, row)
     p, m = decode_sections(state_format, sections)
@@ -274,7 +340,11 @@ def _sgd(
     if row["weight_decay"]:
         g = g + p * float(row["weight_decay"])
     if moments:
-        b = g if flags & HyperFlag.FIRST else moments[0] * momentum + g * float(row["one_minus_beta1"])
+        b = (
+            g
+            if flags & HyperFlag.FIRST
+            else moments[0] * momentum + g * float(row["one_minus_beta1"])
+        )
         moments = [b]
         g = g + b * momentum if flags & HyperFlag.NESTEROV else b
     return p - g * float(row["step_size"]), moments
