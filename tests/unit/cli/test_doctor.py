@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from infinity._src import native
 from infinity._src.cli import doctor
 from infinity._src.kernels import choice
 from infinity.aio import memory_limits
@@ -142,5 +143,5 @@ def test_a_gpu_whose_driver_cannot_be_had_is_warned_of(monkeypatch: pytest.Monke
         assert doctor._copies_fail(1) == ""
     else:
         assert "cannot be offloaded: the device's driver cannot be used" in doctor._copies_fail(1)
-    monkeypatch.setenv("INFINITY_NO_NATIVE", "1")
-    assert "INFINITY_NO_NATIVE=1 hides the native extension" in doctor._copies_fail(1)
+    monkeypatch.setattr(native, "_reason", "infinity's C extension is missing")
+    assert "cannot be offloaded: infinity's C extension is missing" in doctor._copies_fail(1)
