@@ -158,7 +158,7 @@ class _States:
 
 
 def _hyper_row() -> npt.NDArray[np.void]:
-    """As `infinity._src.kernels.adamw.hyper_row`, which needs torch."""
+    """As `infinity._src.kernels.hyper.hyper_row_adamw`, which needs torch."""
     row = np.zeros((), HYPER)
     row["decay"] = 1.0 - _LR * _DECAY
     row["beta1"], row["one_minus_beta1"] = _BETAS[0], 1.0 - _BETAS[0]

@@ -39,7 +39,7 @@ from infinity._src.hooks.gather_window import Gatherable, open_windows
 from infinity._src.hooks.install import Installed, install, uninstall
 from infinity._src.hooks.state_dict import Check, hook_state_dict
 from infinity._src.hooks.unit_refs import UnitRefs, Window
-from infinity._src.kernels.tiles import keep_uncompiled
+from infinity._src.kernels.tiling.tiled_module import keep_uncompiled
 from infinity._src.params.unit import Param, Residency, Unit
 from infinity.errors import EngineClosed, ParameterReleased
 

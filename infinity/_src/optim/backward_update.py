@@ -22,7 +22,7 @@ import torch
 from infinity._src._torch_compat import NO_TASK, graph_task_id
 from infinity._src.grads.proxy import SlotState
 from infinity._src.grads.reducer import GradReducer
-from infinity._src.kernels.finite import all_finite
+from infinity._src.kernels.update import all_finite
 from infinity._src.optim.grad_windows import LAG_UNITS, GradWindows
 from infinity._src.optim.step import StepPipeline, guard
 from infinity._src.optim.step_consensus import Grouped, values_of

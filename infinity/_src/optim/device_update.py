@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from infinity._src.kernels.chunk_update import UpdatePlan
+from infinity._src.kernels.update import UpdatePlan
 from infinity._src.memory.device import Device
 from infinity._src.optim.step import StepPipeline, guard, slot_gradients
 from infinity._src.optim.update_jobs import Submission, Work

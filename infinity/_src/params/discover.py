@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from infinity._src.kernels.tiles import tile_modules
+from infinity._src.kernels.tiling.tiled_module import tile_modules
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params.unit import Flat, Param, Unit, keys_of, place_at
 from infinity._src.params.unsharded_param import empty_flat

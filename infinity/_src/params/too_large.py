@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import nn
 
-from infinity._src.kernels.tiles import Grid, whole_name
+from infinity._src.kernels.tiling.tiled_module import Grid, whole_name
 from infinity._src.params.discover import ParamEntry, UnitSpec
 from infinity._src.sizes import format_size
 from infinity.aio._memory_limits import cgroup_limit_bytes

@@ -9,17 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src.kernels.adamw import hyper_row
-from infinity._src.kernels.update import update_numpy_sections
+from infinity._src.kernels.hyper import hyper_row_adamw
 from infinity._src.native import ffi, lib
-from infinity.aio import CHUNK, HYPER, SEG, Format, GradDtype
-from infinity.aio._records import QUANT_GROUP, GradSection, Master, Moments, piece_count
+from infinity.aio._records import (
+    CHUNK,
+    HYPER,
+    QUANT_GROUP,
+    SEG,
+    Format,
+    GradDtype,
+    GradSection,
+    Master,
+    Moments,
+    piece_count,
+)
+from tests.oracle import update_sections
 from tests.unit.native.states import Array
 from tests.unit.native.test_update_kernels import as_bf16, assert_same_sections, states
 
 OK, BAD_PLAN = -1, -2
 COMPACT = Format(Master.SPLIT8, Moments.Q8, 2)
-ROW = hyper_row(lr=1e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1, step=7, key=77)
+ROW = hyper_row_adamw(lr=1e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1, step=7, key=77)
 PIECE = 128
 
 
@@ -59,7 +69,7 @@ class Chunk:
             for index, section in enumerate(self.sections)
         ]
 
-    def update(self, segs: Array, in_memory_mask: int = 0) -> int:
+    def update(self, segs: Array, given_mask: int = 0) -> int:
         scratch = np.zeros_like(self.sums)
         hypers = np.array([ROW], HYPER)
         places = [ffi.cast("uint8_t *", section.ctypes.data) for section in self.sections]
@@ -67,7 +77,7 @@ class Chunk:
         return int(
             lib.inf_chunk_update(
                 self.pointer, ffi.new("uint8_t *[6]", places), ffi.cast("inf_seg *", segs.ctypes.data), len(segs),
-                ffi.cast("inf_hyper *", hypers.ctypes.data), 1, ffi.NULL, 1, in_memory_mask,
+                ffi.cast("inf_hyper *", hypers.ctypes.data), 1, ffi.NULL, 1, given_mask,
                 ffi.cast("uint32_t *", scratch.ctypes.data),
             )
         )  # fmt: skip
@@ -112,7 +122,7 @@ def test_segments_of_any_format_are_the_reference_on_each_and_gradients_stay(dat
             section.view(np.uint8)[item.size_bytes(start) : item.size_bytes(end)].view(section.dtype)
             for item, section in zip(state_format.sections, expected, strict=True)
         ]
-        update_numpy_sections(state_format, part, held[start:end], ROW, int(seg["element"]))
+        update_sections(state_format, part, held[start:end], ROW, int(seg["element"]))
     before = chunk.sums[-1].copy()
     assert chunk.update(segs) == OK
     assert_same_sections(state_format, chunk.sections[:-1], expected)
@@ -137,10 +147,10 @@ def test_a_given_section_is_not_verified_but_summed_anew_and_untouched_by_a_mism
     before = chunk.sections[0].copy()
     segs = segment(0, 100, 0, grad)
     chunk.sections[2].view(np.uint8)[-1] ^= 1
-    assert chunk.update(segs, in_memory_mask=1) == 2 * chunk.pieces + chunk.pieces - 1
+    assert chunk.update(segs, given_mask=1) == 2 * chunk.pieces + chunk.pieces - 1
     np.testing.assert_array_equal(chunk.sections[0], before)
     chunk.sections[2].view(np.uint8)[-1] ^= 1
-    assert chunk.update(segs, in_memory_mask=1) == OK
+    assert chunk.update(segs, given_mask=1) == OK
     assert chunk.bad() == [OK] * 4  # also of the pieces that no segment meets
     chunk.sections[0] ^= 1
     assert chunk.update(segs) == 0

@@ -1,39 +1,32 @@
-"""State formats in numpy: fp32 masters and moments into the sections of a format, and back.
+"""Numpy oracle of the optimizer's kernels: every algorithm on every state format, bit for bit.
 
-    sections = encode_sections(format, master, moments)      # to nearest; with `key`: unbiased random rounding
-    master, moments = decode_sections(format, sections)
-
-It is the reference of native/update_codec.h, bit for bit, and what reads and writes
-optimizer states outside an update.
-
-**24-bit master** (`hi` bf16, `lo` int8): the upper 24 bits of the fp32, rounded at random in an update, since an update
-smaller than half of the last bit would else be lost every time. NaN is canonical, as in the split master.
-
-**bf16 moments**: rounded at random, for the same reason (beta2 = 0.999 moves a second moment by less than a bf16's last bit).
-
-**8-bit moments**: groups of 64 elements share a scale, their maximum rounded up to bf16. Codes are companded, so that small
-numbers in a group with a large one survive:
-
-    moment 0   c in -127 .. 127    sign(c) * c^2 / 127^2 * scale     down to 1/16,129 of the largest
-    moment 1   c in 0 .. 255       c^4 / 255^4 * scale               down to 1/4,228,250,625 of the largest
-
-A number between two codes goes to one of them at random, with the probabilities that keep its expected value. Two exceptions,
-both of moment 1, which a square root divides by: above zero it never becomes zero (code 1 at least), and scales are at
-least 2^-94, so that code 1 is not zero either. A group that holds infinity or NaN (or, in moment 1, something negative)
-becomes NaN as a whole: its scale is NaN. Nothing that is not finite ever comes back as a number.
+Three implementations must agree with it: native/update.c, the torch code of infinity and Triton's kernel. It shares
+nothing with them but the records, the check of what is known, and `mix64`. States are decoded to fp32, updated by
+operations that round once each, and encoded again; the update uses the moments before they are rounded.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from infinity._src.kernels.rounding import random_bits
-from infinity.aio import Format
-from infinity.aio._records import QUANT_GROUP, GradSection, Master, Moments
+from infinity._src.kernels.hyper import hyper_row_adamw
+from infinity._src.kernels.rounding import mix64
+from infinity._src.kernels.update import check_update
+from infinity.aio._records import (
+    QUANT_GROUP,
+    Algorithm,
+    Format,
+    GradSection,
+    HyperFlag,
+    LogKind,
+    Master,
+    Moments,
+)
 
 Array = npt.NDArray[Any]
 
@@ -52,6 +45,30 @@ def _bits(values: Array) -> Array:
 def _canonical(values: Array) -> Array:
     bits = _bits(values)
     return np.where((bits & np.uint32(0x7FFFFFFF)) > _INFINITY_BITS, _NAN_BITS, bits)
+
+
+def random_bits(key: int, element: int, numel: int) -> npt.NDArray[np.uint32]:
+    """uint32 [numel] for elements [element, element + numel)."""
+    parts = []
+    while numel > 0:
+        low = element & 0xFFFFFFFF
+        count = min(numel, (1 << 32) - low)
+        parts.append(_hashed(mix64(key ^ ((element >> 32) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)), low, count))
+        element += count
+        numel -= count
+    return np.concatenate(parts) if parts else np.zeros(0, np.uint32)
+
+
+def _hashed(mixed: int, low: int, count: int) -> npt.NDArray[np.uint32]:
+    h = np.arange(count, dtype=np.uint32)
+    h += np.uint32((low + mixed) & 0xFFFFFFFF)
+    h ^= h >> np.uint32(16)
+    h *= np.uint32(0x7FEB352D)
+    h ^= h >> np.uint32(15)
+    h ^= np.uint32(mixed >> 32)
+    h *= np.uint32(0x846CA68B)
+    h ^= h >> np.uint32(16)
+    return h
 
 
 # -- masters -----------------------------------------------------------------------------------------------------------
@@ -250,3 +267,104 @@ def decode_sections(state_format: Format, sections: Sequence[Array]) -> tuple[Ar
                 scale = bare[first + count].view(np.uint16).reshape(-1, count)[:, index]
                 moments.append(_decode_q8(section, scale, index))
         return _decode_master(state_format.master, bare), moments
+
+
+# -- the update --------------------------------------------------------------------------------------------------------
+
+
+def update_sections(
+    state_format: Format, sections: Sequence[Array], grad: Array, hyper: Any, element: int = 0
+) -> None:
+    """Update sections in place.
+
+    sections: one writable contiguous 1-D array per section of the format, which has no `grad`, for [numel] elements (any
+    dtype of the section's itemsize, or bytes; the scales of all groups that begin). grad [numel]: fp32, fp16, or uint16 with
+    the bits of bf16. hyper: a HYPER record. element: the parameter's, at the first; in 8-bit formats a multiple of
+    QUANT_GROUP. Raises: ValueError for what the kernels do not know.
+    """
+    kind = Format.of(state_format)
+    check_update(kind, hyper)
+    if kind.moments is Moments.Q8 and element % QUANT_GROUP:
+        raise ValueError(f"element {element} does not start a group of {QUANT_GROUP}")
+    master, moments = decode_sections(kind, sections)
+    algorithm = {Algorithm.ADAMW: adamw_, Algorithm.SGD: sgd_, Algorithm.LION: lion_}[Algorithm(int(hyper["algorithm"]))]
+    with np.errstate(all="ignore"):
+        algorithm(master, moments, replay_log(grad, hyper), hyper)
+    encoded = encode_sections(kind, master, moments, key=int(hyper["key"]), element=element)
+    for target, source in zip(sections, encoded, strict=True):
+        target.view(np.uint8)[:] = source.view(np.uint8)
+
+
+def adamw_(param: Array, moments: Sequence[Array], grad: Array, row: Any) -> None:
+    """AdamW on fp32 arrays [numel] in place; the order of operations is the specification."""
+    exp_avg, exp_avg_sq = moments
+    param *= row["decay"]
+    exp_avg[:] = exp_avg * row["beta1"] + grad * row["one_minus_beta1"]
+    exp_avg_sq[:] = exp_avg_sq * row["beta2"] + grad * grad * row["one_minus_beta2"]
+    denom = np.sqrt(exp_avg_sq) / row["bc2_sqrt"] + row["eps"]
+    param -= exp_avg / denom * row["step_size"]
+
+
+def sgd_(
+    param: npt.NDArray[Any], moments: Sequence[npt.NDArray[Any]], grad: npt.NDArray[Any], row: Any
+) -> None:
+    """The update of fp32 arrays [numel] in place; `moments` holds the momentum buffer, or nothing."""
+    g = grad + param * row["weight_decay"] if row["weight_decay"] else grad
+    flags = int(row["flags"])
+    if moments:
+        buffer = moments[0]
+        buffer[:] = g if flags & HyperFlag.FIRST else buffer * row["beta1"] + g * row["one_minus_beta1"]
+        g = g + buffer * row["beta1"] if flags & HyperFlag.NESTEROV else buffer
+    param -= g * row["step_size"]
+
+
+def lion_(
+    param: npt.NDArray[Any], moments: Sequence[npt.NDArray[Any]], grad: npt.NDArray[Any], row: Any
+) -> None:
+    """The update of fp32 arrays [numel] in place; `moments` holds the one moment."""
+    moment = moments[0]
+    direction = np.sign(moment * row["beta1"] + grad * row["one_minus_beta1"])
+    param *= row["decay"]
+    param -= direction * row["step_size"]
+    moment[:] = moment * row["beta2"] + grad * row["one_minus_beta2"]
+
+
+def replay_log(grad: npt.NDArray[Any], row: Any) -> npt.NDArray[np.float32]:
+    """The gradient in fp32 with the log replayed, a new array. grad: fp32, fp16, or uint16 with the bits of bf16; [numel]."""
+    if grad.dtype == np.uint16:
+        g: npt.NDArray[np.float32] = (grad.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    else:
+        g = grad.astype(np.float32)
+    for index in range(int(row["log_count"])):
+        value = row["log_value"][index]
+        g = g * value if int(row["log_kind"][index]) == LogKind.MUL else g / value
+    return g
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyper:
+    """What one AdamW update depends on besides the states, in Python doubles.
+
+    `step` counts from 1 (the update about to happen). `log` holds the operations done to the gradient since it was
+    drained, oldest first, as ("mul" | "div" or a LogKind, factor); they are replayed in fp32 before the update.
+    """
+
+    lr: float
+    step: int
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    log: tuple[tuple[LogKind | str, float], ...] = ()
+    key: int = 0
+
+    def row(self) -> npt.NDArray[np.void]:
+        """The HYPER record; see `hyper_row_adamw`."""
+        return hyper_row_adamw(
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            step=self.step,
+            log=self.log,
+            key=self.key,
+        )

@@ -1,9 +1,12 @@
-"""TiledEmbedding: an embedding whose weight is tiles, so that it can share those of a tiled LM head (tied weights).
+"""TiledEmbedding: an embedding whose weight is tiles, so that it can share those of a tiled LM head
+(tied weights).
 
-Each tile looks up the indices that fall into its rows and writes its columns of them. The tiles are links of a chain, as
-in [Note: the chain of tokens] (`infinity._src.kernels.tiled_linear`), with the gradient of the output passing through.
+Each tile looks up the indices that fall into its rows and writes its columns of them. The tiles are
+links of a chain, as in [Note: the chain of tokens] (`infinity._src.kernels.tiling.tiled_linear`),
+with the gradient of the output passing through.
 
-Numerics: forward copies values, so it equals torch's embedding bit for bit; a tile's gradient is torch's own of its rows.
+Numerics: forward copies values, so it equals torch's embedding bit for bit; a tile's gradient is
+torch's own of its rows.
 """
 
 from __future__ import annotations
@@ -13,34 +16,48 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity._src.kernels.tiled_linear import first_order, token
-from infinity._src.kernels.tiles import Grid, TiledModule
+from infinity._src.kernels.tiling.tiled_linear import first_order, token
+from infinity._src.kernels.tiling.tiled_module import Grid, TiledModule
 
 
 class TiledEmbedding(TiledModule):
-    """A torch.nn.Embedding in tiles. indices: any shape, int32 or int64; returns [*indices.shape, embedding_dim].
+    """A torch.nn.Embedding in tiles. indices: any shape, int32 or int64; returns [*indices.shape,
+    embedding_dim].
 
-    tiles: row after row of the grid, parameters which other modules may share. padding_idx: as torch has it.
-    `state_dict()` has one `weight` [num_embeddings, embedding_dim].
+    tiles: row after row of the grid, parameters which other modules may share. padding_idx: as
+    torch has it. `state_dict()` has one `weight` [num_embeddings, embedding_dim].
     """
 
-    def __init__(self, tiles: list[nn.Parameter], grid: Grid, padding_idx: int | None = None) -> None:
+    def __init__(
+        self, tiles: list[nn.Parameter], grid: Grid, padding_idx: int | None = None
+    ) -> None:
         super().__init__(tiles, grid)
         self.num_embeddings, self.embedding_dim = grid.whole_shape
         self.padding_idx = padding_idx
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        """The rows of the weight at `indices`. Raises: RuntimeError for indices that are not int32 or int64, IndexError on the
-        CPU for one that is out of range."""
+        """The rows of the weight at `indices`. Raises: RuntimeError for indices that are not int32
+        or int64, IndexError on the CPU for one that is out of range.
+        """
         if indices.dtype not in (torch.int32, torch.int64):
-            raise RuntimeError(f"the indices of an embedding are {indices.dtype}: give int32 or int64")
+            raise RuntimeError(
+                f"the indices of an embedding are {indices.dtype}: give int32 or int64"
+            )
         flat = indices.reshape(-1).long()
-        if flat.device.type == "cpu" and flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings:
+        if (
+            flat.device.type == "cpu"
+            and flat.numel()
+            and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings
+        ):
             raise IndexError(f"index out of range: this embedding has {self.num_embeddings} rows")
         weights = self.tile_parameters()
-        out = torch.empty(flat.numel(), self.embedding_dim, dtype=weights[0].dtype, device=flat.device)
+        out = torch.empty(
+            flat.numel(), self.embedding_dim, dtype=weights[0].dtype, device=flat.device
+        )
         wanted = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-        outs = _Enter.apply(torch.empty(0, device=out.device, requires_grad=True) if wanted else None, out)
+        outs = _Enter.apply(
+            torch.empty(0, device=out.device, requires_grad=True) if wanted else None, out
+        )
         for tile, row, column in self.tiles():
             outs = tile(_Link(self, flat, out, row, column), outs)
         found: torch.Tensor = _Leave.apply(outs, out)
@@ -49,14 +66,25 @@ class TiledEmbedding(TiledModule):
     def extra_repr(self) -> str:
         """Sizes, for people."""
         padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, tiles=({self.grid.rows}, {self.grid.columns})"
+        tiles = f"tiles=({self.grid.rows}, {self.grid.columns})"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {tiles}"
 
 
 class _Link:
-    """What a tile computes, as a function of its weight and the token. indices: [n]; out: [n, embedding_dim]."""
+    """Computation of a tile, as a function of its weight and the token.
 
-    def __init__(self, of: TiledEmbedding, indices: torch.Tensor, out: torch.Tensor, row: int, column: int) -> None:
-        self._indices, self._out, self._place, self._padding = indices, out, of.grid.place(row, column), of.padding_idx
+    indices: [n]; out: [n, embedding_dim].
+    """
+
+    def __init__(
+        self, of: TiledEmbedding, indices: torch.Tensor, out: torch.Tensor, row: int, column: int
+    ) -> None:
+        self._indices, self._out, self._place, self._padding = (
+            indices,
+            out,
+            of.grid.place(row, column),
+            of.padding_idx,
+        )
 
     def __call__(self, weight: torch.Tensor, outs: torch.Tensor) -> Any:
         return _Step.apply(outs, weight, self._indices, self._out, self._place, self._padding)
@@ -109,12 +137,14 @@ class _Step(torch.autograd.Function):
             inside, index = _inside(indices, place)
             if ctx.padding is not None:
                 inside = inside & (indices != ctx.padding)
-            # What is not this tile's goes to a row of its own, which is dropped: no shape depends on the indices, so a GPU is
-            # not waited for, and rows are summed as torch sums them.
+            # What is not this tile's goes to a row of its own, which is dropped: no shape depends
+            # on the indices, so a GPU is not waited for, and rows are summed as torch sums them.
             count = ctx.shape[0]
             index = torch.where(inside, index, count)
             part = dy[:, place.columns[0] : place.columns[1]].contiguous()
-            dweight = torch.ops.aten.embedding_dense_backward(part, index, count + 1, count, False)[:count]
+            dweight = torch.ops.aten.embedding_dense_backward(part, index, count + 1, count, False)[
+                :count
+            ]
         return dy, dweight, None, None, None, None
 
 
@@ -134,6 +164,6 @@ class _Leave(torch.autograd.Function):
 
 
 def _inside(indices: torch.Tensor, place: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each index falls into the tile's rows, and the row of the tile (any, if not)."""
+    """Return a mask of the indices in the tile's rows, and their rows of the tile (any, if not)."""
     first, last = place.rows
     return (indices >= first) & (indices < last), (indices - first).clamp(0, last - first - 1)

@@ -1,6 +1,8 @@
-"""`tile_linears` and `tile_loss`: the linears of a model in tiles, and its loss without logits; in place.
+"""`tile_linears` and `tile_loss`: the linears of a model in tiles, and its loss without logits; in
+place.
 
-A weight that several modules share stays shared: all of them get modules on the same tiles (TiledLinear, TiledEmbedding).
+A weight that several modules share stays shared: all of them get modules on the same tiles
+(TiledLinear, TiledEmbedding).
 """
 
 from __future__ import annotations
@@ -12,11 +14,17 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from infinity._src.kernels.deferred_logits import as_head, default_tiles, find_head
-from infinity._src.kernels.loss_tiles import VOCABULARY_TILE
-from infinity._src.kernels.tiled_embedding import TiledEmbedding
-from infinity._src.kernels.tiled_linear import TiledLinear
-from infinity._src.kernels.tiles import Grid, TiledModule, Tiles, copy_tiles, parse_tiles
+from infinity._src.kernels.linear_cross_entropy import VOCABULARY_TILE
+from infinity._src.kernels.tiling.deferred_logits import as_head, default_tiles, find_head
+from infinity._src.kernels.tiling.tiled_embedding import TiledEmbedding
+from infinity._src.kernels.tiling.tiled_linear import TiledLinear
+from infinity._src.kernels.tiling.tiled_module import (
+    Grid,
+    TiledModule,
+    Tiles,
+    copy_tiles,
+    parse_tiles,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -25,24 +33,34 @@ _KEPT = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def tile_linears(model: M, *, tiles: Tiles, names: str | Sequence[str] | None = None) -> M:
-    """Cut linears of `model` into tiles, in place, and return it: before the optimizer is made and before `inf.offload`.
+    """Cut linears of `model` into tiles, in place, and return it: before the optimizer is made and
+    before `inf.offload`.
 
-    Each tile is gathered, computed and released alone, so the memory that such a linear takes is that of a few tiles. Its
-    `state_dict` has the same keys, shapes and values; `parameters()` yields the tiles. Works on the meta device and without
-    offloading. What it does to rounding is a part of the numerics, decided by `tiles` alone (`infinity._src.kernels.tiled_linear`).
+    Each tile is gathered, computed and released alone, so the memory that such a linear takes is
+    that of a few tiles. Its `state_dict` has the same keys, shapes and values; `parameters()`
+    yields the tiles. Works on the meta device and without offloading. What it does to rounding is a
+    part of the numerics, decided by `tiles` alone (`infinity._src.kernels.tiling.tiled_linear`).
 
-    tiles: how many along the output features, or (along outputs, along inputs). names: which linears, by qualified name or the
-    end of one ("lm_head", "mlp.down_proj"); None: every torch.nn.Linear that has at least that many features, subclasses left
-    out. A weight that other linears or embeddings share (tied weights) is tiled in all of them.
+    tiles: how many along the output features, or (along outputs, along inputs). names: which
+    linears, by qualified name or the end of one ("lm_head", "mlp.down_proj"); None: every
+    torch.nn.Linear that has at least that many features, subclasses left out. A weight that other
+    linears or embeddings share (tied weights) is tiled in all of them.
 
-    Raises: ValueError for names that match nothing or no torch.nn.Linear, more tiles than features, a model that is offloaded or
-    has gradients or hooks there, and for a weight shared with a module that cannot be tiled. On an error the model is as it was.
+    Raises: ValueError for names that match nothing or no torch.nn.Linear, more tiles than features,
+    a model that is offloaded or has gradients or hooks there, and for a weight shared with a module
+    that cannot be tiled. On an error the model is as it was.
     """
     parse_tiles(tiles)
     if "_infinity_handle" in model.__dict__:
-        raise ValueError("this model is offloaded already; call inf.tile_linears(model, ...) before inf.offload(model, ...)")
+        raise ValueError(
+            "this model is offloaded already; call inf.tile_linears(model, ...) before "
+            "inf.offload(model, ...)"
+        )
     if type(model) is nn.Linear:
-        raise ValueError("the model is a torch.nn.Linear itself, and cannot be replaced in place; use inf.ops.TiledLinear")
+        raise ValueError(
+            "the model is a torch.nn.Linear itself, and cannot be replaced in place; use "
+            "inf.ops.TiledLinear"
+        )
     chosen = _chosen(model, tiles, [names] if isinstance(names, str) else names)
     plan = list(_plan(model, tiles, chosen))
     for group in plan:
@@ -51,34 +69,52 @@ def tile_linears(model: M, *, tiles: Tiles, names: str | Sequence[str] | None = 
 
 
 def tile_loss(model: M, *, tiles: int | None = None, head: str | None = None) -> M:
-    """Have `model` compute its loss without the logits, in place, and return it: before the optimizer and before `inf.offload`.
+    """Have `model` compute its loss without the logits, in place, and return it: before the
+    optimizer and before `inf.offload`.
 
-    The head becomes a tiled linear whose output is computed only when it is needed. Where the model, or the training loop,
-    passes it to `cross_entropy` (casts, shifts and views on the way included), the loss is computed a tile of the vocabulary at a
-    time, forward and backward: `infinity._src.kernels.tiled_loss` has the numerics. Any other use computes the logits in full, as before
-    (`generate`, metrics); in a training pass that is logged once. Works with the causal LMs of Hugging Face as they are.
+    The head becomes a tiled linear whose output is computed only when it is needed. Where the
+    model, or the training loop, passes it to `cross_entropy` (casts, shifts and views on the way
+    included), the loss is computed a tile of the vocabulary at a time, forward and backward:
+    `infinity._src.kernels.tiling.tiled_loss` has the numerics. Any other use computes the logits in
+    full, as before (`generate`, metrics); in a training pass that is logged once. Works with the
+    causal LMs of Hugging Face as they are.
 
-    tiles: along the vocabulary; None: as many as make a tile 8,192 classes or less. head: the name of the head; None:
-    `model.get_output_embeddings()`. A head that is tiled already keeps its tiles.
+    tiles: along the vocabulary; None: as many as make a tile 8,192 classes or less. head: the name
+    of the head; None: `model.get_output_embeddings()`. A head that is tiled already keeps its
+    tiles.
 
-    Raises: ValueError for a head that is not found or cannot be tiled (see `tile_linears`), or has tiles along its inputs.
+    Raises: ValueError for a head that is not found or cannot be tiled (see `tile_linears`), or has
+    tiles along its inputs.
     """
     if "_infinity_handle" in model.__dict__:
-        raise ValueError("this model is offloaded already; call inf.tile_loss(model) before inf.offload(model, ...)")
+        raise ValueError(
+            "this model is offloaded already; call inf.tile_loss(model) before inf.offload(model, "
+            "...)"
+        )
     if tiles is not None and (type(tiles) is not int or tiles < 1):
-        raise ValueError(f"tiles={tiles!r} is not a positive whole number: a tiled loss has tiles along the vocabulary only")
+        raise ValueError(
+            f"tiles={tiles!r} is not a positive whole number: a tiled loss has tiles along the "
+            "vocabulary only"
+        )
     modules = dict(model.named_modules())
     found = find_head(model) if head is None else modules.get(head)
     name = next((name for name, module in modules.items() if module is found), None)
     if found is None or not name:
         raise ValueError(
             f"head={head!r}: the model has no such module" if head is not None
-            else "the model does not say which module is its head; name it: inf.tile_loss(model, head='lm_head')"
+            else "the model does not say which module is its head; "
+            "name it: inf.tile_loss(model, head='lm_head')"
         )  # fmt: skip
     if not isinstance(found, TiledLinear):
         if type(found) is not nn.Linear:
-            raise ValueError(f"{name} is a {type(found).__name__}; a tiled loss takes a torch.nn.Linear")
-        tile_linears(model, tiles=default_tiles(found.out_features, VOCABULARY_TILE) if tiles is None else tiles, names=name)
+            raise ValueError(
+                f"{name} is a {type(found).__name__}; a tiled loss takes a torch.nn.Linear"
+            )
+        tile_linears(
+            model,
+            tiles=default_tiles(found.out_features, VOCABULARY_TILE) if tiles is None else tiles,
+            names=name,
+        )
         found = model.get_submodule(name)
         assert isinstance(found, TiledLinear)
     elif tiles is not None and tiles != found.grid.rows:
@@ -111,10 +147,15 @@ def _chosen(model: nn.Module, tiles: Tiles, names: Iterable[str] | None) -> dict
     for wanted in names:
         found = {name: linear for name, linear in linears.items() if _matches(name, wanted)}
         if not found:
-            others = [f"{name} is a {type(module).__name__}" for name, module in modules.items() if _matches(name, wanted)]
+            others = [
+                f"{name} is a {type(module).__name__}"
+                for name, module in modules.items()
+                if _matches(name, wanted)
+            ]
             what = "; ".join(others[:3]) if others else "the model has no such module"
             raise ValueError(
-                f"names={wanted!r}: {what}; give the names of torch.nn.Linear modules, or ends of them, as "
+                f"names={wanted!r}: {what}; give the names of torch.nn.Linear modules, or ends of "
+                "them, as "
                 "model.named_modules() lists them"
             )
         chosen.update(found)
@@ -126,7 +167,7 @@ def _matches(name: str, wanted: str) -> bool:
 
 
 def _plan(model: nn.Module, tiles: Tiles, chosen: dict[str, nn.Linear]) -> Iterator[_Group]:
-    """What to replace, checked: nothing is changed yet."""
+    """Plan the replacements, checked; nothing is changed yet."""
     holders: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for name, module in model.named_modules():
         for attr, parameter in module._parameters.items():
@@ -140,7 +181,12 @@ def _plan(model: nn.Module, tiles: Tiles, chosen: dict[str, nn.Linear]) -> Itera
             continue
         sites = list(holders[id(weight)])
         for other in declared.get(f"{name}.weight", ()) if weight.is_meta else ():
-            sites += [site for at in holders.values() for site in at if f"{site[0]}.{site[2]}" == other and site not in sites]
+            sites += [
+                site
+                for at in holders.values()
+                for site in at
+                if f"{site[0]}.{site[2]}" == other and site not in sites
+            ]
         done.update(id(module._parameters[attr]) for _, module, attr in sites)
         for site_name, module, attr in sites:
             _check(site_name, module, attr, name)
@@ -149,7 +195,9 @@ def _plan(model: nn.Module, tiles: Tiles, chosen: dict[str, nn.Linear]) -> Itera
 
 
 def _declared_ties(model: nn.Module) -> dict[str, list[str]]:
-    """Parameter name -> names of those that a Hugging Face model declares tied to it: on the meta device they are not yet."""
+    """Parameter name -> names of those that a Hugging Face model declares tied to it: on the meta
+    device they are not yet.
+    """
     ties: dict[str, list[str]] = {}
     for prefix, module in model.named_modules():
         declared = getattr(module, "all_tied_weights_keys", None)
@@ -167,15 +215,26 @@ def _check(name: str, module: nn.Module, attr: str, wanted: str) -> None:
     is_embedding = type(module) is nn.Embedding
     if attr != "weight" or not (type(module) is nn.Linear or is_embedding):
         raise ValueError(
-            f"{shared}which is in a {type(module).__name__}, not in a torch.nn.Linear or torch.nn.Embedding{leave}, or untie them"
+            f"{shared}which is in a {type(module).__name__}, not in a torch.nn.Linear or "
+            f"torch.nn.Embedding{leave}, or untie them"
         )
-    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
-        raise ValueError(f"{shared}an embedding with max_norm, scale_grad_by_freq or sparse, which tiles do not have{leave}")
+    if isinstance(module, nn.Embedding) and (
+        module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    ):
+        raise ValueError(
+            f"{shared}an embedding with max_norm, scale_grad_by_freq or sparse, which tiles do not "
+            f"have{leave}"
+        )
     if module._parameters["weight"].grad is not None:  # type: ignore[union-attr]
-        raise ValueError(f"{name}.weight has a gradient, which tiling would lose: call model.zero_grad() first")
+        raise ValueError(
+            f"{name}.weight has a gradient, which tiling would lose: call model.zero_grad() first"
+        )
     hooked = [kind for kind in _KEPT if getattr(module, kind, None)]
     if hooked or "forward" in module.__dict__:
-        raise ValueError(f"{name} has {', '.join(hooked) or 'a forward of its own'}, which tiling would lose: add it afterwards")
+        raise ValueError(
+            f"{name} has {', '.join(hooked) or 'a forward of its own'}, which tiling would lose: "
+            "add it afterwards"
+        )
 
 
 def _replace(model: nn.Module, group: _Group) -> None:
@@ -190,7 +249,8 @@ def _replace(model: nn.Module, group: _Group) -> None:
         made.train(module.training)
         _put(model, module, made)
         with torch.no_grad():
-            module._parameters["weight"] = None  # the whole weight goes now, not when the last linear is tiled
+            # the whole weight goes now, not when the last linear is tiled
+            module._parameters["weight"] = None
 
 
 def _put(model: nn.Module, module: nn.Module, made: nn.Module) -> None:

@@ -1,11 +1,16 @@
-"""Cross-entropy of `hidden @ weight.t() + bias` a tile of the vocabulary at a time: what one tile contributes, and its gradient.
+"""Cross-entropy of `hidden @ weight.t() + bias` a tile of the vocabulary at a time: one tile's
+contribution and its gradient.
 
-    forward    for each tile of rows of the weight:  logits of the tile -> (max, sum of exp, target's logit, sum), merged in order
-    backward   for each tile:  the logits again -> their gradient -> the weight's, and the hidden states' (summed in fp32)
+    forward    for each tile of rows of the weight:
+                   logits of the tile -> (max, sum of exp, target's logit, sum), merged in order
+    backward   for each tile:
+                   the logits again -> their gradient -> the weight's, and the hidden states'
 
-At most [rows, vocabulary_tile] logits exist at a time. They are fp32 (fp64 for fp64 hidden states) and never rounded to the
-hidden states' dtype, so the loss is nearer to the exact one than that of bf16 logits. `tile_partials` and `tile_dlogits` are the
-two operations that have a Triton twin (`linear_cross_entropy_triton`); `infinity._src.kernels.tiled_loss` makes a loss of them.
+At most [rows, vocabulary_tile] logits exist at a time. They are fp32 (fp64 for fp64 hidden states)
+and never rounded to the hidden states' dtype, so the loss is nearer to the exact one than that of
+bf16 logits. The hidden states' gradient is summed in fp32. `tile_partials` and `tile_dlogits` are
+the two operations that have a Triton twin (infinity/_src/kernels/triton/linear_cross_entropy.py);
+`infinity._src.kernels.tiling.tiled_loss` makes a loss of them.
 """
 
 from __future__ import annotations
@@ -20,16 +25,20 @@ from infinity._src.kernels.tile_matmul import wide_product
 NAME = "linear_cross_entropy"
 
 VOCABULARY_TILE = 8192
-"""Rows of the weight per tile unless told otherwise. Part of the numerics: it decides the order of sums."""
+"""Rows of the weight per tile unless told otherwise.
+
+Part of the numerics: it decides the order of sums.
+"""
 
 REDUCTIONS = ("none", "mean", "sum")
 
 
 class Partials(NamedTuple):
-    """What a part of the vocabulary contributes to the loss of each row: four tensors [rows] of `sum_dtype`.
+    """Contribution of a part of the vocabulary to the loss of each row: four tensors [rows] of
+    `sum_dtype`.
 
-    row_max: the largest logit (-inf for an empty part); row_sum_exp: sum of exp(logit - row_max); target_logit: the target's
-    logit if it is in this part, else 0; logit_sum: sum of the logits.
+    row_max: the largest logit (-inf for an empty part); row_sum_exp: sum of exp(logit - row_max);
+    target_logit: the target's logit if it is in this part, else 0; logit_sum: sum of the logits.
     """
 
     row_max: torch.Tensor
@@ -39,7 +48,9 @@ class Partials(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """How logits become a loss; `ignore_index`, `label_smoothing` and `reduction` as torch's cross_entropy has them."""
+    """Settings of the loss: `ignore_index`, `label_smoothing` and `reduction` of torch's
+    cross_entropy.
+    """
 
     vocabulary: int
     ignore_index: int = -100
@@ -49,27 +60,40 @@ class Settings(NamedTuple):
     def check(self) -> None:
         """Raises: ValueError for a reduction or a smoothing that there is not."""
         if self.reduction not in REDUCTIONS:
-            raise ValueError(f"reduction={self.reduction!r} is not known; use one of {', '.join(map(repr, REDUCTIONS))}")
+            raise ValueError(
+                f"reduction={self.reduction!r} is not known; use one of "
+                f"{', '.join(map(repr, REDUCTIONS))}"
+            )
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing={self.label_smoothing} is not between 0 and 1")
 
 
-# -- one tile of the vocabulary: what has a Triton twin ----------------------------------------------------------------
+# -- one tile of the vocabulary: what has a Triton twin --------------------------------------------
 
 
 def tile_partials(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, *, start: int
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    *,
+    start: int,
 ) -> Partials:
-    """What one tile of the vocabulary contributes. Records no graph.
+    """Compute the contribution of one tile of the vocabulary. Records no graph.
 
-    hidden: [rows, features]; weight: [tile, features] of the same dtype, any strides; bias: [tile] or None; target: int64
-    [rows], indices into the whole vocabulary (ignored rows hold any number); start: the tile's first index.
+    hidden: [rows, features]; weight: [tile, features] of the same dtype, any strides; bias: [tile]
+    or None; target: int64 [rows], indices into the whole vocabulary (ignored rows hold any number);
+    start: the tile's first index.
     """
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         if choice.implementation(NAME, hidden.device) == "triton" and hidden.dtype != torch.float64:
-            from infinity._src.kernels.triton import linear_cross_entropy as linear_cross_entropy_triton
+            from infinity._src.kernels.triton import (
+                linear_cross_entropy as linear_cross_entropy_triton,
+            )
 
-            found = linear_cross_entropy_triton.tile_partials(hidden, weight, bias, target, start=start)
+            found = linear_cross_entropy_triton.tile_partials(
+                hidden, weight, bias, target, start=start
+            )
             return Partials(*found)
         return reference_partials(hidden, weight, bias, target, start=start)
 
@@ -86,27 +110,39 @@ def tile_dlogits(
     label_smoothing: float,
     vocabulary: int,
 ) -> torch.Tensor:
-    """The gradient of the loss by one tile of the logits: [rows, tile], rounded to the dtype of `hidden`. Records no graph.
+    """The gradient of the loss by one tile of the logits: [rows, tile], rounded to the dtype of
+    `hidden`. Records no graph.
 
-        (exp(logit - lse) - (1 - label_smoothing) * [index is target] - label_smoothing / vocabulary) * scale
+        (exp(logit - lse) - (1 - label_smoothing) * [index is target]
+         - label_smoothing / vocabulary) * scale
 
-    lse: [rows] of `sum_dtype`, log-sum-exp over the whole vocabulary. scale: [rows] of `sum_dtype`, the gradient that
-    arrives at each row's loss; 0 for ignored rows, whose gradient is 0. The rest as in `tile_partials`.
+    lse: [rows] of `sum_dtype`, log-sum-exp over the whole vocabulary. scale: [rows] of `sum_dtype`,
+    the gradient that arrives at each row's loss; 0 for ignored rows, whose gradient is 0. The rest
+    as in `tile_partials`.
     """
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         settings: dict[str, Any] = {"label_smoothing": label_smoothing, "vocabulary": vocabulary}
         if choice.implementation(NAME, hidden.device) == "triton" and hidden.dtype != torch.float64:
-            from infinity._src.kernels.triton import linear_cross_entropy as linear_cross_entropy_triton
+            from infinity._src.kernels.triton import (
+                linear_cross_entropy as linear_cross_entropy_triton,
+            )
 
             found: torch.Tensor = linear_cross_entropy_triton.tile_dlogits(
                 hidden, weight, bias, target, start=start, lse=lse, scale=scale, **settings
             )
             return found
-        return reference_dlogits(hidden, weight, bias, target, start=start, lse=lse, scale=scale, **settings)
+        return reference_dlogits(
+            hidden, weight, bias, target, start=start, lse=lse, scale=scale, **settings
+        )
 
 
 def reference_partials(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, *, start: int
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    *,
+    start: int,
 ) -> Partials:
     """`tile_partials` with torch."""
     logits = _logits(hidden, weight, bias)
@@ -145,16 +181,26 @@ def merge(first: Partials, second: Partials) -> Partials:
     """The partials of two parts of the vocabulary together."""
     row_max = torch.maximum(first.row_max, second.row_max)
     shift = _shift(row_max)
-    row_sum_exp = first.row_sum_exp * (first.row_max - shift).exp() + second.row_sum_exp * (second.row_max - shift).exp()
+    row_sum_exp = (
+        first.row_sum_exp * (first.row_max - shift).exp()
+        + second.row_sum_exp * (second.row_max - shift).exp()
+    )
     return Partials(
-        row_max, row_sum_exp, first.target_logit + second.target_logit, first.logit_sum + second.logit_sum
+        row_max,
+        row_sum_exp,
+        first.target_logit + second.target_logit,
+        first.logit_sum + second.logit_sum,
     )
 
 
-def row_losses(found: Partials, target: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, log-sum-exp) of each row, [rows] of `sum_dtype` both, from the partials of the whole vocabulary.
+def row_losses(
+    found: Partials, target: torch.Tensor, settings: Settings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, log-sum-exp) of each row, [rows] of `sum_dtype` both, from the partials of the whole
+    vocabulary.
 
-    The loss of ignored rows is 0; that of a target outside of the vocabulary is NaN (on a GPU nobody waits to look).
+    The loss of ignored rows is 0; that of a target outside of the vocabulary is NaN (on a GPU
+    nobody waits to look).
     """
     smoothing = settings.label_smoothing
     lse = found.row_max + found.row_sum_exp.log()
@@ -171,11 +217,12 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def _shift(row_max: torch.Tensor) -> torch.Tensor:
-    """What to subtract before exp: the maximum, or 0 where all is -inf (-inf - -inf would be NaN, and exp(-inf) is 0)."""
+    """Return the number to subtract before exp: the maximum, or 0 where all is -inf."""
+    # -inf - -inf would be NaN; exp(-inf) is 0, as it should be.
     return row_max.masked_fill(row_max == float("-inf"), 0.0)
 
 
 def _place(target: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each target is in the tile, and its index there (any valid one if not)."""
+    """Return a mask of the targets in the tile, and their indices there (any valid one if not)."""
     index = target - start
     return (index >= 0) & (index < count), index.clamp(0, count - 1)

@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infinity._src.kernels import choice
-from infinity._src.kernels.chunk_update import UpdatePlan
-from infinity._src.kernels.update import update_numpy_sections
-from infinity.aio import HYPER, SEG, Format, GradDtype
-from infinity.aio._records import GradSection, Master, Moments
+from infinity._src.kernels.update import UpdatePlan
+from infinity.aio._records import HYPER, SEG, Format, GradDtype, GradSection, Master, Moments
+from tests.oracle import update_sections
 from tests.unit.native.test_update_kernels import CASES, ROWS, as_bf16, assert_same_sections, states
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # infinities and NaN are meant; the interpreter is numpy
@@ -58,7 +57,7 @@ def reference(state_format: Format, sections: list[Array], grad: Array, segs: Ar
         for section, kind in zip(sections, state_format.sections, strict=True):
             low = start // kind.group_numel * kind.itemsize
             parts.append(section.view(np.uint8)[low : low + kind.size_bytes(numel)].view(section.dtype))
-        update_numpy_sections(state_format, parts, grad[start : start + numel], hypers[int(seg["hyper"])], int(seg["element"]))
+        update_sections(state_format, parts, grad[start : start + numel], hypers[int(seg["hyper"])], int(seg["element"]))
 
 
 def update_chunk(

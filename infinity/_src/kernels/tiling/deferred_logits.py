@@ -1,8 +1,9 @@
-"""Logits that are not computed: what a head returns to a model that computes logits and their loss itself.
+"""Logits that are not computed, for a model that computes logits and their loss itself.
 
-A TiledHead returns DeferredLogits, which hold the hidden states. What models do to logits on the way to the loss (a cast, a
-slice of the leading dimensions, a view as [rows, vocabulary]) is done to the hidden states; `cross_entropy` of them is the tiled
-loss of the head. Whatever else is asked of them makes the logits, in full, as an ordinary head would have: right, and large.
+A TiledHead returns DeferredLogits, which hold the hidden states. The operations of models on the
+way to the loss (a cast, a slice of the leading dimensions, a view as [rows, vocabulary]) are done
+to the hidden states; `cross_entropy` of them is the tiled loss of the head. Any other operation
+makes the logits, in full, as an ordinary head would have: right, and large.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from infinity._src._torch_compat import METADATA, DisableTorchFunctionSubclass, make_wrapper, parse_to
-from infinity._src.kernels.loss_tiles import Settings
-from infinity._src.kernels.tiled_linear import TiledLinear
-from infinity._src.kernels.tiled_loss import head_loss, head_rows
+from infinity._src._torch_compat import (
+    METADATA,
+    DisableTorchFunctionSubclass,
+    make_wrapper,
+    parse_to,
+)
+from infinity._src.kernels.linear_cross_entropy import Settings
+from infinity._src.kernels.tiling.tiled_linear import TiledLinear
+from infinity._src.kernels.tiling.tiled_loss import head_loss, head_rows
 from infinity._src.sizes import format_size
 
 log = logging.getLogger("infinity")
@@ -28,40 +34,55 @@ _TENSOR: Any = torch.Tensor
 
 
 class TiledHead(TiledLinear):
-    """A tiled linear whose output is not computed until somebody needs it: see the module's docstring."""
+    """A tiled linear whose output is not computed until somebody needs it: see the module's
+    docstring.
+    """
 
     _said = False
 
-    def forward(self, x: torch.Tensor, *, instead: Callable[[], torch.Tensor] | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, *, instead: Callable[[], torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """x: [..., in_features]. Returns DeferredLogits [..., out_features]."""
         if instead is not None:
             return super().forward(x, instead=instead)
         return DeferredLogits(self, self.entering(x))
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """The logits [..., out_features], in full. x: in the dtype that computes, which autocast chose if it was on then."""
+        """The logits [..., out_features], in full.
+
+        x: in the dtype that computes, which autocast chose if it was on then.
+        """
         return self.call(x, lambda: self.multiply(x))
 
     def say_computed(self, what: str, size_bytes: int) -> None:
         """Say once that the logits were needed where a training pass should not."""
         if torch.is_grad_enabled() and not self._said:
             self._said = True
-            log.warning("%s on the logits of a tiled loss: they are computed in full (%s)", what, format_size(size_bytes))
+            log.warning(
+                "%s on the logits of a tiled loss: they are computed in full (%s)",
+                what,
+                format_size(size_bytes),
+            )
 
 
 class DeferredLogits(torch.Tensor):
-    """Logits [..., vocabulary] of a head for hidden states [..., features] (see the module's docstring).
+    """Logits [..., vocabulary] of a head for hidden states [..., features] (see the module's
+    docstring).
 
-    What an ordinary head computes when it is called is computed later here, so what it depends on must not have changed: hidden
-    states or weights that were written meanwhile (an optimizer's step) are an error, and logits of `no_grad` have no graph. Once
-    somebody writes to the logits, or hangs a hook on them, they are ordinary ones for everybody (`settle`).
+    What an ordinary head computes when it is called is computed later here, so what it depends on
+    must not have changed: hidden states or weights that were written meanwhile (an optimizer's
+    step) are an error, and logits of `no_grad` have no graph. Once somebody writes to the logits,
+    or hangs a hook on them, they are ordinary ones for everybody (`settle`).
     """
 
-    infinity_inputs: tuple[torch.Tensor, ...]  # hidden states, and what is settled: where backward goes by way of this tensor
+    # hidden states, and what is settled: where backward goes by way of this tensor
+    infinity_inputs: tuple[torch.Tensor, ...]
     _head: TiledHead
     _graph: bool  # whether an ordinary head would have recorded a graph
     _versions: tuple[int, ...]
-    _of: tuple[DeferredLogits, Callable[[torch.Tensor], torch.Tensor]] | None  # the logits that this is a view of, and how
+    # the logits that this is a view of, and how
+    _of: tuple[DeferredLogits, Callable[[torch.Tensor], torch.Tensor]] | None
     _computed: torch.Tensor | None
     _computed_version: int
     _settled: bool
@@ -92,7 +113,10 @@ class DeferredLogits(torch.Tensor):
         dtype: torch.dtype | None = None,
         view: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> DeferredLogits:
-        """The logits of `hidden`, which is taken from this one's. view: what makes them of these, in the same memory."""
+        """The logits of `hidden`, which is taken from this one's.
+
+        view: what makes them of these, in the same memory.
+        """
         self.check_unchanged()
         of = (self, view) if view is not None else None
         made = DeferredLogits(self._head, hidden, dtype or self.dtype, of)
@@ -103,21 +127,26 @@ class DeferredLogits(torch.Tensor):
         """Raises: RuntimeError where these would not be the logits of when the head was called."""
         if _versions(self._head, self.infinity_inputs[0]) != self._versions:
             raise RuntimeError(
-                "the logits of a tiled loss are computed when they are used, and the head's weights or its input have been "
-                "modified in place since (by an optimizer's step?): use them before, or keep `logits.clone()`"
+                "the logits of a tiled loss are computed when they are used, and the head's "
+                "weights or its input have been "
+                "modified in place since (by an optimizer's step?): use them before, or keep "
+                "`logits.clone()`"
             )
         with DisableTorchFunctionSubclass():
             if self.grad_fn is not None:
                 raise RuntimeError(
-                    "the logits of a tiled loss came out of an autograd Function, whose gradients would be lost: keep the head "
+                    "the logits of a tiled loss came out of an autograd Function, whose gradients "
+                    "would be lost: keep the head "
                     "outside of it, or checkpoint with use_reentrant=False"
                 )
 
     @property
     def wants_grad(self) -> bool:
-        """Whether the logits have a graph, as those of an ordinary head."""
+        """True when the logits have a graph, as those of an ordinary head."""
         hidden = self.infinity_inputs[0]
-        return self._graph and (hidden.requires_grad or any(param.requires_grad for param in self._head.parameters()))
+        return self._graph and (
+            hidden.requires_grad or any(param.requires_grad for param in self._head.parameters())
+        )
 
     def compute(self, what: str = "an operation") -> torch.Tensor:
         """The logits, as an ordinary tensor; made once."""
@@ -133,12 +162,16 @@ class DeferredLogits(torch.Tensor):
         return made
 
     def is_settled(self) -> bool:
-        """Whether these are ordinary logits by now, which may differ from what the head gives: those are used henceforth."""
+        """True when these are ordinary logits by now, written to since they were computed: those
+        are used henceforth.
+        """
         written = self._computed is not None and _version(self._computed) != self._computed_version
         return self._settled or written or (self._of is not None and self._of[0].is_settled())
 
     def settle(self, what: str) -> torch.Tensor:
-        """Make these ordinary logits, in the same memory as those that they are a view of, which become so, too."""
+        """Make these ordinary logits, in the same memory as those that they are a view of, which
+        become so, too.
+        """
         if not self._settled:
             with torch.set_grad_enabled(self._graph):
                 if self._of is not None:
@@ -160,7 +193,9 @@ class DeferredLogits(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer metadata, carry over what leaves rows of logits whole, compute a loss in tiles; else compute the logits."""
+        """Answer metadata, carry over what leaves rows of logits whole, compute a loss in tiles;
+        else compute the logits.
+        """
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
@@ -174,21 +209,33 @@ class DeferredLogits(torch.Tensor):
             done = handler(func, logits, args[1:], kwargs) if handler is not None else None
             if done is not None:
                 return done
-            if func in _SETTLING or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            if (
+                func in _SETTLING
+                or name == "__setitem__"
+                or (name.endswith("_") and not name.endswith("__"))
+            ):
                 logits.settle(name)
         if isinstance(kwargs.get("out"), DeferredLogits):
             kwargs["out"].settle(name)
-        return func(*(_compute(arg, name) for arg in args), **{key: _compute(arg, name) for key, arg in kwargs.items()})
+        return func(
+            *(_compute(arg, name) for arg in args),
+            **{key: _compute(arg, name) for key, arg in kwargs.items()},
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
         """The net under `__torch_function__`, for calls from C++ that pass it by."""
-        raise RuntimeError(f"{func} met the logits of a tiled loss, which are not computed; call `logits.clone()` first")
+        raise RuntimeError(
+            f"{func} met the logits of a tiled loss, which are not computed; call `logits.clone()` "
+            "first"
+        )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+        return (
+            f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.compute("pickling").__reduce_ex__(protocol)
@@ -202,9 +249,18 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _versions(head: TiledHead, hidden: torch.Tensor) -> tuple[int, ...]:
-    """What changes when the logits do. Parameters at rest in an offloaded model have a version of their own."""
-    params = [*head.tile_parameters(), *(param for param in head._parameters.values() if param is not None)]
-    return (_version(hidden), *(getattr(param, "infinity_version", _version(param)) for param in params))
+    """Return version counters that change when the logits do.
+
+    Sharded parameters of an offloaded model have their own.
+    """
+    params = [
+        *head.tile_parameters(),
+        *(param for param in head._parameters.values() if param is not None),
+    ]
+    return (
+        _version(hidden),
+        *(getattr(param, "infinity_version", _version(param)) for param in params),
+    )
 
 
 def _compute(value: Any, what: str) -> Any:
@@ -216,19 +272,23 @@ def _compute(value: Any, what: str) -> Any:
     return value
 
 
-# -- what leaves rows of logits whole: the result, or None where it does not -------------------------------------------
+# -- what leaves rows of logits whole: the result, or None where it does not -----------------------
 
 Handler = Callable[[Any, DeferredLogits, "tuple[Any, ...]", "dict[str, Any]"], Any]
 
 
-def _contiguous(_func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _contiguous(
+    _func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     if args or kwargs:
         return None
     return logits if logits._of is None else logits.derived(logits.infinity_inputs[0])
 
 
 def _cast(dtype: torch.dtype) -> Handler:
-    def cast(_func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def cast(
+        _func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if args or kwargs:
             return None
         return logits if dtype == logits.dtype else logits.derived(logits.infinity_inputs[0], dtype)
@@ -243,10 +303,16 @@ def _to(_func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[
         return None
     if not dtype.is_floating_point:
         return None
-    return logits if dtype == logits.dtype and not copy else logits.derived(logits.infinity_inputs[0], dtype)
+    return (
+        logits
+        if dtype == logits.dtype and not copy
+        else logits.derived(logits.infinity_inputs[0], dtype)
+    )
 
 
-def _index(_func: Any, logits: DeferredLogits, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+def _index(
+    _func: Any, logits: DeferredLogits, args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> Any:
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     whole = slice(None)
     if not index:
@@ -256,13 +322,23 @@ def _index(_func: Any, logits: DeferredLogits, args: tuple[Any, ...], _kwargs: d
     else:
         simple = all(isinstance(item, (int, slice)) for item in index[:-1])
         last = index[-1]
-        consumed = len(index) - 1 + (last.dim() if isinstance(last, torch.Tensor) and last.dtype == torch.bool else 1)
+        consumed = (
+            len(index)
+            - 1
+            + (last.dim() if isinstance(last, torch.Tensor) and last.dtype == torch.bool else 1)
+        )
         is_whole = isinstance(last, slice) and last == whole
-        leaves_rows = simple and last is not None and (consumed < logits.dim() or (consumed == logits.dim() and is_whole))
+        leaves_rows = (
+            simple
+            and last is not None
+            and (consumed < logits.dim() or (consumed == logits.dim() and is_whole))
+        )
     if not leaves_rows:
         return None
     is_view = all(item is None or item is Ellipsis or type(item) in (int, slice) for item in index)
-    return logits.derived(logits.infinity_inputs[0][args[0]], view=(lambda full: full[args[0]]) if is_view else None)
+    return logits.derived(
+        logits.infinity_inputs[0][args[0]], view=(lambda full: full[args[0]]) if is_view else None
+    )
 
 
 def _view(func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -279,10 +355,22 @@ def _view(func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict
 def _cross_entropy(
     _func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
-    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    names = (
+        "target",
+        "weight",
+        "size_average",
+        "ignore_index",
+        "reduce",
+        "reduction",
+        "label_smoothing",
+    )
     given = dict(zip(names, args, strict=False)) | kwargs
     target = given["target"]
-    if logits.dim() > 2 or target.is_floating_point() or any(given.get(name) is not None for name in names[1:3] + names[4:5]):
+    if (
+        logits.dim() > 2
+        or target.is_floating_point()
+        or any(given.get(name) is not None for name in names[1:3] + names[4:5])
+    ):
         return None
     settings = Settings(
         logits.shape[-1],
@@ -317,7 +405,16 @@ _SETTLING = {_TENSOR.register_hook, _TENSOR.retain_grad, _TENSOR.data.__get__}
 
 _OF_THE_GRAPH = {
     getattr(_TENSOR, name).__get__
-    for name in ("requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad", "output_nr", "_version", "_backward_hooks")
+    for name in (
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "grad",
+        "retains_grad",
+        "output_nr",
+        "_version",
+        "_backward_hooks",
+    )
 } | {_TENSOR.requires_grad.__set__}
 """Metadata that ordinary logits would answer otherwise than a tensor of no graph."""
 
@@ -328,7 +425,9 @@ def _of_the_graph(func: Any, logits: DeferredLogits, args: tuple[Any, ...]) -> A
             return logits.wants_grad
         if func == _TENSOR.is_leaf.__get__:
             return not logits.wants_grad
-        if func == _TENSOR.requires_grad.__set__ or (func == _TENSOR.grad_fn.__get__ and logits.wants_grad):
+        if func == _TENSOR.requires_grad.__set__ or (
+            func == _TENSOR.grad_fn.__get__ and logits.wants_grad
+        ):
             logits.settle(func.__self__.__name__)
     if logits.is_settled():
         return func(logits.settle("autograd"), *args)
@@ -337,7 +436,7 @@ def _of_the_graph(func: Any, logits: DeferredLogits, args: tuple[Any, ...]) -> A
 
 
 def default_tiles(vocabulary: int, tile: int) -> int:
-    """As many tiles as make none much larger than `tile` classes."""
+    """Return the number of tiles with which none is much larger than `tile` classes."""
     return max(1, math.ceil(vocabulary / tile))
 
 

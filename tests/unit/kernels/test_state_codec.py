@@ -9,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src.kernels.codec import decode_sections, encode_sections
+from infinity._src.kernels import state_codec
 from infinity._src.kernels.rounding import rounding_key
-from infinity.aio import Format
-from infinity.aio._records import QUANT_GROUP, Master, Moments
+from infinity.aio._records import QUANT_GROUP, Format, Master, Moments
+from tests import oracle
+from tests.unit.native.states import random_bits as odd_bits
+from tests.unit.native.test_update_kernels import assert_same_sections
 
 COMPACT = Format(Master.SPLIT8, Moments.Q8, 2)
 BF16 = Format(Master.SPLIT, Moments.BF16, 2)
@@ -25,6 +27,22 @@ FORMATS = [
     for master in (Master.SPLIT, Master.SPLIT8, Master.FP32, Master.FP16)
     for moments in (Moments.FP32, Moments.BF16, Moments.Q8)
 ]
+
+
+def encode_sections(
+    state_format: Format, master: Array, moments: list[Array], *, key: int | None = None, element: int = 0
+) -> list[npt.NDArray[np.generic]]:
+    """The codec on numpy memory."""
+    values = [torch.from_numpy(values) for values in (master, *moments)]
+    found = state_codec.encode_sections(state_format, values[0], values[1:], key=key, element=element)
+    return [section.numpy() for section in found]
+
+
+def decode_sections(state_format: Format, sections: list[npt.NDArray[np.generic]]) -> tuple[Array, list[Array]]:
+    """The codec on numpy memory."""
+    given_ = [torch.from_numpy(section.view(np.uint8)) for section in sections]
+    master, moments = state_codec.decode_sections(state_format, given_)
+    return master.numpy(), [moment.numpy() for moment in moments]
 
 
 def array(values: list[float]) -> Array:
@@ -84,7 +102,7 @@ def test_masters_come_back_as_near_as_their_bits_allow(state_format: Format, val
 def test_hi_is_the_bf16_next_to_the_master_and_half_is_torchs(values: list[float]) -> None:
     master = array(values)
     zeros = [np.zeros_like(master)] * 2
-    hi = encode_sections(COMPACT, master, zeros)[0].astype(np.uint32) << np.uint32(16)
+    hi = encode_sections(COMPACT, master, zeros)[0].view(np.uint16).astype(np.uint32) << np.uint32(16)
     kept = decode_sections(COMPACT, encode_sections(COMPACT, master, zeros))[0]
     with np.errstate(invalid="ignore"):
         near = (
@@ -234,3 +252,23 @@ def test_three_moments_are_rounded_with_bits_of_their_own() -> None:
     up = [moment > values for moment in moments]
     for a, b in ((0, 1), (1, 2), (0, 2)):
         assert 0.4 < (up[a] == up[b]).mean() < 0.9
+
+
+@pytest.mark.parametrize("master", [Master.SPLIT, Master.SPLIT8, Master.FP32, Master.FP16])
+@pytest.mark.parametrize("moments", list(Moments))
+@pytest.mark.parametrize("key", [None, 0, 0xDEADBEEF12345678])
+def test_sections_and_values_have_the_bits_of_the_oracle(master: Master, moments: Moments, key: int | None) -> None:
+    """Any bits, of any length, at elements on both sides of 2^32: encoded and decoded as numpy does."""
+    for seed, (numel, element) in enumerate([(1, 0), (63, 64), (4096 + 17, 2**32 - 2048), (1000, 2**40)]):
+        for count in (1, 2, 3) if moments is not Moments.Q8 else (1, 2):
+            state_format = Format(master, moments, count)
+            rng = np.random.default_rng(seed)
+            values = [odd_bits(rng, numel, spread).view(np.float32) for spread in (60, 60, 90, 60)][: 1 + count]
+            if seed % 2 and count > 1:
+                values[2] = np.abs(values[2])
+            ours = encode_sections(state_format, values[0], values[1:], key=key, element=element)
+            theirs = oracle.encode_sections(state_format, values[0], values[1:], key=key, element=element)
+            assert_same_sections(state_format, ours, theirs)
+            found, expected = decode_sections(state_format, ours), oracle.decode_sections(state_format, theirs)
+            for left, right in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+                np.testing.assert_array_equal(left, right)  # any NaN equals any NaN

@@ -1,14 +1,17 @@
 """The LM head together with its loss, without the logits, forward and backward.
 
     linear_cross_entropy(hidden, weight, target)       a weight that is a tensor: slices of its rows
-    LinearCrossEntropy(head)(hidden, target)           a TiledLinear (each tile gathered alone), or a torch.nn.Linear
-    tile_loss(model)                                   a model that computes logits and their loss itself
+    LinearCrossEntropy(head)(hidden, target)           a torch.nn.Linear, or a TiledLinear, of
+                                                       which each tile is gathered alone
+    tile_loss(model)                                   a model that computes its loss itself
 
-The tiles of a head are links of a chain, as in [Note: the chain of tokens] (`infinity._src.kernels.tiled_linear`). In backward the
-gradient of the first token is the sum that becomes the hidden states' gradient; that of the second carries what each tile
-needs of the whole vocabulary: the rows' log-sum-exp, and the gradient that arrives at their losses.
+The tiles of a head are links of a chain, as in [Note: the chain of tokens]
+(`infinity._src.kernels.tiling.tiled_linear`). In backward the gradient of the first token is the
+sum that becomes the hidden states' gradient; that of the second carries what each tile needs of the
+whole vocabulary: the rows' log-sum-exp, and the gradient that arrives at their losses.
 
-Numerics: logits are fp32; tiles are merged in order; the hidden states' gradient is summed in fp32 over tiles, the last first.
+Numerics: logits are fp32; tiles are merged in order; the hidden states' gradient is summed in fp32
+over tiles, the last first.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from infinity._src.kernels.loss_tiles import (
+from infinity._src.kernels.linear_cross_entropy import (
     VOCABULARY_TILE,
     Partials,
     Settings,
@@ -29,7 +32,7 @@ from infinity._src.kernels.loss_tiles import (
     tile_partials,
 )
 from infinity._src.kernels.tile_matmul import sum_dtype, tile_matmul
-from infinity._src.kernels.tiled_linear import TiledLinear, first_order, token
+from infinity._src.kernels.tiling.tiled_linear import TiledLinear, first_order, token
 
 
 def linear_cross_entropy(
@@ -43,14 +46,16 @@ def linear_cross_entropy(
     reduction: str = "mean",
     vocabulary_tile: int = VOCABULARY_TILE,
 ) -> torch.Tensor:
-    """`cross_entropy(hidden @ weight.t() + bias, target)` without the logits: [rows, vocabulary_tile] of them at a time.
+    """`cross_entropy(hidden @ weight.t() + bias, target)` without the logits: [rows,
+    vocabulary_tile] of them at a time.
 
-    hidden: [..., features]; weight: [vocabulary, features]; bias: [vocabulary]; target: int64 [...], class indices. The other
-    arguments are torch's; a mean over ignored rows alone is NaN, as there. vocabulary_tile is part of the numerics. Returns fp32
-    (fp64 for fp64 hidden states): a number, or with reduction="none" [...]. Computes in the dtype of `hidden`, or autocast's.
+    hidden: [..., features]; weight: [vocabulary, features]; bias: [vocabulary]; target: int64
+    [...], class indices. The other arguments are torch's; a mean over ignored rows alone is NaN, as
+    there. vocabulary_tile is part of the numerics. Returns fp32 (fp64 for fp64 hidden states): a
+    number, or with reduction="none" [...]. Computes in the dtype of `hidden`, or autocast's.
 
-    Raises: ValueError for shapes, dtypes or settings that do not fit; IndexError, on the CPU, for a target that is no class (on
-    a GPU its loss is NaN). Double backward is not supported.
+    Raises: ValueError for shapes, dtypes or settings that do not fit; IndexError, on the CPU, for a
+    target that is no class (on a GPU its loss is NaN). Double backward is not supported.
     """
     settings = Settings(weight.shape[0], ignore_index, label_smoothing, reduction)
     if vocabulary_tile < 1:
@@ -61,22 +66,36 @@ def linear_cross_entropy(
 
 
 def check_call(
-    hidden: torch.Tensor, target: torch.Tensor, features: int, settings: Settings, *, cast: bool = True
+    hidden: torch.Tensor,
+    target: torch.Tensor,
+    features: int,
+    settings: Settings,
+    *,
+    cast: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(hidden [rows, features] in the dtype that computes, target [rows]). Raises: as `linear_cross_entropy`."""
+    """(hidden [rows, features] in the dtype that computes, target [rows]).
+
+    Raises: as `linear_cross_entropy`.
+    """
     settings.check()
     if hidden.dim() == 0 or hidden.shape[-1] != features or hidden.shape[:-1] != target.shape:
         raise ValueError(
-            f"hidden {tuple(hidden.shape)} and target {tuple(target.shape)} do not fit a weight of {features} features: they are "
+            f"hidden {tuple(hidden.shape)} and target {tuple(target.shape)} do not fit a weight of "
+            f"{features} features: they are "
             "[..., features] and [...]"
         )
     if target.is_floating_point() or target.dtype == torch.bool:
-        raise ValueError(f"target is {target.dtype}; give class indices (int64): class probabilities are not supported")
+        raise ValueError(
+            f"target is {target.dtype}; give class indices (int64): class probabilities are not "
+            "supported"
+        )
     if cast and torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     targets = target.reshape(-1).long()
     if targets.device.type == "cpu":
-        wrong = targets[(targets != settings.ignore_index) & ((targets < 0) | (targets >= settings.vocabulary))]
+        wrong = targets[
+            (targets != settings.ignore_index) & ((targets < 0) | (targets >= settings.vocabulary))
+        ]
         if wrong.numel():
             raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
     return hidden.reshape(-1, features), targets
@@ -85,9 +104,10 @@ def check_call(
 class LinearCrossEntropy(nn.Module):
     """An LM head and its loss in one: `LinearCrossEntropy(model.lm_head)(hidden, labels)`.
 
-    head: a TiledLinear with one tile along its inputs, whose tiles are then gathered one at a time, in an offloaded model or not;
-    or a torch.nn.Linear, whose weight is used as it is (in an offloaded model inside its forward, or within `gather`). The head
-    stays where it is: this module has no parameters of its own. The other arguments, and what it returns: as
+    head: a TiledLinear with one tile along its inputs, whose tiles are then gathered one at a time,
+    in an offloaded model or not; or a torch.nn.Linear, whose weight is used as it is (in an
+    offloaded model inside its forward, or within `gather`). The head stays where it is: this module
+    has no parameters of its own. The other arguments, and what it returns: as
     `linear_cross_entropy`; a TiledLinear's tiles take the place of vocabulary_tile.
 
     Raises: ValueError for another kind of head, or one with several tiles along its inputs.
@@ -124,16 +144,25 @@ def head_rows(head: nn.Module) -> int:
     """Classes of a head. Raises: ValueError for a module that is no head for a tiled loss."""
     if isinstance(head, TiledLinear) and head.grid.columns > 1:
         raise ValueError(
-            f"this head has {head.grid.columns} tiles along its inputs, and a tile's logits need all of them: use "
+            f"this head has {head.grid.columns} tiles along its inputs, and a tile's logits need "
+            "all of them: use "
             f"inf.tile_linears(model, tiles=({head.grid.rows}, 1), names=[its name])"
         )
     if not isinstance(head, (nn.Linear, TiledLinear)):
-        raise ValueError(f"the head is a {type(head).__name__}; a tiled loss takes a torch.nn.Linear or an inf.ops.TiledLinear")
+        raise ValueError(
+            f"the head is a {type(head).__name__}; a tiled loss takes a torch.nn.Linear or an "
+            "inf.ops.TiledLinear"
+        )
     return head.out_features
 
 
 def head_loss(
-    head: TiledLinear, hidden: torch.Tensor, target: torch.Tensor, settings: Settings, *, cast: bool = True
+    head: TiledLinear,
+    hidden: torch.Tensor,
+    target: torch.Tensor,
+    settings: Settings,
+    *,
+    cast: bool = True,
 ) -> torch.Tensor:
     """The loss of a tiled head, by way of its own call: hooks on it see one call of the module.
 
@@ -145,14 +174,18 @@ def head_loss(
 def _chain(
     head: TiledLinear, hidden: torch.Tensor, target: torch.Tensor, settings: Settings, *, cast: bool
 ) -> torch.Tensor:
-    rows, targets = check_call(head.entering(hidden) if cast else hidden, target, head.in_features, settings, cast=cast)
+    rows, targets = check_call(
+        head.entering(hidden) if cast else hidden, target, head.in_features, settings, cast=cast
+    )
     running = _Running(rows.detach(), targets, settings)
     sums, lines = _Enter.apply(rows, head.anchor(rows))
     input_grad = rows.requires_grad
     for tile, row, _ in head.tiles():
         first, last = head.grid.row_ends[row], head.grid.row_ends[row + 1]
         bias = head.bias[first:last] if head.bias is not None else None
-        sums, lines = tile(_Link(running, bias, first, row == head.grid.rows - 1, input_grad), sums, lines)
+        sums, lines = tile(
+            _Link(running, bias, first, row == head.grid.rows - 1, input_grad), sums, lines
+        )
     loss: torch.Tensor = _Leave.apply(sums, lines, running)
     return loss.view(target.shape) if settings.reduction == "none" else loss
 
@@ -170,7 +203,9 @@ class _Running:
         self._found = found if self._found is None else merge(self._found, found)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(the loss, reduced; log-sum-exp [rows]; what one unit of the loss's gradient is to each row [rows])."""
+        """(the loss, reduced; log-sum-exp [rows]; what one unit of the loss's gradient is to each
+        row [rows]).
+        """
         assert self._found is not None
         settings, valid = self.settings, self.target != self.settings.ignore_index
         losses, lse = row_losses(self._found, self.target, settings)
@@ -199,7 +234,9 @@ class _Loss(torch.autograd.Function):
     ) -> torch.Tensor:
         running = _Running(hidden, target, settings)
         for start in range(0, weight.shape[0], tile):
-            running.add(weight[start : start + tile].to(hidden.dtype), _slice(bias, start, tile), start)
+            running.add(
+                weight[start : start + tile].to(hidden.dtype), _slice(bias, start, tile), start
+            )
         loss, lse, share = running.finish()
         ctx.save_for_backward(hidden, weight, bias, target, lse, share)
         ctx.settings, ctx.tile = settings, tile
@@ -218,18 +255,27 @@ class _Loss(torch.autograd.Function):
         scale = grad.to(lse.dtype) * share
         for start in reversed(range(0, weight.shape[0], ctx.tile)):
             part = weight[start : start + ctx.tile].to(hidden.dtype)
-            dlogits = _dlogits(ctx.settings, hidden, part, _slice(bias, start, ctx.tile), target, start, lse, scale)
+            dlogits = _dlogits(
+                ctx.settings, hidden, part, _slice(bias, start, ctx.tile), target, start, lse, scale
+            )
             if dweight is not None:
                 _weight_grad(dlogits, hidden, dweight[start : start + ctx.tile])
             if dbias is not None:
                 dbias[start : start + ctx.tile] = dlogits.sum(0)
             if wants_hidden:
                 dhidden = _add_input_grad(dlogits, part, dhidden)
-        return (dhidden.to(hidden.dtype) if dhidden is not None else None), dweight, dbias, None, None, None
+        return (
+            (dhidden.to(hidden.dtype) if dhidden is not None else None),
+            dweight,
+            dbias,
+            None,
+            None,
+            None,
+        )
 
 
 class _Link(NamedTuple):
-    """What a tile of a head computes, as a function of its weight and the tokens."""
+    """Computation of a tile of a head, as a function of its weight and the tokens."""
 
     running: _Running
     bias: torch.Tensor | None
@@ -240,25 +286,36 @@ class _Link(NamedTuple):
     def __call__(self, weight: torch.Tensor, sums: torch.Tensor, lines: torch.Tensor) -> Any:
         running = self.running
         return _Step.apply(
-            sums, lines, weight, self.bias, running.hidden, running.target, running.add, running.settings, self.start,
+            sums, lines, weight, self.bias, running.hidden, running.target, running.add,
+            running.settings, self.start,
             self.last, self.input_grad,
         )  # fmt: skip
 
 
 class _Enter(torch.autograd.Function):
-    """The beginning of the chain: backward rounds the sum over the tiles to the hidden states' dtype."""
+    """The beginning of the chain: backward rounds the sum over the tiles to the hidden states'
+    dtype.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, _anchor: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, _anchor: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         ctx.dtype = hidden.dtype
         wide = sum_dtype(hidden.dtype)
-        return token(tuple(hidden.shape), wide, hidden.device), token((2, hidden.shape[0]), wide, hidden.device)
+        return token(tuple(hidden.shape), wide, hidden.device), token(
+            (2, hidden.shape[0]), wide, hidden.device
+        )
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dhidden: torch.Tensor | None, _lines: torch.Tensor | None) -> tuple[Any, None]:
-        return dhidden.to(ctx.dtype) if dhidden is not None and ctx.needs_input_grad[0] else None, None
+    def backward(
+        ctx: Any, dhidden: torch.Tensor | None, _lines: torch.Tensor | None
+    ) -> tuple[Any, None]:
+        return dhidden.to(ctx.dtype) if dhidden is not None and ctx.needs_input_grad[
+            0
+        ] else None, None
 
 
 class _Step(torch.autograd.Function):
@@ -283,16 +340,22 @@ class _Step(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.settings, ctx.start, ctx.last, ctx.input_grad = settings, start, last, input_grad
         add(weight.to(hidden.dtype), bias, start)
-        return token(tuple(sums.shape), sums.dtype, sums.device), token(tuple(lines.shape), lines.dtype, lines.device)
+        return token(tuple(sums.shape), sums.dtype, sums.device), token(
+            tuple(lines.shape), lines.dtype, lines.device
+        )
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dhidden: torch.Tensor | None, lines: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, dhidden: torch.Tensor | None, lines: torch.Tensor | None
+    ) -> tuple[Any, ...]:
         if lines is None:
             return dhidden, lines, *(None,) * 9
         hidden, weight, bias, target = ctx.saved_tensors
         values, dweight = weight.to(hidden.dtype), None
-        dlogits = _dlogits(ctx.settings, hidden, values, bias, target, ctx.start, lines[0], lines[1])
+        dlogits = _dlogits(
+            ctx.settings, hidden, values, bias, target, ctx.start, lines[0], lines[1]
+        )
         if ctx.needs_input_grad[2]:
             dweight = torch.empty_like(weight)
             _weight_grad(dlogits, hidden, dweight)
@@ -306,7 +369,9 @@ class _Leave(torch.autograd.Function):
     """The end of the chain: the loss takes its place in the graph."""
 
     @staticmethod
-    def forward(ctx: Any, _sums: torch.Tensor, _lines: torch.Tensor, running: _Running) -> torch.Tensor:
+    def forward(
+        ctx: Any, _sums: torch.Tensor, _lines: torch.Tensor, running: _Running
+    ) -> torch.Tensor:
         loss, lse, share = running.finish()
         ctx.save_for_backward(lse, share)
         return loss
@@ -328,7 +393,10 @@ def _dlogits(
     lse: torch.Tensor,
     scale: torch.Tensor,
 ) -> torch.Tensor:
-    options: dict[str, Any] = {"label_smoothing": settings.label_smoothing, "vocabulary": settings.vocabulary}
+    options: dict[str, Any] = {
+        "label_smoothing": settings.label_smoothing,
+        "vocabulary": settings.vocabulary,
+    }
     return tile_dlogits(hidden, weight, bias, target, start=start, lse=lse, scale=scale, **options)
 
 
@@ -342,10 +410,18 @@ def _weight_grad(dlogits: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor)
         out.copy_(rounded)
 
 
-def _add_input_grad(dlogits: torch.Tensor, weight: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
-    """Add a tile's part of the hidden states' gradient to the sum [rows, features], which is made by the first."""
+def _add_input_grad(
+    dlogits: torch.Tensor, weight: torch.Tensor, total: torch.Tensor | None
+) -> torch.Tensor:
+    """Add a tile's part of the hidden states' gradient to the sum [rows, features], which is made
+    by the first.
+    """
     shape = (dlogits.shape[0], weight.shape[1])
-    out = torch.empty(shape, dtype=sum_dtype(weight.dtype), device=weight.device) if total is None else total
+    out = (
+        torch.empty(shape, dtype=sum_dtype(weight.dtype), device=weight.device)
+        if total is None
+        else total
+    )
     tile_matmul(dlogits, weight, out, accumulator=total)
     return out
 
