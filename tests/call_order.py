@@ -74,7 +74,7 @@ EVENTS = [
         "slot.wait_for_reader",
         GradSlot,
         "_will_mutate",
-        lambda slot: slot.name if slot.before_mutation is not None else None,
+        lambda slot: slot.name if slot.guarded else None,
     ),
     Event("step.compare_ranks", StepPipeline, "meet", lambda _self, _opt, params: f"{len(params)} parameters"),
     Event("step.check_idle", StepPipeline, "check_idle"),

@@ -30,10 +30,11 @@ from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.proxy import GradRegistry
 from infinity._src.grads.reducer import GradReducer
 from infinity._src.hooks.forward import Lifecycle, attach
+from infinity._src.hooks.frames import FrameStack
 from infinity._src.hooks.gather_window import chosen_params
 from infinity._src.hooks.install import part
 from infinity._src.hooks.state_dict import check_copies
-from infinity._src.memory.device import Device, GradOffload, compute_device, open_device
+from infinity._src.memory.device import GradOffload, compute_device, open_device
 from infinity._src.memory.heap import Heap
 from infinity._src.memory.node_resources import sharing
 from infinity._src.memory.planner import PlacementPlanner, chunk_numel_of
@@ -149,14 +150,17 @@ class Handle:
         self.rank, alone = self.comm.rank, not ranks.several
         specs = find_units(model, units=policy.units, unit_bytes_max=int(policy.unit_bytes_max), nested=alone)
         check_gatherable(model, specs, int(policy.unit_bytes_max), device, device_memory_bytes(device))
-        self.units: list[Unit] = build(model, specs, device, self.comm.world, lambda dtype: chunk_numel_of(policy.state, dtype))
-        for unit in self.units:
-            unit.engine = self
+        self.units: list[Unit] = build(model, specs, device, self.comm.world, lambda dtype: chunk_numel_of(policy.state, dtype), engine=self)
         self._flats: list[Flat] = [flat for unit in self.units for flat in unit.flats]
         self._params: list[Param] = [param for unit in self.units for param in unit.params]
         there = open_device(device)
         check_activations(policy, there)
-        source, self._gradients = open_source(model, load), GradBuffers(self.rank, policy.grad_dtype, there)
+        source = open_source(model, load)
+        largest = max((unit.size_bytes for unit in self.units), default=0)
+        self._leaving = GradOffload(there, LEAVING_UNITS * largest) if there.copies else None
+        # The parts of several ranks come back when they are added to.
+        leaving = self._leaving if alone else None
+        self._gradients = GradBuffers(self.rank, policy.grad_dtype, there, leaving=leaving)
         early = functools.partial(staging_bytes, policy, self.units, there, self._gradients.dtype)
         staging = ranks.staging(self._flats, self._gradients.dtype)
         share = {"default_bytes": self._sharing.default_bytes, "ledger_owner": id(self)}
@@ -171,7 +175,7 @@ class Handle:
         source.fill_buffers(device)
         self._sharing.agree()
         ranks.check_values()
-        self._build_gradients(there, undo)
+        self._build_gradients(undo)
         self.residency = Unsharder(
             self.units,
             rest=self._rest,
@@ -183,29 +187,28 @@ class Handle:
             device=there,
             qwz=policy.qwz,
             kept=ranks.kept(self.units, there),
+            activations_moved=self._storage.activations_moved,
         )
         self.residency.on_demand, self.residency.on_write = self._on_demand, self._wait
         self._heap = Heap.for_units((unit.size_bytes for unit in self.units), device.type)
         self.residency.on_evict = self._heap.freed
-        self.residency.clock.activations = self._storage.activations_moved
         self._build_step(model, undo)
+        frames = FrameStack()
         self._lifecycle: Lifecycle = attach(
             model,
             self.units,
             self.residency,
             where=lambda _param: policy.params,
             check_state_dict=self._check_state_dict,
-            activations=self._storage.open_activations(model, self.units, self.timeline, undo),
+            activations=self._storage.open_activations(model, self.units, self.timeline, frames, undo),
+            frames=frames,
         )
 
-    def _build_gradients(self, there: Device, undo: contextlib.ExitStack) -> None:
+    def _build_gradients(self, undo: contextlib.ExitStack) -> None:
         """Where gradients go when backward makes them."""
-        self._book = GradRegistry(self.comm.sum_floats if self.comm.world > 1 else None)
-        if there.copies:
-            self._book.leaving = GradOffload(there, LEAVING_UNITS * max((unit.size_bytes for unit in self.units), default=0))
-            undo.callback(self._book.leaving.close)
-            # The parts of several ranks come back when they are added to.
-            self._gradients.leaving = self._book.leaving if not self._ranks.several else None
+        self._book = GradRegistry(self.comm.sum_floats if self.comm.world > 1 else None, leaving=self._leaving)
+        if self._leaving is not None:
+            undo.callback(self._leaving.close)
         undo.callback(self._book.release)
         parts = self._ranks.gradient_parts(self._flats, self._gradients, undo)
         self._drain = GradReducer(self.units, gradients=self._gradients, book=self._book, comm=self.comm, **parts)

@@ -70,11 +70,13 @@ class GradReducer:
         """The gradient slot of a parameter; made when it is first wanted."""
         if param.grad is None:
             param.grad = self._book.add(
-                param.name, param.shape, self._gradients.of(param), param.flat.tensor.device
+                param.name,
+                param.shape,
+                self._gradients.of(param),
+                param.flat.tensor.device,
+                on_zero=functools.partial(self._local.zero, param) if self._local is not None else None,
             )
             self._gradients.take_in(param)
-            if self._local is not None:
-                param.grad.on_zero = functools.partial(self._local.zero, param)
             if param.grad.stand_in.dtype is not param.dtype:
                 param.at_rest.grad_dtype = param.grad.stand_in.dtype  # what torch lets `.grad` be
         return param.grad

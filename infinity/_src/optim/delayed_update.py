@@ -17,12 +17,13 @@ last, which training computes with one step later: a training forward or backwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from infinity._src.grads.buffers import GradBuffers
-from infinity._src.grads.proxy import SlotState
+from infinity._src.grads.slot import GradSlot, SlotState
 from infinity._src.optim.step import StepPipeline, slot_gradients
 from infinity._src.optim.update_jobs import Work
 from infinity._src.params.delayed_params import DelayedParams
@@ -88,20 +89,24 @@ class DelayedUpdate:
             self._shadow.outdated(unit)
             for param in work:
                 assert param.grad is not None
-                param.grad.before_mutation = self._swaps(param) if param.grad.home is None else None
+                param.grad.guard(_Swap(self, param) if param.grad.home is None else None)
 
-    def _swaps(self, param: Param) -> Callable[[], None]:
-        """A function that gives the parameter's slot the other memory: the update reads the one that it has."""
+    def swap(self, param: Param, slot: GradSlot) -> None:
+        """Give the parameter's slot the other memory: the update reads the one that it has."""
+        slot.guard(None)
+        read = slot.tensor
+        written = self._spare.pop(param) if param in self._spare else self._gradients.of(param)
+        if slot.state is SlotState.HELD:
+            written.copy_(read)
+        slot.tensor = written
+        self._spare[param] = read
 
-        def swap() -> None:
-            slot = param.grad
-            assert slot is not None
-            slot.before_mutation = None
-            read = slot.tensor
-            written = self._spare.pop(param) if param in self._spare else self._gradients.of(param)
-            if slot.state is SlotState.HELD:
-                written.copy_(read)
-            slot.tensor = written
-            self._spare[param] = read
 
-        return swap
+class _Swap(NamedTuple):
+    """Reads a slot's storage while the next step writes elsewhere (`infinity._src.grads.slot.SlotReader`)."""
+
+    updates: DelayedUpdate
+    param: Param
+
+    def before_write(self, slot: GradSlot) -> None:
+        self.updates.swap(self.param, slot)

@@ -21,11 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from infinity._src._torch_compat import NO_TASK, graph_task_id
-from infinity._src.grads.proxy import SlotState
 from infinity._src.grads.reducer import GradReducer
+from infinity._src.grads.slot import GradSlot, SlotState, wait_through
 from infinity._src.optim.backward_update import Holder
 from infinity._src.optim.grad_windows import LAG_UNITS
-from infinity._src.optim.step import StepPipeline, guard, slot_gradients, waits_for
+from infinity._src.optim.step import StepPipeline, guard, slot_gradients
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import Work
 from infinity._src.params.prefetch_schedule import Phase
@@ -176,19 +176,15 @@ class SpeculativeUpdate:
         ahead.ticket = self._pipeline.start(unit, work, slot_gradients(work), targets=targets)
         for param in params:
             assert param.grad is not None
-            param.grad.before_mutation = self._withdraws(unit)
+            param.grad.guard(_TakenBack(self, unit))
         self._residency.updated(unit, ahead.ticket, in_place=in_place)
 
     # -- back ----------------------------------------------------------------------------------------------------------
 
-    def _withdraws(self, unit: Unit) -> Callable[[], None]:
-        """A function that takes the unit's update back: its gradients are about to change."""
-
-        def withdraw() -> None:
-            self._looked = True
-            self._withdraw([unit])
-
-        return withdraw
+    def take_back(self, unit: Unit) -> None:
+        """Take the unit's update back: its gradients are about to change, or somebody looks at its values."""
+        self._looked = True
+        self._withdraw([unit])
 
     def withdraw(self) -> None:
         """Take back all that ran ahead of its step: the states are those of the step before. Blocks until it has ended."""
@@ -201,7 +197,7 @@ class SpeculativeUpdate:
         if not self._residency.passes.in_backward:
             self.withdraw()
         elif unit in self._ahead:
-            self._withdraws(unit)()
+            self.take_back(unit)
 
     def _withdraw(self, units: Sequence[Unit]) -> None:
         gone = {unit: self._ahead[unit] for unit in units if unit in self._ahead}
@@ -209,10 +205,10 @@ class SpeculativeUpdate:
             return
         for ahead in gone.values():
             if ahead.ticket is not None:
-                waits_for(ahead.ticket)()
+                wait_through(ahead.ticket)
             for param in ahead.rows:
                 if param.grad is not None:
-                    param.grad.before_mutation = None
+                    param.grad.guard(None)
         self._pipeline.raise_fault()  # one that failed has undone all of them
         unchanged = [unit for unit, ahead in gone.items() if unit.generation == ahead.age + 1]
         self._transaction.withdraw(list(gone))
@@ -253,6 +249,17 @@ class SpeculativeUpdate:
             self.history.add(foreseen and not wrong and not self._looked and all(map(_is_untouched, by_unit)))
         self._expected, self._backwards, self._marked, self._lasts = self._backwards, 0, False, 0
         self._deferred(left)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TakenBack:
+    """Reads a slot's storage until the loop changes that: then the update was of other gradients."""
+
+    updates: SpeculativeUpdate
+    unit: Unit
+
+    def before_write(self, _slot: GradSlot) -> None:
+        self.updates.take_back(self.unit)
 
 
 def _is_untouched(unit: Unit) -> bool:

@@ -8,7 +8,7 @@
     next forward                  opens the gate of each unit with its buffers as targets
 
 Units are submitted in the order in which the next forward wants them. A gradient's memory belongs to the update until
-its ticket is done: whoever wants to change it earlier waits (`GradSlot.before_mutation`).
+its ticket is done: whoever wants to change it earlier waits (`GradSlot.guard`).
 
 That is update="deferred". `infinity._src.optim.backward_update` and `infinity._src.optim.delayed_update` submit at other times.
 
@@ -28,6 +28,7 @@ import torch
 
 from infinity._src._torch_compat import profiled
 from infinity._src.distributed.collectives import Comm
+from infinity._src.grads.slot import ReadByUpdate
 from infinity._src.optim.step_consensus import Grouped, told_of_step
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import FlatJobs, Submission, Work, plan_flat, plan_unit
@@ -335,25 +336,13 @@ def slot_gradients(work: Mapping[Param, Work]) -> dict[Param, torch.Tensor]:
     return gradients
 
 
-def waits_for(ticket: Ticket) -> Callable[[], None]:
-    """A function that blocks until the ticket is done; its fault is raised elsewhere, once, as the sticky one."""
-
-    def wait() -> None:
-        if not ticket.done:
-            try:
-                ticket.wait()
-            except AioError:
-                return  # sticky: Pipeline.raise_fault finds the failed ticket
-
-    return wait
-
-
 def guard(params: Iterable[Param], ticket: Ticket) -> None:
     """Let whoever changes gradients of these parameters wait for the update that reads them; not for spilled ones, which it
     reads elsewhere."""
+    reader = ReadByUpdate(ticket)
     for param in params:
         assert param.grad is not None
-        param.grad.before_mutation = waits_for(ticket) if param.grad.home is None else None
+        param.grad.guard(reader if param.grad.home is None else None)
 
 
 def half_done(error: BaseException) -> StateInvalid:

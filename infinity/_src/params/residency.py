@@ -49,6 +49,7 @@ class Unsharder(Gathering):
         device: Device | None = None,
         qwz: bool = False,
         kept: SecondaryShards | None = None,
+        activations_moved: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         super().__init__(
             units,
@@ -69,7 +70,7 @@ class Unsharder(Gathering):
         # Of update="backward": told when a backward ended, and when one broke off.
         self.on_backward_start = self.on_backward_end = self.on_reset = self.on_write
         self.updates_pending: Callable[[], bool] = lambda: False
-        self.clock = PhaseClock(timeline, self._marks)
+        self.clock = PhaseClock(timeline, self._marks, activations_moved)
 
     # -- phases ----------------------------------------------------------------------------------------------------------
 
