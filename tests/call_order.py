@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -19,8 +20,13 @@ import pytest
 
 from infinity._src.grads.reducer import GradReducer
 from infinity._src.grads.slot import GradSlot
+from infinity._src.optim.backward_update import BackwardUpdate
+from infinity._src.optim.delayed_update import DelayedUpdate
+from infinity._src.optim.device_update import DeviceUpdate
+from infinity._src.optim.speculative_update import SpeculativeUpdate
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.transaction import Transaction
+from infinity._src.optim.update_mode import DeferredUpdate, UpdateMode
 from infinity._src.params.delayed_params import DelayedParams
 from infinity._src.params.residency import Unsharder
 from infinity._src.params.unshard import Gathering
@@ -43,18 +49,19 @@ def _names(_self: Any, units: Any, *_args: Any, **_kwargs: Any) -> str:
     return " ".join(unit.name for unit in units)
 
 
-HOOKS = [  # callbacks that are assigned: recorded when they are called
-    Event("mode.before_read", StepPipeline, "before_read", lambda unit: unit.name),
-    Event("mode.backward_begin", Unsharder, "on_backward_start"),
-    Event("mode.grad_ready", GradReducer, "take", lambda param, _grad: param.name),
-    Event("mode.unit_released", Unsharder, "on_idle", lambda unit: unit.name),
-    Event("mode.backward_end", Unsharder, "on_backward_end"),
-    Event("mode.backward_aborted", Unsharder, "on_reset"),
-    Event("mode.before_assign", GradReducer, "before_assign", lambda param: param.name),
-    Event("mode.before_step", StepPipeline, "before_step"),
-    Event("mode.submit", StepPipeline, "submit_all", lambda work: " ".join(unit.name for unit in work)),
-    Event("mode.withdraw", StepPipeline, "withdraw"),
-    Event("mode.undone", StepPipeline, "on_undo"),
+MODES = (DeferredUpdate, BackwardUpdate, SpeculativeUpdate, DelayedUpdate, DeviceUpdate)
+MODE_EVENTS = [  # of whichever mode, when others call it
+    Event("mode.before_read", UpdateMode, "before_read", _name),
+    Event("mode.backward_begin", UpdateMode, "backward_begin"),
+    Event("mode.grad_ready", UpdateMode, "grad_ready", _name),
+    Event("mode.unit_released", UpdateMode, "unit_released", _name),
+    Event("mode.backward_end", UpdateMode, "backward_end"),
+    Event("mode.backward_aborted", UpdateMode, "backward_aborted"),
+    Event("mode.before_assign", UpdateMode, "before_assign", _name),
+    Event("mode.before_step", UpdateMode, "before_step"),
+    Event("mode.submit", UpdateMode, "submit", _names),
+    Event("mode.withdraw", UpdateMode, "withdraw"),
+    Event("mode.undone", UpdateMode, "undone"),
 ]
 EVENTS = [
     Event("gather", Gathering, "demand", _name),
@@ -84,7 +91,7 @@ EVENTS = [
     Event("step.drop", StepPipeline, "drop"),
     Event("step.wait", StepPipeline, "wait"),
     Event("step.finish_pending", StepPipeline, "_finish"),
-    Event("submit_deferred", StepPipeline, "_submit_deferred", _names),
+    Event("submit_deferred", DeferredUpdate, "submit", _names),
     Event(
         "submit",
         StepPipeline,
@@ -129,34 +136,22 @@ class Recorder:
                 self.lines.append(f"{event.word} {subject}".rstrip())
 
 
-class _Hook:
-    """A data descriptor in the place of an attribute that holds a callback: whoever calls it is recorded."""
-
-    def __init__(self, recorder: Recorder, event: Event) -> None:
-        self._recorder = recorder
-        self._event = event
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        found = instance.__dict__[self._event.method]
-        if not self._recorder.on:
-            return found
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            self._recorder.add(self._event, args, kwargs)
-            return found(*args, **kwargs)
-
-        return called
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        instance.__dict__[self._event.method] = value
-
-
-def _wrapped(recorder: Recorder, event: Event) -> Callable[..., Any]:
-    inner = getattr(event.owner, event.method)
-
+def _wrapped(recorder: Recorder, event: Event, inner: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def called(*args: Any, **kwargs: Any) -> Any:
         recorder.add(event, args, kwargs)
+        return inner(*args, **kwargs)
+
+    return called
+
+
+def _wrapped_of_mode(recorder: Recorder, event: Event, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Recorded unless the mode itself is the caller."""
+
+    @functools.wraps(inner)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_locals.get("self") is not args[0]:
+            recorder.add(event, args, kwargs)
         return inner(*args, **kwargs)
 
     return called
@@ -167,9 +162,11 @@ def recording() -> Iterator[Recorder]:
     """Models that are offloaded inside are recorded while `on` of the recorder is set."""
     recorder, patch = Recorder(), pytest.MonkeyPatch()
     for event in EVENTS:
-        patch.setattr(event.owner, event.method, _wrapped(recorder, event))
-    for event in HOOKS:
-        patch.setattr(event.owner, event.method, _Hook(recorder, event), raising=False)
+        patch.setattr(event.owner, event.method, _wrapped(recorder, event, getattr(event.owner, event.method)))
+    for event in MODE_EVENTS:
+        for mode in MODES:
+            if event.method in vars(mode):
+                patch.setattr(mode, event.method, _wrapped_of_mode(recorder, event, vars(mode)[event.method]))
     try:
         yield recorder
     finally:
