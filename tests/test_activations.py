@@ -287,7 +287,7 @@ def test_a_fault_names_the_block_and_the_step_can_be_repeated(op: str, tmp_path:
             models.loss_of(model, batch).backward()
             handle = inf.handle(model)
             for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-                param = next(param for param in handle._params if param.name == name)
+                param = next(param for param in handle.parts.split.params if param.name == name)
                 assert param.grad is not None
                 assert torch.equal(param.grad.tensor.view(theirs.shape), theirs.grad), (name, ours.shape)
         inf.handle(model).close()

@@ -540,7 +540,7 @@ def test_close_frees_everything_after_an_error_at_the_end_of_backward(
 def test_every_step_of_closing_is_taken_and_the_first_error_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for also in ("pipeline.wait", "_lifecycle.detach", "_executor.drain", "_gradients.close"):
+    for also in ("pipeline.wait", "_lifecycle.detach", "_executor.wait_all", "_gradients.close"):
         model = inf.offload(llama(), nvme(tmp_path))
         optimizer, handle = inf.AdamW(model.parameters(), lr=1e-2), inf.handle(model)
         train(model, optimizer, 1)
@@ -558,4 +558,4 @@ def test_every_step_of_closing_is_taken_and_the_first_error_raised(
         handle.close()
 
 
-ORDER = ["pipeline.wait", "_lifecycle.detach", "_executor.drain", "residency.close", "_gradients.close"]
+ORDER = ["pipeline.wait", "_lifecycle.detach", "_executor.wait_all", "residency.close", "_gradients.close"]

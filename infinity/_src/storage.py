@@ -13,6 +13,7 @@ from infinity._src.checkpoint.run_files import RunFiles
 from infinity._src.config import Policy
 from infinity._src.hooks.activation_offload import ActivationFigures, Activations
 from infinity._src.hooks.activation_store import DriveShelf, HostShelf
+from infinity._src.hooks.frames import FrameStack
 from infinity._src.memory import numa
 from infinity._src.memory.device import Device
 from infinity._src.memory.node_resources import NodeResources
@@ -57,10 +58,9 @@ class Storage:
         self._device = device
         undo.callback(device.close)
         settings = policy.io_settings
-        space = SwapSpace(policy.directories) if policy.directories else None
+        space = SwapSpace(policy.directories, room=sharing.check_room) if policy.directories else None
         if space is not None:
             undo.callback(space.close)
-            space.room = sharing.check_room
             space.shares = choose_shares(
                 space.files, bandwidths=settings.bandwidths, backend=policy.io_backend, seam=seam
             )
@@ -113,7 +113,12 @@ class Storage:
         self._observed_s = time.monotonic()
 
     def open_activations(
-        self, model: torch.nn.Module, units: Sequence[Unit], timeline: Timeline, undo: contextlib.ExitStack
+        self,
+        model: torch.nn.Module,
+        units: Sequence[Unit],
+        timeline: Timeline,
+        frames: FrameStack,
+        undo: contextlib.ExitStack,
     ) -> Activations | None:
         """What takes the model's boundary activations away; None where they stay on the device.
 
@@ -128,7 +133,9 @@ class Storage:
             assert self.space is not None, "Policy sees to it that there are directories"
             sums_on = self._policy.verify != "off"
             self._shelf = DriveShelf(self.executor, self.space, sums_on=sums_on, device=self._device)
-        self._activations = Activations(self._shelf, model, units, timeline, self._device.torch_device)
+        self._activations = Activations(
+            self._shelf, model, units, timeline, self._device.torch_device, frames=frames
+        )
         undo.callback(self._activations.close)
         return self._activations
 

@@ -19,8 +19,8 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -82,10 +82,18 @@ class ActivationFigures:
         )
 
 
+class RunningForward(Protocol):
+    """The forwards of one model (`infinity._src.hooks.frames`)."""
+
+    @property
+    def running_here(self) -> bool:
+        """Whether one runs in this thread."""
+
+
 class Activations:
     """The boundary activations of one model.
 
-    shelf: where they rest. units: what `model` was taken apart into.
+    shelf: where they rest. units: what `model` was taken apart into. frames: tells whether a forward of it runs.
     Raises: ValueError when this torch keeps the inputs of checkpoints in a way that is not known.
     """
 
@@ -96,9 +104,11 @@ class Activations:
         units: Sequence[Unit],
         timeline: Timeline,
         device: torch.device | None = None,
+        *,
+        frames: RunningForward,
     ) -> None:
         self._device = device or torch.device("cpu")
-        self.running: Callable[[], bool] = lambda: False  # whether a forward of the model runs in this thread
+        self._frames = frames
         self._shelf = shelf
         self._names = {module: name for name, module in model.named_modules()}
         self._flats = [flat for unit in units for flat in unit.flats]
@@ -128,7 +138,7 @@ class Activations:
     def checkpoint_begins(self, call: CheckpointCall) -> None:
         """See `CheckpointWatcher`."""
         self._here.call = call
-        if call.owner is None and self.running():
+        if call.owner is None and self._frames.running_here:
             call.owner = self
 
     def checkpoint_saved(self, call: CheckpointCall) -> None:

@@ -176,7 +176,7 @@ class Elementwise(Optimizer):
         for unit in {param.unit: None for param in params}:
             unit.generation += 1
             engine.residency.discard(unit)
-        engine.pipeline.on_step(engine.pipeline.steps)
+        engine.pipeline.step_begins()
         try:
             self._run(engine, turns, numbers)
         except AioError as error:

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from infinity._src.hooks import activation_offload as module
 from infinity._src.hooks.activation_offload import Activations
 from infinity._src.hooks.activation_store import CHUNK_BYTES, DriveShelf
 from infinity._src.hooks.boundary import span_numel
+from infinity._src.hooks.frames import FrameStack
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.telemetry import Timeline
 from infinity.aio import Executor, Fault, PoolSpec, Seam, open_executor
@@ -29,14 +31,17 @@ from tests.unit.hooks.rig import Rig
 class Place:
     """An executor over one swap file, a shelf on it, and the activations of a model that always runs."""
 
-    def __init__(self, directory: Path, seam: Seam | None = None, model: nn.Module | None = None) -> None:
+    def __init__(
+        self, directory: Path, seam: Seam | None = None, model: nn.Module | None = None, frames: Any = None
+    ) -> None:
         self.space = SwapSpace([directory])
         self.executor: Executor = open_executor(
             self.space.files, small=PoolSpec(8, CHUNK_BYTES), large=PoolSpec(0, 0), seam=seam
         )
         self.shelf = DriveShelf(self.executor, self.space, sums_on=True)
-        self.activations = Activations(self.shelf, model or nn.Identity(), [], Timeline(spans_max=1000))
-        self.activations.running = lambda: True
+        self.frames = frames if frames is not None else SimpleNamespace(running_here=True)
+        timeline = Timeline(spans_max=1000)
+        self.activations = Activations(self.shelf, model or nn.Identity(), [], timeline, frames=self.frames)
         self._open = True
 
     def close(self) -> None:
@@ -54,8 +59,8 @@ def make_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     monkeypatch.setattr(module, "SMALLEST_BYTES", 1)
     places: list[Place] = []
 
-    def make(seam: Seam | None = None, model: nn.Module | None = None) -> Place:
-        places.append(Place(tmp_path, seam, model))
+    def make(seam: Seam | None = None, model: nn.Module | None = None, frames: Any = None) -> Place:
+        places.append(Place(tmp_path, seam, model, frames))
         return places[-1]
 
     yield make
@@ -327,7 +332,7 @@ def test_nested_checkpoints_take_the_outer_inputs_only(make_place: Callable[...,
             total = total + checkpoint(outer, x, weight, use_reentrant=False)
         total.backward()
         results.append(weight.grad)
-        place.activations.running = lambda: False
+        place.frames.running_here = False
     assert torch.equal(results[0], results[1])  # type: ignore[arg-type]
     assert place.activations.figures().calls == 4
 
@@ -354,8 +359,9 @@ def test_a_checkpoint_outside_of_a_forward_counts_when_it_calls_a_hooked_module(
     blocks = [nn.Linear(64, 64) for _ in range(6)]
     model = nn.Sequential(*blocks)
     other = nn.Linear(64, 64)
-    place = make_place(model=model)
-    rig = Rig(model, lambda m: {str(i): [m[i]] for i in range(6)}, activations=place.activations)
+    frames = FrameStack()
+    place = make_place(model=model, frames=frames)
+    rig = Rig(model, lambda m: {str(i): [m[i]] for i in range(6)}, activations=place.activations, frames=frames)
 
     def loss_of(root: nn.Module, seed: int) -> torch.Tensor:
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
@@ -396,9 +402,9 @@ def test_an_interrupted_forward_leaves_nothing(make_place: Callable[..., Place])
     place.activations.figures()
     assert len(place.activations._calls) == 0
     expected = weight_of()
-    place.activations.running = lambda: False
+    place.frames.running_here = False
     chain(randoms(5), expected, False).backward()
-    place.activations.running = lambda: True
+    place.frames.running_here = True
     chain(randoms(5), weight, False).backward()
     assert torch.equal(weight.grad, expected.grad)  # type: ignore[arg-type]
     del total
@@ -423,7 +429,7 @@ def test_a_fault_names_the_input_and_the_step_can_be_repeated(op: str, make_plac
     weight.grad = None
     gc.collect()
     chain(randoms(12), weight, False).backward()
-    place.activations.running = lambda: False
+    place.frames.running_here = False
     chain(randoms(12), expected, False).backward()
     assert torch.equal(weight.grad, expected.grad)  # type: ignore[arg-type]
     assert place.activations._fault is None

@@ -20,8 +20,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from infinity._src.engine import LEAVING_UNITS
 from infinity._src.hooks.activation_offload import HELD_CALLS, LEAVING_BYTES
+from infinity._src.memory.device import LEAVING_UNITS
 from infinity._src.optim.backward_update import UNITS_AHEAD
 from infinity._src.optim.device_update import AHEAD_CHUNKS
 from infinity._src.optim.grad_windows import WINDOW_UNITS
