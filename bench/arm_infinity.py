@@ -49,7 +49,7 @@ def build(workload: r1.Workload, policy: inf.Policy, *, always: bool = False) ->
     if always:
         if not policy.speculates:
             raise ValueError("--speculate=always is for update=backward with generations=2")
-        handle.parts.mode._updates.history = Always()
+        handle.parts.mode.history = Always()
     batches = r1.micro_batches(workload)
     clips = policy.update != "backward" or policy.speculates
 
