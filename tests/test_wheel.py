@@ -60,11 +60,15 @@ print(native.__file__, inf.__file__, changed, written, sep="|")
 
 DIGEST = """
 import hashlib, json, sys
+from pathlib import Path
 import numpy as np
+import infinity._native
 from infinity._src import native
 from infinity._src.native import ffi, lib
 from tests.unit.native.states import native_update
 from tests.unit.native.test_update_kernels import CASES, ROWS, states
+
+assert Path(infinity._native.__file__) == Path.cwd() / "infinity" / "_native.abi3.so"
 
 def at(array):
     return ffi.cast("void *", array.ctypes.data)
