@@ -6,8 +6,8 @@ Late-bound is an assignment `other.attr = value`, `other` not being `self`, outs
  - `value` is behaviour: a lambda, a partial, a function or a bound method; or the assigning object itself; or
  - `attr` is declared by some class as a Callable, as an object of a class of the project, or starts as a lambda.
 Data is left out: attributes declared with other types, containers of objects among them; fields of records (dataclasses, named
-tuples) unless they take a function or the assigning object; numbers, strings and flags; tickets, which stand for work in flight;
-what autograd's `ctx` keeps. So are objects that the same function has just made, and `_torch_compat`, which patches torch.
+tuples) unless they take a function or the assigning object; numbers, strings and flags; tickets and checkpointed calls, which
+stand for work in flight; what autograd's `ctx` keeps. So are objects that the same function has just made, and `_torch_compat`, which patches torch.
 Declarations are found by the attribute's name, since nothing here infers types.
 
 A method called `attach`, by which an object takes collaborators after its construction, counts as one attribute; an override
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 RECORDS = {"NamedTuple", "Enum", "IntEnum", "TypedDict", "Structure"}
-IN_FLIGHT = {"Ticket"}
+IN_FLIGHT = {"Ticket", "Call", "CheckpointCall"}
 
 
 class Site(NamedTuple):
@@ -189,7 +189,7 @@ def late_bound(root: Path) -> list[Site]:
 
 def cycles(root: Path) -> list[tuple[str, ...]]:
     """Groups of modules that import each other, directly or around; largest first."""
-    modules = {path: tree for path, tree in sources(root).items()}
+    modules = sources(root)
     dotted = {path: path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in modules}
     dotted = {path: f"infinity.{name}" if name.split(".")[0] == "aio" else name for path, name in dotted.items()}
     known = set(dotted.values())
