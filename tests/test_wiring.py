@@ -1,4 +1,5 @@
-"""Nobody's behaviour is assigned from outside after construction, and imports run in no new circles; see tests/wiring.py."""
+"""Nobody's behaviour is assigned from outside after construction, and imports run in no new
+circles; see tests/wiring.py."""
 
 from __future__ import annotations
 
@@ -20,13 +21,22 @@ LATE_BOUND = {
 """What may be bound late, and why. At most 5."""
 CIRCLES = {
     ("hooks.forward", "hooks.gather_window", "hooks.install"): "one life cycle in three files",
-    ("params.sharded_param", "params.unit", "params.unsharded_param"): "a record and what it points to",
+    (
+        "params.sharded_param",
+        "params.unit",
+        "params.unsharded_param",
+    ): "a record and what it points to",
     ("grads.registry", "grads.slot"): "slots and the scratch that they share",
-    ("infinity.aio.direct_io", "infinity.aio.drive_limits", "infinity.aio.swap_file"): "a file and the limits of its drive",
+    (
+        "infinity.aio.direct_io",
+        "infinity.aio.drive_limits",
+        "infinity.aio.swap_file",
+    ): "a file and the limits of its drive",
     ("kernels.comm_codec", "kernels.triton.comm_codec"): "the choice and its implementation",
     ("kernels.quantize", "kernels.triton.quantize"): "the choice and its implementation",
 }
-"""Circles of imports, TYPE_CHECKING and imports inside of functions counted. The list may only shrink."""
+"""Circles of imports, TYPE_CHECKING and imports inside of functions counted. The list may only
+shrink."""
 
 
 def test_behaviour_is_given_by_constructors() -> None:
@@ -38,7 +48,10 @@ def test_behaviour_is_given_by_constructors() -> None:
 
 
 def test_imports_run_in_no_new_circles() -> None:
-    found = {tuple(name.removeprefix("infinity._src.") for name in group) for group in wiring.cycles(ROOT)}
+    found = {
+        tuple(name.removeprefix("infinity._src.") for name in group)
+        for group in wiring.cycles(ROOT)
+    }
     assert found == CIRCLES.keys()
 
 
@@ -93,7 +106,9 @@ def test_an_object_that_was_just_made_may_be_completed(tmp_path: Path) -> None:
 
 def test_circles_are_found_under_type_checking_and_in_functions(tmp_path: Path) -> None:
     (tmp_path / "infinity").mkdir()
-    (tmp_path / "infinity" / "one.py").write_text("if TYPE_CHECKING:\n    from infinity.two import X\n")
+    (tmp_path / "infinity" / "one.py").write_text(
+        "if TYPE_CHECKING:\n    from infinity.two import X\n"
+    )
     (tmp_path / "infinity" / "two.py").write_text("def late():\n    import infinity.three\n")
     (tmp_path / "infinity" / "three.py").write_text("from infinity import one\n")
     (tmp_path / "infinity" / "four.py").write_text("from infinity import one\n")
