@@ -33,7 +33,8 @@ from infinity._src.params.unshard import Gathering
 
 
 class Event(NamedTuple):
-    """One call to record: `word` and what `subject` makes of the arguments; nothing where that is None."""
+    """One call to record: `word` and what `subject` makes of the arguments; nothing where that is
+    None."""
 
     word: str
     owner: type
@@ -83,7 +84,12 @@ EVENTS = [
         "_will_mutate",
         lambda slot: slot.name if slot.guarded else None,
     ),
-    Event("step.compare_ranks", StepPipeline, "meet", lambda _self, _opt, params: f"{len(params)} parameters"),
+    Event(
+        "step.compare_ranks",
+        StepPipeline,
+        "meet",
+        lambda _self, _opt, params: f"{len(params)} parameters",
+    ),
     Event("step.check_idle", StepPipeline, "check_idle"),
     Event("step.begin", StepPipeline, "begin"),
     Event("step.submit", StepPipeline, "submit"),
@@ -101,7 +107,12 @@ EVENTS = [
         ),
     ),
     Event("submitted", StepPipeline, "pend"),
-    Event("read_ahead", StepPipeline, "read_ahead", lambda _self, phase, given: f"{phase.name} given={given}"),
+    Event(
+        "read_ahead",
+        StepPipeline,
+        "read_ahead",
+        lambda _self, phase, given: f"{phase.name} given={given}",
+    ),
     Event("hand_over", Unsharder, "hand_over", _name),
     Event("updated", Unsharder, "updated", _name),
     Event("rewritten", Unsharder, "rewritten", _name),
@@ -145,7 +156,9 @@ def _wrapped(recorder: Recorder, event: Event, inner: Callable[..., Any]) -> Cal
     return called
 
 
-def _wrapped_of_mode(recorder: Recorder, event: Event, inner: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped_of_mode(
+    recorder: Recorder, event: Event, inner: Callable[..., Any]
+) -> Callable[..., Any]:
     """Recorded unless the mode itself is the caller."""
 
     @functools.wraps(inner)
@@ -162,11 +175,15 @@ def recording() -> Iterator[Recorder]:
     """Models that are offloaded inside are recorded while `on` of the recorder is set."""
     recorder, patch = Recorder(), pytest.MonkeyPatch()
     for event in EVENTS:
-        patch.setattr(event.owner, event.method, _wrapped(recorder, event, getattr(event.owner, event.method)))
+        patch.setattr(
+            event.owner, event.method, _wrapped(recorder, event, getattr(event.owner, event.method))
+        )
     for event in MODE_EVENTS:
         for mode in MODES:
             if event.method in vars(mode):
-                patch.setattr(mode, event.method, _wrapped_of_mode(recorder, event, vars(mode)[event.method]))
+                patch.setattr(
+                    mode, event.method, _wrapped_of_mode(recorder, event, vars(mode)[event.method])
+                )
     try:
         yield recorder
     finally:

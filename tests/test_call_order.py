@@ -1,4 +1,5 @@
-"""The order of calls of every update mode is the one that tests/data/call_order has, on one rank and on two.
+"""The order of calls of every update mode is the one that tests/data/call_order has, on one rank
+and on two.
 
 INFINITY_RECORD_CALL_ORDER=1 writes the files anew; look at the difference before it is kept.
 """
@@ -137,7 +138,8 @@ class Loop:
 
 
 def whole(loop: Loop) -> None:
-    """Three steps: clipped to nothing after two micro-batches; after an evaluation and a window; after a look at the states."""
+    """Three steps: clipped to nothing after two micro-batches; after an evaluation and a window;
+    after a look at the states."""
     handle = inf.handle(loop.model)
     with handle.no_sync():
         loop.micro(0, "micro-batch 0 of 2 in no_sync")
@@ -175,7 +177,8 @@ def aborted(loop: Loop) -> None:
 
 
 def undone(loop: Loop) -> None:
-    """A step whose update is said to have failed; with two generations it is undone, and training goes on."""
+    """A step whose update is said to have failed; with two generations it is undone, and training
+    goes on."""
     loop.micro(0, "whole")
     loop.step(1e6)
     loop.micro(1, "whole")
@@ -187,7 +190,11 @@ def undone(loop: Loop) -> None:
     loop.tried("flush()", inf.handle(loop.model).flush)
 
 
-SCENARIOS: dict[str, Callable[[Loop], None]] = {"steps": whole, "aborted": aborted, "undone": undone}
+SCENARIOS: dict[str, Callable[[Loop], None]] = {
+    "steps": whole,
+    "aborted": aborted,
+    "undone": undone,
+}
 
 
 def recorded(values: dict[str, Any], place: Path, scenario: str) -> list[str]:
@@ -250,7 +257,9 @@ class Recording:
 
     def __call__(self, rank: int, place: Path) -> list[str]:
         assert dist.get_world_size() == 2
-        device = simulated(pytest.MonkeyPatch(), seed=rank) if self.gpu else contextlib.nullcontext()
+        device = (
+            simulated(pytest.MonkeyPatch(), seed=rank) if self.gpu else contextlib.nullcontext()
+        )
         with device:
             return recorded(dict(self.values), place, self.scenario)
 
@@ -276,6 +285,8 @@ def test_two_ranks(mode: str, values: dict[str, Any], gpu: bool, tmp_path: Path)
 
 @pytest.mark.parametrize("mode", ["deferred", "backward"])
 def test_two_ranks_whose_backward_raises(mode: str, tmp_path: Path) -> None:
-    first, second = on_ranks(Recording(tuple(MODES[mode].items()), "aborted", False), tmp_path / "run", 2)
+    first, second = on_ranks(
+        Recording(tuple(MODES[mode].items()), "aborted", False), tmp_path / "run", 2
+    )
     assert first == second
     check(first, f"{mode}.aborted.2")

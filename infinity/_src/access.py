@@ -1,4 +1,5 @@
-"""Whether an engine can be used, asked before values are read or written: it is open, and nothing has failed in the background."""
+"""Whether an engine can be used, asked before values are read or written: it is open, and nothing
+has failed in the background."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from infinity.errors import EngineClosed
 
 
 class EngineAccess:
-    """The checks of one engine (`infinity._src.params.update_hooks.Access`). One thread uses it at a time."""
+    """The checks of one engine (`infinity._src.params.update_hooks.Access`). One thread uses it at
+    a time."""
 
     _pipeline: StepPipeline
     _saving: Saving
@@ -24,20 +26,24 @@ class EngineAccess:
         self._mode = mode
 
     def attach(self, pipeline: StepPipeline, saving: Saving) -> None:
-        """Take those whose faults are sticky, which need what asks here to be made. Called once, before anything else."""
+        """Take those whose faults are sticky, which need what asks here to be made. Called once,
+        before anything else."""
         self._pipeline = pipeline
         self._saving = saving
 
     def check_open(self) -> None:
         """Raise after close, and the sticky fault of a background update."""
         if self.closed:
-            raise EngineClosed("the engine of this model was closed; build the model anew and offload that")
+            raise EngineClosed(
+                "the engine of this model was closed; build the model anew and offload that"
+            )
         self._pipeline.raise_fault()
         self._saving.raise_fault()
         self._comm.check()
 
     def before_read(self, unit: Unit) -> None:
-        """Somebody wants the unit's values. On the way of every gather: no call here is superfluous."""
+        """Somebody wants the unit's values. On the way of every gather: no call here is
+        superfluous."""
         self.check_open()
         self._mode.before_read(unit)
         self._storage.observe_sometimes()

@@ -1,4 +1,4 @@
-"""Wiring: makes the parts of one engine, each from those before it, in the order of a parameter's life.
+"""Typed wiring of one engine: each part from those before it, in the order of a parameter's life.
 
     take_apart        ranks, device, units: what the model is
     open_tiers        budget, gradient memory, swap files, executor, state store: where values rest
@@ -10,8 +10,9 @@
     open_durable_run  commits that outlive the process
     build_hooks       where torch calls the engine
 
-Collaborators are given by constructors. Where two parts need each other, the one that is made first gets the other
-by one call of `attach`: the update mode, the access checks, and the transaction in a durable run.
+Collaborators are given by constructors. Where two parts need each other, the one that is made first
+gets the other by one call of `attach`: the update mode, the access checks, and the transaction in a
+durable run.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ from infinity.aio import Executor, Seam
 
 
 class Owner(Protocol):
-    """The engine's handle. Units know it; the parts below ask it for what its user may change or must be told."""
+    """The engine's handle. Units know it; the parts below ask it for what its user may change or
+    must be told."""
 
     extra: Any
 
@@ -70,7 +72,8 @@ class Owner(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A model that was taken apart, on this rank. policy: with this rank's directories, and its part of the bandwidths."""
+    """A model that was taken apart, on this rank. policy: with this rank's directories, and its
+    part of the bandwidths."""
 
     policy: Policy
     ranks: RankSetup
@@ -159,7 +162,8 @@ def build_engine(
     timeline: Timeline,
     undo: contextlib.ExitStack,
 ) -> EngineParts:
-    """Take `model` apart and wire what offloads it. `undo` gets what closes the parts, also if this raises. Collective."""
+    """Take `model` apart and wire what offloads it. `undo` gets what closes the parts, also if this
+    raises. Collective."""
     split = take_apart(model, policy, device, owner, undo)
     source = open_source(model, load)
     tiers = open_tiers(split, seam, owner, undo)
@@ -172,21 +176,35 @@ def build_engine(
     optimizer = build_optimizer(split, tiers, grads, unsharder, mode, access, heap, undo)
     durable = open_durable_run(tiers, optimizer, model, owner, undo)
     lifecycle = build_hooks(split, tiers, unsharder, model, owner, timeline, undo)
-    return EngineParts(split, tiers, heap, mode, access, grads, unsharder, optimizer, durable, lifecycle)
+    return EngineParts(
+        split, tiers, heap, mode, access, grads, unsharder, optimizer, durable, lifecycle
+    )
 
 
 def take_apart(
-    model: torch.nn.Module, policy: Policy, device: torch.device, owner: Owner, undo: contextlib.ExitStack
+    model: torch.nn.Module,
+    policy: Policy,
+    device: torch.device,
+    owner: Owner,
+    undo: contextlib.ExitStack,
 ) -> Split:
-    """Meet the other ranks, find the model's units, open the device. Raises: ValueError for what cannot be offloaded."""
+    """Meet the other ranks, find the model's units, open the device. Raises: ValueError for what
+    cannot be offloaded."""
     ranks = RankSetup(policy, device, undo)
     resources = undo.enter_context(sharing(ranks.comm, policy))
     policy = resources.policy
     bytes_max = int(policy.unit_bytes_max)
-    specs = find_units(model, units=policy.units, unit_bytes_max=bytes_max, nested=not ranks.several)
+    specs = find_units(
+        model, units=policy.units, unit_bytes_max=bytes_max, nested=not ranks.several
+    )
     check_gatherable(model, specs, bytes_max, device, device_memory_bytes(device))
     units = build(
-        model, specs, device, ranks.comm.world, functools.partial(chunk_numel_of, policy.state), engine=owner
+        model,
+        specs,
+        device,
+        ranks.comm.world,
+        functools.partial(chunk_numel_of, policy.state),
+        engine=owner,
     )
     there = open_device(device)
     check_activations(policy, there)
@@ -194,7 +212,8 @@ def take_apart(
 
 
 def open_tiers(split: Split, seam: Seam | None, owner: Owner, undo: contextlib.ExitStack) -> Tiers:
-    """Plan the budget and open what holds values. Nothing rests yet. Raises: BudgetError, SwapFullError, OSError."""
+    """Plan the budget and open what holds values. Nothing rests yet. Raises: BudgetError,
+    SwapFullError, OSError."""
     policy, ranks = split.policy, split.ranks
     largest = max((unit.size_bytes for unit in split.units), default=0)
     offload = GradOffload(split.device, LEAVING_UNITS * largest) if split.device.copies else None
@@ -223,7 +242,8 @@ def open_tiers(split: Split, seam: Seam | None, owner: Owner, undo: contextlib.E
 
 
 def _staging_bytes(split: Split, buffers: GradBuffers) -> int:
-    """Pinned memory by way of which gradients reach their slots or updates; more after parameters were thawed."""
+    """Pinned memory by way of which gradients reach their slots or updates; more after parameters
+    were thawed."""
     policy = split.policy
     windows = split.device.copies and policy.update == "backward" and not policy.speculates
     of_windows = GradWindows.needs_bytes(split.units, buffers.dtype) if windows else 0
@@ -231,7 +251,8 @@ def _staging_bytes(split: Split, buffers: GradBuffers) -> int:
 
 
 def fill_tiers(split: Split, tiers: Tiers, source: OpenSource) -> None:
-    """Write the model's values to where they rest, unit by unit. Blocks; collective. Raises: PeerFailed, ValueError."""
+    """Write the model's values to where they rest, unit by unit. Blocks; collective. Raises:
+    PeerFailed, ValueError."""
     for unit in split.units:
         fill_unit(unit, source, functools.partial(_store_flat, split, tiers))
     source.fill_buffers(split.device.torch_device)
@@ -252,7 +273,10 @@ def choose_mode(split: Split, tiers: Tiers) -> UpdateMode:
     policy, device = split.policy, split.device
     if policy.update_on == "device":
         if not device.copies:
-            raise ValueError("update_on='device': the model computes on the CPU, which updates already; use update_on='cpu'")
+            raise ValueError(
+                "update_on='device': the model computes on the CPU, which updates already; use "
+                "update_on='cpu'"
+            )
         return DeviceUpdate(rest=tiers.store, executor=tiers.executor, device=device)
     if policy.update == "delayed":
         return DelayedUpdate(
@@ -267,7 +291,10 @@ def choose_mode(split: Split, tiers: Tiers) -> UpdateMode:
         return SpeculativeUpdate()
     if policy.update == "backward":
         return BackwardUpdate(
-            split.units, device=device, dtype_of=tiers.buffers.dtype, on_nonfinite=policy.on_nonfinite
+            split.units,
+            device=device,
+            dtype_of=tiers.buffers.dtype,
+            on_nonfinite=policy.on_nonfinite,
         )
     return DeferredUpdate()
 
@@ -330,8 +357,10 @@ def build_optimizer(
     heap: Heap,
     undo: contextlib.ExitStack,
 ) -> OptimizerParts:
-    """The step, what optimizers hold, and access to states between steps. Attaches the mode and the access checks."""
-    policy, units, comm, executor, store = split.policy, split.units, split.comm, tiers.executor, tiers.store
+    """The step, what optimizers hold, and access to states between steps. Attaches the mode and the
+    access checks."""
+    policy, units, comm = split.policy, split.units, split.comm
+    executor, store = tiers.executor, tiers.store
     transaction = None
     if policy.generations > 1:
         transaction = Transaction(units, rest=store, executor=executor, residency=unsharder)
@@ -362,7 +391,9 @@ def build_optimizer(
         together=split.resources.together,
     )
     # The mode asks the pipeline, and the pipeline the mode.
-    mode.attach(ModeParts(pipeline, unsharder, grads.reducer, registry.holder_of, registry.make_gradients))
+    mode.attach(
+        ModeParts(pipeline, unsharder, grads.reducer, registry.holder_of, registry.make_gradients)
+    )
     undo.callback(mode.close)
     pipeline.plan(split.flats)
     states = States(store, unsharder, comm, wait=access.before_write)
@@ -381,7 +412,11 @@ def build_optimizer(
 
 
 def open_durable_run(
-    tiers: Tiers, optimizer: OptimizerParts, model: torch.nn.Module, owner: Owner, undo: contextlib.ExitStack
+    tiers: Tiers,
+    optimizer: OptimizerParts,
+    model: torch.nn.Module,
+    owner: Owner,
+    undo: contextlib.ExitStack,
 ) -> DurableRun | None:
     """The run that the swap files are part of; None where the policy is not durable."""
     run, space = tiers.storage.run, tiers.storage.space
@@ -405,7 +440,8 @@ def build_hooks(
     timeline: Timeline,
     undo: contextlib.ExitStack,
 ) -> Lifecycle:
-    """Put parameters at rest into the model, and the hooks on it: from here on torch calls the engine."""
+    """Put parameters at rest into the model, and the hooks on it: from here on torch calls the
+    engine."""
     frames, tier = FrameStack(), split.policy.params
     return attach(
         model,

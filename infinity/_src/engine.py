@@ -1,6 +1,6 @@
 """The engine: `offload` takes a model apart into units at rest, `Handle` is what the user holds of it.
 
-offload = find units -> place -> fill, unit by unit -> attach hooks        (this module only wires)
+offload = find units -> place -> fill, unit by unit -> attach hooks        (`infinity._src.build` wires)
 
 model.parameters() --- at rest --->  Rest (chunks: RAM, NVMe)  <--- Pipeline (opt.step)
          |                                  ^

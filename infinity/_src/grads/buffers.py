@@ -115,7 +115,7 @@ class GradBuffers:
             else:
                 slot.move_to(self.of(param), None)
         except BaseException:
-            slot.home, slot.tensor = home, before  # no window could be had: the values wait where they are
+            slot.stay(before, home)  # no window could be had: the values wait where they are
             raise
         self._settled.add(param)
 

@@ -168,6 +168,10 @@ class GradSlot:
         if values is not None:
             (tensor if home is None else home.bring_to_write(self)).copy_(values)
 
+    def stay(self, tensor: torch.Tensor, home: GradBacking | None) -> None:
+        """Rest where the values still are: moving away has failed."""
+        self.home, self.tensor = home, tensor
+
     def arrive(self) -> None:
         """Return when a gradient that is on its way from the device is here. Raises: DeviceCopyError."""
         if self._arriving is not None:

@@ -109,6 +109,7 @@ class Activations:
     ) -> None:
         self._device = device or torch.device("cpu")
         self._frames = frames
+        self._mark = object()  # in calls whose inputs these activations take
         self._shelf = shelf
         self._names = {module: name for name, module in model.named_modules()}
         self._flats = [flat for unit in units for flat in unit.flats]
@@ -139,11 +140,11 @@ class Activations:
         """See `CheckpointWatcher`."""
         self._here.call = call
         if call.owner is None and self._frames.running_here:
-            call.owner = self
+            call.owner = self._mark
 
     def checkpoint_saved(self, call: CheckpointCall) -> None:
         """See `CheckpointWatcher`. Outside of a forward, a module of the model must have been entered, or be next."""
-        if call.owner is self:
+        if call.owner is self._mark:
             self._take(call)
 
     def entered(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -156,9 +157,9 @@ class Activations:
             here = {id(tensor) for tensor in tensors.in_arguments(args, kwargs)}
             if here.isdisjoint(map(id, call.inputs())):
                 return
-            call.owner, call.label = self, self._names.get(module, "")
+            call.owner, call.label = self._mark, self._names.get(module, "")
             self._take(call)  # nothing yet, if it is a reentrant one
-        elif call.owner is self:
+        elif call.owner is self._mark:
             call.label = self._names.get(module, "")
 
     # -- forward -----------------------------------------------------------------------------------------------------------

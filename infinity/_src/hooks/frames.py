@@ -25,7 +25,8 @@ class Frame:
     outermost: bool
     held: list[UnitRefs] = dataclasses.field(default_factory=list)
     use: BackwardUse | None = None
-    handled: BaseException | None = dataclasses.field(default_factory=lambda: sys.exc_info()[1])  # before it began
+    # Handled when it began: an exception that leaves the frame is another one.
+    handled: BaseException | None = dataclasses.field(default_factory=lambda: sys.exc_info()[1])
 
     @property
     def alive(self) -> bool:
@@ -45,7 +46,8 @@ class Frame:
 
 
 class FrameStack(list[Frame]):
-    """The frames of one model. The life cycle pushes and pops them; activations ask whether one runs."""
+    """The frames of one model. The life cycle pushes and pops them; activations ask whether one
+    runs."""
 
     @property
     def running_here(self) -> bool:

@@ -2,27 +2,27 @@
 
 One interface, `UpdateMode`, and five implementations of it:
 
-    DeferredUpdate     update="deferred"                      at opt.step(), behind gates that the next forward opens
-    BackwardUpdate     update="backward"                      in backward, as soon as a unit's gradients are complete
-    SpeculativeUpdate  update="backward" with generations=2   the same, and taken back where the step wants another
-    DelayedUpdate      update="delayed"                       at opt.step(), beside the whole next step
-    DeviceUpdate       update_on="device"                     at opt.step(), by kernels of the device
+    DeferredUpdate     "deferred"               at opt.step(), behind gates that forward opens
+    BackwardUpdate     "backward"               in backward, when a unit's gradients are complete
+    SpeculativeUpdate  the same, generations=2  in backward; undone where the step wants another
+    DelayedUpdate      "delayed"                at opt.step(), beside the whole next step
+    DeviceUpdate       update_on="device"       at opt.step(), by kernels of the device
 
 Order of calls in a step (tests/data/call_order has it for each mode, to the line):
 
     before_read(unit) *           forward gathers a unit
-    backward_begin()              [no_sync() is entered around micro-batches that are not the last]
+    backward_begin()              no_sync() is entered around micro-batches that are not the last
         before_read(unit) *
         grad_ready(param, grad) *
         unit_released(unit) *
-    backward_end()                backward_aborted() instead, as soon as a backward that broke off is found
+    backward_end()                backward_aborted() instead, when one that broke off is found
     before_step()                 opt.step() asks whether a step may be taken
     submit(work_by_unit)          opt.step() asks for these updates
-    withdraw()                    somebody waits for the states: what ran ahead of its step is taken back
+    withdraw()                    somebody waits for the states: undo what ran ahead of its step
     undone()                      a fault undid the step (two generations)
 
-A mode is made first and given to all who call it by their constructors; it gets its own collaborators, which need
-the mode to be made, by the one call of `attach`.
+A mode is made first and given to all who call it by their constructors; it gets its own
+collaborators, which need the mode to be made, by the one call of `attach`.
 """
 
 from __future__ import annotations
@@ -56,17 +56,20 @@ class Holder(Grouped, Protocol):
         """A step begins: find each parameter's group anew."""
 
     def preview(self, params: Sequence[Param]) -> tuple[list[Work], list[dict[str, Any]]]:
-        """The work of a step that would be taken now, and the states it would leave. Changes nothing."""
+        """The work of a step that would be taken now, and the states it would leave. Changes
+        nothing."""
 
     def work_of(self, params: Sequence[Param]) -> list[Work]:
-        """The work of the step that is being taken for these parameters; counts it in their step numbers."""
+        """The work of the step that is being taken for these parameters; counts it in their step
+        numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModeParts:
     """A mode's collaborators.
 
-    holder_of: the optimizer of a parameter, None without one. make_gradients: gives gradients memory, where the mode did without.
+    holder_of: the optimizer of a parameter, None without one. make_gradients: gives gradients
+    memory, where the mode did without.
     """
 
     pipeline: StepPipeline
@@ -83,7 +86,7 @@ class UpdateMode(UpdateHooks):
     def attach(self, parts: ModeParts) -> None:
         """Take the collaborators. Called once, before anything else."""
 
-    # -- a step, besides what `UpdateHooks` has --------------------------------------------------------------------------
+    # -- a step, besides what `UpdateHooks` has ---------------------------------------------------
 
     @abc.abstractmethod
     def before_read(self, unit: Unit) -> None:
@@ -95,14 +98,16 @@ class UpdateMode(UpdateHooks):
 
     @abc.abstractmethod
     def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
-        """Do what `opt.step()` asks for. The updates of the step before have ended. Does not block on I/O.
+        """Do what `opt.step()` asks for. The updates of the step before have ended. Does not block
+        on I/O.
 
         Called within the step of `StepPipeline.stepping`, also when nothing is asked for.
         """
 
     @abc.abstractmethod
     def withdraw(self) -> None:
-        """Take back all that ran ahead of its step: the states are those of the step before. Blocks until it has ended."""
+        """Take back all that ran ahead of its step: the states are those of the step before. Blocks
+        until it has ended."""
 
     @abc.abstractmethod
     def undone(self) -> None:
@@ -110,9 +115,10 @@ class UpdateMode(UpdateHooks):
 
     @abc.abstractmethod
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Inside are micro-batches that are not the last of a step. Raises: BudgetError where they need memory."""
+        """Inside are micro-batches that are not the last of a step. Raises: BudgetError where they
+        need memory."""
 
-    # -- between steps -----------------------------------------------------------------------------------------------------
+    # -- between steps ----------------------------------------------------------------------------
 
     @property
     @abc.abstractmethod
@@ -121,7 +127,8 @@ class UpdateMode(UpdateHooks):
 
     @abc.abstractmethod
     def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:
-        """Make room for what the mode holds of these flats besides their states and gradients, of which some may spill."""
+        """Make room for what the mode holds of these flats besides their states and gradients, of
+        which some may spill."""
 
     @property
     @abc.abstractmethod
@@ -135,7 +142,8 @@ class UpdateMode(UpdateHooks):
 
     @abc.abstractmethod
     def check_whole(self) -> None:
-        """Raise RuntimeError when some parameters of a step are updated and others are not: nothing can be saved or restored."""
+        """Raise RuntimeError when some parameters of a step are updated and others are not: nothing
+        can be saved or restored."""
 
     @abc.abstractmethod
     def restored(self, steps: int) -> None:
@@ -147,7 +155,8 @@ class UpdateMode(UpdateHooks):
 
 
 class DeferredUpdate(UpdateMode):
-    """update="deferred": all of a step is submitted by `opt.step()`, and runs beside the next forward.
+    """update="deferred": all of a step is submitted by `opt.step()`, and runs beside the next
+    forward.
 
     Base of the other modes, which say in what they differ.
     """
@@ -168,7 +177,7 @@ class DeferredUpdate(UpdateMode):
         self._holder_of = parts.holder_of
         self._make_gradients = parts.make_gradients
 
-    # -- backward --------------------------------------------------------------------------------------------------------
+    # -- backward ---------------------------------------------------------------------------------
 
     @property
     def updates_pending(self) -> bool:
@@ -193,7 +202,7 @@ class DeferredUpdate(UpdateMode):
     def before_assign(self, param: Param) -> None:
         """Nothing: gradients may be replaced until the step."""
 
-    # -- the step --------------------------------------------------------------------------------------------------------
+    # -- the step ---------------------------------------------------------------------------------
 
     def before_read(self, unit: Unit) -> None:
         """Nothing: no update runs ahead of its step."""
@@ -220,7 +229,7 @@ class DeferredUpdate(UpdateMode):
     def no_sync(self) -> Iterator[None]:
         yield
 
-    # -- between steps -----------------------------------------------------------------------------------------------------
+    # -- between steps ----------------------------------------------------------------------------
 
     @property
     def stores_gradients(self) -> bool:

@@ -1,13 +1,14 @@
-"""Events of a parameter's life that the update mode answers; raised by those who move parameters and gradients.
+"""Events of a parameter's life that the update mode answers.
 
     Unsharder     a training backward begins          backward_begin()
     GradReducer   a gradient is whole, on all ranks   grad_ready(param, grad)
     Unsharder     nothing uses a unit any more        unit_released(unit)
-    Unsharder     that backward has ended             backward_end()      it broke off: backward_aborted()
+    Unsharder     that backward has ended             backward_end(), or backward_aborted()
     GradReducer   the loop assigns a gradient         before_assign(param)
 
-`infinity._src.optim.update_mode` has the whole interface, and the modes. They need the optimizer's step, which stands
-above unsharding, so this half of it is declared here, and calls go the way that imports go.
+`infinity._src.optim.update_mode` has the whole interface, and the modes. They need the optimizer's
+step, which stands above unsharding, so this half of it is declared here, and calls go the way that
+imports go.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from infinity._src.params.unit import Param, Unit
 
 
 class UpdateHooks(abc.ABC):
-    """The update mode as `Unsharder` and `GradReducer` see it. All calls come from the thread that trains."""
+    """The update mode as `Unsharder` and `GradReducer` see it. All calls come from the thread that
+    trains."""
 
     delayed_params: DelayedParams | None
-    """The parameters that training computes with, where those at rest may be newer; None: it computes with these."""
+    """The parameters that training computes with, where those at rest may be newer; None: it
+    computes with these."""
 
     @property
     @abc.abstractmethod
@@ -38,15 +41,18 @@ class UpdateHooks(abc.ABC):
 
     @abc.abstractmethod
     def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
-        """A gradient of this backward is complete: this rank's part of it, reduced where there are several ranks."""
+        """A gradient of this backward is complete: this rank's part of it, reduced where there are
+        several ranks."""
 
     @abc.abstractmethod
     def unit_released(self, unit: Unit) -> None:
-        """Nothing uses the unit any more: no forward, no backward, no window. Also outside of backward."""
+        """Nothing uses the unit any more: no forward, no backward, no window. Also outside of
+        backward."""
 
     @abc.abstractmethod
     def backward_end(self) -> None:
-        """A backward has ended, and all its gradients were ready. Raises: what breaks the backward off."""
+        """A backward has ended, and all its gradients were ready. Raises: what breaks the backward
+        off."""
 
     @abc.abstractmethod
     def backward_aborted(self) -> None:
@@ -64,4 +70,5 @@ class Access(Protocol):
         """Somebody wants the unit's values. Raises: EngineClosed; what a background update met."""
 
     def before_write(self) -> None:
-        """Values are about to be written. Blocks until no update is pending. Raises as `before_read`."""
+        """Values are about to be written. Blocks until no update is pending. Raises as
+        `before_read`."""
