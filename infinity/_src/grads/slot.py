@@ -69,7 +69,8 @@ class ReadByUpdate:
 
     def before_write(self, _slot: GradSlot) -> None:
         """Block until the update is done."""
-        wait_through(self._ticket)
+        if not self._ticket.done:  # it is, nearly always: no further call then
+            wait_through(self._ticket)
 
 
 def wait_through(ticket: Ticket) -> None:

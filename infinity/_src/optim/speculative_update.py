@@ -112,7 +112,7 @@ class SpeculativeUpdate(DeferredUpdate):
             self._counted = True
             if param.at_rest.grad is None:  # a step that was left out (GradScaler) has cleared what was there
                 self._backwards = 1
-        super().grad_ready(param, grad)
+        self._grads.accumulate(param, grad)
         self._ready.add(param.unit)
 
     def backward_begin(self) -> None:
