@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
-from infinity._src.checkpoint.export_offline import Exporting
 from infinity._src.checkpoint.reader import Checkpoint
+from infinity._src.checkpoint.safetensors import Exporting
 from infinity._src.hooks import activation_offload as activations
 from infinity._src.kernels.tiles import TiledModule
 from infinity._src.params.discover import find_units

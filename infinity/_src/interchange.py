@@ -15,22 +15,22 @@ from typing import Any
 
 import torch
 
-from infinity._src.checkpoint.dcp_reading import DCPFiles
-from infinity._src.checkpoint.dcp_states import (
+from infinity._src.checkpoint.dcp import (
     MASTER,
+    DCPFiles,
+    DCPWriter,
     Held,
+    Key,
     ModelPart,
     groups_of,
     match_states,
     take_in_states,
     tensors_of,
 )
-from infinity._src.checkpoint.dcp_writing import DCPWriter, Key
 from infinity._src.checkpoint.deepspeed import DeepSpeedWeights
-from infinity._src.checkpoint.incoming import Incoming, Loaded, check_idle, match, take_in
+from infinity._src.checkpoint.load import Incoming, Loaded, check_idle, match, take_in
 from infinity._src.checkpoint.metadata import buffers_of
-from infinity._src.checkpoint.safetensors import read_value, write_safetensors
-from infinity._src.checkpoint.tiled import wholes_of
+from infinity._src.checkpoint.safetensors import read_value, wholes_of, write_safetensors
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.engine import Handle, handle
 from infinity._src.optim.base import Optimizer

@@ -19,9 +19,7 @@ from pathlib import Path
 
 import xxhash
 
-from infinity._src.checkpoint import syncing
-from infinity._src.checkpoint.manifest import FileEntry, Manifest, manifest_name
-from infinity._src.checkpoint.manifest_check import check_manifest
+from infinity._src.checkpoint.manifest import FileEntry, Manifest, check_manifest, manifest_name
 from infinity.errors import AioError, ChecksumError, DeviceFailedError, SwapFullError
 
 log = logging.getLogger("infinity")
@@ -149,10 +147,39 @@ def write_attachment(directory: Path, name: str, data: bytes) -> FileEntry:
     return FileEntry(name, len(data), xxhash.xxh3_128_hexdigest(data))
 
 
+def fsync_file(path: Path) -> None:
+    """Return when the file's bytes are on the drive. Blocks. Raises: OSError naming the path."""
+    _fsync(path, os.O_RDONLY)
+
+
+def fsync_directory(path: Path) -> None:
+    """Return when the names in a directory are on the drive. Blocks. Raises: OSError naming the path."""
+    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Give a file that is whole its name, replacing one that had it; durable after `fsync_directory`. Blocks.
+
+    Raises: OSError naming the path.
+    """
+    fsync_file(partial)
+    partial.replace(path)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    opened = os.open(path, flags)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(opened)
+
+
 def sync_directory(directory: Path) -> None:
     """Return when the names in a directory are on the drive. Raises: DeviceFailedError, AioError."""
     with typed_errors(directory, "fsync", 0):
-        syncing.sync_directory(directory)
+        fsync_directory(directory)
 
 
 def make_directory(directory: Path) -> None:

@@ -23,7 +23,6 @@ import torch
 
 from infinity._src._torch_compat import dynamo_disable
 from infinity._src.checkpoint import metadata as describing
-from infinity._src.checkpoint.data_file import algorithm_of
 from infinity._src.checkpoint.directory import (
     file_name,
     files_of,
@@ -37,9 +36,10 @@ from infinity._src.checkpoint.directory import (
 )
 from infinity._src.checkpoint.hardlink import Pinned
 from infinity._src.checkpoint.manifest import ROW, FileEntry, Layout, Manifest, OptimizerEntry, manifest_name
+from infinity._src.checkpoint.reader import algorithm_of
 from infinity._src.checkpoint.run_files import RunFiles
+from infinity._src.checkpoint.safe_pickle import extra_bytes
 from infinity._src.checkpoint.save import Saving
-from infinity._src.checkpoint.user_state import extra_bytes
 from infinity._src.checkpoint.writer import Placed
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.optim.base import Optimizer

@@ -1,4 +1,11 @@
-"""The manifest: what one rank's states are, and where they lie. One file, `manifest-<generation>.rank<r>`; no tensors.
+"""Small values as JSON and back, exactly: what optimizers keep in groups and per parameter. Nothing in it is ever run.
+
+None, bool, int, float, str and lists are as JSON has them (floats to the last bit); the rest is tagged:
+
+    {"tuple": [...]}   {"dict": [[key, value], ...]}   {"tensor": "float32", "shape": [...], "hex": "..."}
+
+
+The manifest: what one rank's states are, and where they lie. One file, `manifest-<generation>.rank<r>`; no tensors.
 
     magic, version, lengths | layout (JSON) | state (JSON) | rows (ROW) | checksums (uint32) | xxh3_128 of all before
 
@@ -7,6 +14,11 @@ A row says where one chunk of the rank's shard lies, or a part of its sections: 
 file. Several rows may share a chunk (some sections here, some there); together they have every section once.
 
 A generation of a directory is valid when all its ranks have a readable manifest of the same save: nothing else commits it.
+
+
+Whether a manifest describes what can be: its checksum says that it is what was written, and not that an engine wrote it.
+
+Its numbers become addresses and lengths. So none is believed that leads out of its file, its table of checksums or its shard.
 """
 
 from __future__ import annotations
@@ -16,18 +28,78 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
 
-from infinity._src.checkpoint.json_values import dtype_of
 from infinity._src.memory.layout import sections_of
 from infinity.aio.plan import ALIGNMENT_BYTES, PIECE_NUMEL, SECTION_MAX, Format, Section
 from infinity.errors import AioError, ChecksumError
+
+TENSOR_BYTES_MAX = 4096
+"""Larger tensors are no small values."""
+
+
+def to_json(value: Any) -> Any:
+    """`value` as what `json.dumps` takes. Raises: ValueError naming the type for what this does not hold."""
+    if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
+        return value
+    if isinstance(value, list):
+        return [to_json(each) for each in value]
+    if isinstance(value, tuple):
+        return {"tuple": [to_json(each) for each in value]}
+    if isinstance(value, dict):
+        return {"dict": [[to_json(key), to_json(each)] for key, each in value.items()]}
+    if isinstance(value, torch.Tensor) and value.nbytes <= TENSOR_BYTES_MAX:
+        flat = value.detach().to("cpu").contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        return {"tensor": dtype_name(value.dtype), "shape": list(value.shape), "hex": data.hex()}
+    if isinstance(value, torch.Tensor):
+        raise ValueError(f"a tensor of {value.nbytes} bytes is no small value: {TENSOR_BYTES_MAX} bytes at most")
+    item = getattr(value, "item", None)  # numpy scalars
+    if callable(item) and type(item()) in (bool, int, float):
+        return item()
+    raise ValueError(
+        f"{value!r} of type {type(value).__name__} cannot be kept: numbers, text, None, small tensors, and lists, tuples and "
+        "dicts of them can"
+    )
+
+
+def from_json(value: Any) -> Any:
+    """What `to_json` was given. Raises: ValueError for what it did not make."""
+    if isinstance(value, list):
+        return [from_json(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"tuple"}:
+        return tuple(from_json(each) for each in value["tuple"])
+    if value.keys() == {"dict"}:
+        return {from_json(key): from_json(each) for key, each in value["dict"]}
+    if value.keys() == {"tensor", "shape", "hex"}:
+        data = bytearray.fromhex(value["hex"])
+        dtype = dtype_of(value["tensor"])
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return flat.clone().view(value["shape"])
+    raise ValueError(f"a value with the keys {sorted(value)} is not known")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" of torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch.bfloat16 of "bfloat16". Raises: ValueError."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype {name!r} is not known to this torch")
+    return found
+
 
 VERSION: Final = 1
 PIECE_BYTES: Final = 65536
@@ -139,7 +211,7 @@ class FileEntry:
 @dataclasses.dataclass(frozen=True)
 class OptimizerEntry:
     """One optimizer: groups of hyper-parameters (`values`) and names of parameters; what it keeps for each parameter besides
-    tensors (`state`), and the names of those (`moments`). Values are those of `infinity._src.checkpoint.json_values`."""
+    tensors (`state`), and the names of those (`moments`). Values are those of `infinity._src.checkpoint.manifest`."""
 
     title: str
     groups: list[dict[str, Any]]
@@ -253,3 +325,88 @@ def _file(entry: dict[str, Any]) -> FileEntry:
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in found.name:
         raise ValueError(f"a manifest names the file {found.name!r}, which is not in the checkpoint's directory")
     return found
+
+
+RANKS_MAX = 1 << 20
+_ELEMENTS_MAX = 1 << 56
+_CHUNK_NUMEL_MAX = 1 << 26
+
+
+def check_manifest(manifest: Manifest, path: str) -> None:
+    """Raise ValueError naming `path` for a manifest that no engine writes."""
+    try:
+        found = next(_problems(manifest), "")
+    except (TypeError, AttributeError, KeyError, ValueError) as error:  # values of other types than they should be of
+        found = str(error) or type(error).__name__
+    if found:
+        raise ValueError(f"{path} is no manifest that an engine wrote: {found}")
+
+
+def _problems(manifest: Manifest) -> Iterator[str]:
+    for name in ("generation", "save", "rank", "world", "step"):
+        if type(getattr(manifest, name)) is not int or getattr(manifest, name) < 0:
+            yield f"{name} is {getattr(manifest, name)!r}"
+    if not manifest.rank < manifest.world <= RANKS_MAX:
+        yield f"it is of rank {manifest.rank} of {manifest.world}"
+    files = (*manifest.files, *(file for file in (manifest.buffers, manifest.extra) if file is not None))
+    yield from (f"the file {file.name!r} has {file.size_bytes!r} bytes" for file in files if not _is_size(file))
+    yield from _wrong_flats(manifest)
+    for entry in manifest.optimizers:
+        if any(not isinstance(group["values"], dict) or not isinstance(group["params"], list) for group in entry.groups):
+            yield f"a group of {entry.title} is damaged"
+        if any(not isinstance(kept["moments"], list) or "state" not in kept for kept in entry.params.values()):
+            yield f"a parameter of {entry.title} is damaged"
+    yield from _wrong_rows(manifest)
+
+
+def _is_size(file: FileEntry) -> bool:
+    return type(file.size_bytes) is int and 0 <= file.size_bytes < 1 << 62
+
+
+def _wrong_flats(manifest: Manifest) -> Iterator[str]:
+    for flat in manifest.layout.flats:
+        if type(flat.shard_numel) is not int or not 0 <= flat.shard_numel < _ELEMENTS_MAX or not flat.sections:
+            yield f"unit {flat.unit!r} has {flat.shard_numel!r} elements"
+        for param in flat.params:
+            numbers = (*param.shape, param.offset)
+            if not param.names or not all(isinstance(name, str) for name in param.names):
+                yield f"a parameter of unit {flat.unit!r} has no name"
+            elif any(type(number) is not int or number < 0 for number in numbers):
+                yield f"{param.name} is of shape {param.shape} at {param.offset}"
+            elif param.offset + param.numel > flat.shard_numel * manifest.world:
+                yield f"{param.name} is larger than unit {flat.unit!r}"
+
+
+def _wrong_rows(manifest: Manifest) -> Iterator[str]:
+    rows, flats = manifest.rows, manifest.layout.flats
+    # One kind of number after the other: what follows computes with those before.
+    for name, count in (("flat", len(flats)), ("file", len(manifest.files)), ("padded", 2)):
+        if ((rows[name] < 0) | (rows[name] >= count)).any():
+            yield f"a row has a {name} that there is not"
+    if ((rows["numel"] <= 0) | (rows["numel"] > _CHUNK_NUMEL_MAX)).any():
+        yield "a row has a length that cannot be"
+    yield from _gaps(manifest)
+    if len(rows) and len(flats):
+        sizes = np.array([file.size_bytes for file in manifest.files], dtype=np.int64)[rows["file"]]
+        room = sizes - rows["file_offset"]
+        here = rows["section_at"] >= 0
+        ends = np.where(here, section_bytes(rows, flats), 0)
+        if ((rows["file_offset"] < 0) | (room < 0)).any() or (here & (rows["section_at"] > room[:, None] - ends)).any():
+            yield "a row lies outside of its file"
+        last = len(manifest.sums) - pieces_of(rows, flats).sum(axis=1)
+        if ((rows["sums_at"] < 0) | (rows["sums_at"] > last)).any():
+            yield "a row has checksums that are not there"
+
+
+def _gaps(manifest: Manifest) -> Iterator[str]:
+    """The chunks of a shard lie one after the other, from its begin to the end of what there is of parameters."""
+    rows = manifest.rows
+    for index, flat in enumerate(manifest.layout.flats):
+        mine = rows[rows["flat"] == index]
+        starts, first = np.unique(mine["start"], return_index=True)
+        ends = starts + mine["numel"][first]
+        used = max((param.offset + param.numel for param in flat.params), default=0) - manifest.rank * flat.shard_numel
+        joined = np.array_equal(starts[1:], ends[:-1]) and (not len(starts) or starts[0] == 0)
+        end = int(ends[-1]) if len(ends) else 0
+        if not joined or not min(used, flat.shard_numel) <= end <= flat.shard_numel:
+            yield f"the chunks of unit {flat.unit!r} do not make up its shard"

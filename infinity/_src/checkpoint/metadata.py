@@ -8,8 +8,14 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from infinity._src.checkpoint.json_values import dtype_name, to_json
-from infinity._src.checkpoint.manifest import FlatEntry, Layout, OptimizerEntry, ParamEntry
+from infinity._src.checkpoint.manifest import (
+    FlatEntry,
+    Layout,
+    OptimizerEntry,
+    ParamEntry,
+    dtype_name,
+    to_json,
+)
 from infinity._src.config import Policy
 from infinity._src.optim.base import Optimizer
 from infinity._src.params.state_store import StateStore

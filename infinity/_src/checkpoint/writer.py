@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from infinity._src.checkpoint.data_file import DataWriter
 from infinity._src.checkpoint.directory import (
     file_name,
     files_of,
@@ -24,9 +23,92 @@ from infinity._src.checkpoint.directory import (
     typed_errors,
     write_attachment,
 )
-from infinity._src.checkpoint.manifest import FileEntry, Layout, Manifest, OptimizerEntry, manifest_name
+from infinity._src.checkpoint.manifest import (
+    ROW,
+    FileEntry,
+    FlatEntry,
+    Layout,
+    Manifest,
+    OptimizerEntry,
+    manifest_name,
+    pieces_of,
+    section_bytes,
+)
+from infinity._src.checkpoint.reader import SLOTS, Chunks, RowChunks, algorithm_of
+from infinity.aio import PoolSpec, Ticket, open_executor
+from infinity.aio.plan import SECTION_MAX, JobKind
+from infinity.aio.swap_file import SwapFile
 
 _KINDS = ("data", "buffers", "extra")
+
+
+def new_rows(shards: Sequence[Chunks], key: int) -> npt.NDArray[np.void]:
+    """The chunks of a rank's shards, one of each flat, as rows without places. key: the first of as many keys as there are
+    sections."""
+    parts = []
+    for index, (starts, numels) in enumerate(shards):
+        rows = np.zeros(len(starts), dtype=ROW)
+        rows["flat"], rows["start"], rows["numel"] = index, starts, numels
+        parts.append(rows)
+    whole = np.concatenate(parts) if parts else np.zeros(0, dtype=ROW)
+    whole["key"] = np.uint64(key) + np.arange(len(whole), dtype=np.uint64) * np.uint64(SECTION_MAX)
+    return whole
+
+
+
+class DataWriter:
+    """A new data file: rows are written in any order, several at once, and are there after `finish`. One thread uses it.
+
+    rows: ROW [n], whose places are set here. flats: those that rows["flat"] counts. Preallocates all, so that a full drive is
+    told first. Raises: SwapFullError, AioError; then the file may be there, of no use.
+    """
+
+    def __init__(
+        self, path: Path, rows: npt.NDArray[np.void], flats: Sequence[FlatEntry], *, backend: str
+    ) -> None:
+        self.rows = rows
+        sizes = section_bytes(rows, flats)
+        before = np.cumsum(sizes, axis=1) - sizes
+        rows["section_at"], rows["padded"] = np.where(sizes > 0, before, -1), 1
+        rows["run_bytes"] = sizes.sum(axis=1)
+        rows["file_offset"] = np.cumsum(rows["run_bytes"]) - rows["run_bytes"]
+        pieces = pieces_of(rows, flats).sum(axis=1)
+        rows["sums_at"] = np.cumsum(pieces) - pieces
+        self.sums: npt.NDArray[np.uint32] = np.zeros(int(pieces.sum()), dtype=np.uint32)
+        self.entry = FileEntry(path.name, int(rows["run_bytes"].sum()))
+        with contextlib.ExitStack() as undo:
+            self._file = undo.enter_context(SwapFile.new(path))
+            self._file.grow(self.entry.size_bytes)
+            pool = PoolSpec(SLOTS, int(sizes.max(initial=4096)))
+            self._executor = open_executor([self._file], small=PoolSpec(0, 0), large=pool, backend=backend)
+            undo.callback(self._executor.close, drain=False)
+            self._chunks = RowChunks(self._executor, rows, flats, self.sums)
+            self._undo = undo.pop_all()
+        self.algorithm = algorithm_of(self._executor)
+
+    def store(self, row: int, addresses: Mapping[int, int]) -> Ticket:
+        """Start writing sections of a row from these addresses, each padded with zeros to a multiple of 4096. Does not block."""
+        return self._chunks.submit(row, JobKind.STORE, addresses)
+
+    def check(self) -> None:
+        """Raise what a write met."""
+        fault = self._executor.fault()
+        if fault is not None:
+            raise fault
+
+    def finish(self) -> None:
+        """Return when all is on the drive; then `rows` and `sums` are what a manifest says. Raises what a write met."""
+        self._executor.drain()
+        self.check()
+        self._file.fsync()
+        for s in range(SECTION_MAX):
+            here = self._chunks.ids[:, s] >= 0
+            self.rows["generation"][here] = self._executor.look(self._chunks.ids[here, s])["generation"]
+
+    def close(self) -> None:
+        """Give up what is not written, and close the file."""
+        self._undo.close()
+
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,18 +23,17 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from infinity._src.checkpoint.convert import Rewriting
-from infinity._src.checkpoint.export_offline import Exporting
-from infinity._src.checkpoint.listing import find_checkpoints, list_generations
 from infinity._src.checkpoint.reader import Checkpoint
+from infinity._src.checkpoint.reshard import Rewriting
 from infinity._src.checkpoint.run_files import run_directory
-from infinity._src.checkpoint.verify import Verifying
+from infinity._src.checkpoint.safetensors import Exporting
+from infinity._src.checkpoint.verify import Verifying, find_checkpoints, list_generations
 from infinity._src.cli.checkpoint_tables import show_damage, show_directory
 from infinity._src.sizes import format_size, parse_size
 from infinity.errors import InfinityError
 
-LIST_SCHEMA = "infinity._src.checkpoint.ls/1"
-VERIFY_SCHEMA = "infinity._src.checkpoint.verify/1"
+LIST_SCHEMA = "infinity.checkpoint.ls/1"
+VERIFY_SCHEMA = "infinity.checkpoint.verify/1"
 _PIPED_WIDTH = 10_000  # tables take what they need of it
 
 
