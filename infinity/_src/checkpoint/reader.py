@@ -453,8 +453,8 @@ class StateReader:
             ticket.wait()
         return arrays
 
-    def settle(self) -> None:
-        """Wait for what is in flight, however it ends, and forget all."""
+    def close(self) -> None:
+        """Wait for what is in flight, however it ends, and give up all."""
         for _, tickets in self._held.values():
             for ticket in tickets:
                 try:

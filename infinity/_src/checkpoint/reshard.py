@@ -12,12 +12,10 @@ of rank r, or of rank 0 where there was no such rank. Its files lie in the direc
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import secrets
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,14 +48,14 @@ from infinity._src.checkpoint.writer import (
 from infinity._src.kernels.codec import decode_sections, encode_sections
 from infinity._src.memory.layout import FlatLayout, plan_flat
 from infinity._src.memory.planner import chunk_numel_of, state_format
-from infinity.aio import Slab, Ticket
+from infinity._src.params.chunk_pipeline import ChunkPipeline, slab_buffers
 from infinity.aio.plan import CHUNK_NUMEL, Format, GradSection, Master, Moments, Section
-from infinity.errors import AioError, SwapFullError
+from infinity.errors import SwapFullError
 
 CHUNKS_KEPT = 8
 """Saved chunks in memory: those that are read ahead, and those that the next chunk wants as well."""
-STAGES = 4
-"""Chunks that are put together, or written."""
+LOOK_AHEAD = 4
+"""Chunks to be put together whose saved chunks are read ahead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +229,7 @@ class Rewriting:
                     buffers=checkpoint.attachment("buffers", rank),
                     extra=checkpoint.attachment("extra", rank),
                 )
-                write_part(target, part, _Filling(self, rank, rows).run, backend=self._backend)
+                write_part(target, part, _RankShards(self, rank, rows).store_all, backend=self._backend)
             for rank in range(self._world):
                 commit_part(target, generation, rank)
         except BaseException:
@@ -273,8 +271,22 @@ class Rewriting:
         self._progress(size_bytes)
 
 
-class _Filling:
-    """Storing all rows of one rank: some chunks are read ahead, some are written, one is put together."""
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """One row that is written, and the parts of parameters that it is made of."""
+
+    row: int
+    parts: list[Part]
+
+    @property
+    def refs(self) -> Iterator[ChunkRef]:
+        """The saved chunks that it is made of."""
+        for part in self.parts:
+            yield from part.refs
+
+
+class _RankShards:
+    """Stores all rows of one rank."""
 
     def __init__(self, of: Rewriting, rank: int, rows: npt.NDArray[np.void]) -> None:
         self._of = of
@@ -283,63 +295,55 @@ class _Filling:
         self._sizes = section_bytes(rows, of.flats)
         self._at = np.cumsum(self._sizes, axis=1) - self._sizes
 
-    def run(self, writer: DataWriter) -> None:
-        """Blocks. Raises what a read or a write met."""
-        size = int(self._sizes.sum(axis=1).max(initial=4096))
-        slab = Slab(STAGES * size)
+    def store_all(self, writer: DataWriter) -> None:
+        """Compose and write. Blocks. Raises what a read or a write met."""
         reader = StateReader(self._of.checkpoint, CHUNKS_KEPT)
-        stages = [slab.array(np.uint8, offset=k * size, count=size) for k in range(STAGES)]
-        writing: deque[Ticket] = deque()
-        upcoming: deque[tuple[int, list[Part]]] = deque()
-        turns = self._turns()
-        try:
-            while True:
-                while len(upcoming) < STAGES and (turn := next(turns, None)) is not None:
-                    upcoming.append(turn)
-                if not upcoming:
-                    break
-                reader.start(ref for _, parts in upcoming for part in parts for ref in part.refs)
-                row, parts = upcoming.popleft()
-                if len(writing) == STAGES:
-                    writing.popleft().wait_filled()
-                stage = stages[row % STAGES]
-                self._compose(reader, stage, row, parts)
-                count = len(self._of.flats[self._rows[row]["flat"]].sections)
-                addresses = {s: stage.ctypes.data + int(self._at[row, s]) for s in range(count)}
-                writing.append(writer.store(row, addresses))
-                writer.check()
-                self._of.advance(int(self._sizes[row].sum()))
-            while writing:
-                writing.popleft().wait_filled()
-        finally:
-            # Also after a fault: nothing may be on its way from or into memory that is freed.
-            for ticket in writing:
-                with contextlib.suppress(AioError):  # the first of them is on its way to the caller
-                    ticket.wait()
-            reader.settle()
-            del stages
-            slab.close()
 
-    def _turns(self) -> Iterator[tuple[int, list[Part]]]:
-        """Every row, in order, and what it is made of."""
+        def finish(turn: _Turn, _buffer: Bytes) -> None:
+            writer.check()
+            self._of.advance(int(self._sizes[turn.row].sum()))
+
+        try:
+            with slab_buffers(int(self._sizes.sum(axis=1).max(initial=4096))) as buffers:
+                pipeline = ChunkPipeline(
+                    buffers,
+                    ahead=LOOK_AHEAD,
+                    look_ahead=lambda coming: reader.start(ref for turn in coming for ref in turn.refs),
+                    transform=lambda turn, buffer: self._compose(reader, buffer, turn),
+                    write=lambda turn, buffer: writer.store(turn.row, self._addresses(turn.row, buffer)),
+                    finish=finish,
+                    reusable=lambda ticket: ticket.wait_filled(),
+                )
+                pipeline.run(self._turns())
+        finally:
+            reader.close()
+
+    def _addresses(self, row: int, buffer: Bytes) -> dict[int, int]:
+        count = len(self._of.flats[self._rows[row]["flat"]].sections)
+        return {s: buffer.ctypes.data + int(self._at[row, s]) for s in range(count)}
+
+    def _turns(self) -> Iterator[_Turn]:
+        """Yield every row, in order, and what it is made of."""
         row = 0
         for flat in range(len(self._of.flats)):
             by_chunk = self._of.parts(flat, self._rank)
             for chunk in range(int((self._rows["flat"] == flat).sum())):
-                yield row, by_chunk.get(chunk, [])
+                yield _Turn(row, by_chunk.get(chunk, []))
                 row += 1
 
-    def _compose(self, reader: StateReader, stage: Bytes, row: int, parts: list[Part]) -> None:
+    def _compose(self, reader: StateReader, buffer: Bytes, turn: _Turn) -> None:
+        row = turn.row
         flat = self._of.flats[self._rows[row]["flat"]]
-        stage[:] = 0  # what no parameter covers, and what pads sections to 4096
+        buffer[:] = 0  # what no parameter covers, and what pads sections to 4096
 
         def section(index: int, start: int, numel: int) -> Bytes:
             low = int(self._at[row, index])
             size = flat.sections[index].size_bytes
-            return stage[low + size(start) : low + size(start + numel)]
+            return buffer[low + size(start) : low + size(start + numel)]
 
-        for part in parts:
-            compose(reader, part, flat.state_format, dtype_of(flat.dtype), range(len(flat.sections)), section, states=True)
+        every, dtype = range(len(flat.sections)), dtype_of(flat.dtype)
+        for part in turn.parts:
+            compose(reader, part, flat.state_format, dtype, every, section, states=True)
 
 
 def _layout_of(flat: FlatEntry, world: int, state: str) -> FlatLayout:

@@ -13,7 +13,7 @@ at such, so a part of a parameter is whole groups. Another one goes through fp32
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from infinity._src.checkpoint import metadata as describing
 from infinity._src.checkpoint.manifest import OptimizerEntry, dtype_name, from_json
 from infinity._src.checkpoint.progress import ProgressLine
 from infinity._src.checkpoint.reader import Checkpoint, ChunkRef, SavedParam, StateReader
-from infinity._src.checkpoint.reshard import CHUNKS_KEPT, STAGES, Part, compose, rounding
+from infinity._src.checkpoint.reshard import CHUNKS_KEPT, LOOK_AHEAD, Part, compose, rounding
 from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.checkpoint.save import Saving
 from infinity._src.config import Policy
@@ -31,7 +31,7 @@ from infinity._src.distributed.collectives import Comm
 from infinity._src.kernels.tiles import whole_name
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
-from infinity._src.params.chunk_buffer import ChunkBuffer, spans_of
+from infinity._src.params.chunk_pipeline import BUFFERS, ChunkBuffer, ChunkPipeline, spans_of
 from infinity._src.params.residency import Unsharder
 from infinity._src.params.shard_records import ShardRecords
 from infinity._src.params.unit import Param
@@ -176,6 +176,21 @@ class _Turn:
         for part in self.parts:
             yield from part.refs
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its sections."""
+        numel = self.rest.flat.layout.chunks[self.chunk].numel
+        return sum(section.size_bytes(numel) for section in self.rest.sections)
+
+    def with_states(self, held: Container[Param]) -> bool:
+        """Whether optimizer states are restored too: an optimizer that was given holds a parameter of the flat."""
+        return any(param in held for param in self.rest.flat.params)
+
+    def sections(self, held: Container[Param]) -> range:
+        """The sections that are stored: those of the master alone, where no states are restored."""
+        form = self.rest.format
+        return range(form.written_count if self.with_states(held) else form.master_count)
+
 
 class Restoring:
     """One restoring. `run` blocks; collective on several ranks."""
@@ -301,25 +316,29 @@ class Restoring:
             self._states.touch(unit.params[0])
         held = {param for optimizer in optimizers for param in optimizer.held}
         turns = list(self._turns(checkpoint, found))
-        line = ProgressLine(f"restoring step {checkpoint.step}", sum(map(_size, turns)), shown=self._comm.rank == 0)
+        line = ProgressLine(f"restoring step {checkpoint.step}", sum(turn.size_bytes for turn in turns), shown=self._comm.rank == 0)
         reader = StateReader(checkpoint, CHUNKS_KEPT, None if optimizers else (0,))
-        stages, writing = [ChunkBuffer(self._states.rest) for _ in range(STAGES)], list[Ticket]()
+
+        def store(turn: _Turn, buffer: ChunkBuffer) -> Ticket:
+            return buffer.store(turn.sections(held))
+
+        def finish(turn: _Turn, buffer: ChunkBuffer) -> None:
+            self._show(turn, buffer)
+            line.advance(turn.size_bytes)
+
+        pipeline = ChunkPipeline(
+            [ChunkBuffer(self._states.rest) for _ in range(BUFFERS)],
+            ahead=LOOK_AHEAD,
+            look_ahead=lambda coming: reader.start(ref for turn in coming for ref in turn.refs),
+            transform=lambda turn, buffer: self._compose(reader, buffer, turn, held),
+            write=store,
+            finish=finish,
+        )
         try:
-            for index, turn in enumerate(turns):
-                reader.start(ref for each in turns[index : index + STAGES] for ref in each.refs)
-                if len(writing) == len(stages):
-                    writing.pop(0).wait()
-                stage = stages[index % len(stages)]
-                sections = self._compose(reader, stage, turn, held)
-                writing.append(stage.store(sections))
-                self._show(turn, stage)
-                line.advance(_size(turn))
-            while writing:
-                writing.pop(0).wait()
+            pipeline.run(turns)
         finally:
             line.end()
-            _settle(writing)
-            reader.settle()
+            reader.close()
         for optimizer in optimizers:
             optimizer.apply()
         describing.write_buffers(model, buffers)
@@ -338,41 +357,26 @@ class Restoring:
             for chunk, parts in sorted(by_chunk.items()):
                 yield _Turn(self._states.rest[flat], chunk, tuple(parts))
 
-    def _compose(self, reader: StateReader, stage: ChunkBuffer, turn: _Turn, held: set[Param]) -> range:
-        """Put a chunk together in a stage. Returns its sections that are to be stored."""
+    def _compose(self, reader: StateReader, buffer: ChunkBuffer, turn: _Turn, held: Container[Param]) -> None:
+        """Put a chunk together in a buffer."""
         target, flat = turn.rest.format, turn.rest.flat
-        whole = any(param in held for param in flat.params)
-        sections = range(target.written_count if whole else target.master_count)
-        stage.hold(turn.rest, turn.chunk)
+        with_states, sections = turn.with_states(held), turn.sections(held)
+        buffer.assign(turn.rest, turn.chunk)
         for section in sections:
-            stage.section(section, 0, flat.layout.chunks[turn.chunk].numel)[:] = 0
+            buffer.section(section, 0, flat.layout.chunks[turn.chunk].numel)[:] = 0  # padding between parameters
         for part in turn.parts:
             source = part.saved.flat.state_format
-            if whole and (text := rounding(source, target)):
+            if with_states and (text := rounding(source, target)):
                 self._rounded[text] = None
-            compose(reader, part, target, flat.dtype, sections, stage.section, states=whole)
-        return sections
+            compose(reader, part, target, flat.dtype, sections, buffer.section, states=with_states)
 
-    def _show(self, turn: _Turn, stage: ChunkBuffer) -> None:
+    def _show(self, turn: _Turn, buffer: ChunkBuffer) -> None:
         """With update="delayed", passes may compute from a second copy: it gets the parameters too."""
         shadow, flat = self._residency.shadow, turn.rest.flat
         if shadow is not None:
             chunk = flat.layout.chunks[turn.chunk]
-            values = torch.from_numpy(stage.section(0, 0, chunk.numel)).view(flat.dtype)
+            values = torch.from_numpy(buffer.section(0, 0, chunk.numel)).view(flat.dtype)
             shadow.write(flat, chunk.start, values)
-
-
-def _size(turn: _Turn) -> int:
-    numel = turn.rest.flat.layout.chunks[turn.chunk].numel
-    return sum(section.size_bytes(numel) for section in turn.rest.sections)
-
-
-def _settle(tickets: Sequence[Ticket]) -> None:
-    for ticket in tickets:
-        try:
-            ticket.wait()
-        except AioError:
-            continue  # an earlier fault is on its way to the caller
 
 
 def _elsewhere(directory: Path | None) -> AioError:

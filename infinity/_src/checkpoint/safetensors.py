@@ -31,7 +31,7 @@ from infinity._src.checkpoint.load import has_master
 from infinity._src.checkpoint.manifest import dtype_of
 from infinity._src.checkpoint.metadata import buffers_of, read_buffers
 from infinity._src.checkpoint.reader import Bytes, Checkpoint, ChunkRef, SavedParam, StateReader
-from infinity._src.checkpoint.reshard import CHUNKS_KEPT, STAGES, slice_of
+from infinity._src.checkpoint.reshard import CHUNKS_KEPT, LOOK_AHEAD, slice_of
 from infinity._src.distributed.collectives import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.kernels.codec import decode_sections
@@ -387,11 +387,11 @@ class Exporting:
                 raise OSError(error.errno, error.strerror, str(path)) from error
             raise
         finally:
-            reader.settle()
+            reader.close()
 
     def _append_all(self, out: IO[bytes], tensors: list[_Tensor], reader: StateReader) -> None:
         ahead = self._ahead(tensors)
-        upcoming = list(itertools.islice(ahead, STAGES))
+        upcoming = list(itertools.islice(ahead, LOOK_AHEAD))
         for tensor in tensors:
             if tensor.value is not None:
                 _append(out, tensor.value)

@@ -25,7 +25,7 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,14 @@ from infinity._src.config import Policy
 from infinity._src.distributed.collectives import Comm
 from infinity._src.optim.state_access import States
 from infinity._src.optim.update_mode import UpdateMode
+from infinity._src.params.chunk_pipeline import READ_AHEAD, Bytes, ChunkPipeline, slab_buffers
 from infinity._src.params.shard_records import ShardRecords
 from infinity._src.params.unit import Flat, Param, Unit
-from infinity._src.sizes import round_up
-from infinity.aio import Executor, Priority, Slab, Ticket
+from infinity.aio import Executor, Priority, Ticket
 from infinity.aio.plan import JOB, JobKind
 from infinity.errors import AioError, SwapFullError
 
-STAGES = 4
-"""Chunks in memory at once."""
+log = logging.getLogger("infinity")
 
 
 def rows_of(rests: Sequence[ShardRecords], key: int) -> npt.NDArray[np.void]:
@@ -69,12 +68,12 @@ def rows_of(rests: Sequence[ShardRecords], key: int) -> npt.NDArray[np.void]:
     return new_rows([(np.asarray(rest.starts), rest.records["numel"]) for rest in rests], key)
 
 
-class Copy:
-    """One copying of all flats of a rank. `run` in one thread; `before_write` in others.
+class Snapshot:
+    """Copies all flats of a rank, as they are when it is made, with nothing pending. `copy_to` runs in one thread,
+    `before_write` in others.
 
-    rests: as they are when it is made, with nothing pending. flats: the same as entries of the manifest.
-    order: all of the flats, in the order in which they are read unless somebody waits. progress: told the bytes of each chunk
-    that was read.
+    rests, flats: the flats, as records and as entries of the manifest. order: in which they are read, unless somebody waits.
+    progress: told the bytes of each chunk that was read.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class Copy:
         self._queue: dict[Flat, deque[int]] = {flat: deque() for flat in order}  # rows to be read, in this order
         for row, flat in enumerate(self._flat_of):
             self._queue[flat].append(row)
-        self._unread = {flat: len(waiting) for flat, waiting in self._queue.items()}
+        self._unread = {flat: len(rows_left) for flat, rows_left in self._queue.items()}
         self._ended = False
 
     def before_write(self, flats: Sequence[Flat]) -> None:
@@ -107,49 +106,39 @@ class Copy:
         with self._changed:
             if self._ended or not any(self._unread.get(flat) for flat in flats):
                 return
+            # Somebody waits for these: they are read next.
             first = {flat: self._queue.pop(flat) for flat in flats if flat in self._queue}
             self._queue = {**first, **self._queue}
             while not self._ended and any(self._unread.get(flat) for flat in flats):
                 self._changed.wait(0.5)
 
     def end(self) -> None:
-        """Nothing is read any more: nobody needs to wait."""
+        """Let everybody go on: nothing is read any more."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
-    def run(self, writer: DataWriter) -> None:
+    def copy_to(self, writer: DataWriter) -> None:
         """Copy all. Blocks. Raises what a read or a write met; then what was written is of no use."""
-        size = round_up(int(self._sizes.sum(axis=1).max(initial=4096)), 4096)
-        slab = Slab(STAGES * size)
         try:
-            self._run(writer, [slab.array(np.uint8, offset=k * size, count=size) for k in range(STAGES)])
+            with slab_buffers(int(self._sizes.sum(axis=1).max(initial=4096))) as buffers:
+                pipeline = ChunkPipeline(
+                    buffers,
+                    ahead=READ_AHEAD,
+                    read=self._fetch,
+                    transform=lambda row, _buffer: self._was_read(row),
+                    write=lambda row, buffer: writer.store(row, self._addresses(row, buffer)),
+                    finish=lambda _row, _buffer: writer.check(),
+                    reusable=lambda ticket: ticket.wait_filled(),
+                )
+                pipeline.run(self._upcoming())
         finally:
             self.end()
-            slab.close()
 
-    def _run(self, writer: DataWriter, free: list[npt.NDArray[np.uint8]]) -> None:
-        reading: deque[tuple[int, npt.NDArray[np.uint8], Ticket]] = deque()
-        writing: deque[tuple[npt.NDArray[np.uint8], Ticket]] = deque()
-        try:
-            while True:
-                while len(reading) < STAGES // 2 and (row := self._take()) is not None:
-                    stage = free.pop() if free else _emptied(writing)
-                    reading.append((row, stage, self._fetch(row, stage)))
-                if not reading:
-                    break
-                row, stage, ticket = reading[0]
-                ticket.wait()
-                reading.popleft()
-                self._was_read(row)
-                writing.append((stage, writer.store(row, self._addresses(row, stage))))
-                writer.check()
-            while writing:
-                _emptied(writing)
-        finally:
-            # Also after a fault: nothing may be on its way from or into memory that is freed.
-            for ticket in [ticket for _, _, ticket in reading] + [ticket for _, ticket in writing]:
-                _settle(ticket)
+    def _upcoming(self) -> Iterator[int]:
+        """Yield the row to be read next: those of flats that somebody waits for first."""
+        while (row := self._take()) is not None:
+            yield row
 
     def _take(self) -> int | None:
         with self._changed:
@@ -165,39 +154,22 @@ class Copy:
             self._changed.notify_all()
         self._progress(int(self._sizes[row].sum()))
 
-    def _addresses(self, row: int, stage: npt.NDArray[np.uint8]) -> dict[int, int]:
-        at = np.cumsum(self._sizes[row]) - self._sizes[row] + stage.ctypes.data
+    def _addresses(self, row: int, buffer: Bytes) -> dict[int, int]:
+        at = np.cumsum(self._sizes[row]) - self._sizes[row] + buffer.ctypes.data
         return {s: int(at[s]) for s in range(len(self._exact[row]))}
 
-    def _fetch(self, row: int, stage: npt.NDArray[np.uint8]) -> Ticket:
+    def _fetch(self, row: int, buffer: Bytes) -> Ticket:
         start = 0
+        # The data file has checksums over whole pages: what pads a section must be zero.
         for exact, padded in zip(self._exact[row], self._sizes[row], strict=False):
-            stage[start + exact : start + padded] = 0
+            buffer[start + exact : start + padded] = 0
             start += int(padded)
-        addresses = self._addresses(row, stage)
+        addresses = self._addresses(row, buffer)
         job = np.zeros(1, dtype=JOB)
         job["chunk"], job["kind"], job["base"] = self._ids[row], JobKind.FETCH, -1
         job["mask"] = (1 << len(addresses)) - 1
         job["ptr"][0, : len(addresses)] = list(addresses.values())
         return self._executor.submit(job, priority=Priority.WRITEBACK)
-
-
-def _emptied(writing: deque[tuple[npt.NDArray[np.uint8], Ticket]]) -> npt.NDArray[np.uint8]:
-    """The stage whose store was begun first, when its bytes are taken."""
-    stage, ticket = writing[0]
-    ticket.wait_filled()
-    writing.popleft()
-    return stage
-
-
-def _settle(ticket: Ticket) -> None:
-    try:
-        ticket.wait()
-    except AioError:
-        return  # the first of them is on its way to the caller already
-
-
-log = logging.getLogger("infinity")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,7 +248,7 @@ class Saving:
         self.mode = mode
         self.executor = executor
         self._aside: Comm | None = None
-        self._copy: Copy | None = None
+        self._copy: Snapshot | None = None
         self._last: Save | None = None
         self.link: Callable[[Path, int], Placed | None] = lambda _directory, _generation: None
         states.rest.before_write = self._before_write
@@ -331,7 +303,7 @@ class Saving:
         size = int(section_bytes(captured.rows, flats).sum())
         line = ProgressLine(f"saving step {step}", size, shown=self.comm.rank == 0)
         rests = [self.states.rest[flat] for flat in self.flats]
-        copy = Copy(self.executor, rests, flats, captured.rows, order=self._order(), progress=line.advance)
+        copy = Snapshot(self.executor, rests, flats, captured.rows, order=self._order(), progress=line.advance)
         linked, refused = self._try_link(target, int(agreed[0]))
         copies = linked is None and refused is None
         save = Save(target, step=step, generation=int(agreed[0]), size_bytes=size, copied_bytes=size if copies else 0)
@@ -405,7 +377,7 @@ class _Work:
 
     save: Save
     captured: _Captured
-    copy: Copy
+    copy: Snapshot
     linked: Placed | None
     refused: Exception | None
     comm: Comm
@@ -464,7 +436,7 @@ class _Work:
         try:
             if self.refused is not None:
                 raise self.refused
-            write_part(self.save.directory, part, self.copy.run, backend=self.backend, placed=self.linked)
+            write_part(self.save.directory, part, self.copy.copy_to, backend=self.backend, placed=self.linked)
         except SwapFullError as error:
             raise SwapFullError(
                 f"no room for a checkpoint of {self.save.size_bytes} bytes in {str(self.save.directory)!r}; a save needs it "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,7 +34,8 @@ from infinity._src.checkpoint.manifest import (
 )
 from infinity._src.checkpoint.reader import DataReader, checksum
 from infinity._src.checkpoint.run_files import RUN_DIRECTORY, run_directory
-from infinity.aio import Slab, Ticket
+from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
+from infinity.aio import Ticket
 from infinity.aio.plan import PIECE_NUMEL, sum_seed
 from infinity.errors import AioError, ChecksumError
 
@@ -301,34 +302,33 @@ class Verifying:
     def _rows(
         self, manifest: Manifest, mine: list[int], reader: DataReader, path: Path, done: Callable[[int], object]
     ) -> None:
+        """Read these rows, which are all that the reader has."""
         padded = section_bytes(manifest.rows, manifest.layout.flats)
         size = int(padded[mine].sum(axis=1).max(initial=4096))
-        slab = Slab(AHEAD * size)
-        reading: deque[tuple[int, Ticket]] = deque()
-        waiting = deque(enumerate(mine))
-        try:
-            while waiting or reading:
-                while waiting and len(reading) < AHEAD:
-                    in_file, row = waiting.popleft()
-                    base = slab.address + in_file % AHEAD * size
-                    at = np.cumsum(padded[row]) - padded[row] + base
-                    here = np.flatnonzero(manifest.rows[row]["section_at"] >= 0)
-                    reading.append((row, reader.fetch(in_file, {int(s): int(at[s]) for s in here})))
-                row, ticket = reading[0]
-                try:
-                    ticket.wait()
-                except ChecksumError as error:
-                    self._look_closer(manifest, row, path, error)
-                except AioError as error:
-                    what = ", ".join(_places(manifest, row, 0, 0, whole=True))
-                    self._tell(path, error.offset, error.length, what, f"cannot be read: {error}")
-                reading.popleft()
-                done(row)
-        finally:
-            for _, ticket in reading:  # nothing may be on its way into memory that is freed
-                with contextlib.suppress(AioError):  # another error is on its way to the caller
-                    ticket.wait()
-            slab.close()
+
+        def read(item: tuple[int, int], buffer: Bytes) -> Ticket:
+            in_file, row = item
+            at = np.cumsum(padded[row]) - padded[row] + buffer.ctypes.data
+            here = np.flatnonzero(manifest.rows[row]["section_at"] >= 0)
+            return reader.fetch(in_file, {int(s): int(at[s]) for s in here})
+
+        def failed(item: tuple[int, int], error: AioError) -> None:
+            if isinstance(error, ChecksumError):
+                self._look_closer(manifest, item[1], path, error)
+            else:
+                what = ", ".join(_places(manifest, item[1], 0, 0, whole=True))
+                self._tell(path, error.offset, error.length, what, f"cannot be read: {error}")
+
+        with slab_buffers(size, AHEAD) as buffers:
+            pipeline = ChunkPipeline(
+                buffers,
+                ahead=AHEAD,
+                read=read,
+                transform=lambda _item, _buffer: None,  # the executor has compared the checksums
+                finish=lambda item, _buffer: done(item[1]),
+                read_failed=failed,
+            )
+            pipeline.run(enumerate(mine))
 
     def _look_closer(self, manifest: Manifest, row: int, path: Path, error: ChecksumError) -> None:
         """Tell every piece of a row that is not what was written; where this read finds all well, what the first one met."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,14 +23,18 @@ from infinity._src.optim.base import LogEntry, Optimizer, StepEngine
 from infinity._src.optim.probe import Traits, defaults_of, make_group, probe
 from infinity._src.optim.state_access import decode_values, encode_values, span_sections
 from infinity._src.optim.step import half_done
-from infinity._src.params.chunk_buffer import ChunkBuffer, Span, spans_of
+from infinity._src.params.chunk_pipeline import (
+    BUFFERS,
+    READ_AHEAD,
+    ChunkBuffer,
+    ChunkPipeline,
+    Span,
+    spans_of,
+)
 from infinity._src.params.shard_records import ShardRecords
 from infinity._src.params.unit import Flat, Param
 from infinity.aio.plan import Format
 from infinity.errors import AioError
-
-STAGES = 4
-"""Chunks in memory at once: one that is computed, two that are read ahead, one that is written."""
 
 PROGRESS_S = 1.0
 
@@ -43,6 +46,11 @@ class _Turn:
     rest: ShardRecords
     chunk: int
     spans: list[Span]
+
+    @property
+    def sections(self) -> range:
+        """The sections that are read and written: all but spilled gradients."""
+        return range(self.rest.format.written_count)
 
 
 @dataclass
@@ -119,11 +127,11 @@ class Elementwise(Optimizer):
             )
 
     def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:
-        """The stages, and one chunk in fp32 with its gradient and what the class makes on the way (a third state, say)."""
+        """The buffers, and one chunk in fp32 with its gradient and what the class makes on the way (a third state, say)."""
         chunks = [(form, max(chunk.numel for chunk in flat.layout.chunks)) for flat, form in formats.items()]
         whole = [sum(section.size_bytes(numel) for section in form.sections) for form, numel in chunks]
         wide = [4 * numel * (2 * form.count + 4) for form, numel in chunks]
-        return STAGES * max(whole, default=0) + max(wide, default=0)
+        return BUFFERS * max(whole, default=0) + max(wide, default=0)
 
     # -- numbers -----------------------------------------------------------------------------------------------------------
 
@@ -195,35 +203,31 @@ class Elementwise(Optimizer):
         engine.residency.prefetch_ahead()
 
     def _run(self, engine: StepEngine, turns: list[_Turn], numbers: dict[Param, _Numbers]) -> None:
-        """All chunks, with reads ahead and writes behind."""
-        free = deque(engine.states.stages(min(STAGES, len(turns))))
-        coming = deque(turns)
-        reading: deque[tuple[_Turn, ChunkBuffer, Any]] = deque()
-        writing: deque[tuple[ChunkBuffer, Any]] = deque()
+        """Update all chunks, with reads ahead and writes behind."""
+        if not turns:
+            return
         progress = _Progress(self.title, len(turns))
-        try:
-            while coming or reading:
-                while coming and len(reading) < STAGES - 2 and (free or writing):
-                    stage = free.popleft() if free else _written(writing)
-                    turn = coming.popleft()
-                    ticket = stage.fetch(turn.rest, turn.chunk, range(turn.rest.format.written_count))
-                    reading.append((turn, stage, ticket))
-                turn, stage, ticket = reading.popleft()
-                ticket.wait()
-                for span in turn.spans:
-                    self._update_span(engine, stage, span, numbers[span.param])
-                writing.append((stage, stage.store(range(turn.rest.format.written_count))))
-                progress.advance()
-        finally:
-            # Also after a fault: nothing may be on its way from or into a stage that is used again.
-            errors = _settle([ticket for _, _, ticket in reading] + [ticket for _, ticket in writing])
-            progress.end()
-        if errors:
-            raise errors[0]
 
-    def _update_span(self, engine: StepEngine, stage: ChunkBuffer, span: Span, number: _Numbers) -> None:
-        param, form = span.param, stage.held.format
-        sections = span_sections(stage, span)
+        def update(turn: _Turn, buffer: ChunkBuffer) -> None:
+            for span in turn.spans:
+                self._update_span(engine, buffer, span, numbers[span.param])
+
+        pipeline = ChunkPipeline(
+            engine.states.chunk_buffers(min(BUFFERS, len(turns))),
+            ahead=READ_AHEAD,
+            read=lambda turn, buffer: buffer.fetch(turn.rest, turn.chunk, turn.sections),
+            transform=update,
+            write=lambda turn, buffer: buffer.store(turn.sections),
+            finish=lambda _turn, _buffer: progress.advance(),
+        )
+        try:
+            pipeline.run(turns)
+        finally:
+            progress.end()
+
+    def _update_span(self, engine: StepEngine, buffer: ChunkBuffer, span: Span, number: _Numbers) -> None:
+        param, form = span.param, buffer.records.format
+        sections = span_sections(buffer, span)
         values = decode_values(form, sections)
         assert param.grad is not None
         first = param.flat.layout.shard_range(param.slot_index, engine.states.rank)[1]
@@ -261,24 +265,6 @@ def _turns(engine: StepEngine, params: Sequence[Param]) -> Iterator[_Turn]:
             by_chunk.setdefault((param.flat, span.chunk), []).append(span)
     for (flat, chunk), spans in by_chunk.items():
         yield _Turn(engine.states.rest[flat], chunk, spans)
-
-
-def _written(writing: deque[tuple[ChunkBuffer, Any]]) -> ChunkBuffer:
-    """The stage whose store was begun first, when it is done."""
-    stage, ticket = writing.popleft()
-    ticket.wait()
-    return stage
-
-
-def _settle(tickets: Sequence[Any]) -> list[AioError]:
-    """Wait for all; what failed."""
-    errors = []
-    for ticket in tickets:
-        try:
-            ticket.wait()
-        except AioError as error:
-            errors.append(error)
-    return errors
 
 
 def _copy(value: Any) -> Any:
