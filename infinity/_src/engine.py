@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from infinity._src.checkpoint.durable import DurableRun
-from infinity._src.checkpoint.save import Saving
+from infinity._src.checkpoint.safetensors import with_files
+from infinity._src.checkpoint.save import Saver
 from infinity._src.cleanup import run_all
 from infinity._src.config import Policy
 from infinity._src.distributed.setup import RankSetup
@@ -156,7 +157,7 @@ class Handle:
         self._params: list[Param] = [param for unit in self.units for param in unit.params]
         there = open_device(device)
         check_activations(policy, there)
-        source, self._gradients = open_source(model, load), GradBuffers(self.rank, policy.grad_dtype, there)
+        source, self._gradients = open_source(model, with_files(load)), GradBuffers(self.rank, policy.grad_dtype, there)
         early = functools.partial(staging_bytes, policy, self.units, there, self._gradients.dtype)
         staging = ranks.staging(self._flats, self._gradients.dtype)
         share = {"default_bytes": self._sharing.default_bytes, "ledger_owner": id(self)}
@@ -250,7 +251,7 @@ class Handle:
         self.pipeline.plan(self._flats)
         self.states = States(self._rest, self.residency, self.comm, wait=self._wait)
         parts: dict[str, Any] = {"holder_of": self._holding.holder_of, "mode": self._mode, "units": self.units}
-        self.saving = Saving(self.states, executor=self._executor, comm=self.comm, policy=policy, **parts)
+        self.saving = Saver(self.states, executor=self._executor, comm=self.comm, policy=policy, **parts)
         self.extra: Any = None  # what durable runs and saves keep for the user
         run, space = self._storage.run, self._storage.space
         if run is not None and space is not None:
@@ -401,7 +402,7 @@ class Handle:
             raise RuntimeError("handle.close() inside handle.gather(): the writes of the block would be lost; leave it first")
         steps = (self._lifecycle.detach, self._executor.drain, self.residency.close, lambda: part(self._params))
         with run_all(self._forget, *steps, self._gradients.close, self._undo.close):
-            self.saving.settle()
+            self.saving.wait_for_last()
             self.pipeline.wait()
             self.saving.raise_fault()
             if commit:

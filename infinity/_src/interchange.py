@@ -28,13 +28,13 @@ from infinity._src.checkpoint.dcp import (
     tensors_of,
 )
 from infinity._src.checkpoint.deepspeed import DeepSpeedWeights
-from infinity._src.checkpoint.load import Incoming, Loaded, check_idle, match, take_in
+from infinity._src.checkpoint.load import Loaded, check_idle, match, take_in
 from infinity._src.checkpoint.metadata import buffers_of
-from infinity._src.checkpoint.safetensors import read_value, wholes_of, write_safetensors
+from infinity._src.checkpoint.safetensors import SafetensorsFiles, read_value, wholes_of, write_safetensors
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.engine import Handle, handle
 from infinity._src.optim.base import Optimizer
-from infinity._src.params.materialize import SafetensorsFiles
+from infinity._src.params.materialize import NamedTensors
 
 
 def export_safetensors(
@@ -199,7 +199,7 @@ def _held(of: Handle, opt: Optimizer | None) -> list[Held]:
     ]
 
 
-def _load(model: torch.nn.Module, opened: Callable[[], Incoming], *, strict: bool) -> Loaded:
+def _load(model: torch.nn.Module, opened: Callable[[], NamedTensors], *, strict: bool) -> Loaded:
     """Open, match, and only when all ranks could, write."""
     of = handle(model)
     comm = of.comm

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from infinity._src.checkpoint.restore import Restored, Restoring
+from infinity._src.checkpoint.restore import Restored, RestoreJob
 from infinity._src.checkpoint.run_files import run_directory
-from infinity._src.checkpoint.save import Save
+from infinity._src.checkpoint.save import Save, no_link
 from infinity._src.engine import handle
 
 __all__ = ["Restored", "Save", "restore", "save"]
@@ -38,7 +38,8 @@ def save(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str], *,
     of = handle(model)
     of.flush()
     kept = extra if extra is not None else of.extra
-    return of.saving.begin(model, opt, directory, step=of.pipeline.steps, extra=kept)
+    link = of.durable.link if of.durable is not None else no_link
+    return of.saving.begin(model, opt, directory, step=of.pipeline.steps, extra=kept, link=link)
 
 
 def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str]) -> Restored:
@@ -74,7 +75,7 @@ def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str])
             )
     elif run is not None and run.waits:
         run.check()
-    restored = Restoring(of.saving, of.residency, of.pipeline, of.saving.comm, of.policy).run(model, opt, source)
+    restored = RestoreJob(of.saving, of.residency, of.pipeline, of.saving.comm, of.policy).restore(model, opt, source)
     if run is not None:
         of.pipeline.begun = False
         run.restored(restored.extra)

@@ -41,6 +41,7 @@ from infinity._src.checkpoint.safe_pickle import InertUnpickler, Record, load_te
 from infinity._src.checkpoint.safetensors import Whole
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.state_access import OptimizerState
+from infinity._src.params.materialize import NamedTensors
 from infinity._src.params.unit import Param
 
 METADATA = ".metadata"
@@ -89,7 +90,7 @@ class Stored:
     boxes: tuple[Box, ...]
 
 
-class DCPFiles:
+class DCPFiles(NamedTensors):
     """A checkpoint of torch.distributed.checkpoint: `tensors` and `objects` (numbers, strings) by name.
 
     One file is open at a time.
@@ -99,7 +100,6 @@ class DCPFiles:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.label = str(directory)
         self._directory = directory
         self._sizes: dict[str, int] = {}
         self._open: tuple[Path, BinaryIO] | None = None
@@ -117,6 +117,11 @@ class DCPFiles:
             raise
         except Exception as error:  # whatever a damaged or hostile pickle makes the unpickler raise
             raise ValueError(f"{path} is refused: {error}") from error
+
+    @property
+    def label(self) -> str:
+        """The directory."""
+        return str(self._directory)
 
     def names(self) -> Iterable[str]:
         """The names of all tensors."""
@@ -360,13 +365,18 @@ class DCPWriter:
 MASTER = "master"
 
 
-class ModelPart:
+class ModelPart(NamedTensors):
     """The tensors of a checkpoint under one key, without it: what a model is matched with."""
 
     def __init__(self, files: DCPFiles, key: str) -> None:
         self._files = files
         self._prefix = f"{key}." if key else ""
-        self.label = f"{files.label} ({key})" if key else files.label
+        self._label = f"{files.label} ({key})" if key else files.label
+
+    @property
+    def label(self) -> str:
+        """The directory and the key."""
+        return self._label
 
     def names(self) -> Iterable[str]:
         """All names, without the key."""

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from infinity._src.checkpoint.safe_pickle import load_tensors
+from infinity._src.params.materialize import NamedTensors
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -42,7 +43,7 @@ class _Part:
     numel: int  # elements of one rank
 
 
-class DeepSpeedWeights:
+class DeepSpeedWeights(NamedTensors):
     """The weights of a ZeRO-3 checkpoint by name. Opening maps all its files and checks that their parts make up every weight.
 
     Raises: FileNotFoundError; ValueError for files that are damaged, refused, of another stage, or without masters.
@@ -50,7 +51,7 @@ class DeepSpeedWeights:
 
     def __init__(self, directory: Path, tag: str | None) -> None:
         folder = _folder(directory, tag)
-        self.label = str(folder)
+        self._folder = folder
         optimizer = [_dict(path, load_tensors_of(path)) for path in _ranks(folder, _OPTIMIZER, "optim_states.pt")]
         model = [_dict(path, load_tensors_of(path)) for path in _ranks(folder, _MODEL, "model_states.pt")]
         if len(optimizer) != len(model):
@@ -65,6 +66,11 @@ class DeepSpeedWeights:
             self._check()
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{folder} is no ZeRO-3 checkpoint as DeepSpeed writes it: {error!r}. {_ELSE}") from error
+
+    @property
+    def label(self) -> str:
+        """The folder of the tag."""
+        return str(self._folder)
 
     def _check(self) -> None:
         wrong = next((name for name, value in self._whole.items() if not isinstance(value, torch.Tensor)), None)

@@ -34,13 +34,13 @@ from infinity._src.checkpoint.directory import (
     typed_errors,
     write_attachment,
 )
-from infinity._src.checkpoint.hardlink import Pinned
+from infinity._src.checkpoint.hardlink import PinnedLayers
 from infinity._src.checkpoint.manifest import ROW, FileEntry, Layout, Manifest, OptimizerEntry, manifest_name
 from infinity._src.checkpoint.reader import algorithm_of
 from infinity._src.checkpoint.run_files import RunFiles
 from infinity._src.checkpoint.safe_pickle import extra_bytes
-from infinity._src.checkpoint.save import Saving
-from infinity._src.checkpoint.writer import Placed
+from infinity._src.checkpoint.save import Saver
+from infinity._src.checkpoint.writer import StoredStates
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
@@ -73,7 +73,7 @@ class DurableRun:
         files: RunFiles,
         space: SwapSpace,
         model: torch.nn.Module,
-        saving: Saving,
+        saver: Saver,
         pipeline: StepPipeline,
         *,
         extra: Callable[[], Any],
@@ -81,13 +81,13 @@ class DurableRun:
         assert pipeline.transaction is not None, "Policy sees to it that there are two generations"
         pipeline.transaction.durable = self
         self.files = files
-        self._policy = policy = saving.policy
+        self._policy = policy = saver.policy
         self._model = model
-        self._units = list(saving.units)
-        self._rest = saving.states.rest
-        self._executor = saving.executor
-        self._comm = saving.comm
-        self._holder_of = saving.holder_of
+        self._units = list(saver.units)
+        self._rest = saver.states.rest
+        self._executor = saver.executor
+        self._comm = saver.comm
+        self._holder_of = saver.holder_of
         self._pipeline = pipeline
         self._extra = extra
         before = files.before
@@ -96,9 +96,8 @@ class DurableRun:
         self._captured: _Small | None = None
         self._committed: _Small | None = None
         self._written = -1  # `StateStore.writes` at the last commit
-        self._pinned = Pinned(files, space, self._rest, self._executor)
+        self._pinned = PinnedLayers(files, space, self._rest, self._executor)
         self._linked = False  # on all ranks, as soon as it is on one
-        saving.link = self.link
         self._stepped = False
         self._cleaned = False
         self._layout: tuple[tuple[Any, ...], Layout] | None = None  # and the formats that it was made for
@@ -211,7 +210,7 @@ class DurableRun:
         if failed:
             raise PeerFailed("another rank has no room beside a checkpoint for the step's states, and its error says why")
 
-    def link(self, directory: Path, generation: int) -> Placed | None:
+    def link(self, directory: Path, generation: int) -> StoredStates | None:
         """Put the newest generation, just committed, into a checkpoint's directory by second names of its files. None: they
         cannot be made there. Raises: SwapFullError, AioError."""
         if self.waits:
@@ -228,7 +227,7 @@ class DurableRun:
             FileEntry(name, self.files.layers[layer][drive].size_bytes)
             for name, (layer, drive) in zip(names, used, strict=True)
         )
-        return Placed(tuple(entries), rows, sums, algorithm_of(self._executor))
+        return StoredStates(tuple(entries), rows, sums, algorithm_of(self._executor))
 
     def is_due(self) -> bool:
         """Whether the step that was captured is to be committed."""

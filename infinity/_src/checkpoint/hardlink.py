@@ -46,7 +46,7 @@ def link_all(sources: Sequence[Path], targets: Sequence[Path]) -> bool:
     return True
 
 
-class Pinned:
+class PinnedLayers:
     """The layers of files that checkpoints have a part in. One thread uses it at a time."""
 
     def __init__(self, files: RunFiles, space: SwapSpace, rest: StateStore, executor: Executor) -> None:
@@ -138,4 +138,4 @@ class Pinned:
             self._layers.discard(layer)
 
 
-__all__ = ["Pinned", "link_all"]
+__all__ = ["PinnedLayers", "link_all"]

@@ -14,32 +14,11 @@ from typing import NamedTuple, Protocol
 import torch
 
 from infinity._src.optim.state_access import States
-from infinity._src.params.materialize import find_buffers
+from infinity._src.params.materialize import NamedTensors, find_buffers
 from infinity._src.params.residency import Unsharder
 from infinity._src.params.unit import Param, Unit
+from infinity._src.wording import listed
 from infinity.aio.plan import Format
-
-_LISTED_MAX = 5  # names in a message
-
-
-class Incoming(Protocol):
-    """Named tensors that can be asked for one at a time."""
-
-    @property
-    def label(self) -> str:
-        """What messages call it."""
-
-    def names(self) -> Iterable[str]:
-        """All names."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, without reading it."""
-
-    def is_floating_point(self, name: str) -> bool:
-        """Whether one tensor is of a floating dtype, without reading it."""
-
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor; the caller copies it at once."""
 
 
 class Receiver(Protocol):
@@ -66,7 +45,7 @@ class Matched:
     left_out: Loaded
 
 
-def match(model: torch.nn.Module, units: Iterable[Unit], source: Incoming, *, strict: bool) -> Matched:
+def match(model: torch.nn.Module, units: Iterable[Unit], source: NamedTensors, *, strict: bool) -> Matched:
     """Find the tensor of every parameter and persistent buffer. Nothing is read or written.
 
     A tied parameter takes the first of its names that the source has. Buffers that are not persistent may be in the source and
@@ -124,12 +103,6 @@ def explain(label: str, missing: Sequence[str], unexpected: Sequence[str], wrong
     return f"{label} does not fit the model, and nothing was written. {'; '.join(parts)}{way_out}"
 
 
-def listed(names: Sequence[str]) -> str:
-    """ "a, b and 3 more"."""
-    more = f" and {len(names) - _LISTED_MAX} more" if len(names) > _LISTED_MAX else ""
-    return ", ".join(names[:_LISTED_MAX]) + more
-
-
 def check_idle(units: Iterable[Unit]) -> None:
     """Raise RuntimeError while a unit is in use: its values cannot be replaced under a forward, a backward or a gather()."""
     for unit in units:
@@ -165,7 +138,7 @@ class LastRead:
         return self._last[1]
 
 
-def take_in(of: Receiver, source: Incoming, matched: Matched) -> None:
+def take_in(of: Receiver, source: NamedTensors, matched: Matched) -> None:
     """Write what was matched, one tensor in memory at a time. Calls no collective. Blocks.
 
     Raises: what reading or writing meets; then some tensors have been written and others not.

@@ -137,7 +137,7 @@ def slice_of(section: Section, array: Bytes, start: int, numel: int) -> Bytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rewritten:
+class Resharded:
     """What was written. rounded: what another state format made of the values, "" where all bits are as saved.
     notes: what is not in it."""
 
@@ -149,7 +149,7 @@ class Rewritten:
     notes: tuple[str, ...]
 
 
-class Rewriting:
+class ReshardJob:
     """One rewriting of a checkpoint. state: another `Policy.state`; None keeps the formats.
 
     Raises: ValueError for a number of ranks or a state that cannot be.
@@ -187,7 +187,7 @@ class Rewriting:
         self.size_bytes = world * int(section_bytes(new_rows(self._shards, 0), flats).sum())
         """Bytes of states that are written."""
 
-    def run(self, target: Path, progress: Callable[[int], object] = lambda _size: None) -> Rewritten:
+    def write(self, target: Path, progress: Callable[[int], object] = lambda _size: None) -> Resharded:
         """Write the checkpoint; `progress` is told bytes of states. Blocks.
 
         Raises: ValueError for a directory that has a checkpoint or a durable run, SwapFullError, AioError (EWOULDBLOCK while
@@ -205,7 +205,7 @@ class Rewriting:
         finally:
             lock.release()
 
-    def _write(self, target: Path) -> Rewritten:
+    def _write(self, target: Path) -> Resharded:
         checkpoint = self._checkpoint
         free = shutil.disk_usage(target).free
         if free < self.size_bytes:
@@ -237,7 +237,7 @@ class Rewriting:
                 remove_part(target, generation, rank)
             raise
         remove_others(target, generation)
-        return Rewritten(generation, checkpoint.step, self._world, self.size_bytes, self.rounded, self._notes())
+        return Resharded(generation, checkpoint.step, self._world, self.size_bytes, self.rounded, self._notes())
 
     def _notes(self) -> tuple[str, ...]:
         lost = [manifest.rank for manifest in self._checkpoint.manifests[self._world :] if manifest.extra is not None]
@@ -288,7 +288,7 @@ class _Turn:
 class _RankShards:
     """Stores all rows of one rank."""
 
-    def __init__(self, of: Rewriting, rank: int, rows: npt.NDArray[np.void]) -> None:
+    def __init__(self, of: ReshardJob, rank: int, rows: npt.NDArray[np.void]) -> None:
         self._of = of
         self._rank = rank
         self._rows = rows

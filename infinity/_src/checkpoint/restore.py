@@ -25,7 +25,7 @@ from infinity._src.checkpoint.progress import ProgressLine
 from infinity._src.checkpoint.reader import Checkpoint, ChunkRef, SavedParam, StateReader
 from infinity._src.checkpoint.reshard import CHUNKS_KEPT, LOOK_AHEAD, Part, compose, rounding
 from infinity._src.checkpoint.safe_pickle import read_extra
-from infinity._src.checkpoint.save import Saving
+from infinity._src.checkpoint.save import Saver
 from infinity._src.config import Policy
 from infinity._src.distributed.collectives import Comm
 from infinity._src.kernels.tiles import whole_name
@@ -35,10 +35,9 @@ from infinity._src.params.chunk_pipeline import BUFFERS, ChunkBuffer, ChunkPipel
 from infinity._src.params.residency import Unsharder
 from infinity._src.params.shard_records import ShardRecords
 from infinity._src.params.unit import Param
+from infinity._src.wording import listed
 from infinity.aio import Ticket
 from infinity.errors import AioError, StateInvalid
-
-_LISTED_MAX = 5
 
 
 def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param, SavedParam]:
@@ -53,8 +52,8 @@ def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param,
     used = {id(saved.entry) for saved in found.values()}
     unexpected = [name for name, saved in checkpoint.params.items() if id(saved.entry) not in used]
     if missing or unexpected:
-        parts = [f"{_listed(missing)} missing in it"] if missing else []
-        parts += [f"{_listed(unexpected)} not in the model"] if unexpected else []
+        parts = [f"{listed(missing)} missing in it"] if missing else []
+        parts += [f"{listed(unexpected)} not in the model"] if unexpected else []
         tiles = any(whole_name(name) for name in (*missing, *unexpected))
         hint = ". Tile the model as it was (inf.tile_linears), or go by `infinity checkpoint export` and load=" if tiles else ""
         raise ValueError(f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(parts)}{hint}")
@@ -97,8 +96,8 @@ class MatchedOptimizer:
         missing = [param.name for param in self.held if saved_name[param] not in entry.params]
         unexpected = sorted(set(entry.params) - set(saved_name.values()))
         if missing or unexpected:
-            parts = [f"no states of {_listed(missing)}, which the optimizer holds"] if missing else []
-            parts += [f"states of {_listed(unexpected)}, which it does not hold"] if unexpected else []
+            parts = [f"no states of {listed(missing)}, which the optimizer holds"] if missing else []
+            parts += [f"states of {listed(unexpected)}, which it does not hold"] if unexpected else []
             raise ValueError(
                 f"{directory} has {'; and '.join(parts)}: give the optimizer the same parameters (frozen ones have no "
                 "states), or None to restore the parameters alone"
@@ -140,11 +139,6 @@ class MatchedOptimizer:
             kept = self.optimizer.state[param.at_rest]
             kept.clear()
             kept.update(state)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED_MAX} more" if len(names) > _LISTED_MAX else ""
-    return ", ".join(names[:_LISTED_MAX]) + more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,24 +186,24 @@ class _Turn:
         return range(form.written_count if self.with_states(held) else form.master_count)
 
 
-class Restoring:
+class RestoreJob:
     """One restoring. `run` blocks; collective on several ranks."""
 
     def __init__(
-        self, saving: Saving, residency: Unsharder, pipeline: StepPipeline, comm: Comm, policy: Policy
+        self, saver: Saver, residency: Unsharder, pipeline: StepPipeline, comm: Comm, policy: Policy
     ) -> None:
-        self._saving = saving
-        self._states = saving.states
+        self._saver = saver
+        self._states = saver.states
         self._residency = residency
         self._pipeline = pipeline
         self._comm = comm
         self._policy = policy
         self._rounded: dict[str, None] = {}
 
-    def run(self, model: torch.nn.Module, given: object, directory: Path) -> Restored:
+    def restore(self, model: torch.nn.Module, given: object, directory: Path) -> Restored:
         """Raises: ValueError, RuntimeError, AioError for a checkpoint that cannot be read or does not fit, before anything is
         written; AioError later too, and then the states are half restored and every later call raises StateInvalid."""
-        self._saving.settle()
+        self._saver.wait_for_last()
         problem: Exception | None = None
         checkpoint: Checkpoint | None = None
         generation = 0
@@ -267,21 +261,21 @@ class Restoring:
         self, model: torch.nn.Module, given: object, checkpoint: Checkpoint
     ) -> tuple[dict[Param, SavedParam], list[MatchedOptimizer], dict[str, torch.Tensor], Any]:
         """Everything that may be refused, and what is small."""
-        saving, rank = self._saving, self._comm.rank
-        saving.check_between_steps("inf.restore()")
+        saver, rank = self._saver, self._comm.rank
+        saver.check_between_steps("inf.restore()")
         checkpoint.check_files()
-        found = match_params(checkpoint, [param for unit in saving.units for param in unit.params])
-        optimizers = describing.optimizers_of(given, saving.units)
+        found = match_params(checkpoint, [param for unit in saver.units for param in unit.params])
+        optimizers = describing.optimizers_of(given, saver.units)
         matched = []
         if optimizers:
-            describing.check_all_held(saving.units, optimizers, saving.holder_of)
+            describing.check_all_held(saver.units, optimizers, saver.holder_of)
             if len(optimizers) != len(checkpoint.optimizers):
                 raise ValueError(
                     f"{checkpoint.directory} has states of {len(checkpoint.optimizers)} optimizers, and {len(optimizers)} were "
                     "given: give as many, in the same order, or None to restore the parameters alone"
                 )
             for optimizer, entry in zip(optimizers, checkpoint.optimizers, strict=True):
-                matched.append(MatchedOptimizer(optimizer, entry, found, saving.holder_of, str(checkpoint.directory)))
+                matched.append(MatchedOptimizer(optimizer, entry, found, saver.holder_of, str(checkpoint.directory)))
         data = checkpoint.attachment("buffers", rank)
         buffers = describing.read_buffers(data) if data is not None else {}
         describing.check_buffers(model, buffers, str(checkpoint.directory))
@@ -312,7 +306,7 @@ class Restoring:
         for param in found:
             if param.grad is not None or param.at_rest.grad is not None:
                 self._states.set_full_grad(param, None)
-        for unit in self._saving.units:
+        for unit in self._saver.units:
             self._states.touch(unit.params[0])
         held = {param for optimizer in optimizers for param in optimizer.held}
         turns = list(self._turns(checkpoint, found))
@@ -343,12 +337,12 @@ class Restoring:
             optimizer.apply()
         describing.write_buffers(model, buffers)
         self._pipeline.steps = checkpoint.step
-        self._saving.mode.restored(checkpoint.step)
+        self._saver.mode.restored(checkpoint.step)
         self._residency.gradients.restored()
         return Restored(checkpoint.step, extra, "; ".join(self._rounded), self._notes(checkpoint))
 
     def _turns(self, checkpoint: Checkpoint, found: Mapping[Param, SavedParam]) -> Iterator[_Turn]:
-        for flat in self._saving.flats:
+        for flat in self._saver.flats:
             by_chunk: dict[int, list[Part]] = {}
             for param in flat.params:
                 for span in spans_of(param, self._comm.rank):

@@ -1,10 +1,11 @@
-"""Parameters as others know them: the tiles of a weight are one tensor in every format that is not infinity's own.
+"""Safetensors: reading the files of others, and writing weights from a model or from a checkpoint.
 
-Leaving the engine: weights as safetensors files, streamed unit by unit.
+    SafetensorsFiles     directory, index or file  ->  named tensors, one at a time
+    write_safetensors    a model's units           ->  model-00001-of-00003.safetensors, …, index
+    ExportJob            chunks of a checkpoint    ->  the same, without a model
 
-Safetensors from a checkpoint, without a model: chunk by chunk, in the layout of `inf.export_safetensors`.
-
-    header (names, dtypes, shapes, places)  ->  each parameter: read its chunks ahead, check them, cast, append  ->  fsync, name
+Both writers stream: a unit, or a chunk, is in memory at a time. The files are, byte by byte, those of the format's own
+library. A weight that is cut into tiles is one tensor here, as in every format that is not infinity's own.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol, cast
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from infinity._src.checkpoint.directory import fsync_directory, fsync_file, publish
 from infinity._src.checkpoint.load import has_master
@@ -37,9 +37,138 @@ from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.kernels.codec import decode_sections
 from infinity._src.kernels.tiles import tile_index, whole_name
 from infinity._src.optim.state_access import States
+from infinity._src.params.materialize import NamedTensors, Source
 from infinity._src.params.unit import Param, Unit
 from infinity._src.sizes import format_size, parse_size, round_up
+from infinity._src.wording import listed
 from infinity.aio.plan import Format, Master, Moments
+
+INDEX = "model.safetensors.index.json"
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+_DTYPES = {
+    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64", torch.float32: "F32",
+    torch.uint32: "U32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16",
+    torch.int16: "I16", torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""Dtypes of the format, in the order in which a file has their tensors: large items first, so that all are aligned."""
+_RANK_OF = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def with_files(load: Source | None) -> Source | NamedTensors | None:
+    """Open `load` if it is a path; anything else stays as it is. Raises: as `SafetensorsFiles`."""
+    return SafetensorsFiles(Path(load)) if isinstance(load, (str, os.PathLike)) else load
+
+
+class SafetensorsFiles(NamedTensors):
+    """The safetensors of a directory (by its index if it has one), or a single file. One file is open at a time.
+
+    Raises: FileNotFoundError; ValueError for several indices, an index that leads out of its directory, a broken file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file_of = _index(path)
+        self._open_path: Path | None = None
+        self._open_file: Any = None
+
+    @property
+    def label(self) -> str:
+        """The path."""
+        return str(self._path)
+
+    def names(self) -> Iterable[str]:
+        """All names, of all files."""
+        return self._file_of.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape that the file's header states."""
+        return tuple(self._header(name).get_shape())
+
+    def is_floating_point(self, name: str) -> bool:
+        """Whether the file's header states a floating dtype."""
+        return str(self._header(name).get_dtype()).startswith(("F", "BF"))
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, mapped from its file."""
+        return cast("torch.Tensor", self._file(name).get_tensor(name))
+
+    def _header(self, name: str) -> Any:
+        from safetensors import SafetensorError
+
+        try:
+            return self._file(name).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{self._file_of[name]} does not have {name}, though the index says so") from error
+
+    def _file(self, name: str) -> Any:
+        path = self._file_of[name]
+        if path != self._open_path:
+            self._open_file = _open(path)
+            self._open_path = path
+        return self._open_file
+
+
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _index(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor."""
+    if path.is_file():
+        return dict.fromkeys(_open(path).keys(), path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: there is no such directory or file")
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        raise ValueError(f"{path} has several indices: {', '.join(found.name for found in indices)}")
+    if indices:
+        weight_map = _weight_map(indices[0])
+        gone = sorted({name for name in weight_map.values() if not (path / name).is_file()})
+        if gone:
+            raise FileNotFoundError(f"{indices[0]} names files that are not there: {listed(gone)}")
+        return {name: path / file for name, file in weight_map.items()}
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{path} has no *.safetensors; convert the checkpoint, or pass a mapping")
+    found: dict[str, Path] = {}
+    for file in files:
+        for name in _open(file).keys():  # noqa: SIM118 - not a dict
+            if name in found:
+                raise ValueError(
+                    f"{name} is in {found[name].name} and in {file.name}, and there is no index to decide"
+                )
+            found[name] = file
+    return found
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the name of each tensor's file, which lies beside the index: a path out of there is refused."""
+    try:
+        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{index} is no index of safetensors: it has no readable weight_map ({error!r})"
+        ) from error
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or file == "..":
+            raise ValueError(
+                f"{index} says that {name} is in {file!r}; files lie beside their index, so a path is refused: move the "
+                "file there and write its name alone"
+            )
+    return weight_map
+
+
+# -- tiles -------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +185,7 @@ class Whole:
         return self.keys[0]
 
     def merged(self, read: Callable[[Param], torch.Tensor]) -> torch.Tensor:
-        """What `read` gives for its parameters (each of the parameter's shape), as one tensor. One tile is in memory besides."""
+        """Put together what `read` gives for its parameters. One tile is in memory besides the result."""
         whole: torch.Tensor | None = None
         for param in self.params:
             value, place = read(param), param.place
@@ -72,74 +201,93 @@ class Whole:
 
 
 def wholes_of(params: Iterable[Param]) -> list[Whole]:
-    """The tensors that these parameters are, in order of their first; tiles of one weight among them are put together."""
+    """Return the tensors that parameters are, in order of their first; the tiles of one weight are one."""
     tiles: dict[object, list[Param]] = {}
     for param in params:
         tiles.setdefault(param if param.place is None else param.keys, []).append(param)
     return [Whole(group[0].keys, group[0].whole_shape, tuple(group)) for group in tiles.values()]
 
 
-INDEX = "model.safetensors.index.json"
-_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+# -- writing a file ----------------------------------------------------------------------------------------------------
 
 
-class Exporter(Protocol):
-    """What writing a model out needs of its engine."""
+@dataclasses.dataclass(frozen=True)
+class FileTensor:
+    """One tensor of a file, as the header describes it."""
 
-    units: list[Unit]
-    states: States
-    comm: Comm
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
-    def read(self, param: Param) -> torch.Tensor:
-        """The current value of one parameter on the CPU; collective on several ranks."""
-
-
-def read_value(of: Exporter, param: Param, *, masters: bool) -> torch.Tensor:
-    """The parameter on the CPU: its fp32 master if that is wanted and there is one, else what computes. Collective. Blocks."""
-    return of.states.read(param, 0) if masters and has_master(of.states, param) else of.read(param)
+    @property
+    def size_bytes(self) -> int:
+        """Its bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_safetensors(
-    model: torch.nn.Module,
-    of: Exporter,
-    directory: str | os.PathLike[str],
-    *,
-    shard_bytes_max: int | str,
-    masters: bool = False,
-) -> None:
-    """Write parameters and persistent buffers in the layout of Hugging Face, one shard in memory at a time. Blocks.
+def check_dtypes(tensors: Iterable[FileTensor], *, way_out: str) -> None:
+    """Raise ValueError for a dtype that the format does not have."""
+    for tensor in tensors:
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"{tensor.name} is {tensor.dtype}, which safetensors does not have; {way_out}")
 
-    Files appear under their names only when all are whole and on the drive, the index last; an earlier export in the directory
-    stays until then. On several ranks all call it, and rank 0 writes. Raises: OSError naming the path, PeerFailed where another
-    rank had one.
+
+def file_order(tensor: FileTensor) -> tuple[int, str]:
+    """Sort key: the order of tensors in a file, which is that of the format's own library."""
+    return _RANK_OF[tensor.dtype], tensor.name
+
+
+def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterable[torch.Tensor]) -> None:
+    """Write one file. Blocks. Raises: OSError naming the path; what `values` raise.
+
+    tensors: in `file_order`. values: their elements, in parts of any length, one after the other.
     """
-    comm = of.comm
-    files = WeightFiles(Path(directory), writes=comm.rank == 0)
-    parts = _parts(of)
-    groups = group_units([_part_bytes(of, part, masters=masters) for part in parts], parse_size(shard_bytes_max))
+    try:
+        with path.open("wb") as out:
+            out.write(_header(tensors))
+            for value in values:
+                _append(out, value)
+    except OSError as error:
+        # Typed errors of reading a checkpoint are OSErrors too, and say enough. A write names no path.
+        if error.filename is not None or type(error) is not OSError:
+            raise
+        if error.errno == errno.ENOSPC:
+            size = sum(tensor.size_bytes for tensor in tensors)
+            raise OSError(errno.ENOSPC, f"no room for {format_size(size)}", str(path)) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
-    def read(param: Param) -> torch.Tensor:
-        return read_value(of, param, masters=masters)
 
-    with files:
-        with Rendezvous(comm, f"making {directory}"):
-            files.begin()
-        for index, group in enumerate(groups):
-            tensors = {whole.name: whole.merged(read) for part in group for whole in parts[part]}
-            if index == 0:
-                tensors.update(buffers_of(model))
-            file = shard_name(index, len(groups))
-            with Rendezvous(comm, f"writing {file}"):
-                if tensors:
-                    size_bytes = sum(tensor.nbytes for tensor in tensors.values())
-                    files.put(file, tensors, size_bytes, functools.partial(_write, tensors))
-        with Rendezvous(comm, f"finishing {directory}"):
-            files.finish()
+def _header(tensors: Sequence[FileTensor]) -> bytes:
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        end = at + tensor.size_bytes
+        described[tensor.name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(round_up(len(text), 8))  # so that the data is aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _append(out: IO[bytes], value: torch.Tensor) -> None:
+    if value.numel():
+        data: Bytes = np.ascontiguousarray(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+        out.write(data.data)
+
+
+# -- the files of an export --------------------------------------------------------------------------------------------
 
 
 class WeightFiles:
-    """The files of one export. They get their names together, when all are whole and on the drive; leaving the context before
-    that leaves an earlier export in the directory as it was. writes: False does nothing (ranks that do not write)."""
+    """The files of one export. They get their names together, when all are whole and on the drive; leaving the context
+    before that leaves an earlier export in the directory as it was.
+
+    writes: False does nothing (ranks that do not write).
+    """
 
     def __init__(self, target: Path, *, writes: bool = True) -> None:
         self._target = target
@@ -153,7 +301,7 @@ class WeightFiles:
     def __exit__(self, *_: object) -> None:
         for file in (*self.files, INDEX):
             if self._writes:
-                with contextlib.suppress(OSError):  # what broke off is raised, not this
+                with contextlib.suppress(OSError):  # the first error is raised, not this one
                     self._partial(file).unlink(missing_ok=True)
 
     @property
@@ -170,7 +318,9 @@ class WeightFiles:
             if path.stem == INDEX or _OURS.fullmatch(path.stem):
                 path.unlink()
 
-    def put(self, file: str, names: Iterable[str], size_bytes: int, write: Callable[[Path], object]) -> None:
+    def put(
+        self, file: str, names: Iterable[str], size_bytes: int, write: Callable[[Path], object]
+    ) -> None:
         """Have `write` write the tensors of these names to a path. Blocks until it is on the drive. Raises: OSError."""
         self._names.update(dict.fromkeys(names, file))
         self._size_bytes += size_bytes
@@ -179,15 +329,16 @@ class WeightFiles:
             fsync_file(self._partial(file))
 
     def finish(self) -> None:
-        """Name the files, and the index last if there are several; remove what an earlier export left. Blocks. Raises: OSError.
+        """Name the files, and the index last if there are several; remove what an earlier export left. Blocks.
 
-        A crash in here may leave files without an index, never an index of other files.
+        A crash in here may leave files without an index, never an index of other files. Raises: OSError.
         """
         if not self._writes:
             return
         index = self._target / INDEX
         if len(self.files) > 1:
-            text = json.dumps({"metadata": {"total_size": self._size_bytes}, "weight_map": self._names}, indent=2, sort_keys=True)
+            whole = {"metadata": {"total_size": self._size_bytes}, "weight_map": self._names}
+            text = json.dumps(whole, indent=2, sort_keys=True)
             index.unlink(missing_ok=True)
             fsync_directory(self._target)
         for file in self.files:
@@ -207,7 +358,7 @@ class WeightFiles:
 
 
 def _remove_stale(target: Path, written: set[str]) -> None:
-    """Remove what an earlier export into this directory left: readers would take it for a part of this one."""
+    """Remove the rest of an earlier export: readers would take it for a part of this one."""
     stale = [path for path in target.glob("model*.safetensors") if _OURS.fullmatch(path.name)]
     for path in stale:
         if path.name not in written:
@@ -217,7 +368,7 @@ def _remove_stale(target: Path, written: set[str]) -> None:
 
 
 def group_units(sizes: Sequence[int], shard_bytes_max: int) -> list[list[int]]:
-    """Consecutive units, by number, as many as fit one shard. sizes: bytes of each."""
+    """Group consecutive units, by number, as many as fit one file. sizes: bytes of each."""
     groups: list[list[int]] = [[]]
     size = 0
     for index, size_bytes in enumerate(sizes):
@@ -230,13 +381,73 @@ def group_units(sizes: Sequence[int], shard_bytes_max: int) -> list[list[int]]:
 
 
 def shard_name(index: int, count: int) -> str:
-    """The name of file `index` of `count`."""
+    """Name file `index` of `count`."""
     return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
+# -- from a model ------------------------------------------------------------------------------------------------------
+
+
+class Exporter(Protocol):
+    """The engine, as far as writing a model out needs it."""
+
+    units: list[Unit]
+    states: States
+    comm: Comm
+
+    def read(self, param: Param) -> torch.Tensor:
+        """The current value of one parameter on the CPU; collective on several ranks."""
+
+
+def read_value(of: Exporter, param: Param, *, masters: bool) -> torch.Tensor:
+    """Read a parameter to the CPU: its fp32 master if that is wanted and there is one, else the value that computes.
+    Collective. Blocks."""
+    return of.states.read(param, 0) if masters and has_master(of.states, param) else of.read(param)
+
+
+def write_safetensors(
+    model: torch.nn.Module,
+    of: Exporter,
+    directory: str | os.PathLike[str],
+    *,
+    shard_bytes_max: int | str,
+    masters: bool = False,
+) -> None:
+    """Write parameters and persistent buffers in the layout of Hugging Face, one file in memory at a time. Blocks.
+
+    Files appear under their names only when all are whole and on the drive, the index last; an earlier export in the
+    directory stays until then. On several ranks all call it, and rank 0 writes. Raises: OSError naming the path, ValueError
+    for a dtype that the format does not have, PeerFailed where another rank met an error.
+    """
+    comm = of.comm
+    files = WeightFiles(Path(directory), writes=comm.rank == 0)
+    parts = _parts(of)
+    sizes = [_part_bytes(of, part, masters=masters) for part in parts]
+    groups = group_units(sizes, parse_size(shard_bytes_max))
+
+    def read(param: Param) -> torch.Tensor:
+        return read_value(of, param, masters=masters)
+
+    with files:
+        with Rendezvous(comm, f"making {directory}"):
+            files.begin()
+        for index, group in enumerate(groups):
+            tensors = {whole.name: whole.merged(read) for part in group for whole in parts[part]}
+            if index == 0:
+                tensors.update(buffers_of(model))
+            file = shard_name(index, len(groups))
+            with Rendezvous(comm, f"writing {file}"):
+                if tensors:
+                    size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+                    files.put(file, tensors, size_bytes, functools.partial(_write_all, tensors))
+        with Rendezvous(comm, f"finishing {directory}"):
+            files.finish()
+
+
 def _parts(of: Exporter) -> list[list[Whole]]:
-    """The tensors of each unit; the tiles of a weight, units of their own, are one part together."""
-    wholes = {whole.params[0]: whole for whole in wholes_of(param for unit in of.units for param in unit.params)}
+    """Return the tensors of each unit; the tiles of a weight, units of their own, are one part together."""
+    params = [param for unit in of.units for param in unit.params]
+    wholes = {whole.params[0]: whole for whole in wholes_of(params)}
     parts = [[wholes[param] for param in unit.params if param in wholes] for unit in of.units]
     return [part for part in parts if part] or [[]]
 
@@ -249,27 +460,19 @@ def _part_bytes(of: Exporter, part: Sequence[Whole], *, masters: bool) -> int:
     )
 
 
-def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, str(path), metadata={"format": "pt"})
-    except Exception as error:
-        if not isinstance(error, OSError) and "No space" in str(error):
-            size = sum(tensor.nbytes for tensor in tensors.values())
-            raise OSError(errno.ENOSPC, f"no room for {format_size(size)}", str(path)) from error
-        raise
+def _write_all(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    described = [FileTensor(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
+    check_dtypes(described, way_out="inf.save keeps every dtype")
+    described.sort(key=file_order)
+    write_file(path, described, (tensors[each.name] for each in described))
 
 
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+# -- from a checkpoint -------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What an export wrote. size_bytes: of all tensors."""
+    """The result of an export. size_bytes: of all tensors."""
 
     files: tuple[str, ...]
     tensors: int
@@ -277,12 +480,9 @@ class Exported:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tensor:
-    """One tensor of a file: a parameter of the checkpoint, the tiles of a weight (rows of tiles), or a buffer in memory."""
+class _SavedTensor(FileTensor):
+    """A tensor of a checkpoint: a parameter, the tiles of a weight (rows of tiles), or a buffer in memory."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     saved: tuple[tuple[SavedParam, ...], ...]
     value: torch.Tensor | None = None
 
@@ -291,24 +491,18 @@ class _Tensor:
         """The parameters of the checkpoint that it is made of, in order."""
         return itertools.chain.from_iterable(self.saved)
 
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
+class ExportJob:
+    """An export of a checkpoint without a model, chunk by chunk, in the layout of `inf.export_safetensors`.
 
-class Exporting:
-    """One export. masters: fp32 masters where there are such, else what computes. dtype: to which parameters of a floating
-    dtype are rounded (None: none is); buffers stay.
+        header (names, dtypes, shapes, places)  ->  each parameter: read its chunks ahead, check them, cast, append
 
-    Raises: ValueError for what safetensors does not know.
+    masters: fp32 masters where there are such, else the values that compute. dtype: parameters of a floating dtype are
+    rounded to it (None: none is); buffers stay. Raises: ValueError for a dtype that safetensors does not have.
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        masters: bool = False,
-        dtype: torch.dtype | None = None,
+        self, checkpoint: Checkpoint, *, masters: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         self._checkpoint = checkpoint
         self._masters = masters
@@ -316,56 +510,62 @@ class Exporting:
         self._progress: Callable[[int], object] = lambda _size: None
         data = checkpoint.attachment("buffers", 0)
         buffers = read_buffers(data) if data is not None else {}
-        self._buffers = [_Tensor(name, value.dtype, tuple(value.shape), (), value) for name, value in buffers.items()]
-        saved = [SavedParam(entry, index, flat) for index, flat in enumerate(checkpoint.flats) for entry in flat.params]
+        self._buffers = [
+            _SavedTensor(name, value.dtype, tuple(value.shape), (), value) for name, value in buffers.items()
+        ]
+        flats = enumerate(checkpoint.flats)
+        saved = [SavedParam(entry, index, flat) for index, flat in flats for entry in flat.params]
         units = itertools.groupby(saved, key=lambda each: whole_name(each.entry.name) or each.flat.unit)
         self._units = [self._tensors_of(list(unit)) for _, unit in units]
         everything = [*self._buffers, *itertools.chain.from_iterable(self._units)]
-        wrong = next((tensor for tensor in everything if tensor.dtype not in _DTYPES), None)
-        if wrong is not None:
-            raise ValueError(f"{wrong.name} is {wrong.dtype}, which safetensors does not have; export with --dtype")
+        check_dtypes(everything, way_out="export with --dtype")
         self.size_bytes = sum(tensor.size_bytes for tensor in everything)
         """Bytes of all tensors."""
 
-    def run(
+    def export(
         self, target: Path, *, shard_bytes_max: int, progress: Callable[[int], object] = lambda _size: None
     ) -> Exported:
         """Write all; `progress` is told the bytes of each part. Blocks.
 
-        Files get their names when they are on the drive, the index last; what an earlier export left is removed then.
+        Files get their names when all are on the drive, the index last; the rest of an earlier export is removed then.
         Raises: OSError naming the path; ChecksumError naming what is damaged.
         """
         self._progress = progress
         self._checkpoint.check_files()
-        groups = group_units([sum(tensor.size_bytes for tensor in unit) for unit in self._units], shard_bytes_max)
+        sizes = [sum(tensor.size_bytes for tensor in unit) for unit in self._units]
+        groups = group_units(sizes, shard_bytes_max)
         count = 0
         files = WeightFiles(target)
         with files:
             files.begin()
             for index, group in enumerate(groups):
-                tensors = [tensor for unit in group for tensor in (self._units[unit] if self._units else ())]
+                units = [self._units[unit] for unit in group] if self._units else []
+                tensors = [tensor for unit in units for tensor in unit]
                 if index == 0:
                     tensors += self._buffers
                 count += len(tensors)
                 if tensors:
                     size_bytes = sum(tensor.size_bytes for tensor in tensors)
-                    write = functools.partial(self._write, tensors)
-                    files.put(shard_name(index, len(groups)), [tensor.name for tensor in tensors], size_bytes, write)
+                    write = functools.partial(self._write, sorted(tensors, key=file_order))
+                    names = [tensor.name for tensor in tensors]
+                    files.put(shard_name(index, len(groups)), names, size_bytes, write)
             files.finish()
         return Exported(files.files, count, self.size_bytes)
 
-    def _tensors_of(self, unit: Sequence[SavedParam]) -> list[_Tensor]:
-        """The tensors of the parameters of a unit; of all tiles of a weight, that weight."""
+    def _tensors_of(self, unit: Sequence[SavedParam]) -> list[_SavedTensor]:
+        """Return the tensors of the parameters of a unit; of all tiles of a weight, that weight."""
         name = whole_name(unit[0].entry.name)
         if name is None:
-            return [_Tensor(each.entry.name, self._dtype_of(each), each.entry.shape, ((each,),)) for each in unit]
+            return [
+                _SavedTensor(each.entry.name, self._dtype_of(each), each.entry.shape, ((each,),)) for each in unit
+            ]
         rows: dict[int, list[SavedParam]] = {}
         for each in unit:
             rows.setdefault(tile_index(each.entry.name)[0], []).append(each)
         grid = tuple(tuple(row) for row in rows.values())
         shape = (sum(row[0].entry.shape[0] for row in grid), sum(each.entry.shape[1] for each in grid[0]))
         dtypes = [self._dtype_of(each) for each in unit]
-        return [_Tensor(name, functools.reduce(torch.promote_types, dtypes), shape, grid)]
+        return [_SavedTensor(name, functools.reduce(torch.promote_types, dtypes), shape, grid)]
 
     def _dtype_of(self, saved: SavedParam) -> torch.dtype:
         own = torch.float32 if self._has_master(saved) else dtype_of(saved.flat.dtype)
@@ -374,27 +574,20 @@ class Exporting:
     def _has_master(self, saved: SavedParam) -> bool:
         return self._masters and saved.flat.state_format.master is not Master.RAW
 
-    def _write(self, tensors: list[_Tensor], path: Path) -> None:
-        # The largest items first, as the format's own writer has them: every tensor starts at a multiple of its item.
-        tensors = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    def _write(self, tensors: Sequence[_SavedTensor], path: Path) -> None:
         reader = StateReader(self._checkpoint, CHUNKS_KEPT, self._sections())
         try:
-            with path.open("wb") as out:
-                out.write(_header(tensors))
-                self._append_all(out, tensors, reader)
-        except OSError as error:
-            if error.filename is None and type(error) is OSError:
-                raise OSError(error.errno, error.strerror, str(path)) from error
-            raise
+            write_file(path, tensors, self._values_of(tensors, reader))
         finally:
             reader.close()
 
-    def _append_all(self, out: IO[bytes], tensors: list[_Tensor], reader: StateReader) -> None:
+    def _values_of(self, tensors: Sequence[_SavedTensor], reader: StateReader) -> Iterator[torch.Tensor]:
+        """Yield the elements of all tensors, in the order of the file; chunks are read ahead."""
         ahead = self._ahead(tensors)
         upcoming = list(itertools.islice(ahead, LOOK_AHEAD))
         for tensor in tensors:
             if tensor.value is not None:
-                _append(out, tensor.value)
+                yield tensor.value
                 self._progress(tensor.size_bytes)
                 continue
             for row in tensor.saved:
@@ -402,12 +595,11 @@ class Exporting:
                 for saved in row:
                     values = self._values(saved, tensor.dtype, reader, upcoming, ahead)
                     if len(row) == 1:
-                        for value in values:
-                            _append(out, value)
+                        yield from values
                     else:  # tiles beside each other: their rows alternate in the file
                         tiles.append(torch.cat(list(values)).view(saved.entry.shape))
                 if tiles:
-                    _append(out, torch.cat(tiles, dim=1))
+                    yield torch.cat(tiles, dim=1)
 
     def _values(
         self,
@@ -417,7 +609,7 @@ class Exporting:
         upcoming: list[ChunkRef],
         ahead: Iterator[ChunkRef],
     ) -> Iterator[torch.Tensor]:
-        """The elements of a parameter as they are written, a chunk's at a time."""
+        """Yield the elements of a parameter as they are written, a chunk's at a time."""
         for piece in self._checkpoint.pieces(saved, 0, saved.entry.numel):
             reader.start(upcoming)
             arrays = reader.get(upcoming.pop(0))
@@ -426,41 +618,27 @@ class Exporting:
             yield value
             self._progress(value.nbytes)
 
-    def _ahead(self, tensors: Sequence[_Tensor]) -> Iterator[ChunkRef]:
+    def _ahead(self, tensors: Sequence[_SavedTensor]) -> Iterator[ChunkRef]:
         for saved in itertools.chain.from_iterable(tensor.parts for tensor in tensors):
             for piece in self._checkpoint.pieces(saved, 0, saved.entry.numel):
                 yield ChunkRef(piece.rank, saved.flat_index, piece.chunk)
 
-    def _value(self, saved: SavedParam, dtype: torch.dtype, arrays: Sequence[Bytes], start: int, numel: int) -> torch.Tensor:
-        """Elements of a chunk as they are written."""
+    def _value(
+        self, saved: SavedParam, dtype: torch.dtype, arrays: Sequence[Bytes], start: int, numel: int
+    ) -> torch.Tensor:
+        """Return elements of a chunk as they are written."""
         flat = saved.flat
-        held = flat.state_format
+        form = flat.state_format
         if self._has_master(saved):
-            given = [slice_of(flat.sections[s], arrays[s], start, numel) for s in range(held.master_count)]
-            found = torch.from_numpy(decode_sections(Format(held.master, Moments.FP32, 0), given)[0])
+            given = [slice_of(flat.sections[s], arrays[s], start, numel) for s in range(form.master_count)]
+            found = torch.from_numpy(decode_sections(Format(form.master, Moments.FP32, 0), given)[0])
         else:
-            found = torch.from_numpy(slice_of(flat.sections[0], arrays[0], start, numel)).view(dtype_of(flat.dtype))
+            given = [slice_of(flat.sections[0], arrays[0], start, numel)]
+            found = torch.from_numpy(given[0]).view(dtype_of(flat.dtype))
         return found.to(dtype)
 
     def _sections(self) -> range:
         """The sections that are read."""
-        counts = [flat.state_format.master_count for flat in self._checkpoint.flats] if self._masters else []
-        return range(max(counts, default=1))
-
-
-def _header(tensors: Sequence[_Tensor]) -> bytes:
-    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for tensor in tensors:
-        end = at + tensor.size_bytes
-        described[tensor.name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
-    text = text.ljust(round_up(len(text), 8))
-    return len(text).to_bytes(8, "little") + text
-
-
-def _append(out: IO[bytes], value: torch.Tensor) -> None:
-    if value.numel():
-        data: Bytes = np.ascontiguousarray(value.contiguous().reshape(-1).view(torch.uint8).numpy())
-        out.write(data.data)
+        if not self._masters:
+            return range(1)
+        return range(max((flat.state_format.master_count for flat in self._checkpoint.flats), default=1))

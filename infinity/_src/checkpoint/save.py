@@ -42,7 +42,7 @@ from infinity._src.checkpoint.safe_pickle import extra_bytes
 from infinity._src.checkpoint.writer import (
     DataWriter,
     NewPart,
-    Placed,
+    StoredStates,
     commit_part,
     new_rows,
     remove_others,
@@ -172,6 +172,15 @@ class Snapshot:
         return self._executor.submit(job, priority=Priority.WRITEBACK)
 
 
+Link = Callable[[Path, int], "StoredStates | None"]
+"""Puts the states of a generation into a directory by second names of their files. None: they are to be copied."""
+
+
+def no_link(_directory: Path, _generation: int) -> StoredStates | None:
+    """Link nothing: the model is not of a durable run."""
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Captured:
     """What a save writes besides the states."""
@@ -226,7 +235,7 @@ class Save:
         return f"Save({str(self.directory)!r}, step={self.step}, {state})"
 
 
-class Saving:
+class Saver:
     """The saves of one model. One thread uses it at a time; the states are copied by another."""
 
     def __init__(
@@ -250,7 +259,6 @@ class Saving:
         self._aside: Comm | None = None
         self._copy: Snapshot | None = None
         self._last: Save | None = None
-        self.link: Callable[[Path, int], Placed | None] = lambda _directory, _generation: None
         states.rest.before_write = self._before_write
 
     @property
@@ -266,13 +274,13 @@ class Saving:
         self.mode.check_whole()
 
     def begin(
-        self, model: torch.nn.Module, given: object, directory: str | os.PathLike[str], *, step: int, extra: Any
+        self, model: torch.nn.Module, given: object, directory: str | os.PathLike[str], *, step: int, extra: Any, link: Link
     ) -> Save:
         """Capture everything small and start copying. No update may be pending. Waits for the save before.
 
         Raises: ValueError, RuntimeError; what the save before met, if nobody was told; MemoryError.
         """
-        self.settle()
+        self.wait_for_last()
         self.raise_fault()
         target = Path(directory)
         problem: BaseException | None = None
@@ -293,9 +301,9 @@ class Saving:
                 raise problem
             if agreed[2]:
                 raise AioError("another rank cannot save, and its error says why", path=str(target), op="write")
-            return self._start(captured, target, agreed, step, held)
+            return self._start(captured, target, agreed, step, held, link)
 
-    def _start(self, captured: _Captured, target: Path, agreed: Sequence[float], step: int, held: contextlib.ExitStack) -> Save:
+    def _start(self, captured: _Captured, target: Path, agreed: Sequence[float], step: int, held: contextlib.ExitStack, link: Link) -> Save:
         """Start copying. agreed: the generation's number and the save's. held: what is closed when the save has ended."""
         if self._aside is None:
             self._aside = self.comm.aside()
@@ -304,21 +312,14 @@ class Saving:
         line = ProgressLine(f"saving step {step}", size, shown=self.comm.rank == 0)
         rests = [self.states.rest[flat] for flat in self.flats]
         copy = Snapshot(self.executor, rests, flats, captured.rows, order=self._order(), progress=line.advance)
-        linked, refused = self._try_link(target, int(agreed[0]))
+        linked, refused = _try_link(link, target, int(agreed[0]))
         copies = linked is None and refused is None
         save = Save(target, step=step, generation=int(agreed[0]), size_bytes=size, copied_bytes=size if copies else 0)
         self._copy, self._last = copy if copies else None, save
-        work = _Work(save, captured, copy, linked, refused, self._aside, int(agreed[1]), self.policy.io_backend)
+        job = _SaveJob(save, captured, copy, linked, refused, self._aside, int(agreed[1]), self.policy.io_backend)
         undo = held.pop_all()
-        threading.Thread(target=self._run, args=(work, line, undo), name="infinity-save").start()
+        threading.Thread(target=self._run, args=(job, line, undo), name="infinity-save").start()
         return save
-
-    def _try_link(self, target: Path, generation: int) -> tuple[Placed | None, Exception | None]:
-        """What needs no copying; and what went wrong, to be raised where all ranks agree."""
-        try:
-            return self.link(target, generation), None
-        except Exception as error:  # noqa: BLE001 - raised by `_Work.run`: the other ranks wait for this one
-            return None, error
 
     def _capture(self, model: torch.nn.Module, given: object, extra: Any) -> _Captured:
         self.check_between_steps("inf.save()")
@@ -336,25 +337,25 @@ class Saving:
             units.reverse()
         return [flat for unit in units for flat in unit.flats]
 
-    def _run(self, work: _Work, line: ProgressLine, held: contextlib.ExitStack) -> None:
+    def _run(self, job: _SaveJob, line: ProgressLine, held: contextlib.ExitStack) -> None:
         error: BaseException | None = None
         try:
-            work.run()
+            job.save()
         except BaseException as met:  # noqa: BLE001 - told by `Save.wait`, or by the next call that meets the engine
             error = met
         finally:
-            work.copy.end()
+            job.snapshot.end()
             line.end()
             held.close()
             self._copy = None
-            work.save.end(error)
+            job.handle.end(error)
 
     def _before_write(self, flats: Sequence[Flat]) -> None:
         copy = self._copy
         if copy is not None:
             copy.before_write(flats)
 
-    def settle(self) -> None:
+    def wait_for_last(self) -> None:
         """Block until no save is under way, however the last one ended."""
         if self._last is not None:
             with contextlib.suppress(Exception):
@@ -371,31 +372,41 @@ class Saving:
             self._last.wait()
 
 
+def _try_link(
+    link: Link, target: Path, generation: int
+) -> tuple[StoredStates | None, Exception | None]:
+    """Return the states that need no copying; and the error, to be raised where all ranks agree."""
+    try:
+        return link(target, generation), None
+    except Exception as error:  # noqa: BLE001 - raised by `_SaveJob.save`: the other ranks wait for this one
+        return None, error
+
+
 @dataclasses.dataclass(frozen=True)
-class _Work:
+class _SaveJob:
     """What the thread of one save does."""
 
-    save: Save
+    handle: Save
     captured: _Captured
-    copy: Snapshot
-    linked: Placed | None
+    snapshot: Snapshot
+    linked: StoredStates | None
     refused: Exception | None
     comm: Comm
     number: int
     backend: str
 
-    def run(self) -> None:
+    def save(self) -> None:
         """Write this rank's files, agree, commit, agree, remove what is older."""
-        directory, rank = self.save.directory, self.comm.rank
+        directory, rank = self.handle.directory, self.comm.rank
         try:
             self._raise(*self._together(self._write))
         except BaseException:
-            remove_part(directory, self.save.generation, rank)
+            remove_part(directory, self.handle.generation, rank)
             raise
         # From here on this rank's part may be one of a whole: it goes only if all know that it is not.
         problem, failed = self._together(self._commit)
         if failed:
-            remove_part(directory, self.save.generation, rank)
+            remove_part(directory, self.handle.generation, rank)
             self._raise(problem, failed)
         if rank == 0:
             self._remove_older()
@@ -415,7 +426,7 @@ class _Work:
         if failed:
             raise AioError(
                 "another rank failed to write its part of the checkpoint, and its error says why; there is no new checkpoint",
-                path=str(self.save.directory),
+                path=str(self.handle.directory),
                 op="write",
             )
 
@@ -423,11 +434,11 @@ class _Work:
         captured = self.captured
         part = NewPart(
             layout=captured.layout,
-            generation=self.save.generation,
+            generation=self.handle.generation,
             save=self.number,
             rank=self.comm.rank,
             world=self.comm.world,
-            step=self.save.step,
+            step=self.handle.step,
             optimizers=captured.optimizers,
             rows=captured.rows,
             buffers=captured.buffers,
@@ -436,10 +447,10 @@ class _Work:
         try:
             if self.refused is not None:
                 raise self.refused
-            write_part(self.save.directory, part, self.copy.copy_to, backend=self.backend, placed=self.linked)
+            write_part(self.handle.directory, part, self.snapshot.copy_to, backend=self.backend, stored=self.linked)
         except SwapFullError as error:
             raise SwapFullError(
-                f"no room for a checkpoint of {self.save.size_bytes} bytes in {str(self.save.directory)!r}; a save needs it "
+                f"no room for a checkpoint of {self.handle.size_bytes} bytes in {str(self.handle.directory)!r}; a save needs it "
                 "beside the checkpoint that is there, which is as it was: free space, or save elsewhere",
                 errno=error.errno or 0,
                 path=error.path,
@@ -449,10 +460,10 @@ class _Work:
             ) from error
 
     def _commit(self) -> None:
-        commit_part(self.save.directory, self.save.generation, self.comm.rank)
+        commit_part(self.handle.directory, self.handle.generation, self.comm.rank)
 
     def _remove_older(self) -> None:
         try:
-            remove_others(self.save.directory, self.save.generation)
+            remove_others(self.handle.directory, self.handle.generation)
         except OSError as error:
-            log.warning("%s: an older checkpoint could not be removed: %s", self.save.directory, error)
+            log.warning("%s: an older checkpoint could not be removed: %s", self.handle.directory, error)

@@ -178,8 +178,8 @@ class Damage:
     reason: str
 
 
-class Verifying:
-    """Verifying one generation: the newest of which all manifests are there (else: any), or this one.
+class VerifyJob:
+    """VerifyJob one generation: the newest of which all manifests are there (else: any), or this one.
 
     Raises: AioError (ENOENT) where there is none.
     """
@@ -202,7 +202,7 @@ class Verifying:
         self.size_bytes = sum(int(_row_bytes(manifest).sum()) for manifest in self.manifests)
         """Bytes of states that there are to read."""
 
-    def run(self, progress: Callable[[str, int], object] = lambda _file, _size: None) -> list[Damage]:
+    def verify(self, progress: Callable[[str, int], object] = lambda _file, _size: None) -> list[Damage]:
         """Read all, and return all damage. Blocks. progress: told the file and the bytes of each chunk."""
         for manifest in self.manifests:
             for file in (manifest.buffers, manifest.extra):

@@ -128,7 +128,7 @@ class NewPart:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
+class StoredStates:
     """Where the states of a part are: its files, rows and checksums."""
 
     files: tuple[FileEntry, ...]
@@ -138,14 +138,14 @@ class Placed:
 
 
 def write_part(
-    directory: Path, part: NewPart, fill: Callable[[DataWriter], None], *, backend: str, placed: Placed | None = None
+    directory: Path, part: NewPart, fill: Callable[[DataWriter], None], *, backend: str, stored: StoredStates | None = None
 ) -> None:
-    """Write all files of a part; `fill` stores every row, unless the states are `placed` already. Blocks.
+    """Write all files of a part; `fill` stores every row, unless the states are `stored` already. Blocks.
 
     Raises: SwapFullError, AioError, what `fill` raises; then `remove_part` clears away what is there.
     """
     names = {kind: file_name(kind, part.generation, part.rank) for kind in _KINDS}
-    placed = placed or _written(directory / names["data"], part, fill, backend)
+    stored = stored or _written(directory / names["data"], part, fill, backend)
     attached: list[FileEntry | None] = [
         write_attachment(directory, names[kind], data) if data is not None else None
         for kind, data in (("buffers", part.buffers), ("extra", part.extra))
@@ -157,25 +157,25 @@ def write_part(
         rank=part.rank,
         world=part.world,
         step=part.step,
-        algorithm=placed.algorithm,
-        files=placed.files,
+        algorithm=stored.algorithm,
+        files=stored.files,
         buffers=attached[0],
         extra=attached[1],
         optimizers=part.optimizers,
-        rows=placed.rows,
-        sums=placed.sums,
+        rows=stored.rows,
+        sums=stored.sums,
     )
     write_attachment(directory, _partial(manifest.name), manifest.encode())
 
 
-def _written(path: Path, part: NewPart, fill: Callable[[DataWriter], None], backend: str) -> Placed:
+def _written(path: Path, part: NewPart, fill: Callable[[DataWriter], None], backend: str) -> StoredStates:
     writer = DataWriter(path, part.rows, part.layout.flats, backend=backend)
     try:
         fill(writer)
         writer.finish()
     finally:
         writer.close()
-    return Placed((writer.entry,), writer.rows, writer.sums, writer.algorithm)
+    return StoredStates((writer.entry,), writer.rows, writer.sums, writer.algorithm)
 
 
 def commit_part(directory: Path, generation: int, rank: int) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 import infinity as inf
 from infinity._src.checkpoint.directory import DirectoryLock, read_generation, read_manifest
 from infinity._src.checkpoint.reader import Checkpoint, ChunkRef, StateReader
-from infinity._src.checkpoint.reshard import Rewriting, slice_of
+from infinity._src.checkpoint.reshard import ReshardJob, slice_of
 from infinity._src.checkpoint.safetensors import INDEX
 from infinity._src.engine import offload
 from infinity._src.memory.layout import plan_flat
@@ -361,7 +361,7 @@ def test_reshard_leaves_all_or_nothing(saved: Path, tmp_path: Path, monkeypatch:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=4096))
     with Checkpoint.open(saved / "ckpt") as checkpoint, pytest.raises(SwapFullError, match="4096 are free"):
-        Rewriting(checkpoint, world=2).run(tmp_path / "out")
+        ReshardJob(checkpoint, world=2).write(tmp_path / "out")
     assert files_of(saved / "ckpt") == whole
 
 

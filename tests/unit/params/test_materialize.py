@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from infinity._src.checkpoint.safetensors import with_files
 from infinity._src.params.discover import build, find_units
 from infinity._src.params.materialize import Source, fill_unit, open_source
 from infinity._src.params.unit import Flat
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 def filled(model: nn.Module, load: Source | None) -> dict[str, torch.Tensor]:
     """The parameters as the engine would put them to rest, by first name."""
     units = build(model, find_units(model, unit_bytes_max=1 << 29), CPU, 1)
-    source = open_source(model, load)
+    source = open_source(model, with_files(load))
     values: dict[str, torch.Tensor] = {}
 
     def store(flat: Flat, tensor: torch.Tensor) -> None:
