@@ -36,7 +36,7 @@ from infinity._src.checkpoint.directory import (
 )
 from infinity._src.checkpoint.hardlink import PinnedLayers
 from infinity._src.checkpoint.manifest import ROW, FileEntry, Layout, Manifest, OptimizerEntry, manifest_name
-from infinity._src.checkpoint.reader import algorithm_of
+from infinity._src.checkpoint.reader import ALGORITHM
 from infinity._src.checkpoint.run_files import RunFiles
 from infinity._src.checkpoint.safe_pickle import extra_bytes
 from infinity._src.checkpoint.save import Saver
@@ -227,7 +227,7 @@ class DurableRun:
             FileEntry(name, self.files.layers[layer][drive].size_bytes)
             for name, (layer, drive) in zip(names, used, strict=True)
         )
-        return StoredStates(tuple(entries), rows, sums, algorithm_of(self._executor))
+        return StoredStates(tuple(entries), rows, sums)
 
     def is_due(self) -> bool:
         """Whether the step that was captured is to be committed."""
@@ -296,7 +296,7 @@ class DurableRun:
             rank=rank,
             world=self._comm.world,
             step=small.step,
-            algorithm=algorithm_of(self._executor),
+            algorithm=ALGORITHM,
             files=tuple(FileEntry(self.files.name(*each), self.files.layers[each[0]][each[1]].size_bytes) for each in used),
             buffers=attached[0],
             extra=attached[1],

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from infinity._src import native
 from infinity._src.checkpoint.directory import (
     begun_commits,
     check_length,
@@ -32,7 +33,7 @@ from infinity._src.checkpoint.manifest import (
     pieces_of,
     section_bytes,
 )
-from infinity._src.checkpoint.reader import DataReader, checksum
+from infinity._src.checkpoint.reader import DataReader
 from infinity._src.checkpoint.run_files import RUN_DIRECTORY, run_directory
 from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
 from infinity.aio import Ticket
@@ -336,7 +337,7 @@ class VerifyJob:
         with path.open("rb") as file:
             for s, piece, offset, length, seed, expected in _pieces(manifest, row):
                 file.seek(offset)
-                if checksum(manifest.algorithm, file.read(length), seed) != expected:
+                if native.crc32c(file.read(length), seed) != expected:
                     what = ", ".join(_places(manifest, row, s, piece))
                     self._tell(path, offset, length, what, "is not what was written")
         if len(self.damage) == before:

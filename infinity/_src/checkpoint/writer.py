@@ -34,7 +34,7 @@ from infinity._src.checkpoint.manifest import (
     pieces_of,
     section_bytes,
 )
-from infinity._src.checkpoint.reader import SLOTS, Chunks, RowChunks, algorithm_of
+from infinity._src.checkpoint.reader import ALGORITHM, SLOTS, Chunks, RowChunks
 from infinity.aio import PoolSpec, Ticket, open_executor
 from infinity.aio.plan import SECTION_MAX, JobKind
 from infinity.aio.swap_file import SwapFile
@@ -84,7 +84,6 @@ class DataWriter:
             undo.callback(self._executor.close, drain=False)
             self._chunks = RowChunks(self._executor, rows, flats, self.sums)
             self._undo = undo.pop_all()
-        self.algorithm = algorithm_of(self._executor)
 
     def store(self, row: int, addresses: Mapping[int, int]) -> Ticket:
         """Start writing sections of a row from these addresses, each padded with zeros to a multiple of 4096. Does not block."""
@@ -134,7 +133,6 @@ class StoredStates:
     files: tuple[FileEntry, ...]
     rows: npt.NDArray[np.void]
     sums: npt.NDArray[np.uint32]
-    algorithm: str
 
 
 def write_part(
@@ -157,7 +155,7 @@ def write_part(
         rank=part.rank,
         world=part.world,
         step=part.step,
-        algorithm=stored.algorithm,
+        algorithm=ALGORITHM,
         files=stored.files,
         buffers=attached[0],
         extra=attached[1],
@@ -175,7 +173,7 @@ def _written(path: Path, part: NewPart, fill: Callable[[DataWriter], None], back
         writer.finish()
     finally:
         writer.close()
-    return StoredStates((writer.entry,), writer.rows, writer.sums, writer.algorithm)
+    return StoredStates((writer.entry,), writer.rows, writer.sums)
 
 
 def commit_part(directory: Path, generation: int, rank: int) -> None:
