@@ -1,28 +1,24 @@
-"""Reading checkpoints of torch.distributed.checkpoint (FileSystemWriter), without unpickling what their `.metadata` says.
+"""Checkpoints of torch.distributed.checkpoint (FileSystemWriter): read without unpickling, written
+one tensor at a time.
 
-    .metadata     a pickle: names -> shapes, dtypes, boxes, and where each box lies. Read into inert records, then checked
-    *.distcp      boxes of tensors, one `torch.save` after another. Read with torch.load(weights_only=True)
+    .metadata     a pickle: names -> shapes, dtypes, boxes, and each box's range of a file
+    *.distcp      boxes of tensors, one `torch.save` after another; read with weights_only=True
 
-torch's own FileSystemReader calls `pickle.load` on `.metadata`, which runs whatever a file says.
-
-
-Writing checkpoints that torch.distributed.checkpoint reads: one tensor in memory at a time.
-
-torch's own FileSystemWriter keeps every tensor that it was given until its file is whole, so the format is written here: each
-value is one `torch.save` in one file, and `.metadata`, which comes last, says where.
-
-
-Optimizer states as torch names them in a checkpoint, and as infinity keeps them.
+torch's FileSystemReader calls `pickle.load` on `.metadata`, which runs anything that a file says;
+here it is read into inert records, then checked. torch's FileSystemWriter keeps every tensor that
+it was given until its file is whole; here each value is written at once, and `.metadata` comes
+last. Optimizer states have these names:
 
     optim.state.<parameter>.exp_avg        a tensor of the parameter's shape
     optim.state.<parameter>.step           a tensor of one number, fp32, as torch.optim keeps it
     optim.state.<parameter>.master         where model.<parameter> is not the master
-    optim.param_groups.<i>.lr              what torch.distributed.checkpoint.state_dict makes of a group
+    optim.param_groups.<i>.lr              as torch.distributed.checkpoint.state_dict does
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import math
 import os
@@ -47,25 +43,36 @@ from infinity._src.params.unit import Param
 METADATA = ".metadata"
 
 _META = "torch.distributed.checkpoint.metadata"
-_TENSOR, _BYTES, _INDEX = f"{_META}.TensorStorageMetadata", f"{_META}.BytesStorageMetadata", f"{_META}.MetadataIndex"
+_TENSOR, _BYTES, _INDEX = (
+    f"{_META}.TensorStorageMetadata",
+    f"{_META}.BytesStorageMetadata",
+    f"{_META}.MetadataIndex",
+)
 _STORAGE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _RECORDS = (
-    *(f"{_META}.{name}" for name in ("Metadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta")),
+    f"{_META}.Metadata", f"{_META}.ChunkStorageMetadata",
+    f"{_META}.TensorProperties", f"{_META}.StorageMeta",
     _TENSOR, _BYTES, _INDEX, f"{_META}._MEM_FORMAT_ENCODING", _STORAGE,
     "torch.serialization._get_layout",
-    "builtins.getattr",  # how some Pythons pickle the members of an enum; it stays a record, as all of these
-    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+    # how some Pythons pickle the members of an enum; it stays a record, as all of these
+    "builtins.getattr",
+    "pathlib.PosixPath", "pathlib.WindowsPath",
+    "pathlib._local.PosixPath", "pathlib._local.WindowsPath",
 )  # fmt: skip
 _VALUES: dict[str, Any] = {
     "torch.Size": tuple,
     "collections.OrderedDict": dict,
-    **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **{
+        f"torch.{name}": value
+        for name, value in vars(torch).items()
+        if isinstance(value, torch.dtype)
+    },
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Bytes of a file."""
+class FileRange:
+    """A range of bytes of a file."""
 
     file: Path
     offset: int
@@ -78,7 +85,7 @@ class Box:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: Place
+    range: FileRange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +98,14 @@ class Stored:
 
 
 class DCPFiles(NamedTensors):
-    """A checkpoint of torch.distributed.checkpoint: `tensors` and `objects` (numbers, strings) by name.
+    """A checkpoint of torch.distributed.checkpoint: `tensors` and `objects` (numbers, strings) by
+    name.
 
     One file is open at a time.
 
-    Opening reads and checks `.metadata`. Raises: FileNotFoundError without one; ValueError for one that names what it has no
-    need of, points out of its directory, or describes tensors that its files do not hold whole.
+    Opening reads and checks `.metadata`. Raises: FileNotFoundError without one; ValueError for one
+    that names what it has no need of, points out of its directory, or describes tensors that its
+    files do not hold whole.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -104,13 +113,15 @@ class DCPFiles(NamedTensors):
         self._sizes: dict[str, int] = {}
         self._open: tuple[Path, BinaryIO] | None = None
         self.tensors: dict[str, Stored] = {}
-        self.objects: dict[str, Place] = {}
+        self.objects: dict[str, FileRange] = {}
         path = directory / METADATA
         if not path.is_file():
             raise FileNotFoundError(
-                f"{directory} has no {METADATA}: it is no checkpoint of torch.distributed.checkpoint, or not whole"
+                f"{directory} has no {METADATA}: it is no checkpoint of "
+                "torch.distributed.checkpoint, or not whole"
             )
         try:
+            # The pickle runs nothing: every name in it becomes a record, or is refused.
             root = InertUnpickler(path.read_bytes(), records=_RECORDS, values=_VALUES).load()
             self._take(root)
         except OSError:
@@ -124,7 +135,7 @@ class DCPFiles(NamedTensors):
         return str(self._directory)
 
     def names(self) -> Iterable[str]:
-        """The names of all tensors."""
+        """Return the names of all tensors."""
         return self.tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -136,26 +147,39 @@ class DCPFiles(NamedTensors):
         return self.tensors[name].dtype.is_floating_point
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor, put together from its boxes; those are in memory one at a time besides. Blocks.
+        """Read a tensor, put together from its boxes; they are in memory one at a time besides.
+        Blocks.
 
         Raises: OSError; ValueError for contents that are not what `.metadata` says.
         """
         stored = self.tensors[name]
         whole: torch.Tensor | None = None
         for box in stored.boxes:
-            part = self._load(box.place)
-            if not isinstance(part, torch.Tensor) or tuple(part.shape) != box.sizes or part.dtype != stored.dtype:
-                raise ValueError(f"{box.place.file} does not hold {name} as {METADATA} says: {_kind(part)}")
+            part = self._load(box.range)
+            if (
+                not isinstance(part, torch.Tensor)
+                or tuple(part.shape) != box.sizes
+                or part.dtype != stored.dtype
+            ):
+                raise ValueError(
+                    f"{box.range.file} does not hold {name} as {METADATA} says: {_kind(part)}"
+                )
             if box.sizes == stored.shape:
                 return part
             if whole is None:
                 whole = torch.empty(stored.shape, dtype=stored.dtype)
-            whole[tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))] = part
+            whole[
+                tuple(
+                    slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)
+                )
+            ] = part
         assert whole is not None, name  # boxes cover the tensor
         return whole
 
     def read_object(self, name: str) -> Any:
-        """A number or a string. Raises: OSError; ValueError for anything that would have to be unpickled freely."""
+        """Read a number or a string. Raises: OSError; ValueError for anything that would have to be
+        unpickled freely.
+        """
         return self._load(self.objects[name])
 
     def close(self) -> None:
@@ -164,61 +188,82 @@ class DCPFiles(NamedTensors):
             self._open[1].close()
             self._open = None
 
-    def _load(self, place: Place) -> Any:
-        if self._open is None or self._open[0] != place.file:
+    def _load(self, part: FileRange) -> Any:
+        if self._open is None or self._open[0] != part.file:
             self.close()
-            self._open = (place.file, place.file.open("rb"))
+            self._open = (part.file, part.file.open("rb"))
         try:
-            return load_tensors(io.BufferedReader(_Part(self._open[1], place)))
+            return load_tensors(io.BufferedReader(_Part(self._open[1], part)))
         except ValueError as error:
-            raise ValueError(f"{place.length} bytes at {place.offset} of {place.file} are refused: {error}") from error
+            raise ValueError(
+                f"{part.length} bytes at {part.offset} of {part.file} are refused: {error}"
+            ) from error
 
-    # -- checking ----------------------------------------------------------------------------------------------------------
+    # -- checking ----------------------------------------------------------------------------------
 
     def _take(self, root: Any) -> None:
         entries = _field(root, f"{_META}.Metadata", "state_dict_metadata", dict)
-        places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+        ranges: dict[tuple[str, tuple[int, ...] | None], FileRange] = {}
         for index, info in _field(root, f"{_META}.Metadata", "storage_data", dict).items():
-            offset = index.state.get("offset") if isinstance(index, Record) and isinstance(index.state, dict) else None
-            places[_field(index, _INDEX, "fqn", str), None if offset is None else _numbers(offset)] = self._place(info)
+            offset = (
+                index.state.get("offset")
+                if isinstance(index, Record) and isinstance(index.state, dict)
+                else None
+            )
+            ranges[
+                _field(index, _INDEX, "fqn", str), None if offset is None else _numbers(offset)
+            ] = self._range(info)
         for name, entry in entries.items():
             if not isinstance(name, str) or not isinstance(entry, Record):
                 raise ValueError(f"{name!r} is no name of a tensor")
             if entry.kind == _BYTES:
-                if (name, None) in places:
-                    self.objects[name] = places[name, None]
+                if (name, None) in ranges:
+                    self.objects[name] = ranges[name, None]
             else:
-                self.tensors[name] = _stored(name, entry, places)
+                self.tensors[name] = _stored(name, entry, ranges)
 
-    def _place(self, info: Any) -> Place:
+    def _range(self, info: Any) -> FileRange:
         file = _field(info, _STORAGE, "relative_path", str)
         offset, length = (_field(info, _STORAGE, name, int) for name in ("offset", "length"))
         if Path(file).name != file or file in ("", ".."):
-            raise ValueError(f"it points to {file!r}; files lie beside {METADATA}, so a path is refused")
+            raise ValueError(
+                f"it points to {file!r}; files lie beside {METADATA}, so a path is refused"
+            )
         if info.state.get("transform_descriptors"):
-            raise ValueError(f"{file} is transformed by {info.state['transform_descriptors']}, which is not read here")
+            raise ValueError(
+                f"{file} is transformed by {info.state['transform_descriptors']}, which is not "
+                "read here"
+            )
         if file not in self._sizes:
             self._sizes[file] = (self._directory / file).stat().st_size
         if not 0 <= offset <= offset + length <= self._sizes[file]:
-            raise ValueError(f"it points to bytes {offset} to {offset + length} of {file}, which has {self._sizes[file]}")
-        return Place(self._directory / file, offset, length)
+            raise ValueError(
+                f"it points to bytes {offset} to {offset + length} of {file}, which has "
+                f"{self._sizes[file]}"
+            )
+        return FileRange(self._directory / file, offset, length)
 
 
-def _stored(name: str, entry: Record, places: dict[tuple[str, tuple[int, ...] | None], Place]) -> Stored:
+def _stored(
+    name: str, entry: Record, ranges: dict[tuple[str, tuple[int, ...] | None], FileRange]
+) -> Stored:
     shape = _numbers(_field(entry, _TENSOR, "size", tuple))
     properties = _field(entry, _TENSOR, "properties", Record)
-    dtype = properties.state[0] if isinstance(properties.state, tuple) and properties.state else None
+    dtype = (
+        properties.state[0] if isinstance(properties.state, tuple) and properties.state else None
+    )
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} has no dtype")
     boxes = []
     for chunk in _field(entry, _TENSOR, "chunks", list):
         offsets, sizes = (
-            _numbers(_field(chunk, f"{_META}.ChunkStorageMetadata", which, tuple)) for which in ("offsets", "sizes")
+            _numbers(_field(chunk, f"{_META}.ChunkStorageMetadata", which, tuple))
+            for which in ("offsets", "sizes")
         )
-        place = places.get((name, offsets)) or places.get((name, None))
-        if place is None:
+        found = ranges.get((name, offsets)) or ranges.get((name, None))
+        if found is None:
             raise ValueError(f"the part of {name} at {offsets} lies nowhere")
-        boxes.append(Box(offsets, sizes, place))
+        boxes.append(Box(offsets, sizes, found))
     if not _tile(boxes, shape):
         raise ValueError(f"the parts of {name} do not make up a tensor of shape {shape}")
     return Stored(shape, dtype, tuple(boxes))
@@ -228,14 +273,19 @@ def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Whether boxes cover a tensor without a gap or an overlap."""
     if any(len(box.offsets) != len(shape) or len(box.sizes) != len(shape) for box in boxes):
         return False
-    if any(low + size > whole for box in boxes for low, size, whole in zip(box.offsets, box.sizes, shape, strict=True)):
+    if any(
+        low + size > whole
+        for box in boxes
+        for low, size, whole in zip(box.offsets, box.sizes, shape, strict=True)
+    ):
         return False
     if not boxes or sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
         return False
     low = np.array([box.offsets for box in boxes], dtype=np.int64)
     high = low + np.array([box.sizes for box in boxes], dtype=np.int64)
     return not any(
-        ((low[index] < high[index + 1 :]) & (low[index + 1 :] < high[index])).all(axis=1).any() for index in range(len(boxes) - 1)
+        ((low[index] < high[index + 1 :]) & (low[index + 1 :] < high[index])).all(axis=1).any()
+        for index in range(len(boxes) - 1)
     )
 
 
@@ -250,7 +300,9 @@ def _field(record: Any, kind: str, name: str, wanted: type) -> Any:
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, tuple) or any(type(value) is not int or value < 0 for value in values):
+    if not isinstance(values, tuple) or any(
+        type(value) is not int or value < 0 for value in values
+    ):
         raise ValueError(f"{values!r} is no shape or place in a tensor")
     return values
 
@@ -262,10 +314,10 @@ def _kind(value: Any) -> str:
 
 
 class _Part(io.RawIOBase):
-    """A part of an open file, as a file."""
+    """A range of an open file, as a file of its own: torch.load reads to the end."""
 
-    def __init__(self, file: BinaryIO, place: Place) -> None:
-        self._file, self._start, self._length, self._at = file, place.offset, place.length, 0
+    def __init__(self, file: BinaryIO, part: FileRange) -> None:
+        self._file, self._start, self._length, self._at = file, part.offset, part.length, 0
 
     def readable(self) -> bool:
         return True
@@ -289,17 +341,21 @@ class _Part(io.RawIOBase):
         return int(count)
 
 
-
-
 FILE = "__0_0.distcp"
 _FORMAT_VERSION = "1.0.0"
 
 Key = tuple[str | int, ...]
-"""A path in the nested dict that the checkpoint stands for: ("model", "layers.0.weight"), or with a place in a list."""
+"""A path in the nested dict that the checkpoint stands for: ("model", "layers.0.weight"), or with a
+place in a list.
+"""
+
+
+# -- writing ---------------------------------------------------------------------------------------
 
 
 class DCPWriter:
-    """A checkpoint that is being written into a directory that has none. `finish` makes it one; until then it is not readable.
+    """A checkpoint that is being written into a directory that has none. `finish` makes it one;
+    until then it is not readable.
 
     Raises: ValueError where a checkpoint is already; OSError naming the path.
     """
@@ -307,32 +363,42 @@ class DCPWriter:
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         if (directory / METADATA).exists():
-            raise ValueError(f"{directory} has a checkpoint already ({METADATA}); choose another directory, or remove it")
+            raise ValueError(
+                f"{directory} has a checkpoint already ({METADATA}); choose another directory, or "
+                "remove it"
+            )
         self._directory = directory
         self._partial = directory / (FILE + ".partial")
         self._stream = self._partial.open("wb")
         self._entries: dict[str, Any] = {}
-        self._places: dict[Any, Any] = {}
+        self._ranges: dict[Any, Any] = {}
         self._paths: dict[str, Key] = {}
 
     def put(self, key: Key, value: Any) -> None:
-        """Append a CPU tensor, or something that is no tensor. Blocks. Raises: OSError; ValueError for a name used twice."""
+        """Append a CPU tensor, or something that is no tensor. Blocks. Raises: OSError; ValueError
+        for a name used twice.
+        """
         from torch.distributed.checkpoint import metadata as dcp
 
         name = ".".join(map(str, key))
         if name in self._entries:
-            raise ValueError(f"two values would both be called {name} in {self._directory}; give other `keys`")
+            raise ValueError(
+                f"two values would both be called {name} in {self._directory}; give other `keys`"
+            )
         offset: torch.Size | None = None
         if isinstance(value, torch.Tensor):
             offset = torch.Size([0] * value.ndim)
             chunk = dcp.ChunkStorageMetadata(offset, value.shape)
-            self._entries[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(value.dtype), value.shape, [chunk])
+            self._entries[name] = dcp.TensorStorageMetadata(
+                dcp.TensorProperties(value.dtype), value.shape, [chunk]
+            )
         else:
             self._entries[name] = dcp.BytesStorageMetadata()
+        # Written at once: torch's own writer would keep every tensor until its file is whole.
         start = self._stream.tell()
         torch.save(value, self._stream)
         index = dcp.MetadataIndex(name, offset, 0 if offset is not None else None)
-        self._places[index] = dcp_storage_info(FILE, start, self._stream.tell() - start)
+        self._ranges[index] = dcp_storage_info(FILE, start, self._stream.tell() - start)
         self._paths[name] = key
 
     def finish(self) -> None:
@@ -340,12 +406,13 @@ class DCPWriter:
         from torch.distributed.checkpoint import metadata as dcp
 
         self._stream.close()
+        # The data first: `.metadata` makes it a checkpoint.
         publish(self._partial, self._directory / FILE)
         fsync_directory(self._directory)
         whole = dcp.Metadata(
             self._entries,
             planner_data=self._paths,
-            storage_data=self._places,
+            storage_data=self._ranges,
             storage_meta=dcp.StorageMeta(checkpoint_id=os.fspath(self._directory)),
             version=_FORMAT_VERSION,
         )
@@ -365,6 +432,9 @@ class DCPWriter:
 MASTER = "master"
 
 
+# -- optimizer states ------------------------------------------------------------------------------
+
+
 class ModelPart(NamedTensors):
     """The tensors of a checkpoint under one key, without it: what a model is matched with."""
 
@@ -379,8 +449,12 @@ class ModelPart(NamedTensors):
         return self._label
 
     def names(self) -> Iterable[str]:
-        """All names, without the key."""
-        return [name.removeprefix(self._prefix) for name in self._files.names() if name.startswith(self._prefix)]
+        """Return all names, without the key."""
+        return [
+            name.removeprefix(self._prefix)
+            for name in self._files.names()
+            if name.startswith(self._prefix)
+        ]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor."""
@@ -397,7 +471,9 @@ class ModelPart(NamedTensors):
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """A parameter with its optimizer states, and the names of those: tensors of its shape, and numbers."""
+    """A parameter with its optimizer states, and the names of those: tensors of its shape, and
+    numbers.
+    """
 
     param: Param
     state: OptimizerState
@@ -407,17 +483,19 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class MatchedStates:
-    """Which tensor or number of a checkpoint is which state, by the order in which they are written."""
+    """The states that were found, in the order in which they are written."""
 
     names: list[tuple[Held, str, str]]  # (parameter, state, name in the checkpoint)
     left_out: Loaded
 
 
-def match_states(files: DCPFiles, key: str, every: Sequence[Held], *, strict: bool) -> MatchedStates:
+def match_states(
+    files: DCPFiles, key: str, every: Sequence[Held], *, strict: bool
+) -> MatchedStates:
     """Find the states of every parameter that is held. Nothing is read or written.
 
-    A master is optional: without one the parameter's own value is it. Raises: ValueError naming what is missing or unexpected
-    (with `strict`), and what has another shape (always).
+    A master is optional: without one the parameter's own value is it. Raises: ValueError naming
+    what is missing or unexpected (with `strict`), and what has another shape (always).
     """
     prefix = f"{key}.state."
     there = {name for name in (*files.tensors, *files.objects) if name.startswith(prefix)}
@@ -427,18 +505,27 @@ def match_states(files: DCPFiles, key: str, every: Sequence[Held], *, strict: bo
     for held in every:
         wanted = (*held.tensors, *held.numbers)
         roots = [f"{prefix}{name}." for name in held.param.keys]
-        root = next((root for root in roots if any(root + state in there for state in wanted)), roots[0])
+        root = next(
+            (root for root in roots if any(root + state in there for state in wanted)), roots[0]
+        )
         for state in wanted:
             name = root + state
             if name in there:
                 found.append((held, state, name))
-                wrong += _problems(files, name, held.param.whole_shape if state in held.tensors else None)
+                wrong += _problems(
+                    files, name, held.param.whole_shape if state in held.tensors else None
+                )
             elif state != MASTER:
                 missing.append(name)
     unexpected = sorted(there - {name for _, _, name in found})
-    missing, wrong = list(dict.fromkeys(missing)), list(dict.fromkeys(wrong))  # the tiles of a weight say the same
+    missing, wrong = (
+        list(dict.fromkeys(missing)),
+        list(dict.fromkeys(wrong)),
+    )  # the tiles of a weight say the same
     if wrong or (strict and (missing or unexpected)):
-        raise ValueError(explain(files.label, missing if strict else [], unexpected if strict else [], wrong))
+        raise ValueError(
+            explain(files.label, missing if strict else [], unexpected if strict else [], wrong)
+        )
     return MatchedStates(found, Loaded(tuple(missing), tuple(unexpected)))
 
 
@@ -448,16 +535,22 @@ def _problems(files: DCPFiles, name: str, shape: tuple[int, ...] | None) -> list
     if shape is None:
         return [] if files.shape(name) in ((), (1,)) else [f"{name} is no number there"]
     if files.shape(name) != shape or not files.is_floating_point(name):
-        return [f"{name} is a {files.tensors[name].dtype} tensor of shape {files.shape(name)} there, and of {shape} here"]
+        there = files.tensors[name].dtype
+        return [
+            f"{name} is a {there} tensor of shape {files.shape(name)} there, and of {shape} here"
+        ]
     return []
 
 
 def take_in_states(files: DCPFiles, matched: MatchedStates) -> None:
-    """Write the states that were matched, one tensor in memory at a time. Calls no collective. Blocks.
+    """Write the states that were matched, one tensor in memory at a time. Calls no collective.
+    Blocks.
 
-    Raises: what reading or writing meets, ValueError for a number that it cannot be; then some states have been written.
+    Raises: what reading or writing meets, ValueError for a number that it cannot be; then some
+    states have been written.
     """
-    # By the names in the file: the tiles of a weight take their parts of one tensor, which is read once.
+    # By the names in the file: the tiles of a weight take their parts of one tensor, which is read
+    # once.
     read = LastRead(files.read)
     order = {name: index for index, (_, _, name) in reversed(list(enumerate(matched.names)))}
     for held, state, name in sorted(matched.names, key=lambda match: order[match[2]]):
@@ -469,36 +562,55 @@ def take_in_states(files: DCPFiles, matched: MatchedStates) -> None:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ValueError(f"{name} of {files.label} is {value!r}, which is no number")
         place = held.param.place
-        held.state[state] = place.of(value) if place is not None and state in held.tensors else value
+        held.state[state] = (
+            place.of(value) if place is not None and state in held.tensors else value
+        )
+
+
+def _state_of(every: Mapping[Param, Held], state: str, param: Param) -> torch.Tensor:
+    value: torch.Tensor = every[param].state[state]
+    return value
 
 
 def tensors_of(
     whole: Whole, every: Mapping[Param, Held], keys: tuple[str, str], *, with_master: bool
 ) -> Iterator[tuple[Key, torch.Tensor]]:
-    """The states of one parameter, or of a weight in tiles, as a checkpoint has them, one at a time. Collective. Blocks.
+    """The states of one parameter, or of a weight in tiles, as a checkpoint has them, one at a
+    time. Collective. Blocks.
 
-    every: the parameters that an optimizer holds; of one that it does not hold there are none. Numbers are the first tile's.
-    Raises: ValueError where an optimizer holds some tiles of a weight and not the others.
+    every: the parameters that an optimizer holds; of one that it does not hold there are none.
+    Numbers are the first tile's. Raises: ValueError where an optimizer holds some tiles of a weight
+    and not the others.
     """
     held = [every[param] for param in whole.params if param in every]
     if not held:
         return
     if len(held) < len(whole.params):
-        raise ValueError(f"the optimizer holds some tiles of {whole.name}, not all; give it the others, or export with opt=None")
+        raise ValueError(
+            f"the optimizer holds some tiles of {whole.name}, not all; give it the others, or "
+            "export with opt=None"
+        )
     for state in (*held[0].tensors, *held[0].numbers):
         if state == MASTER and not with_master:
             continue
         if state in held[0].tensors:
-            tensor = whole.merged(lambda param, state=state: every[param].state[state])  # type: ignore[misc]
+            tensor = whole.merged(functools.partial(_state_of, every, state))
         else:
             value = held[0].state[state]
-            # torch.optim keeps step counts as tensors of fp32; whole numbers up to 2^24 are exact in it.
-            tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float32)
+            # torch.optim keeps step counts as tensors of fp32; whole numbers up to 2^24 are exact
+            # in it.
+            tensor = (
+                value
+                if isinstance(value, torch.Tensor)
+                else torch.tensor(value, dtype=torch.float32)
+            )
         yield (keys[1], "state", whole.name, state), tensor
 
 
 def groups_of(optimizer: Optimizer, key: str) -> Iterator[tuple[Key, Any]]:
-    """Hyper-parameters, with all that the class of torch has by that name, so that it loads them. Tensors become numbers."""
+    """Hyper-parameters, with all that the class of torch has by that name, so that it loads them.
+    Tensors become numbers.
+    """
     like = getattr(torch.optim, optimizer.title, None)
     defaults = like([torch.zeros(1)]).defaults if isinstance(like, type) else {}
     for index, group in enumerate(optimizer.param_groups):

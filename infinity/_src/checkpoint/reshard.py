@@ -1,13 +1,12 @@
-"""Putting a chunk together from the chunks of a checkpoint, whatever ranks, chunks and state format that has.
+"""Resharding: chunks put together from those of a checkpoint, with any number of ranks, chunk size
+and state format.
 
-The same format is copied byte for byte: parameters start at whole quantization groups in every layout, and shards and chunks end
-at such, so a part of a parameter is whole groups. Another one goes through fp32, rounded to nearest.
+    compose       one chunk, from the saved chunks that hold its parameters; a restore uses it too
+    ReshardJob    a whole checkpoint, written anew for another number of ranks
 
-
-A checkpoint for another number of ranks, and in another state format if that is wanted: chunk by chunk, without a model.
-
-What comes of it is what restoring the original with so many ranks makes, as an ordinary checkpoint: rank r gets the extra state
-of rank r, or of rank 0 where there was no such rank. Its files lie in the directory without a manifest until all are written.
+The same format is copied byte for byte: parameters start at whole quantization groups in every
+layout, and shards and chunks end at such, so a part of a parameter is whole groups. Another one
+goes through fp32, rounded to nearest.
 """
 
 from __future__ import annotations
@@ -24,7 +23,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity._src.checkpoint.directory import DirectoryLock, begun_commits, make_directory, next_generation
+from infinity._src.checkpoint.directory import (
+    DirectoryLock,
+    begun_commits,
+    make_directory,
+    next_generation,
+)
 from infinity._src.checkpoint.manifest import FlatEntry, Layout, dtype_of, section_bytes
 from infinity._src.checkpoint.reader import (
     Bytes,
@@ -53,14 +57,17 @@ from infinity.aio.plan import CHUNK_NUMEL, Format, GradSection, Master, Moments,
 from infinity.errors import SwapFullError
 
 CHUNKS_KEPT = 8
-"""Saved chunks in memory: those that are read ahead, and those that the next chunk wants as well."""
+"""Saved chunks in memory: those that are read ahead, and those that the next chunk wants as well.
+"""
 LOOK_AHEAD = 4
 """Chunks to be put together whose saved chunks are read ahead."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a parameter in the chunk that is put together, from element `start` on, and where it lies in the checkpoint."""
+    """A part of a parameter in the chunk that is put together, from element `start` on, and where
+    it lies in the checkpoint.
+    """
 
     start: int
     saved: SavedParam
@@ -83,7 +90,8 @@ def compose(
     *,
     states: bool,
 ) -> None:
-    """Read a part and put it into these sections of a chunk of format `target`. Blocks. Raises: as `StateReader.get`.
+    """Read a part and put it into these sections of a chunk of format `target`. Blocks. Raises: as
+    `StateReader.get`.
 
     section: gives the memory of (section, first element, elements). states: as `convert`.
     """
@@ -101,11 +109,15 @@ def compose(
 def convert(
     source: Format, given: Sequence[Bytes], target: Format, dtype: torch.dtype, *, states: bool
 ) -> list[Bytes]:
-    """Sections of whole groups in another format; the master alone, from the parameter, without `states`.
+    """Convert sections of whole groups to another format; without `states` the master alone, from
+    the parameter.
 
-    What is given is not changed. A parameter that was saved without states gets moments of zero.
+    The given arrays are not changed. A parameter that was saved without states gets moments of
+    zero.
     """
-    target = target.with_grad(GradSection.NONE) if target.grad else target
+    target = (
+        target.with_grad(GradSection.NONE) if target.grad else target
+    )  # gradients are no part of a checkpoint
     if target.master is Master.RAW:
         return [given[0]]
     if states and source is target:
@@ -119,7 +131,7 @@ def convert(
 
 
 def rounding(source: Format, target: Format) -> str:
-    """What is lost between two state formats, in words; "" if nothing is."""
+    """Say what is lost between two state formats; "" if nothing is."""
     if Master.RAW in (source.master, target.master):
         return ""
     lost = []
@@ -132,14 +144,20 @@ def rounding(source: Format, target: Format) -> str:
 
 
 def slice_of(section: Section, array: Bytes, start: int, numel: int) -> Bytes:
-    """Elements [start, start + numel) of a section's bytes; a begun group of elements counts whole."""
+    """Slice elements [start, start + numel) of a section's bytes; a begun group of elements counts
+    whole.
+    """
     return array[section.size_bytes(start) : section.size_bytes(start + numel)]
+
+
+# -- a checkpoint for other ranks ------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Resharded:
-    """What was written. rounded: what another state format made of the values, "" where all bits are as saved.
-    notes: what is not in it."""
+    """The result of a ReshardJob. rounded: how another state format rounded the values, "" where
+    all bits are as saved. notes: parts of the original that are left out.
+    """
 
     generation: int
     step: int
@@ -150,7 +168,14 @@ class Resharded:
 
 
 class ReshardJob:
-    """One rewriting of a checkpoint. state: another `Policy.state`; None keeps the formats.
+    """A checkpoint for another number of ranks, and in another state format if that is wanted:
+    chunk by chunk, without a model.
+
+    The result is what restoring the original with so many ranks and saving it makes: rank r gets
+    the extra state of rank r, or of rank 0 where there was no such rank. Files lie in the directory
+    without a manifest until all are written.
+
+    state: another `Policy.state`; None keeps the formats.
 
     Raises: ValueError for a number of ranks or a state that cannot be.
     """
@@ -170,28 +195,37 @@ class ReshardJob:
         self._progress: Callable[[int], object] = lambda _size: None
         self._backend = backend
         _check_state(checkpoint, state)
-        numerics: dict[str, Any] = {**checkpoint.numerics, **({"state": state} if state is not None else {})}
+        numerics: dict[str, Any] = {
+            **checkpoint.numerics,
+            **({"state": state} if state is not None else {}),
+        }
         self._layouts: list[FlatLayout] = []
         flats = []
         for flat in checkpoint.flats:
             layout = _layout_of(flat, world, numerics.get("state", "exact"))
             target = _format_of(flat, state)
-            flats.append(dataclasses.replace(flat, format=target.code, shard_numel=layout.shard_numel))
+            flats.append(
+                dataclasses.replace(flat, format=target.code, shard_numel=layout.shard_numel)
+            )
             self._layouts.append(layout)
         self._layout = Layout(tuple(flats), numerics)
         pairs = zip(checkpoint.flats, flats, strict=True)
         self.rounded = "; ".join(
-            dict.fromkeys(text for old, new in pairs if (text := rounding(old.state_format, new.state_format)))
+            dict.fromkeys(
+                text for old, new in pairs if (text := rounding(old.state_format, new.state_format))
+            )
         )
         self._shards: list[Chunks] = [_chunks_of(layout) for layout in self._layouts]
         self.size_bytes = world * int(section_bytes(new_rows(self._shards, 0), flats).sum())
         """Bytes of states that are written."""
 
-    def write(self, target: Path, progress: Callable[[int], object] = lambda _size: None) -> Resharded:
+    def write(
+        self, target: Path, progress: Callable[[int], object] = lambda _size: None
+    ) -> Resharded:
         """Write the checkpoint; `progress` is told bytes of states. Blocks.
 
-        Raises: ValueError for a directory that has a checkpoint or a durable run, SwapFullError, AioError (EWOULDBLOCK while
-        another is written there); then nothing of it stays.
+        Raises: ValueError for a directory that has a checkpoint or a durable run, SwapFullError,
+        AioError (EWOULDBLOCK while another is written there); then nothing of it stays.
         """
         self._progress = progress
         check_no_run(target)
@@ -200,7 +234,7 @@ class ReshardJob:
         make_directory(target)
         lock = DirectoryLock(target)
         try:
-            _check_empty(target)  # another may have ended just now
+            _check_empty(target)  # another save may have ended before the lock was taken
             return self._write(target)
         finally:
             lock.release()
@@ -210,7 +244,8 @@ class ReshardJob:
         free = shutil.disk_usage(target).free
         if free < self.size_bytes:
             raise SwapFullError(
-                f"no room for a checkpoint of {self.size_bytes} bytes, {free} are free: free space, or name another directory",
+                f"no room for a checkpoint of {self.size_bytes} bytes, {free} are free: free "
+                "space, or name another directory",
                 errno=errno.ENOSPC, path=str(target), op="allocate", length=self.size_bytes,
             )  # fmt: skip
         generation, save = next_generation(target), secrets.randbits(48)
@@ -229,7 +264,10 @@ class ReshardJob:
                     buffers=checkpoint.attachment("buffers", rank),
                     extra=checkpoint.attachment("extra", rank),
                 )
-                write_part(target, part, _RankShards(self, rank, rows).store_all, backend=self._backend)
+                write_part(
+                    target, part, _RankShards(self, rank, rows).store_all, backend=self._backend
+                )
+            # Only now: a manifest of one rank would be a begun commit.
             for rank in range(self._world):
                 commit_part(target, generation, rank)
         except BaseException:
@@ -237,16 +275,23 @@ class ReshardJob:
                 remove_part(target, generation, rank)
             raise
         remove_others(target, generation)
-        return Resharded(generation, checkpoint.step, self._world, self.size_bytes, self.rounded, self._notes())
+        return Resharded(
+            generation, checkpoint.step, self._world, self.size_bytes, self.rounded, self._notes()
+        )
 
     def _notes(self) -> tuple[str, ...]:
-        lost = [manifest.rank for manifest in self._checkpoint.manifests[self._world :] if manifest.extra is not None]
+        lost = [
+            manifest.rank
+            for manifest in self._checkpoint.manifests[self._world :]
+            if manifest.extra is not None
+        ]
         if not lost:
             return ()
-        return (f"the extra state of ranks {', '.join(map(str, lost))} is left out: there are {self._world} now",)
+        ranks = ", ".join(map(str, lost))
+        return (f"the extra state of ranks {ranks} is left out: there are {self._world} now",)
 
     def parts(self, flat_index: int, rank: int) -> dict[int, list[Part]]:
-        """What the chunks of a rank's shard of a flat are made of, by chunk."""
+        """Find the parts that make up the chunks of a rank's shard of a flat, by chunk."""
         found: dict[int, list[Part]] = {}
         old = self._checkpoint.flats[flat_index]
         for slot, entry in enumerate(old.params):
@@ -263,11 +308,11 @@ class ReshardJob:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Where they are read."""
+        """The checkpoint that is read."""
         return self._checkpoint
 
     def advance(self, size_bytes: int) -> None:
-        """So many bytes of states are composed."""
+        """Tell the progress so many bytes of states."""
         self._progress(size_bytes)
 
 
@@ -308,9 +353,13 @@ class _RankShards:
                 pipeline = ChunkPipeline(
                     buffers,
                     ahead=LOOK_AHEAD,
-                    look_ahead=lambda coming: reader.start(ref for turn in coming for ref in turn.refs),
+                    look_ahead=lambda coming: reader.start(
+                        ref for turn in coming for ref in turn.refs
+                    ),
                     transform=lambda turn, buffer: self._compose(reader, buffer, turn),
-                    write=lambda turn, buffer: writer.store(turn.row, self._addresses(turn.row, buffer)),
+                    write=lambda turn, buffer: writer.store(
+                        turn.row, self._addresses(turn.row, buffer)
+                    ),
                     finish=finish,
                     reusable=lambda ticket: ticket.wait_filled(),
                 )
@@ -347,18 +396,25 @@ class _RankShards:
 
 
 def _layout_of(flat: FlatEntry, world: int, state: str) -> FlatLayout:
-    """The flat over so many ranks, as a model of so many lays it out. Raises: ValueError for one of another arithmetic."""
+    """Lay the flat out over so many ranks, as a model does. Raises: ValueError if its parameters
+    lie elsewhere.
+    """
     dtype = dtype_of(flat.dtype)
     chunk = chunk_numel_of(state, dtype) if flat.trainable else CHUNK_NUMEL
     layout = plan_flat(tuple(entry.numel for entry in flat.params), dtype.itemsize, world, chunk)
     if layout.offsets != tuple(entry.offset for entry in flat.params):
-        raise ValueError(f"unit {flat.unit}: its parameters do not lie where this release lays them; restore and save it instead")
+        raise ValueError(
+            f"unit {flat.unit}: its parameters do not lie where this release lays them; restore "
+            "and save it instead"
+        )
     return layout
 
 
 def _chunks_of(layout: FlatLayout) -> Chunks:
     spans = layout.chunks
-    return np.array([span.start for span in spans], np.int64), np.array([span.numel for span in spans], np.int64)
+    return np.array([span.start for span in spans], np.int64), np.array(
+        [span.numel for span in spans], np.int64
+    )
 
 
 def _format_of(flat: FlatEntry, state: str | None) -> Format:
@@ -372,14 +428,19 @@ def _format_of(flat: FlatEntry, state: str | None) -> Format:
 
 def _check_empty(target: Path) -> None:
     if target.is_dir() and begun_commits(target):
-        raise ValueError(f"{str(target)!r} has a checkpoint already: name an empty or a new directory")
+        raise ValueError(
+            f"{str(target)!r} has a checkpoint already: name an empty or a new directory"
+        )
 
 
 def _check_state(checkpoint: Checkpoint, state: str | None) -> None:
     """Raise ValueError for a state that the engine refuses with these optimizers."""
-    others = [entry.title for entry in checkpoint.optimizers if entry.title.startswith("Elementwise")]
+    others = [
+        entry.title for entry in checkpoint.optimizers if entry.title.startswith("Elementwise")
+    ]
     if state == "compact" and others:
         raise ValueError(
-            f"state='compact' keeps moments in 8 bits, whose map fits those of AdamW, SGD and Lion, and {others[0]} holds these; "
+            "state='compact' keeps moments in 8 bits, whose map fits those of AdamW, SGD and "
+            f"Lion, and {others[0]} holds these; "
             "use 'exact' or 'bf16'"
         )

@@ -4,8 +4,9 @@
     write_safetensors    a model's units           ->  model-00001-of-00003.safetensors, …, index
     ExportJob            chunks of a checkpoint    ->  the same, without a model
 
-Both writers stream: a unit, or a chunk, is in memory at a time. The files are, byte by byte, those of the format's own
-library. A weight that is cut into tiles is one tensor here, as in every format that is not infinity's own.
+Both writers stream: a unit, or a chunk, is in memory at a time. The files are, byte by byte, those
+of the format's own library. A weight that is cut into tiles is one tensor here, as in every format
+that is not infinity's own.
 """
 
 from __future__ import annotations
@@ -47,16 +48,20 @@ INDEX = "model.safetensors.index.json"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 _DTYPES = {
-    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64", torch.float32: "F32",
-    torch.uint32: "U32", torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16",
-    torch.int16: "I16", torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
+    torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""Dtypes of the format, in the order in which a file has their tensors: large items first, so that all are aligned."""
+"""Dtypes of the format, in the order in which a file has their tensors: large items first, so that
+all are aligned.
+"""
 _RANK_OF = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def with_files(load: Source | None) -> Source | NamedTensors | None:
@@ -65,9 +70,11 @@ def with_files(load: Source | None) -> Source | NamedTensors | None:
 
 
 class SafetensorsFiles(NamedTensors):
-    """The safetensors of a directory (by its index if it has one), or a single file. One file is open at a time.
+    """The safetensors of a directory (by its index if it has one), or a single file. One file is
+    open at a time.
 
-    Raises: FileNotFoundError; ValueError for several indices, an index that leads out of its directory, a broken file.
+    Raises: FileNotFoundError; ValueError for several indices, an index that leads out of its
+    directory, a broken file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,19 +89,19 @@ class SafetensorsFiles(NamedTensors):
         return str(self._path)
 
     def names(self) -> Iterable[str]:
-        """All names, of all files."""
+        """Return all names, of all files."""
         return self._file_of.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape that the file's header states."""
+        """Return the shape that the file's header states."""
         return tuple(self._header(name).get_shape())
 
     def is_floating_point(self, name: str) -> bool:
-        """Whether the file's header states a floating dtype."""
+        """Return whether the file's header states a floating dtype."""
         return str(self._header(name).get_dtype()).startswith(("F", "BF"))
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, mapped from its file."""
+        """Read one tensor, mapped from its file."""
         return cast("torch.Tensor", self._file(name).get_tensor(name))
 
     def _header(self, name: str) -> Any:
@@ -103,7 +110,9 @@ class SafetensorsFiles(NamedTensors):
         try:
             return self._file(name).get_slice(name)
         except SafetensorError as error:
-            raise ValueError(f"{self._file_of[name]} does not have {name}, though the index says so") from error
+            raise ValueError(
+                f"{self._file_of[name]} does not have {name}, though the index says so"
+            ) from error
 
     def _file(self, name: str) -> Any:
         path = self._file_of[name]
@@ -130,7 +139,9 @@ def _index(path: Path) -> dict[str, Path]:
         raise FileNotFoundError(f"{path}: there is no such directory or file")
     indices = sorted(path.glob("*.safetensors.index.json"))
     if len(indices) > 1:
-        raise ValueError(f"{path} has several indices: {', '.join(found.name for found in indices)}")
+        raise ValueError(
+            f"{path} has several indices: {', '.join(found.name for found in indices)}"
+        )
     if indices:
         weight_map = _weight_map(indices[0])
         gone = sorted({name for name in weight_map.values() if not (path / name).is_file()})
@@ -139,20 +150,25 @@ def _index(path: Path) -> dict[str, Path]:
         return {name: path / file for name, file in weight_map.items()}
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"{path} has no *.safetensors; convert the checkpoint, or pass a mapping")
+        raise FileNotFoundError(
+            f"{path} has no *.safetensors; convert the checkpoint, or pass a mapping"
+        )
     found: dict[str, Path] = {}
     for file in files:
         for name in _open(file).keys():  # noqa: SIM118 - not a dict
             if name in found:
                 raise ValueError(
-                    f"{name} is in {found[name].name} and in {file.name}, and there is no index to decide"
+                    f"{name} is in {found[name].name} and in {file.name}, and there is no index to "
+                    "decide"
                 )
             found[name] = file
     return found
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return the name of each tensor's file, which lies beside the index: a path out of there is refused."""
+    """Return the name of each tensor's file, which lies beside the index: a path out of there is
+    refused.
+    """
     try:
         weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
@@ -162,18 +178,21 @@ def _weight_map(index: Path) -> dict[str, str]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or file == "..":
             raise ValueError(
-                f"{index} says that {name} is in {file!r}; files lie beside their index, so a path is refused: move the "
+                f"{index} says that {name} is in {file!r}; files lie beside their index, so a path "
+                "is refused: move the "
                 "file there and write its name alone"
             )
     return weight_map
 
 
-# -- tiles -------------------------------------------------------------------------------------------------------------
+# -- tiles -----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A tensor of a state dict. params: the one parameter that it is, or all tiles that it is cut into, in order."""
+    """A tensor of a state dict. params: the one parameter that it is, or all tiles that it is cut
+    into, in order.
+    """
 
     keys: tuple[str, ...]
     shape: tuple[int, ...]
@@ -185,7 +204,9 @@ class Whole:
         return self.keys[0]
 
     def merged(self, read: Callable[[Param], torch.Tensor]) -> torch.Tensor:
-        """Put together what `read` gives for its parameters. One tile is in memory besides the result."""
+        """Put together what `read` gives for its parameters. One tile is in memory besides the
+        result.
+        """
         whole: torch.Tensor | None = None
         for param in self.params:
             value, place = read(param), param.place
@@ -201,14 +222,16 @@ class Whole:
 
 
 def wholes_of(params: Iterable[Param]) -> list[Whole]:
-    """Return the tensors that parameters are, in order of their first; the tiles of one weight are one."""
+    """Return the tensors that parameters are, in order of their first; the tiles of one weight are
+    one.
+    """
     tiles: dict[object, list[Param]] = {}
     for param in params:
         tiles.setdefault(param if param.place is None else param.keys, []).append(param)
     return [Whole(group[0].keys, group[0].whole_shape, tuple(group)) for group in tiles.values()]
 
 
-# -- writing a file ----------------------------------------------------------------------------------------------------
+# -- writing a file --------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,11 +252,13 @@ def check_dtypes(tensors: Iterable[FileTensor], *, way_out: str) -> None:
     """Raise ValueError for a dtype that the format does not have."""
     for tensor in tensors:
         if tensor.dtype not in _DTYPES:
-            raise ValueError(f"{tensor.name} is {tensor.dtype}, which safetensors does not have; {way_out}")
+            raise ValueError(
+                f"{tensor.name} is {tensor.dtype}, which safetensors does not have; {way_out}"
+            )
 
 
 def file_order(tensor: FileTensor) -> tuple[int, str]:
-    """Sort key: the order of tensors in a file, which is that of the format's own library."""
+    """Return the sort key of tensors in a file, which is that of the format's own library."""
     return _RANK_OF[tensor.dtype], tensor.name
 
 
@@ -248,7 +273,8 @@ def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterable[torch
             for value in values:
                 _append(out, value)
     except OSError as error:
-        # Typed errors of reading a checkpoint are OSErrors too, and say enough. A write names no path.
+        # Typed errors of reading a checkpoint are OSErrors too, and say enough. A write names no
+        # path.
         if error.filename is not None or type(error) is not OSError:
             raise
         if error.errno == errno.ENOSPC:
@@ -279,12 +305,12 @@ def _append(out: IO[bytes], value: torch.Tensor) -> None:
         out.write(data.data)
 
 
-# -- the files of an export --------------------------------------------------------------------------------------------
+# -- the files of an export ------------------------------------------------------------------------
 
 
 class WeightFiles:
-    """The files of one export. They get their names together, when all are whole and on the drive; leaving the context
-    before that leaves an earlier export in the directory as it was.
+    """The files of one export. They get their names together, when all are whole and on the drive;
+    leaving the context before that leaves an earlier export in the directory as it was.
 
     writes: False does nothing (ranks that do not write).
     """
@@ -321,7 +347,9 @@ class WeightFiles:
     def put(
         self, file: str, names: Iterable[str], size_bytes: int, write: Callable[[Path], object]
     ) -> None:
-        """Have `write` write the tensors of these names to a path. Blocks until it is on the drive. Raises: OSError."""
+        """Have `write` write the tensors of these names to a path. Blocks until it is on the drive.
+        Raises: OSError.
+        """
         self._names.update(dict.fromkeys(names, file))
         self._size_bytes += size_bytes
         if self._writes:
@@ -329,9 +357,11 @@ class WeightFiles:
             fsync_file(self._partial(file))
 
     def finish(self) -> None:
-        """Name the files, and the index last if there are several; remove what an earlier export left. Blocks.
+        """Name the files, and the index last if there are several; remove what an earlier export
+        left. Blocks.
 
-        A crash in here may leave files without an index, never an index of other files. Raises: OSError.
+        A crash in here may leave files without an index, never an index of other files. Raises:
+        OSError.
         """
         if not self._writes:
             return
@@ -382,10 +412,12 @@ def group_units(sizes: Sequence[int], shard_bytes_max: int) -> list[list[int]]:
 
 def shard_name(index: int, count: int) -> str:
     """Name file `index` of `count`."""
-    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+    return (
+        "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+    )
 
 
-# -- from a model ------------------------------------------------------------------------------------------------------
+# -- from a model ----------------------------------------------------------------------------------
 
 
 class Exporter(Protocol):
@@ -400,8 +432,9 @@ class Exporter(Protocol):
 
 
 def read_value(of: Exporter, param: Param, *, masters: bool) -> torch.Tensor:
-    """Read a parameter to the CPU: its fp32 master if that is wanted and there is one, else the value that computes.
-    Collective. Blocks."""
+    """Read a parameter to the CPU: its fp32 master if that is wanted and there is one, else the
+    value that computes. Collective. Blocks.
+    """
     return of.states.read(param, 0) if masters and has_master(of.states, param) else of.read(param)
 
 
@@ -413,11 +446,13 @@ def write_safetensors(
     shard_bytes_max: int | str,
     masters: bool = False,
 ) -> None:
-    """Write parameters and persistent buffers in the layout of Hugging Face, one file in memory at a time. Blocks.
+    """Write parameters and persistent buffers in the layout of Hugging Face, one file in memory at
+    a time. Blocks.
 
-    Files appear under their names only when all are whole and on the drive, the index last; an earlier export in the
-    directory stays until then. On several ranks all call it, and rank 0 writes. Raises: OSError naming the path, ValueError
-    for a dtype that the format does not have, PeerFailed where another rank met an error.
+    Files appear under their names only when all are whole and on the drive, the index last; an
+    earlier export in the directory stays until then. On several ranks all call it, and rank 0
+    writes. Raises: OSError naming the path, ValueError for a dtype that the format does not have,
+    PeerFailed where another rank met an error.
     """
     comm = of.comm
     files = WeightFiles(Path(directory), writes=comm.rank == 0)
@@ -445,7 +480,9 @@ def write_safetensors(
 
 
 def _parts(of: Exporter) -> list[list[Whole]]:
-    """Return the tensors of each unit; the tiles of a weight, units of their own, are one part together."""
+    """Return the tensors of each unit; the tiles of a weight, units of their own, are one part
+    together.
+    """
     params = [param for unit in of.units for param in unit.params]
     wholes = {whole.params[0]: whole for whole in wholes_of(params)}
     parts = [[wholes[param] for param in unit.params if param in wholes] for unit in of.units]
@@ -461,13 +498,15 @@ def _part_bytes(of: Exporter, part: Sequence[Whole], *, masters: bool) -> int:
 
 
 def _write_all(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    described = [FileTensor(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
+    described = [
+        FileTensor(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()
+    ]
     check_dtypes(described, way_out="inf.save keeps every dtype")
     described.sort(key=file_order)
     write_file(path, described, (tensors[each.name] for each in described))
 
 
-# -- from a checkpoint -------------------------------------------------------------------------------------------------
+# -- from a checkpoint -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -481,7 +520,9 @@ class Exported:
 
 @dataclasses.dataclass(frozen=True)
 class _SavedTensor(FileTensor):
-    """A tensor of a checkpoint: a parameter, the tiles of a weight (rows of tiles), or a buffer in memory."""
+    """A tensor of a checkpoint: a parameter, the tiles of a weight (rows of tiles), or a buffer in
+    memory.
+    """
 
     saved: tuple[tuple[SavedParam, ...], ...]
     value: torch.Tensor | None = None
@@ -493,12 +534,14 @@ class _SavedTensor(FileTensor):
 
 
 class ExportJob:
-    """An export of a checkpoint without a model, chunk by chunk, in the layout of `inf.export_safetensors`.
+    """An export of a checkpoint without a model, chunk by chunk, in the layout of
+    `inf.export_safetensors`.
 
-        header (names, dtypes, shapes, places)  ->  each parameter: read its chunks ahead, check them, cast, append
+        header  ->  each parameter: read its chunks ahead, check them, cast, append
 
-    masters: fp32 masters where there are such, else the values that compute. dtype: parameters of a floating dtype are
-    rounded to it (None: none is); buffers stay. Raises: ValueError for a dtype that safetensors does not have.
+    masters: fp32 masters where there are such, else the values that compute. dtype: parameters of a
+    floating dtype are rounded to it (None: none is); buffers stay. Raises: ValueError for a dtype
+    that safetensors does not have.
     """
 
     def __init__(
@@ -511,11 +554,14 @@ class ExportJob:
         data = checkpoint.attachment("buffers", 0)
         buffers = read_buffers(data) if data is not None else {}
         self._buffers = [
-            _SavedTensor(name, value.dtype, tuple(value.shape), (), value) for name, value in buffers.items()
+            _SavedTensor(name, value.dtype, tuple(value.shape), (), value)
+            for name, value in buffers.items()
         ]
         flats = enumerate(checkpoint.flats)
         saved = [SavedParam(entry, index, flat) for index, flat in flats for entry in flat.params]
-        units = itertools.groupby(saved, key=lambda each: whole_name(each.entry.name) or each.flat.unit)
+        units = itertools.groupby(
+            saved, key=lambda each: whole_name(each.entry.name) or each.flat.unit
+        )
         self._units = [self._tensors_of(list(unit)) for _, unit in units]
         everything = [*self._buffers, *itertools.chain.from_iterable(self._units)]
         check_dtypes(everything, way_out="export with --dtype")
@@ -523,12 +569,17 @@ class ExportJob:
         """Bytes of all tensors."""
 
     def export(
-        self, target: Path, *, shard_bytes_max: int, progress: Callable[[int], object] = lambda _size: None
+        self,
+        target: Path,
+        *,
+        shard_bytes_max: int,
+        progress: Callable[[int], object] = lambda _size: None,
     ) -> Exported:
         """Write all; `progress` is told the bytes of each part. Blocks.
 
-        Files get their names when all are on the drive, the index last; the rest of an earlier export is removed then.
-        Raises: OSError naming the path; ChecksumError naming what is damaged.
+        Files get their names when all are on the drive, the index last; the rest of an earlier
+        export is removed then. Raises: OSError naming the path; ChecksumError naming what is
+        damaged.
         """
         self._progress = progress
         self._checkpoint.check_files()
@@ -557,13 +608,17 @@ class ExportJob:
         name = whole_name(unit[0].entry.name)
         if name is None:
             return [
-                _SavedTensor(each.entry.name, self._dtype_of(each), each.entry.shape, ((each,),)) for each in unit
+                _SavedTensor(each.entry.name, self._dtype_of(each), each.entry.shape, ((each,),))
+                for each in unit
             ]
         rows: dict[int, list[SavedParam]] = {}
         for each in unit:
             rows.setdefault(tile_index(each.entry.name)[0], []).append(each)
         grid = tuple(tuple(row) for row in rows.values())
-        shape = (sum(row[0].entry.shape[0] for row in grid), sum(each.entry.shape[1] for each in grid[0]))
+        shape = (
+            sum(row[0].entry.shape[0] for row in grid),
+            sum(each.entry.shape[1] for each in grid[0]),
+        )
         dtypes = [self._dtype_of(each) for each in unit]
         return [_SavedTensor(name, functools.reduce(torch.promote_types, dtypes), shape, grid)]
 
@@ -581,7 +636,9 @@ class ExportJob:
         finally:
             reader.close()
 
-    def _values_of(self, tensors: Sequence[_SavedTensor], reader: StateReader) -> Iterator[torch.Tensor]:
+    def _values_of(
+        self, tensors: Sequence[_SavedTensor], reader: StateReader
+    ) -> Iterator[torch.Tensor]:
         """Yield the elements of all tensors, in the order of the file; chunks are read ahead."""
         ahead = self._ahead(tensors)
         upcoming = list(itertools.islice(ahead, LOOK_AHEAD))
@@ -630,8 +687,13 @@ class ExportJob:
         flat = saved.flat
         form = flat.state_format
         if self._has_master(saved):
-            given = [slice_of(flat.sections[s], arrays[s], start, numel) for s in range(form.master_count)]
-            found = torch.from_numpy(decode_sections(Format(form.master, Moments.FP32, 0), given)[0])
+            given = [
+                slice_of(flat.sections[s], arrays[s], start, numel)
+                for s in range(form.master_count)
+            ]
+            found = torch.from_numpy(
+                decode_sections(Format(form.master, Moments.FP32, 0), given)[0]
+            )
         else:
             given = [slice_of(flat.sections[0], arrays[0], start, numel)]
             found = torch.from_numpy(given[0]).view(dtype_of(flat.dtype))
@@ -641,4 +703,6 @@ class ExportJob:
         """The sections that are read."""
         if not self._masters:
             return range(1)
-        return range(max((flat.state_format.master_count for flat in self._checkpoint.flats), default=1))
+        return range(
+            max((flat.state_format.master_count for flat in self._checkpoint.flats), default=1)
+        )

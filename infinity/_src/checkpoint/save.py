@@ -1,19 +1,16 @@
-"""Copying what rests into a data file while training goes on: a few chunks at a time, each flat before it is written.
+"""Saving a model's states while it trains on: small state is captured, chunks are copied aside.
 
-    executor of the run                          this thread                    executor of the data file
-    FETCH all sections of a chunk -> stage  -->  pads with zeros           -->  STORE, checksum, write
+    inf.save    waits for updates; captures scalars, groups, buffers, extra; starts a thread
+    training    goes on; a write to states waits until these were read
+    thread      data file, small files  ->  all ranks wrote? manifests  ->  all there? older ones go
 
-Whoever wants to write states of a flat waits until the flat was read (`before_write`), and has it read next. So what is copied
-is what rested when the copying began.
+The ranks agree in a group of their own, so that training's collectives and these do not meet. The
+thread copies a few chunks at a time, so a save takes the memory of four:
 
+    executor of the run                        this thread          executor of the data file
+    FETCH all sections of a chunk -> buffer -> pads with zeros  ->  STORE, checksum, write
 
-Saving a model's states while it trains on: capture what is small, copy what is large aside, commit by manifests.
-
-    inf.save    waits for updates; captures scalars, groups, buffers, extra; starts ->  a thread: data file, small files
-    training    goes on; who writes states waits until they were read                   all ranks wrote?  -> manifests
-                                                                                        all there?        -> older ones go
-
-The ranks agree in a group of their own, so that training's collectives and these do not meet.
+Manifests commit it.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity._src.checkpoint import metadata as describing
+from infinity._src.checkpoint import metadata
 from infinity._src.checkpoint.directory import DirectoryLock, make_directory, next_generation
 from infinity._src.checkpoint.manifest import FlatEntry, Layout, OptimizerEntry, section_bytes
 from infinity._src.checkpoint.progress import ProgressLine
@@ -63,23 +60,25 @@ from infinity.errors import AioError, SwapFullError
 log = logging.getLogger("infinity")
 
 
-def rows_of(rests: Sequence[ShardRecords], key: int) -> npt.NDArray[np.void]:
-    """The chunks of these flats as rows, without places. key: the first of as many keys as there are sections."""
-    return new_rows([(np.asarray(rest.starts), rest.records["numel"]) for rest in rests], key)
+def rows_of(shards: Sequence[ShardRecords], key: int) -> npt.NDArray[np.void]:
+    """Return the chunks of these flats as rows, without places. key: the first of as many keys as
+    there are sections.
+    """
+    return new_rows([(np.asarray(shard.starts), shard.records["numel"]) for shard in shards], key)
 
 
 class Snapshot:
-    """Copies all flats of a rank, as they are when it is made, with nothing pending. `copy_to` runs in one thread,
-    `before_write` in others.
+    """Copies all flats of a rank, as they are when it is made, with nothing pending. `copy_to` runs
+    in one thread, `before_write` in others.
 
-    rests, flats: the flats, as records and as entries of the manifest. order: in which they are read, unless somebody waits.
-    progress: told the bytes of each chunk that was read.
+    shards, flats: the flats, as records and as entries of the manifest. order: in which they are
+    read, unless somebody waits. progress: told the bytes of each chunk that was read.
     """
 
     def __init__(
         self,
         executor: Executor,
-        rests: Sequence[ShardRecords],
+        shards: Sequence[ShardRecords],
         flats: Sequence[FlatEntry],
         rows: npt.NDArray[np.void],
         *,
@@ -88,14 +87,19 @@ class Snapshot:
     ) -> None:
         self._executor = executor
         self._progress = progress
-        self._ids = np.concatenate([rest.ids for rest in rests]) if rests else np.zeros(0, np.int32)
+        self._ids = (
+            np.concatenate([shard.ids for shard in shards]) if shards else np.zeros(0, np.int32)
+        )
         self._sizes = section_bytes(rows, flats)
         self._exact = [
-            [section.size_bytes(int(row["numel"])) for section in flats[row["flat"]].sections] for row in rows
+            [section.size_bytes(int(row["numel"])) for section in flats[row["flat"]].sections]
+            for row in rows
         ]
-        self._flat_of = [rests[index].flat for index in rows["flat"]]
+        self._flat_of = [shards[index].flat for index in rows["flat"]]
         self._changed = threading.Condition()
-        self._queue: dict[Flat, deque[int]] = {flat: deque() for flat in order}  # rows to be read, in this order
+        self._queue: dict[Flat, deque[int]] = {
+            flat: deque() for flat in order
+        }  # rows to be read, in this order
         for row, flat in enumerate(self._flat_of):
             self._queue[flat].append(row)
         self._unread = {flat: len(rows_left) for flat, rows_left in self._queue.items()}
@@ -119,7 +123,7 @@ class Snapshot:
             self._changed.notify_all()
 
     def copy_to(self, writer: DataWriter) -> None:
-        """Copy all. Blocks. Raises what a read or a write met; then what was written is of no use."""
+        """Copy all. Blocks. Raises the fault of a read or a write; then the file is of no use."""
         try:
             with slab_buffers(int(self._sizes.sum(axis=1).max(initial=4096))) as buffers:
                 pipeline = ChunkPipeline(
@@ -173,7 +177,9 @@ class Snapshot:
 
 
 Link = Callable[[Path, int], "StoredStates | None"]
-"""Puts the states of a generation into a directory by second names of their files. None: they are to be copied."""
+"""Puts the states of a generation into a directory by second names of their files. None: they are
+to be copied.
+"""
 
 
 def no_link(_directory: Path, _generation: int) -> StoredStates | None:
@@ -181,9 +187,12 @@ def no_link(_directory: Path, _generation: int) -> StoredStates | None:
     return None
 
 
+# -- a save ----------------------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class _Captured:
-    """What a save writes besides the states."""
+    """Small state of a save, and its layout."""
 
     layout: Layout
     optimizers: tuple[OptimizerEntry, ...]
@@ -193,12 +202,16 @@ class _Captured:
 
 
 class Save:
-    """A save under way. directory: where; step: steps completed in it; generation: its number there.
+    """A save under way. directory: where; step: steps completed in it; generation: its number
+    there.
 
-    size_bytes: of this rank's states; copied_bytes: of those, 0 where files of a durable run got second names instead.
+    size_bytes: of this rank's states; copied_bytes: of those, 0 where files of a durable run got
+    second names instead.
     """
 
-    def __init__(self, directory: Path, *, step: int, generation: int, size_bytes: int, copied_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, *, step: int, generation: int, size_bytes: int, copied_bytes: int
+    ) -> None:
         self.directory = directory
         self.step = step
         self.generation = generation
@@ -210,14 +223,15 @@ class Save:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not. Does not block."""
+        """Whether the save has ended, well or not. Does not block."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the checkpoint is whole and on the drive, on all ranks.
 
-        Raises: what went wrong, every time (SwapFullError, DeviceFailedError, ChecksumError of what rested, AioError when it
-        was another rank): then the directory has what it had before. TimeoutError after `timeout` seconds.
+        Raises: what went wrong, every time (SwapFullError, DeviceFailedError, ChecksumError of
+        stored states, AioError when it was another rank): then the directory is as it was before.
+        TimeoutError after `timeout` seconds.
         """
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save into {self.directory} is not done after {timeout} s")
@@ -226,17 +240,23 @@ class Save:
             raise self._error
 
     def end(self, error: BaseException | None) -> None:
-        """It has ended."""
+        """Note that the save has ended, with this error or well."""
         self._error = error
         self._ended.set()
 
     def __repr__(self) -> str:
-        state = "under way" if not self.done else "done" if self._error is None else f"failed: {self._error}"
+        state = (
+            "under way"
+            if not self.done
+            else "done"
+            if self._error is None
+            else f"failed: {self._error}"
+        )
         return f"Save({str(self.directory)!r}, step={self.step}, {state})"
 
 
 class Saver:
-    """The saves of one model. One thread uses it at a time; the states are copied by another."""
+    """The saves of one model, one at a time. One thread uses it; another copies the states."""
 
     def __init__(
         self,
@@ -257,26 +277,39 @@ class Saver:
         self.mode = mode
         self.executor = executor
         self._aside: Comm | None = None
-        self._copy: Snapshot | None = None
+        self._snapshot: Snapshot | None = None
         self._last: Save | None = None
         states.rest.before_write = self._before_write
 
     @property
     def flats(self) -> list[Flat]:
-        """All flats, in order."""
+        """Every flat, in order."""
         return [flat for unit in self.units for flat in unit.flats]
 
     def check_between_steps(self, what: str) -> None:
-        """Raise RuntimeError inside forward, backward and `gather()`, and where a step is half done."""
+        """Raise RuntimeError inside forward, backward and `gather()`, and where a step is half
+        done.
+        """
         busy = next((unit for unit in self.units if unit.refs), None)
         if busy is not None:
-            raise RuntimeError(f"{what} while unit {busy.name} is in use: call it outside of forward, backward and gather()")
+            raise RuntimeError(
+                f"{what} while unit {busy.name} is in use: call it outside of forward, backward "
+                "and gather()"
+            )
         self.mode.check_whole()
 
     def begin(
-        self, model: torch.nn.Module, given: object, directory: str | os.PathLike[str], *, step: int, extra: Any, link: Link
+        self,
+        model: torch.nn.Module,
+        given: object,
+        directory: str | os.PathLike[str],
+        *,
+        step: int,
+        extra: Any,
+        link: Link,
     ) -> Save:
-        """Capture everything small and start copying. No update may be pending. Waits for the save before.
+        """Capture everything small and start copying. No update may be pending. Waits for the save
+        before.
 
         Raises: ValueError, RuntimeError; what the save before met, if nobody was told; MemoryError.
         """
@@ -285,75 +318,109 @@ class Saver:
         target = Path(directory)
         problem: BaseException | None = None
         mine = [0.0, 0.0, 0.0]
-        held = contextlib.ExitStack()  # let go when the save has ended
+        undo = contextlib.ExitStack()  # closed when the save has ended
         try:
             captured = self._capture(model, given, extra)
             check_no_run(target)
             make_directory(target)
             if self.comm.rank == 0:
-                held.callback(DirectoryLock(target).release)
+                undo.callback(DirectoryLock(target).release)
                 mine = [float(next_generation(target)), float(secrets.randbits(48)), 0.0]
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem, mine[2] = error, 1.0
-        with held:
+        with undo:
             agreed = self.comm.sum_floats(mine)
             if problem is not None:
                 raise problem
             if agreed[2]:
-                raise AioError("another rank cannot save, and its error says why", path=str(target), op="write")
-            return self._start(captured, target, agreed, step, held, link)
+                raise AioError(
+                    "another rank cannot save, and its error says why", path=str(target), op="write"
+                )
+            return self._start(captured, target, agreed, step, undo, link)
 
-    def _start(self, captured: _Captured, target: Path, agreed: Sequence[float], step: int, held: contextlib.ExitStack, link: Link) -> Save:
-        """Start copying. agreed: the generation's number and the save's. held: what is closed when the save has ended."""
+    def _start(
+        self,
+        captured: _Captured,
+        target: Path,
+        agreed: Sequence[float],
+        step: int,
+        undo: contextlib.ExitStack,
+        link: Link,
+    ) -> Save:
+        """Start copying. agreed: the generation's number and the save's. undo: closed when
+        the save has ended.
+        """
+        # A group of the saves' own: collectives of training go on in the model's.
         if self._aside is None:
             self._aside = self.comm.aside()
         flats = captured.layout.flats
         size = int(section_bytes(captured.rows, flats).sum())
         line = ProgressLine(f"saving step {step}", size, shown=self.comm.rank == 0)
-        rests = [self.states.rest[flat] for flat in self.flats]
-        copy = Snapshot(self.executor, rests, flats, captured.rows, order=self._order(), progress=line.advance)
+        shards = [self.states.rest[flat] for flat in self.flats]
+        snapshot = Snapshot(
+            self.executor, shards, flats, captured.rows, order=self._order(), progress=line.advance
+        )
         linked, refused = _try_link(link, target, int(agreed[0]))
         copies = linked is None and refused is None
-        save = Save(target, step=step, generation=int(agreed[0]), size_bytes=size, copied_bytes=size if copies else 0)
-        self._copy, self._last = copy if copies else None, save
-        job = _SaveJob(save, captured, copy, linked, refused, self._aside, int(agreed[1]), self.policy.io_backend)
-        undo = held.pop_all()
-        threading.Thread(target=self._run, args=(job, line, undo), name="infinity-save").start()
+        save = Save(
+            target,
+            step=step,
+            generation=int(agreed[0]),
+            size_bytes=size,
+            copied_bytes=size if copies else 0,
+        )
+        self._snapshot, self._last = snapshot if copies else None, save
+        job = _SaveJob(
+            save,
+            captured,
+            snapshot,
+            linked,
+            refused,
+            self._aside,
+            int(agreed[1]),
+            self.policy.io_backend,
+        )
+        kept = undo.pop_all()
+        threading.Thread(target=self._run, args=(job, line, kept), name="infinity-save").start()
         return save
 
     def _capture(self, model: torch.nn.Module, given: object, extra: Any) -> _Captured:
         self.check_between_steps("inf.save()")
-        optimizers = describing.optimizers_of(given, self.units)
-        describing.check_all_held(self.units, optimizers, self.holder_of)
-        entries = tuple(describing.describe_optimizer(optimizer, self.holder_of) for optimizer in optimizers)
-        layout = describing.layout_of(self.flats, self.states.rest, self.policy)
+        optimizers = metadata.optimizers_of(given, self.units)
+        metadata.check_all_held(self.units, optimizers, self.holder_of)
+        entries = tuple(
+            metadata.describe_optimizer(optimizer, self.holder_of) for optimizer in optimizers
+        )
+        layout = metadata.layout_of(self.flats, self.states.rest, self.policy)
         rows = rows_of([self.states.rest[flat] for flat in self.flats], key=secrets.randbits(62))
-        return _Captured(layout, entries, describing.buffer_bytes(model), extra_bytes(extra), rows)
+        return _Captured(layout, entries, metadata.buffer_bytes(model), extra_bytes(extra), rows)
 
     def _order(self) -> list[Flat]:
-        """The flats as the next step's updates come: of the first forward unit first, or the last if backward updates."""
+        """Order the flats as the next step's updates come: the first forward unit first, or the
+        last if backward updates.
+        """
         units = list(self.units)
         if self.policy.update == "backward":
             units.reverse()
         return [flat for unit in units for flat in unit.flats]
 
-    def _run(self, job: _SaveJob, line: ProgressLine, held: contextlib.ExitStack) -> None:
+    def _run(self, job: _SaveJob, line: ProgressLine, undo: contextlib.ExitStack) -> None:
         error: BaseException | None = None
         try:
             job.save()
-        except BaseException as met:  # noqa: BLE001 - told by `Save.wait`, or by the next call that meets the engine
+        except BaseException as met:  # noqa: BLE001 - told by `Save.wait`, or by a later call
             error = met
         finally:
             job.snapshot.end()
             line.end()
-            held.close()
-            self._copy = None
+            undo.close()
+            self._snapshot = None
             job.handle.end(error)
 
     def _before_write(self, flats: Sequence[Flat]) -> None:
-        copy = self._copy
-        if copy is not None:
-            copy.before_write(flats)
+        snapshot = self._snapshot
+        if snapshot is not None:
+            snapshot.before_write(flats)
 
     def wait_for_last(self) -> None:
         """Block until no save is under way, however the last one ended."""
@@ -366,7 +433,7 @@ class Saver:
                     self._last.told = told
 
     def raise_fault(self) -> None:
-        """Raise what the last save met, if nobody was told. Does not block."""
+        """Raise the error of the last save, if nobody was told. Does not block."""
         if self._last is not None and self._last.done and not self._last.told:
             self._last.told = True
             self._last.wait()
@@ -378,13 +445,13 @@ def _try_link(
     """Return the states that need no copying; and the error, to be raised where all ranks agree."""
     try:
         return link(target, generation), None
-    except Exception as error:  # noqa: BLE001 - raised by `_SaveJob.save`: the other ranks wait for this one
+    except Exception as error:  # noqa: BLE001 - raised by `_SaveJob.save`: other ranks wait
         return None, error
 
 
 @dataclasses.dataclass(frozen=True)
 class _SaveJob:
-    """What the thread of one save does."""
+    """The work of one save, in a thread of its own."""
 
     handle: Save
     captured: _Captured
@@ -403,7 +470,8 @@ class _SaveJob:
         except BaseException:
             remove_part(directory, self.handle.generation, rank)
             raise
-        # From here on this rank's part may be one of a whole: it goes only if all know that it is not.
+        # From here on this rank's part may be one of a whole: it goes only if all know that it is
+        # not.
         problem, failed = self._together(self._commit)
         if failed:
             remove_part(directory, self.handle.generation, rank)
@@ -412,7 +480,7 @@ class _SaveJob:
             self._remove_older()
 
     def _together(self, part: Callable[[], None]) -> tuple[BaseException | None, bool]:
-        """Do a part. Returns what it met here, and whether it failed on any rank."""
+        """Do a part. Returns its error here, and whether it failed on any rank."""
         problem: BaseException | None = None
         try:
             part()
@@ -425,7 +493,8 @@ class _SaveJob:
             raise problem
         if failed:
             raise AioError(
-                "another rank failed to write its part of the checkpoint, and its error says why; there is no new checkpoint",
+                "another rank failed to write its part of the checkpoint, and its error says why; "
+                "there is no new checkpoint",
                 path=str(self.handle.directory),
                 op="write",
             )
@@ -447,11 +516,19 @@ class _SaveJob:
         try:
             if self.refused is not None:
                 raise self.refused
-            write_part(self.handle.directory, part, self.snapshot.copy_to, backend=self.backend, stored=self.linked)
+            write_part(
+                self.handle.directory,
+                part,
+                self.snapshot.copy_to,
+                backend=self.backend,
+                stored=self.linked,
+            )
         except SwapFullError as error:
             raise SwapFullError(
-                f"no room for a checkpoint of {self.handle.size_bytes} bytes in {str(self.handle.directory)!r}; a save needs it "
-                "beside the checkpoint that is there, which is as it was: free space, or save elsewhere",
+                f"no room for a checkpoint of {self.handle.size_bytes} bytes in "
+                f"{str(self.handle.directory)!r}; a save needs it "
+                "beside the checkpoint that is there, which is as it was: free space, or save "
+                "elsewhere",
                 errno=error.errno or 0,
                 path=error.path,
                 op=error.op,
@@ -466,4 +543,6 @@ class _SaveJob:
         try:
             remove_others(self.handle.directory, self.handle.generation)
         except OSError as error:
-            log.warning("%s: an older checkpoint could not be removed: %s", self.handle.directory, error)
+            log.warning(
+                "%s: an older checkpoint could not be removed: %s", self.handle.directory, error
+            )

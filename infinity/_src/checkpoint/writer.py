@@ -1,7 +1,10 @@
-"""Writing one rank's part of a new generation: data file, small files, and a manifest that gets its name last.
+"""Writing one rank's part of a new generation.
 
+    DataWriter     data-…                                              the states, at drive speed
     write_part     data-…  buffers-…  extra-…  manifest-….partial      all on the drive
-    commit_part    manifest-….partial -> manifest-…                    when the parts of all ranks are written
+    commit_part    manifest-….partial -> manifest-…                    the parts of all are written
+
+The manifest gets its name last: a part without one is nobody's.
 """
 
 from __future__ import annotations
@@ -43,8 +46,10 @@ _KINDS = ("data", "buffers", "extra")
 
 
 def new_rows(shards: Sequence[Chunks], key: int) -> npt.NDArray[np.void]:
-    """The chunks of a rank's shards, one of each flat, as rows without places. key: the first of as many keys as there are
-    sections."""
+    """Return the chunks of a rank's shards, one of each flat, as rows without places.
+
+    key: the first of as many keys as there are sections.
+    """
     parts = []
     for index, (starts, numels) in enumerate(shards):
         rows = np.zeros(len(starts), dtype=ROW)
@@ -55,12 +60,13 @@ def new_rows(shards: Sequence[Chunks], key: int) -> npt.NDArray[np.void]:
     return whole
 
 
-
 class DataWriter:
-    """A new data file: rows are written in any order, several at once, and are there after `finish`. One thread uses it.
+    """A new data file: rows are written in any order, several at once, and are there after
+    `finish`. One thread uses it.
 
-    rows: ROW [n], whose places are set here. flats: those that rows["flat"] counts. Preallocates all, so that a full drive is
-    told first. Raises: SwapFullError, AioError; then the file may be there, of no use.
+    rows: ROW [n], whose places are set here. flats: those that rows["flat"] counts. Preallocates
+    all, so that a full drive is told first. Raises: SwapFullError, AioError; then the file may be
+    there, of no use.
     """
 
     def __init__(
@@ -80,39 +86,48 @@ class DataWriter:
             self._file = undo.enter_context(SwapFile.new(path))
             self._file.grow(self.entry.size_bytes)
             pool = PoolSpec(SLOTS, int(sizes.max(initial=4096)))
-            self._executor = open_executor([self._file], small=PoolSpec(0, 0), large=pool, backend=backend)
+            self._executor = open_executor(
+                [self._file], small=PoolSpec(0, 0), large=pool, backend=backend
+            )
             undo.callback(self._executor.close, drain=False)
             self._chunks = RowChunks(self._executor, rows, flats, self.sums)
             self._undo = undo.pop_all()
 
     def store(self, row: int, addresses: Mapping[int, int]) -> Ticket:
-        """Start writing sections of a row from these addresses, each padded with zeros to a multiple of 4096. Does not block."""
+        """Start writing sections of a row from these addresses, each padded with zeros to a
+        multiple of 4096. Does not block.
+        """
         return self._chunks.submit(row, JobKind.STORE, addresses)
 
     def check(self) -> None:
-        """Raise what a write met."""
+        """Raise the error of a write that failed."""
         fault = self._executor.fault()
         if fault is not None:
             raise fault
 
     def finish(self) -> None:
-        """Return when all is on the drive; then `rows` and `sums` are what a manifest says. Raises what a write met."""
+        """Return when all is on the drive; then `rows` and `sums` are what a manifest says. Raises
+        what a write met.
+        """
         self._executor.drain()
         self.check()
         self._file.fsync()
         for s in range(SECTION_MAX):
             here = self._chunks.ids[:, s] >= 0
-            self.rows["generation"][here] = self._executor.look(self._chunks.ids[here, s])["generation"]
+            self.rows["generation"][here] = self._executor.look(self._chunks.ids[here, s])[
+                "generation"
+            ]
 
     def close(self) -> None:
         """Give up what is not written, and close the file."""
         self._undo.close()
 
 
-
 @dataclasses.dataclass(frozen=True)
 class NewPart:
-    """What a rank's part holds; the fields of `Manifest`. rows: without places. buffers, extra: the bytes of these files."""
+    """A rank's part before it is written; the fields of `Manifest`. rows: without places. buffers,
+    extra: bytes of these files.
+    """
 
     layout: Layout
     generation: int
@@ -128,7 +143,7 @@ class NewPart:
 
 @dataclasses.dataclass(frozen=True)
 class StoredStates:
-    """Where the states of a part are: its files, rows and checksums."""
+    """The states of a part, written or linked: files, rows and checksums."""
 
     files: tuple[FileEntry, ...]
     rows: npt.NDArray[np.void]
@@ -136,11 +151,18 @@ class StoredStates:
 
 
 def write_part(
-    directory: Path, part: NewPart, fill: Callable[[DataWriter], None], *, backend: str, stored: StoredStates | None = None
+    directory: Path,
+    part: NewPart,
+    fill: Callable[[DataWriter], None],
+    *,
+    backend: str,
+    stored: StoredStates | None = None,
 ) -> None:
-    """Write all files of a part; `fill` stores every row, unless the states are `stored` already. Blocks.
+    """Write all files of a part; `fill` stores every row, unless the states are `stored` already.
+    Blocks.
 
-    Raises: SwapFullError, AioError, what `fill` raises; then `remove_part` clears away what is there.
+    Raises: SwapFullError, AioError, what `fill` raises; then `remove_part` clears away what is
+    there.
     """
     names = {kind: file_name(kind, part.generation, part.rank) for kind in _KINDS}
     stored = stored or _written(directory / names["data"], part, fill, backend)
@@ -166,7 +188,9 @@ def write_part(
     write_attachment(directory, _partial(manifest.name), manifest.encode())
 
 
-def _written(path: Path, part: NewPart, fill: Callable[[DataWriter], None], backend: str) -> StoredStates:
+def _written(
+    path: Path, part: NewPart, fill: Callable[[DataWriter], None], backend: str
+) -> StoredStates:
     writer = DataWriter(path, part.rows, part.layout.flats, backend=backend)
     try:
         fill(writer)
@@ -185,16 +209,21 @@ def commit_part(directory: Path, generation: int, rank: int) -> None:
 
 
 def remove_part(directory: Path, generation: int, rank: int) -> None:
-    """Clear away after a fault, which is what the user is told."""
+    """Clear a part away after a fault; the user is told of that, not of files that stay."""
     manifest = directory / manifest_name(generation, rank)
     with contextlib.suppress(OSError):
-        mine = [path for path, number in files_of(directory) if number == generation and is_of(path, rank)]
+        mine = [
+            path
+            for path, number in files_of(directory)
+            if number == generation and is_of(path, rank)
+        ]
         remove([manifest, *mine])
 
 
 def remove_others(directory: Path, generation: int) -> None:
     """Remove what belongs to other generations. Raises: OSError."""
-    # Manifests first: data without one is nobody's, a manifest without data would be a damaged checkpoint.
+    # Manifests first: data without one is nobody's, a manifest without data would be a damaged
+    # checkpoint.
     older = [path for path, number in files_of(directory) if number != generation]
     remove(sorted(older, key=lambda path: not path.name.startswith("manifest-")))
 

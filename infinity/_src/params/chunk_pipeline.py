@@ -1,10 +1,11 @@
 """Chunks of states that pass through ordinary memory: read ahead, changed, written behind.
 
-    read chunks k+1, k+2     |  transform chunk k   |  write chunk k-1        ChunkPipeline: the loop
-    (executor's threads)     |  (this thread)       |  (executor's threads)   ChunkBuffer: memory of one chunk of a model
+    read chunks k+1, k+2    |  transform chunk k  |  write chunk k-1       ChunkPipeline: the loop
+    (executor's threads)    |  (this thread)      |  (executor's threads)  ChunkBuffer: one chunk
 
-Everything that reads or writes states outside of the update kernels goes this way: saves, restores, resharding, verification,
-the optimizers that a class of torch computes; single states by name use a ChunkBuffer alone.
+Everything that reads or writes states outside of the update kernels goes this way: saves, restores,
+resharding, verification, the optimizers that a class of torch computes; single states by name use a
+ChunkBuffer alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ ItemT = TypeVar("ItemT")
 BufferT = TypeVar("BufferT")
 
 BUFFERS = 4
-"""Chunks in memory at once, in every pipeline: one that is transformed, two that are read, one that is written."""
+"""Chunks in memory at once, in every pipeline: one that is transformed, two that are read, one that
+is written.
+"""
 READ_AHEAD = BUFFERS // 2
 """Reads into buffers that are begun before their turn. More would leave no buffer to a write."""
 
@@ -43,16 +46,18 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
 
     For each item, in this order:
 
-        read(item, buffer)        starts reading into the buffer, up to `ahead` items before the item's turn
+        read(item, buffer)        starts reading into the buffer, up to `ahead` items early
         transform(item, buffer)   changes it, when its read is done
         write(item, buffer)       starts writing; without `write` the buffer is free at once
-        finish(item, buffer)      progress, checks: the write is under way, and is waited for if this raises
+        finish(item, buffer)      progress, checks; the write is waited for if this raises
 
-    Instead of `read`, `look_ahead` may be told the next `ahead` items, the coming one first, and start reads of its own; then a
-    buffer is taken only when its item is transformed. `reusable` waits until a buffer's write has taken its bytes.
-    `read_failed` is told of a read that failed, which is then neither transformed nor written; without it `run` raises.
+    Instead of `read`, `look_ahead` may be told the next `ahead` items, the coming one first, and
+    start reads of its own; then a buffer is taken only when its item is transformed. `reusable`
+    waits until a buffer's write has taken its bytes. `read_failed` is told of a read that failed,
+    which is then neither transformed nor written; without it `run` raises.
 
-    Items are taken from their iterator as late as reads allow, so that it may decide then which one comes next.
+    Items are taken from their iterator as late as reads allow, so that it may decide then which one
+    comes next.
     """
 
     def __init__(
@@ -86,7 +91,8 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
     def run(self, items: Iterable[ItemT]) -> None:
         """Pass all items through. Blocks until the last write has taken its bytes.
 
-        Raises: the first fault of a read, a write or a callback. Also then nothing is on its way from or into a buffer.
+        Raises: the first fault of a read, a write or a callback. Also then nothing is on its way
+        from or into a buffer.
         """
         source = iter(items)
         try:
@@ -95,7 +101,8 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
                 if well:
                     self._transform(item, buffer)
                 if well and self._write is not None:
-                    # In the queue before anything else may raise: the memory is not free until the write has ended.
+                    # In the queue before anything else may raise: the memory is not free until the
+                    # write has ended.
                     self._writing.append((buffer, self._write(item, buffer)))
                 else:
                     self._free.append(buffer)
@@ -133,7 +140,8 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
                 raise
             self._read_failed(item, error)
             well = False
-        # Taken out after the wait: Ctrl-C in it leaves the read where the end of `run` waits for it.
+        # Taken out after the wait: Ctrl-C in it leaves the read where the end of `run` waits for
+        # it.
         self._reading.popleft()
         return item, buffer, well
 
@@ -150,7 +158,9 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         self._free.append(buffer)
 
     def _wait_for_all(self) -> None:
-        """Return when no transfer is in flight. Their errors are of no interest: a first one is on its way to the caller."""
+        """Return when no transfer is in flight. Their errors are of no interest: a first one is on
+        its way to the caller.
+        """
         for ticket in [each[-1] for each in self._reading] + [each[-1] for each in self._writing]:
             with contextlib.suppress(AioError):
                 ticket.wait()
@@ -158,10 +168,14 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
 
 @contextlib.contextmanager
 def slab_buffers(size_bytes: int, count: int = BUFFERS) -> Iterator[list[Bytes]]:
-    """So many buffers of a whole number of 4096 bytes, in one slab. Nothing may be in flight in them at the end."""
+    """Allocate buffers in one slab, each a multiple of 4096 bytes. At the end nothing may be in
+    flight in them.
+    """
     size = round_up(size_bytes, 4096)
     with Slab(count * size) as slab:
-        buffers: list[Bytes] = [slab.array(np.uint8, offset=k * size, count=size) for k in range(count)]
+        buffers: list[Bytes] = [
+            slab.array(np.uint8, offset=k * size, count=size) for k in range(count)
+        ]
         try:
             yield buffers
         finally:
@@ -172,7 +186,8 @@ def slab_buffers(size_bytes: int, count: int = BUFFERS) -> Iterator[list[Bytes]]
 class Span:
     """The part of a parameter that lies in one chunk of this rank's shard.
 
-    start: its first element in the chunk; element: that element's index in the parameter; numel: how many.
+    start: its first element in the chunk; element: that element's index in the parameter; numel:
+    how many.
     """
 
     param: Param
@@ -208,7 +223,9 @@ class ChunkBuffer:
         return self._records
 
     def assign(self, records: ShardRecords, chunk: int) -> None:
-        """Make room for all sections of one chunk, whose bytes are undefined until they are written here."""
+        """Make room for all sections of one chunk, whose bytes are undefined until they are written
+        here.
+        """
         self._records, self._chunk = records, chunk
         numel = records.flat.layout.chunks[chunk].numel
         self._at, size = [], 0
@@ -228,7 +245,9 @@ class ChunkBuffer:
         return self._move(JobKind.STORE, sections)
 
     def section(self, index: int, start: int, numel: int) -> Bytes:
-        """Elements [start, start + numel) of a section as bytes, writable. A begun group of elements counts whole."""
+        """Elements [start, start + numel) of a section as bytes, writable. A begun group of
+        elements counts whole.
+        """
         section = self.records.sections[index]
         low = self._at[index] + section.size_bytes(start)
         memory: Bytes = self._memory.numpy()

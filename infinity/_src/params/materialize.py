@@ -1,14 +1,14 @@
 """Filling: where the values of a model come from when it is offloaded.
 
     load=None                 the module holds them
-    load=callable             `load(name, tensor)` fills the tensor (an initialiser, a reader of the user's own)
+    load=callable             `load(name, tensor)` fills the tensor (an initialiser, say)
     load=mapping              name -> tensor
     load=directory or file    safetensors, sharded or single, read one tensor at a time
 
-A source knows whole weights; a tile of one is filled with its part (a callable is asked for the whole, once).
-One flat of one unit is in memory at a time, so a model on the meta device is never in memory as a whole. Names, shapes
-and kinds of dtype are checked against the source before anything is filled. A tied parameter is filled once, from
-whichever of its names the source has.
+A source knows whole weights; a tile of one is filled with its part (a callable is asked for the
+whole, once). One flat of one unit is in memory at a time, so a model on the meta device is never in
+memory as a whole. Names, shapes and kinds of dtype are checked against the source before anything
+is filled. A tied parameter is filled once, from whichever of its names the source has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ Source = Callable[[str, torch.Tensor], object] | Mapping[str, torch.Tensor] | st
 
 
 class NamedTensors(abc.ABC):
-    """Named tensors that can be read one at a time: a mapping, files of safetensors, checkpoints of others."""
+    """Named tensors that can be read one at a time: a mapping, files of safetensors, checkpoints of
+    others.
+    """
 
     @property
     @abc.abstractmethod
@@ -39,19 +41,19 @@ class NamedTensors(abc.ABC):
 
     @abc.abstractmethod
     def names(self) -> Iterable[str]:
-        """All names."""
+        """Return all names."""
 
     @abc.abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, without reading it."""
+        """Return the shape of one tensor, without reading it."""
 
     @abc.abstractmethod
     def is_floating_point(self, name: str) -> bool:
-        """Whether one tensor is of a floating dtype, without reading it."""
+        """Return whether one tensor is of a floating dtype, without reading it."""
 
     @abc.abstractmethod
     def read(self, name: str) -> torch.Tensor:
-        """One tensor; the caller copies it at once."""
+        """Read one tensor; the caller copies it at once."""
 
 
 class OpenSource(abc.ABC):
@@ -69,7 +71,8 @@ class OpenSource(abc.ABC):
         """Fill a persistent buffer; one that is real already may keep its values."""
 
     def fill_buffers(self, device: torch.device) -> None:
-        """Give every buffer its values and replace those on the meta device by real ones on `device`. Blocks.
+        """Give every buffer its values and replace those on the meta device by real ones on
+        `device`. Blocks.
 
         Buffers that are not persistent are in no checkpoint: Hugging Face models recompute theirs.
         Raises: ValueError naming buffers that nobody can compute.
@@ -106,23 +109,27 @@ def open_source(model: nn.Module, load: Source | NamedTensors | None) -> OpenSou
     if callable(load):
         return _CallableSource(model, load)
     raise ValueError(
-        f"load={type(load).__name__} is not known; give a callable (name, tensor), a mapping from names to tensors, or a "
+        f"load={type(load).__name__} is not known; give a callable (name, tensor), a mapping from "
+        "names to tensors, or a "
         "directory of safetensors"
     )
 
 
 def fill_unit(unit: Unit, source: OpenSource, store: Callable[[Flat, torch.Tensor], None]) -> None:
-    """Fill a unit, one flat at a time: `store(flat, values)` gets a CPU tensor [layout.numel], zero between parameters.
-    Blocks."""
+    """Fill a unit, one flat at a time: `store(flat, values)` gets a CPU tensor [layout.numel], zero
+    between parameters. Blocks.
+    """
     for flat in unit.flats:
         with torch.inference_mode(False), torch.no_grad():
             values = torch.zeros(flat.layout.numel, dtype=flat.dtype)
             for param in flat.params:
-                source.fill(param, values[param.offset : param.offset + param.numel].view(param.shape))
+                source.fill(
+                    param, values[param.offset : param.offset + param.numel].view(param.shape)
+                )
         store(flat, values)
 
 
-# -- the three kinds ---------------------------------------------------------------------------------------------------
+# -- the three kinds -------------------------------------------------------------------------------
 
 
 class _ModuleSource(OpenSource):
@@ -130,7 +137,11 @@ class _ModuleSource(OpenSource):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        meta = list(dict.fromkeys(entry.keys[0] for entry in find_parameters(model) if entry.parameter.is_meta))
+        meta = list(
+            dict.fromkeys(
+                entry.keys[0] for entry in find_parameters(model) if entry.parameter.is_meta
+            )
+        )
         meta += [b.names[0] for b in find_buffers(model) if b.value.is_meta and b.persistent]
         if meta:
             raise ValueError(
@@ -154,7 +165,9 @@ class _CallableSource(OpenSource):
     def __init__(self, model: nn.Module, load: Callable[[str, torch.Tensor], object]) -> None:
         super().__init__(model)
         self._load = load
-        self._whole: tuple[str, torch.Tensor] | None = None  # the weight whose tiles are being filled
+        self._whole: tuple[str, torch.Tensor] | None = (
+            None  # the weight whose tiles are being filled
+        )
 
     def fill(self, param: Param, out: torch.Tensor) -> None:
         place, key = param.place, param.keys[0]
@@ -180,7 +193,8 @@ class _CallableSource(OpenSource):
         self._load(name, out)
         if _is_poisoned(out):
             raise ValueError(
-                f"load({name!r}, tensor) returned and left the tensor as it was; fill it in place (tensor.copy_(...))"
+                f"load({name!r}, tensor) returned and left the tensor as it was; fill it in place "
+                "(tensor.copy_(...))"
             )
 
 
@@ -219,8 +233,15 @@ class _NamedSource(OpenSource):
         """Compare names and shapes before anything is filled."""
         missing: list[str] = []
         expected: set[str] = set()
-        wanted = list(dict.fromkeys((entry.keys, entry.whole_shape, True) for entry in find_parameters(self._model)))
-        wanted += [(b.names, tuple(b.value.shape), b.persistent and b.value.is_meta) for b in find_buffers(self._model)]
+        wanted = list(
+            dict.fromkeys(
+                (entry.keys, entry.whole_shape, True) for entry in find_parameters(self._model)
+            )
+        )
+        wanted += [
+            (b.names, tuple(b.value.shape), b.persistent and b.value.is_meta)
+            for b in find_buffers(self._model)
+        ]
         for names, shape, required in wanted:
             expected.update(names)
             name = self._name_of(names)
@@ -230,7 +251,9 @@ class _NamedSource(OpenSource):
                 continue
             found = tuple(self._tensors.shape(name))
             if found != shape:
-                raise ValueError(f"{self._tensors.label} has {name} of shape {found}; the model wants {shape}")
+                raise ValueError(
+                    f"{self._tensors.label} has {name} of shape {found}; the model wants {shape}"
+                )
         unexpected = sorted(self._known - expected)
         if missing or unexpected:
             raise ValueError(self._explain(missing, unexpected))
@@ -239,15 +262,22 @@ class _NamedSource(OpenSource):
         parts = [f"{listed_are(missing)} missing"] if missing else []
         parts += [f"{listed_are(unexpected)} unexpected"] if unexpected else []
         text = f"{self._tensors.label} does not fit the model: {'; '.join(parts)}."
-        if any(".experts." in name for name in missing) and any(".experts." in name for name in unexpected):
+        if any(".experts." in name for name in missing) and any(
+            ".experts." in name for name in unexpected
+        ):
             return (
-                f"{text} Hugging Face stores the experts of such a model apart and fuses them while it loads, which is "
-                "not built here: load with `from_pretrained` first, or pass a callable that fuses them"
+                f"{text} Hugging Face stores the experts of such a model apart and fuses them "
+                "while it loads, which is "
+                "not built here: load with `from_pretrained` first, or pass a callable that fuses "
+                "them"
             )
-        return f"{text} Rename or drop tensors in a mapping, or pass a callable (name, tensor) that fills each one"
+        return (
+            f"{text} Rename or drop tensors in a mapping, or pass a callable (name, tensor) that "
+            "fills each one"
+        )
 
 
-# -- named tensors -----------------------------------------------------------------------------------------------------
+# -- named tensors ---------------------------------------------------------------------------------
 
 
 class _MappingTensors(NamedTensors):
@@ -273,13 +303,15 @@ class _MappingTensors(NamedTensors):
         return self._mapping[name]
 
 
-# -- buffers -----------------------------------------------------------------------------------------------------------
+# -- buffers ---------------------------------------------------------------------------------------
 
 
 class Buffer:
     """One buffer of one module, with all its names."""
 
-    def __init__(self, module: nn.Module, attr: str, value: torch.Tensor, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, module: nn.Module, attr: str, value: torch.Tensor, names: tuple[str, ...]
+    ) -> None:
         self.module = module
         self.attr = attr
         self.value = value
@@ -288,7 +320,9 @@ class Buffer:
 
 
 def find_buffers(model: nn.Module) -> Iterator[Buffer]:
-    """All buffers of a model, persistent or not. A tensor that several modules register is yielded for each."""
+    """Yield all buffers of a model, persistent or not. A tensor that several modules register is
+    yielded for each.
+    """
     names: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -301,8 +335,10 @@ def find_buffers(model: nn.Module) -> Iterator[Buffer]:
 
 
 def _recompute(model: nn.Module, lost: list[Buffer], device: torch.device) -> None:
-    """Recompute buffers that are in no checkpoint, as Hugging Face models can: `_init_weights(module)` of the model
-    around writes them (rotary frequencies, position ids), and writes parameters that are still on meta to no effect."""
+    """Recompute buffers that are in no checkpoint, as Hugging Face models can:
+    `_init_weights(module)` of the model around writes them (rotary frequencies, position ids), and
+    writes parameters that are still on meta to no effect.
+    """
     stranded: list[str] = []
     for buffer in lost:
         out = torch.empty_like(buffer.value, device=device)
@@ -310,7 +346,11 @@ def _recompute(model: nn.Module, lost: list[Buffer], device: torch.device) -> No
         buffer.module._buffers[buffer.attr] = out
     for module in {id(buffer.module): buffer.module for buffer in lost}.values():
         owner = _owner(model, module)
-        held = [value for value in module._parameters.values() if value is not None and not value.is_meta]
+        held = [
+            value
+            for value in module._parameters.values()
+            if value is not None and not value.is_meta
+        ]
         if owner is not None and not held:
             with torch.random.fork_rng(devices=[]):
                 owner(module)
@@ -322,13 +362,14 @@ def _recompute(model: nn.Module, lost: list[Buffer], device: torch.device) -> No
         for buffer in lost:
             buffer.module._buffers[buffer.attr] = buffer.value
         raise ValueError(
-            f"{listed_are(stranded)} on the meta device and not persistent, so no checkpoint has values for it; build that "
+            f"{listed_are(stranded)} on the meta device and not persistent, so no checkpoint has "
+            "values for it; build that "
             "module outside of torch.device('meta'), or register the buffer as persistent"
         )
 
 
 def _owner(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], object] | None:
-    """`_init_weights` of the innermost model around `module` that has one."""
+    """Return `_init_weights` of the innermost model around `module` that has one."""
     found: nn.Module | None = None
     for candidate in model.modules():  # outer before inner
         if callable(getattr(candidate, "_init_weights", None)) and any(

@@ -1,4 +1,6 @@
-"""Files of weights: the bytes are those of the format's own library, and a write that fails says where."""
+"""Files of weights: the bytes are those of the format's own library, and a write that fails says
+where.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ def described(tensors: dict[str, torch.Tensor]) -> list[FileTensor]:
 @settings(max_examples=150, deadline=None)
 @given(
     shapes=st.lists(
-        st.tuples(st.text(min_size=1, max_size=6), st.sampled_from(list(safetensors._DTYPES)), st.lists(st.integers(0, 5), max_size=3)),
+        st.tuples(
+            st.text(min_size=1, max_size=6),
+            st.sampled_from(list(safetensors._DTYPES)),
+            st.lists(st.integers(0, 5), max_size=3),
+        ),
         min_size=1,
         max_size=8,
         unique_by=lambda each: each[0],
@@ -31,7 +37,9 @@ def described(tensors: dict[str, torch.Tensor]) -> list[FileTensor]:
     cut=st.integers(1, 4),
 )
 def test_a_file_is_byte_by_byte_that_of_the_library(
-    shapes: list[tuple[str, torch.dtype, list[int]]], cut: int, tmp_path_factory: pytest.TempPathFactory
+    shapes: list[tuple[str, torch.dtype, list[int]]],
+    cut: int,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     tensors = {
         name: torch.arange(int(torch.tensor(shape).prod()) if shape else 1).reshape(shape).to(dtype)
@@ -60,7 +68,9 @@ def test_a_full_drive_and_other_errors_name_the_path(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_the_format_does_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"x is torch\.complex128, which safetensors does not have; cast it"):
+    with pytest.raises(
+        ValueError, match=r"x is torch\.complex128, which safetensors does not have; cast it"
+    ):
         check_dtypes(described_unsorted(), way_out="cast it")
 
 

@@ -1,4 +1,6 @@
-"""ChunkPipeline: every item once and in order, no buffer in two hands, nothing in flight after any fault."""
+"""ChunkPipeline: every item once and in order, no buffer in two hands, nothing in flight after any
+fault.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class FakeTicket:
 class Rig:
     """Fake reads and writes, which fail at one place."""
 
-    def __init__(self, fault: tuple[str, int] | None = None, error: type[BaseException] = AioError) -> None:
+    def __init__(
+        self, fault: tuple[str, int] | None = None, error: type[BaseException] = AioError
+    ) -> None:
         self.fault, self.error = fault, error
         self.tickets: list[FakeTicket] = []
         self.log: list[tuple[str, int]] = []
@@ -104,14 +108,21 @@ class Rig:
 
     reads = True
 
-    def pipeline(self, buffers: int, ahead: int, *, reads: bool, skip: bool = False) -> ChunkPipeline[int, list[int]]:
+    def pipeline(
+        self, buffers: int, ahead: int, *, reads: bool, skip: bool = False
+    ) -> ChunkPipeline[int, list[int]]:
         self.reads = reads
         mine: dict[str, Any] = {"read": self.read} if reads else {"look_ahead": self.look}
         if skip:
             mine["read_failed"] = lambda item, _error: self.failed_reads.append(item)
         memory: list[list[int]] = [[] for _ in range(buffers)]
         return ChunkPipeline(
-            memory, ahead=ahead, transform=self.transform, write=self.write, finish=self.finish, **mine
+            memory,
+            ahead=ahead,
+            transform=self.transform,
+            write=self.write,
+            finish=self.finish,
+            **mine,
         )
 
     @property
@@ -119,7 +130,12 @@ class Rig:
         return [ticket for ticket in self.tickets if not ticket.waited]
 
 
-SIZES = {"count": st.integers(0, 12), "buffers": st.integers(1, 5), "ahead": st.integers(1, 6), "reads": st.booleans()}
+SIZES = {
+    "count": st.integers(0, 12),
+    "buffers": st.integers(1, 5),
+    "ahead": st.integers(1, 6),
+    "reads": st.booleans(),
+}
 
 
 @settings(max_examples=300, deadline=None)
@@ -162,7 +178,13 @@ def test_reads_run_ahead_by_as_much_as_was_asked_for_and_there_are_buffers_for(
     pick=st.randoms(use_true_random=False),
 )
 def test_a_fault_anywhere_is_raised_and_leaves_nothing_in_flight(
-    count: int, buffers: int, ahead: int, reads: bool, what: str, error: type[BaseException], pick: random.Random
+    count: int,
+    buffers: int,
+    ahead: int,
+    reads: bool,
+    what: str,
+    error: type[BaseException],
+    pick: random.Random,
 ) -> None:
     if not count or (not reads and what in (READ, AWAIT_READ)) or (reads and what == LOOK):
         return
@@ -175,7 +197,10 @@ def test_a_fault_anywhere_is_raised_and_leaves_nothing_in_flight(
     if error is not KeyboardInterrupt:
         assert f"{what} {at}" in str(raised.value)
     assert not rig.in_flight
-    assert all(item <= at for kind, item in rig.log if kind in (TRANSFORM, WRITE)) or what == AWAIT_WRITE
+    assert (
+        all(item <= at for kind, item in rig.log if kind in (TRANSFORM, WRITE))
+        or what == AWAIT_WRITE
+    )
 
 
 @settings(max_examples=200, deadline=None)
