@@ -86,8 +86,8 @@ def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str])
         if not opt and run.has_states and of.policy.durable != "new":
             raise ValueError(
                 f"opt={opt!r}: the durable run in {directory} would go on without its optimizer "
-                "states, and lose them: give its "
-                "optimizer; or read the parameters with a policy that is not durable"
+                "states, and lose them: give its optimizer; or read the parameters with a policy "
+                "that is not durable"
             )
     elif run is not None and run.waits:
         run.check()

@@ -32,8 +32,7 @@ _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim
 _MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _ELSE = (
     "DeepSpeed's own zero_to_fp32.py, which lies beside the checkpoint, converts what is not read "
-    "here, and inf.load_safetensors "
-    "reads what it writes"
+    "here, and inf.load_safetensors reads what it writes"
 )
 
 
@@ -134,6 +133,7 @@ class DeepSpeedWeights(NamedTensors):
             return self._whole[name]
         part = self._parts[name]
         pieces = [piece for groups in part.groups for piece in _cut(groups, part.start, part.numel)]
+        # The last rank's part is padded.
         return torch.cat(pieces)[: math.prod(part.shape)].view(part.shape)
 
     def _take_trainable(self, model: dict[str, Any], optimizer: Sequence[dict[str, Any]]) -> None:
@@ -156,15 +156,15 @@ class DeepSpeedWeights(NamedTensors):
                 numel = math.ceil(math.prod(shape) / world)
                 self._parts[name] = _Part(tuple(shape), groups, start, numel)
                 start += numel
+        # With its optimizer on NVMe, DeepSpeed writes only the part that was in memory.
         held = {sum(group.numel() for group in rank) for rank in groups}
         if held != {start}:
             shown = " or ".join(map(str, sorted(held)))
             raise ValueError(
                 f"{self.label} holds {shown} fp32 weights per rank, and the model has {start}: "
-                "with the optimizer offloaded to "
-                "NVMe, DeepSpeed leaves in its checkpoint only what was in memory, and the rest in "
-                "files of its swap directory; "
-                "save from a run whose optimizer is on the GPU or the CPU"
+                "with the optimizer offloaded to NVMe, DeepSpeed leaves in its checkpoint only "
+                "what was in memory, and the rest in files of its swap directory; save from a run "
+                "whose optimizer is on the GPU or the CPU"
             )
 
     def _take_frozen(self, model: Sequence[dict[str, Any]]) -> None:

@@ -103,6 +103,7 @@ def newest_generation(directory: Path) -> list[Manifest]:
     if not directory.is_dir():
         raise AioError("there is no checkpoint", errno=errno.ENOENT, path=str(directory), op="open")
     missing: AioError | None = None
+    # A newer generation may lack manifests: its save is under way, or was broken off.
     for generation in generations(directory):
         try:
             return read_generation(directory, generation)
@@ -171,7 +172,7 @@ def write_attachment(directory: Path, name: str, data: bytes) -> FileEntry:
     with typed_errors(path, "write", len(data)):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            view = memoryview(data)
+            view = memoryview(data)  # a write may be short
             while view:
                 view = view[os.write(fd, view) :]
             os.fsync(fd)
@@ -231,7 +232,7 @@ def make_directory(directory: Path) -> None:
     with typed_errors(directory, "open", 0):
         made = not directory.exists()
         directory.mkdir(parents=True, exist_ok=True)
-    if made:
+    if made:  # else a crash may take the directory away again
         sync_directory(directory.parent)
 
 

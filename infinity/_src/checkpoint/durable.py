@@ -136,9 +136,8 @@ class DurableRun:
         if self._waits_for is not None:
             raise ValueError(
                 f"{self.files.home.parent} holds a durable run, committed up to step "
-                f"{self._waits_for}: call inf.restore(model, "
-                f"opt, {str(self.files.home.parent)!r}) first, or give it up with "
-                "Policy(durable='new')"
+                f"{self._waits_for}: call inf.restore(model, opt, {str(self.files.home.parent)!r}) "
+                "first, or give it up with Policy(durable='new')"
             )
 
     @property

@@ -44,7 +44,7 @@ def link_all(sources: Sequence[Path], targets: Sequence[Path]) -> bool:
             with typed_errors(target, "link", 0):
                 os.link(source, target)
         except OSError as error:
-            remove(made)
+            remove(made)  # all have second names, or none has
             if error.errno in _CANNOT:
                 return False
             raise
@@ -84,6 +84,7 @@ class PinnedLayers:
         except BaseException:
             remove(list(targets.values()))  # nothing is pinned: no second name may keep the files
             raise
+        # From here on nothing may be written into these files: the checkpoint names their places.
         for layer in {layer for layer, _ in targets}:
             self._layers.add(layer)
             self._space.freeze_layer(layer)
@@ -164,6 +165,7 @@ class PinnedLayers:
         used = {place.layer for flat in flats for place in self._store[flat].places}
         for layer in sorted(self._layers - used):
             files = self._files.layers.pop(layer)
+            # The executor first: it must not use a file that the run has given up.
             for drive in range(len(files)):
                 self._executor.remove_file(drive, layer)
             self._space.remove_layer(layer)

@@ -72,6 +72,7 @@ def match(
         if name is None:
             missing.append(names[0])
             return None
+        # A tile is matched as the weight that it is cut from.
         shape = like.whole_shape if isinstance(like, Param) else tuple(like.shape)
         if source.shape(name) != shape:
             wrong.append(f"{name} has shape {source.shape(name)} there and {shape} here")
@@ -84,6 +85,7 @@ def match(
         name = found(param.keys, param, is_floating=param.dtype.is_floating_point)
         if name is not None:
             params.append((param, name))
+    # One buffer may be registered under several names; any of them is enough.
     persistent: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for buffer in find_buffers(model):
         if buffer.persistent:

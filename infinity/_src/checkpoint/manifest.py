@@ -60,6 +60,7 @@ def to_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {"dict": [[to_json(key), to_json(each)] for key, each in value.items()]}
     if isinstance(value, torch.Tensor) and value.nbytes <= TENSOR_BYTES_MAX:
+        # Hexadecimal, not decimal: every bit comes back, NaNs too.
         flat = value.detach().to("cpu").contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         return {"tensor": dtype_name(value.dtype), "shape": list(value.shape), "hex": data.hex()}
@@ -72,8 +73,7 @@ def to_json(value: Any) -> Any:
         return item()
     raise ValueError(
         f"{value!r} of type {type(value).__name__} cannot be kept: numbers, text, None, small "
-        "tensors, and lists, tuples and "
-        "dicts of them can"
+        "tensors, and lists, tuples and dicts of them can"
     )
 
 
@@ -295,7 +295,7 @@ class Manifest:
         Raises: ChecksumError naming `path` for damage, AioError for a file that is cut short or
         something else, ValueError for a later version.
         """
-        body = len(data) - _DIGEST_BYTES
+        body = len(data) - _DIGEST_BYTES  # the digest is of everything before it
         if body < _HEAD.size or not data.startswith(_MAGIC):
             raise AioError(
                 "this is no whole manifest of a checkpoint", path=path, op="read", length=len(data)

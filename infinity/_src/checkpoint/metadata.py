@@ -42,7 +42,7 @@ def layout_of(flats: Sequence[Flat], store: StateStore, policy: Policy) -> Layou
     entries = []
     for flat in flats:
         state_format = store[flat].format
-        if state_format.grad:
+        if state_format.grad:  # spilled gradients are no part of a checkpoint
             state_format = state_format.with_grad(GradSection.NONE)
         params = tuple(
             ParamEntry(param.names, tuple(param.shape), param.offset) for param in flat.params
@@ -71,8 +71,7 @@ def optimizers_of(given: object, units: Sequence[Unit]) -> list[Optimizer]:
         if not isinstance(optimizer, Optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__} is no optimizer of infinity: give the inf.AdamW (SGD, "
-                "Lion, Elementwise) that holds "
-                "the model's parameters, a list of them, or None"
+                "Lion, Elementwise) that holds the model's parameters, a list of them, or None"
             )
     engine = units[0].engine if units else None
     for optimizer in listed:
@@ -80,8 +79,7 @@ def optimizers_of(given: object, units: Sequence[Unit]) -> list[Optimizer]:
             if any(param_of(at_rest).unit.engine is not engine for at_rest in group["params"]):
                 raise ValueError(
                     f"the {optimizer.title} holds parameters of another model too: a checkpoint is "
-                    "of one model; give each an "
-                    "optimizer of its own"
+                    "of one model; give each an optimizer of its own"
                 )
     return listed
 
@@ -96,8 +94,7 @@ def check_all_held(
             if holder is not None and all(holder is not optimizer for optimizer in optimizers):
                 raise ValueError(
                     f"{param.name} is held by an optimizer that was not given, and its states "
-                    "would be lost: give it, or a list "
-                    "of all"
+                    "would be lost: give it, or a list of all"
                 )
 
 
@@ -175,8 +172,8 @@ def check_buffers(model: torch.nn.Module, saved: dict[str, torch.Tensor], direct
     if wrong:
         raise ValueError(
             f"the persistent buffers in {directory} are not those of the model: "
-            f"{', '.join(wrong[:5])} "
-            f"{'is' if len(wrong) == 1 else 'are'} in one only, or of another shape"
+            f"{', '.join(wrong[:5])} {'is' if len(wrong) == 1 else 'are'} in one only, or of "
+            "another shape"
         )
 
 

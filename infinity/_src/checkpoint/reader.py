@@ -92,9 +92,8 @@ def check_algorithm(algorithm: str) -> None:
     if algorithm == "xxh3":
         raise ValueError(
             "the checkpoint's checksums are 'xxh3': an earlier infinity wrote it without its C "
-            "extension, and nothing here "
-            "can check them; export its weights with that release (infinity checkpoint export), "
-            "and load these"
+            "extension, and nothing here can check them; export its weights with that release "
+            "(infinity checkpoint export), and load these"
         )
     if algorithm != ALGORITHM:
         raise ValueError(
@@ -202,6 +201,7 @@ class RowChunks:
                     section.itemsize,
                     section.group_numel,
                 )
+                # Not in this file: the executor wants an address, and nothing is read there.
                 if record["section_at"][s] < 0:
                     record["section_ptr"][s] = self._absent.ctypes.data
         return records
@@ -376,6 +376,7 @@ class Checkpoint:
         """
         manifest, rows = self.manifests[ref.rank], self._of_rank(ref.rank)
         tickets = []
+        # In a linked checkpoint the sections of one chunk may lie in several files.
         for row in rows.rows(ref.flat, ref.chunk):
             here = {
                 s: at for s, at in addresses.items() if manifest.rows[row]["section_at"][s] >= 0
@@ -401,6 +402,7 @@ class Checkpoint:
     def _reader(self, rank: int, file: int) -> DataReader:
         key = (rank, file)
         if key not in self._readers:
+            # Resharding reads the files of many ranks in turn: each has threads and buffers.
             while len(self._readers) >= OPEN_MAX:
                 self._readers.popitem(last=False)[1].close()
             manifest = self.manifests[rank]

@@ -121,7 +121,7 @@ def convert(
     if target.master is Master.RAW:
         return [given[0]]
     if states and source is target:
-        return list(given)
+        return list(given)  # bit for bit
     if states and source.master is not Master.RAW:
         master, moments = decode_sections(source, given)
     else:
@@ -248,6 +248,7 @@ class ReshardJob:
                 "space, or name another directory",
                 errno=errno.ENOSPC, path=str(target), op="allocate", length=self.size_bytes,
             )  # fmt: skip
+        # Ranks of one save have this number in common: manifests of two saves never make a whole.
         generation, save = next_generation(target), secrets.randbits(48)
         try:
             for rank in range(self._world):
@@ -270,7 +271,7 @@ class ReshardJob:
             # Only now: a manifest of one rank would be a begun commit.
             for rank in range(self._world):
                 commit_part(target, generation, rank)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: half a checkpoint must not stay
             for rank in range(self._world):
                 remove_part(target, generation, rank)
             raise
@@ -441,6 +442,5 @@ def _check_state(checkpoint: Checkpoint, state: str | None) -> None:
     if state == "compact" and others:
         raise ValueError(
             "state='compact' keeps moments in 8 bits, whose map fits those of AdamW, SGD and "
-            f"Lion, and {others[0]} holds these; "
-            "use 'exact' or 'bf16'"
+            f"Lion, and {others[0]} holds these; use 'exact' or 'bf16'"
         )

@@ -74,8 +74,8 @@ def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param,
         if dtype_name(param.dtype) != saved.flat.dtype:
             raise ValueError(
                 f"{param.name} is {saved.flat.dtype} in {checkpoint.directory}, and "
-                f"{dtype_name(param.dtype)} in the model: cast "
-                f"the model (model.to(torch.{saved.flat.dtype})) before inf.offload"
+                f"{dtype_name(param.dtype)} in the model: cast the model "
+                f"(model.to(torch.{saved.flat.dtype})) before inf.offload"
             )
     return found
 
@@ -100,8 +100,7 @@ class MatchedOptimizer:
         if optimizer.title != entry.title:
             raise ValueError(
                 f"{directory} has the states of {entry.title}, and the optimizer is "
-                f"{optimizer.title}: build that one, or "
-                "give None to restore the parameters alone"
+                f"{optimizer.title}: build that one, or give None to restore the parameters alone"
             )
         saved_name = {param: found[param].entry.name for param in self.held}
         missing = [param.name for param in self.held if saved_name[param] not in entry.params]
@@ -115,8 +114,7 @@ class MatchedOptimizer:
             )
             raise ValueError(
                 f"{directory} has {'; and '.join(parts)}: give the optimizer the same parameters "
-                "(frozen ones have no "
-                "states), or None to restore the parameters alone"
+                "(frozen ones have no states), or None to restore the parameters alone"
             )
         self._states: dict[Param, Any] = {}
         for param in self.held:
@@ -124,8 +122,8 @@ class MatchedOptimizer:
             if saved["moments"] != mine:
                 raise ValueError(
                     f"{param.name} has the moments {saved['moments']} in {directory}, and {mine} "
-                    "in the optimizer: build it with "
-                    "the same hyper-parameters (whether SGD has momentum, say)"
+                    "in the optimizer: build it with the same hyper-parameters (whether SGD has "
+                    "momentum, say)"
                 )
             self._states[param] = from_json(saved["state"])
         self._groups = [
@@ -257,6 +255,7 @@ class RestoreJob:
                 generation = checkpoint.generation
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem = error
+        # Rank 0 decides: another rank might see a newer generation a moment later.
         agreed = int(self._comm.sum_floats([float(generation)])[0])
         try:
             if problem is None and agreed:
@@ -294,8 +293,8 @@ class RestoreJob:
     def _fail(self, error: BaseException, directory: Path) -> None:
         fault = StateInvalid(
             f"restoring {directory} broke off ({type(error).__name__}: {error}), and some "
-            "parameters are restored and others are "
-            "not; close this engine, build the model anew and restore a whole checkpoint"
+            "parameters are restored and others are not; close this engine, build the model anew "
+            "and restore a whole checkpoint"
         )
         fault.__cause__ = error
         self._pipeline.fail(fault, final=True)
@@ -317,9 +316,8 @@ class RestoreJob:
             if len(optimizers) != len(checkpoint.optimizers):
                 raise ValueError(
                     f"{checkpoint.directory} has states of {len(checkpoint.optimizers)} "
-                    f"optimizers, and {len(optimizers)} were "
-                    "given: give as many, in the same order, or None to restore the parameters "
-                    "alone"
+                    f"optimizers, and {len(optimizers)} were given: give as many, in the same "
+                    "order, or None to restore the parameters alone"
                 )
             for optimizer, entry in zip(optimizers, checkpoint.optimizers, strict=True):
                 matched.append(
@@ -358,6 +356,7 @@ class RestoreJob:
         extra: Any,
     ) -> Restored:
         for param in found:
+            # Gradients of before belong to other values.
             if param.grad is not None or param.at_rest.grad is not None:
                 self._states.set_full_grad(param, None)
         for unit in self._saver.units:
@@ -391,6 +390,7 @@ class RestoreJob:
         finally:
             line.end()
             reader.close()
+        # Small state last: until here a fault leaves the optimizers as they were.
         for optimizer in optimizers:
             optimizer.apply()
         metadata.write_buffers(model, buffers)

@@ -59,8 +59,7 @@ def check_no_run(directory: Path) -> None:
     if (directory / RUN_DIRECTORY).is_dir() or directory.resolve().name == RUN_DIRECTORY:
         raise ValueError(
             f"directory={str(directory)!r} holds a durable run, which inf.restore would take for "
-            "the checkpoint: name another "
-            "(one on the same file system is made by hard links)"
+            "the checkpoint: name another (one on the same file system is made by hard links)"
         )
 
 
@@ -85,6 +84,7 @@ class RunFiles:
         self._named = False
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(SwapFile.durable(self.home, f"lock.rank{rank}"))
+            # Before the lock goes: another process may begin the moment it does.
             undo.callback(self._remove_states)
             for run in self.directories[1:]:
                 _check_no_home(run)
@@ -147,7 +147,7 @@ class RunFiles:
                 new = self.home / f".{link}.rank{self.rank}"
                 new.unlink(missing_ok=True)
                 new.symlink_to(found.absolute())
-                new.replace(self.home / link)
+                new.replace(self.home / link)  # atomic: the old link or the new one
 
     def keep(self) -> None:
         """Keep the files when the process ends: a manifest is about to name them."""
@@ -259,8 +259,8 @@ def _check_no_home(directory: Path) -> None:
     if directory.is_dir() and generations(directory):
         raise ValueError(
             f"{str(directory.parent)!r} holds the manifests of a durable run, and is not the first "
-            "directory in Policy.nvme: "
-            f"name it first to go on with that run, or remove {str(directory)!r}"
+            "directory in Policy.nvme: name it first to go on with that run, or remove "
+            f"{str(directory)!r}"
         )
 
 

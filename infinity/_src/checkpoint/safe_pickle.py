@@ -103,6 +103,7 @@ def load_tensors(source: Path | io.BufferedReader, *, records: str = "") -> Any:
 def _as_records(source: Path | io.BufferedReader, prefix: str) -> Iterator[None]:
     """Inside, torch.load makes records of what a file names under a prefix."""
     assert isinstance(source, Path), source
+    # Reads the names without calling any of them.
     names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     stand_ins: list[Any] = [(record_class(name), name) for name in names if name.startswith(prefix)]
     with torch.serialization.safe_globals(stand_ins):
@@ -141,8 +142,7 @@ def extra_bytes(extra: object) -> bytes | None:
         )
         raise ValueError(
             f"extra= cannot be kept: {what}. Numbers, text, tensors, numpy's arrays of numbers, "
-            "and lists, tuples and dicts of "
-            "them can, and state_dict()s that are made of these"
+            "and lists, tuples and dicts of them can, and state_dict()s that are made of these"
         ) from error
     return out.getvalue()
 

@@ -179,8 +179,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         if not isinstance(file, str) or Path(file).name != file or file == "..":
             raise ValueError(
                 f"{index} says that {name} is in {file!r}; files lie beside their index, so a path "
-                "is refused: move the "
-                "file there and write its name alone"
+                "is refused: move the file there and write its name alone"
             )
     return weight_map
 

@@ -102,6 +102,7 @@ class Snapshot:
         }  # rows to be read, in this order
         for row, flat in enumerate(self._flat_of):
             self._queue[flat].append(row)
+        # Not the same as the queue: a row that was taken is read only later.
         self._unread = {flat: len(rows_left) for flat, rows_left in self._queue.items()}
         self._ended = False
 
@@ -328,7 +329,7 @@ class Saver:
                 mine = [float(next_generation(target)), float(secrets.randbits(48)), 0.0]
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem, mine[2] = error, 1.0
-        with undo:
+        with undo:  # lets the directory go if the save does not start
             agreed = self.comm.sum_floats(mine)
             if problem is not None:
                 raise problem
@@ -526,9 +527,8 @@ class _SaveJob:
         except SwapFullError as error:
             raise SwapFullError(
                 f"no room for a checkpoint of {self.handle.size_bytes} bytes in "
-                f"{str(self.handle.directory)!r}; a save needs it "
-                "beside the checkpoint that is there, which is as it was: free space, or save "
-                "elsewhere",
+                f"{str(self.handle.directory)!r}; a save needs it beside the checkpoint that is "
+                "there, which is as it was: free space, or save elsewhere",
                 errno=error.errno or 0,
                 path=error.path,
                 op=error.op,

@@ -402,6 +402,7 @@ class VerifyJob:
         error of the first.
         """
         before = len(self.damage)
+        # A second read, through the page cache; the executor's may have gone around it.
         with path.open("rb") as file:
             for s, piece, offset, length, seed, expected in _pieces(manifest, row):
                 file.seek(offset)

@@ -84,6 +84,7 @@ class DataWriter:
         self.entry = FileEntry(path.name, int(rows["run_bytes"].sum()))
         with contextlib.ExitStack() as undo:
             self._file = undo.enter_context(SwapFile.new(path))
+            # All at once: a drive that is too full is known before anything is written.
             self._file.grow(self.entry.size_bytes)
             pool = PoolSpec(SLOTS, int(sizes.max(initial=4096)))
             self._executor = open_executor(
@@ -110,7 +111,7 @@ class DataWriter:
         what a write met.
         """
         self._executor.drain()
-        self.check()
+        self.check()  # tickets were waited for until filled only: a write may have failed since
         self._file.fsync()
         for s in range(SECTION_MAX):
             here = self._chunks.ids[:, s] >= 0

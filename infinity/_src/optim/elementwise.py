@@ -124,8 +124,7 @@ class Elementwise(Optimizer):
         if policy.state == "compact":
             raise ValueError(
                 "state='compact' keeps moments in 8 bits, whose map fits those of AdamW, SGD and "
-                "Lion; use state='exact' or "
-                f"'bf16' with {self.title}"
+                f"Lion; use state='exact' or 'bf16' with {self.title}"
             )
         if policy.update_on != "cpu":
             raise ValueError(
@@ -135,8 +134,7 @@ class Elementwise(Optimizer):
         if policy.update != "deferred":
             raise ValueError(
                 f"update={policy.update!r} wants an update that runs beside Python; {self.title} "
-                "does not: use "
-                "update='deferred', or AdamW, SGD or Lion"
+                "does not: use update='deferred', or AdamW, SGD or Lion"
             )
 
     def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:
@@ -190,8 +188,7 @@ class Elementwise(Optimizer):
         if missing:
             raise ValueError(
                 f"states of {param.name} were written before its first step, but not "
-                f"{', '.join(missing)}: assign "
-                f"optimizer_state(parameter)[{missing[0]!r}] too"
+                f"{', '.join(missing)}: assign optimizer_state(parameter)[{missing[0]!r}] too"
             )
         return _Numbers(before)
 

@@ -110,8 +110,7 @@ def open_source(model: nn.Module, load: Source | NamedTensors | None) -> OpenSou
         return _CallableSource(model, load)
     raise ValueError(
         f"load={type(load).__name__} is not known; give a callable (name, tensor), a mapping from "
-        "names to tensors, or a "
-        "directory of safetensors"
+        "names to tensors, or a directory of safetensors"
     )
 
 
@@ -267,9 +266,8 @@ class _NamedSource(OpenSource):
         ):
             return (
                 f"{text} Hugging Face stores the experts of such a model apart and fuses them "
-                "while it loads, which is "
-                "not built here: load with `from_pretrained` first, or pass a callable that fuses "
-                "them"
+                "while it loads, which is not built here: load with `from_pretrained` first, or "
+                "pass a callable that fuses them"
             )
         return (
             f"{text} Rename or drop tensors in a mapping, or pass a callable (name, tensor) that "
@@ -363,8 +361,8 @@ def _recompute(model: nn.Module, lost: list[Buffer], device: torch.device) -> No
             buffer.module._buffers[buffer.attr] = buffer.value
         raise ValueError(
             f"{listed_are(stranded)} on the meta device and not persistent, so no checkpoint has "
-            "values for it; build that "
-            "module outside of torch.device('meta'), or register the buffer as persistent"
+            "values for it; build that module outside of torch.device('meta'), or register the "
+            "buffer as persistent"
         )
 
 
