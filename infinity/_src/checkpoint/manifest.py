@@ -43,82 +43,17 @@ from infinity._src.memory.layout import sections_of
 from infinity.aio.plan import ALIGNMENT_BYTES, PIECE_NUMEL, SECTION_MAX, Format, Section
 from infinity.errors import AioError, ChecksumError
 
-TENSOR_BYTES_MAX = 4096
-"""Bytes of the largest tensor that is a small value."""
-
-
-def to_json(value: Any) -> Any:
-    """Turn a small value into JSON. Raises: ValueError naming the type of a value that cannot be
-    kept.
-    """
-    if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
-        return value
-    if isinstance(value, list):
-        return [to_json(each) for each in value]
-    if isinstance(value, tuple):
-        return {"tuple": [to_json(each) for each in value]}
-    if isinstance(value, dict):
-        return {"dict": [[to_json(key), to_json(each)] for key, each in value.items()]}
-    if isinstance(value, torch.Tensor) and value.nbytes <= TENSOR_BYTES_MAX:
-        # Hexadecimal, not decimal: every bit comes back, NaNs too.
-        flat = value.detach().to("cpu").contiguous().reshape(-1)
-        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-        return {"tensor": dtype_name(value.dtype), "shape": list(value.shape), "hex": data.hex()}
-    if isinstance(value, torch.Tensor):
-        raise ValueError(
-            f"a tensor of {value.nbytes} bytes is no small value: {TENSOR_BYTES_MAX} bytes at most"
-        )
-    item = getattr(value, "item", None)  # numpy scalars
-    if callable(item) and type(item()) in (bool, int, float):
-        return item()
-    raise ValueError(
-        f"{value!r} of type {type(value).__name__} cannot be kept: numbers, text, None, small "
-        "tensors, and lists, tuples and dicts of them can"
-    )
-
-
-def from_json(value: Any) -> Any:
-    """Turn JSON of `to_json` back into the value. Raises: ValueError for anything else."""
-    if isinstance(value, list):
-        return [from_json(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"tuple"}:
-        return tuple(from_json(each) for each in value["tuple"])
-    if value.keys() == {"dict"}:
-        return {from_json(key): from_json(each) for key, each in value["dict"]}
-    if value.keys() == {"tensor", "shape", "hex"}:
-        data = bytearray.fromhex(value["hex"])
-        dtype = dtype_of(value["tensor"])
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        return flat.clone().view(value["shape"])
-    raise ValueError(f"a value with the keys {sorted(value)} is not known")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16" of torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """torch.bfloat16 of "bfloat16". Raises: ValueError."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype {name!r} is not known to this torch")
-    return found
-
-
-# -- the file --------------------------------------------------------------------------------------
-
-
 VERSION: Final = 1
 PIECE_BYTES: Final = 65536
 """Bytes per checksum of a padded row."""
-
+TENSOR_BYTES_MAX = 4096
+"""Bytes of the largest tensor that is a small value."""
+RANKS_MAX = 1 << 20
+_ELEMENTS_MAX = 1 << 56
+_CHUNK_NUMEL_MAX = 1 << 26
 _MAGIC: Final = b"inf-ckpt"
 _HEAD: Final = struct.Struct("<8sQQQQQ")
 _DIGEST_BYTES: Final = 16
-
 ROW: Final = np.dtype(
     [
         ("start", "<i8"),
@@ -383,11 +318,6 @@ def _file(entry: dict[str, Any]) -> FileEntry:
     return found
 
 
-RANKS_MAX = 1 << 20
-_ELEMENTS_MAX = 1 << 56
-_CHUNK_NUMEL_MAX = 1 << 26
-
-
 # -- checking --------------------------------------------------------------------------------------
 
 
@@ -498,3 +428,67 @@ def _gaps(manifest: Manifest) -> Iterator[str]:
         end = int(ends[-1]) if len(ends) else 0
         if not joined or not min(used, flat.shard_numel) <= end <= flat.shard_numel:
             yield f"the chunks of unit {flat.unit!r} do not make up its shard"
+
+
+# -- small values as JSON --------------------------------------------------------------------------
+
+
+def to_json(value: Any) -> Any:
+    """Turn a small value into JSON. Raises: ValueError naming the type of a value that cannot be
+    kept.
+    """
+    if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
+        return value
+    if isinstance(value, list):
+        return [to_json(each) for each in value]
+    if isinstance(value, tuple):
+        return {"tuple": [to_json(each) for each in value]}
+    if isinstance(value, dict):
+        return {"dict": [[to_json(key), to_json(each)] for key, each in value.items()]}
+    if isinstance(value, torch.Tensor) and value.nbytes <= TENSOR_BYTES_MAX:
+        # Hexadecimal, not decimal: every bit comes back, NaNs too.
+        flat = value.detach().to("cpu").contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        return {"tensor": dtype_name(value.dtype), "shape": list(value.shape), "hex": data.hex()}
+    if isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"a tensor of {value.nbytes} bytes is no small value: {TENSOR_BYTES_MAX} bytes at most"
+        )
+    item = getattr(value, "item", None)  # numpy scalars
+    if callable(item) and type(item()) in (bool, int, float):
+        return item()
+    raise ValueError(
+        f"{value!r} of type {type(value).__name__} cannot be kept: numbers, text, None, small "
+        "tensors, and lists, tuples and dicts of them can"
+    )
+
+
+def from_json(value: Any) -> Any:
+    """Turn JSON of `to_json` back into the value. Raises: ValueError for anything else."""
+    if isinstance(value, list):
+        return [from_json(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"tuple"}:
+        return tuple(from_json(each) for each in value["tuple"])
+    if value.keys() == {"dict"}:
+        return {from_json(key): from_json(each) for key, each in value["dict"]}
+    if value.keys() == {"tensor", "shape", "hex"}:
+        data = bytearray.fromhex(value["hex"])
+        dtype = dtype_of(value["tensor"])
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return flat.clone().view(value["shape"])
+    raise ValueError(f"a value with the keys {sorted(value)} is not known")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" of torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch.bfloat16 of "bfloat16". Raises: ValueError."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype {name!r} is not known to this torch")
+    return found

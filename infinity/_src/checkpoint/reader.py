@@ -38,6 +38,7 @@ from infinity._src.checkpoint.manifest import (
     pieces_of,
     section_bytes,
 )
+from infinity._src.params.chunk_pipeline import Bytes
 from infinity.aio import Executor, PoolSpec, Priority, Ticket, open_executor
 from infinity.aio.plan import CHUNK, JOB, PIECE_NUMEL, SECTION_MAX, Format, JobKind
 from infinity.aio.swap_file import SwapFile
@@ -45,203 +46,12 @@ from infinity.errors import AioError
 
 Chunks = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """(starts, numels) of the chunks of one rank's shard of a flat, in order, without gaps."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Elements [start, start + numel) of one chunk of a rank's shard. at: their index in the range
-    that was asked for.
-    """
-
-    rank: int
-    chunk: int
-    start: int
-    numel: int
-    at: int
-
-
-def pieces(
-    low: int, numel: int, shard_numel: int, chunks_of: Callable[[int], Chunks]
-) -> Iterator[Piece]:
-    """Yield the chunks that hold elements [low, low + numel) of a flat, in order. chunks_of: those
-    of a rank.
-    """
-    at, end = low, low + numel
-    while at < end:
-        rank = at // shard_numel
-        starts, numels = chunks_of(rank)
-        local = at - rank * shard_numel
-        chunk = int(np.searchsorted(starts, local, side="right")) - 1
-        start = local - int(starts[chunk])
-        count = min(int(numels[chunk]) - start, end - at)
-        assert count > 0, (at, rank, chunk)
-        yield Piece(rank, chunk, start, count, at - low)
-        at += count
-
-
-SLOTS = 8
-"""Sections in flight for a file."""
-
-
-ALGORITHM = "crc32c"
-"""The checksums that executors take; manifests name them."""
-
-
-def check_algorithm(algorithm: str) -> None:
-    """Refuse checksums that no executor takes. Raises: ValueError."""
-    if algorithm == "xxh3":
-        raise ValueError(
-            "the checkpoint's checksums are 'xxh3': an earlier infinity wrote it without its C "
-            "extension, and nothing here can check them; export its weights with that release "
-            "(infinity checkpoint export), and load these"
-        )
-    if algorithm != ALGORITHM:
-        raise ValueError(
-            f"the checkpoint's checksums are {algorithm!r}, which this release does not know; use "
-            "a later one"
-        )
-
-
-class DataReader:
-    """One data file, open to read. One thread uses it.
-
-    rows, sums: a manifest's; only rows of this file are asked for. flats: the manifest's. Raises:
-    AioError for a file that is missing or was cut short; ValueError for checksums that cannot be
-    checked here.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        file: FileEntry,
-        rows: npt.NDArray[np.void],
-        flats: Sequence[FlatEntry],
-        sums: npt.NDArray[np.uint32],
-        *,
-        algorithm: str,
-        backend: str = "auto",
-    ) -> None:
-        check_algorithm(algorithm)
-        with contextlib.ExitStack() as undo:
-            check_length(directory / file.name, file)
-            opened = undo.enter_context(SwapFile.existing(directory / file.name))
-            sizes = section_bytes(rows, flats)
-            largest = np.where(rows["padded"] != 0, sizes.max(axis=1), rows["run_bytes"])
-            pool = PoolSpec(SLOTS, int(largest.max(initial=4096)))
-            self._executor = open_executor(
-                [opened], small=PoolSpec(0, 0), large=pool, backend=backend
-            )
-            undo.callback(self._executor.close, drain=False)
-            self._chunks = RowChunks(self._executor, rows, flats, sums)
-            self._undo = undo.pop_all()
-
-    def fetch(self, row: int, addresses: Mapping[int, int]) -> Ticket:
-        """Start reading sections of a row to these addresses (of a padded row: up to a multiple of
-        4096). Does not block.
-
-        The ticket raises ChecksumError naming file, offset and length of what is not as it was
-        written.
-        """
-        return self._chunks.submit(row, JobKind.FETCH, addresses)
-
-    def close(self) -> None:
-        """Wait for what is in flight, and close the file."""
-        self._executor.drain()
-        self._undo.close()
-
-
-class RowChunks:
-    """The rows of a file as an executor's chunks. `ids`: of each row's sections, [rows,
-    SECTION_MAX], -1 where there is none.
-    """
-
-    def __init__(
-        self,
-        executor: Executor,
-        rows: npt.NDArray[np.void],
-        flats: Sequence[FlatEntry],
-        sums: npt.NDArray[np.uint32],
-    ) -> None:
-        self._executor = executor
-        self._sums = sums  # the executor has their address
-        self._absent = np.zeros(64, dtype=np.uint8)
-        self._padded = rows["padded"] != 0
-        self.ids: npt.NDArray[np.int32] = np.full((len(rows), SECTION_MAX), -1, dtype=np.int32)
-        sizes = section_bytes(rows, flats)
-        pieces = pieces_of(rows, flats)
-        sums_at = rows["sums_at"][:, None] + np.cumsum(pieces, axis=1) - pieces
-        for s in range(SECTION_MAX):
-            here = np.flatnonzero(self._padded & (rows["section_at"][:, s] >= 0))
-            if len(here):
-                address = sums.ctypes.data + 4 * sums_at[here, s]
-                self.ids[here, s] = executor.define(
-                    _section_records(rows[here], s, sizes[here, s], address)
-                )
-        whole = np.flatnonzero(~self._padded)
-        if len(whole):
-            ids = executor.define(self._chunk_records(rows[whole], flats))
-            self.ids[whole] = np.where(rows[whole]["section_at"] >= 0, ids[:, None], -1)
-
-    def _chunk_records(
-        self, rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]
-    ) -> npt.NDArray[np.void]:
-        """Chunks as the executor of a run wrote them. Sections that lie elsewhere are named at
-        memory that nothing reads.
-        """
-        records = np.zeros(len(rows), dtype=CHUNK)
-        for name in ("key", "generation", "numel", "file_offset", "run_bytes", "section_at"):
-            records[name] = rows[name]
-        records["piece_numel"] = PIECE_NUMEL
-        records["sums_ptr"] = self._sums.ctypes.data + 4 * rows["sums_at"]
-        for record, flat in zip(records, rows["flat"], strict=True):
-            entry = flats[flat]
-            record["format"], record["section_count"] = entry.format, len(entry.sections)
-            for s, section in enumerate(entry.sections):
-                record["itemsize"][s], record["group_numel"][s] = (
-                    section.itemsize,
-                    section.group_numel,
-                )
-                # Not in this file: the executor wants an address, and nothing is read there.
-                if record["section_at"][s] < 0:
-                    record["section_ptr"][s] = self._absent.ctypes.data
-        return records
-
-    def submit(self, row: int, kind: JobKind, addresses: Mapping[int, int]) -> Ticket:
-        """One submission for these sections of a row."""
-        padded = bool(self._padded[row])
-        jobs = np.zeros(len(addresses) if padded else 1, dtype=JOB)
-        jobs["kind"], jobs["base"] = kind, -1
-        for index, (section, address) in enumerate(addresses.items()):
-            chunk = int(self.ids[row, section])
-            assert chunk >= 0, f"row {row} has no section {section}"
-            job = jobs[index if padded else 0]
-            job["chunk"] = chunk
-            position = 0 if padded else section
-            job["mask"] |= np.uint32(1 << position)
-            job["ptr"][position] = address
-        return self._executor.submit(jobs, priority=Priority.DEMAND)
-
-
-def _section_records(
-    rows: npt.NDArray[np.void], s: int, sizes: npt.NDArray[np.int64], sums: npt.NDArray[np.int64]
-) -> npt.NDArray[np.void]:
-    """Section `s` of padded rows: `sizes` bytes each."""
-    records = np.zeros(len(rows), dtype=CHUNK)
-    records["key"], records["generation"] = rows["key"] + np.uint64(s), rows["generation"]
-    records["numel"] = records["run_bytes"] = sizes
-    records["file_offset"] = rows["file_offset"] + rows["section_at"][:, s]
-    records["format"], records["section_count"], records["piece_numel"] = Format.RAW, 1, PIECE_BYTES
-    records["section_at"] = -1
-    records["section_at"][:, 0] = 0
-    records["itemsize"][:, 0] = records["group_numel"][:, 0] = 1
-    records["sums_ptr"] = sums
-    return records
-
-
-Bytes = npt.NDArray[np.uint8]
-
 OPEN_MAX = 4
 """Data files that are open at once."""
+SLOTS = 8
+"""Sections in flight for a file."""
+ALGORITHM = "crc32c"
+"""The checksums that executors take; manifests name them."""
 
 
 class ChunkRef(NamedTuple):
@@ -524,3 +334,192 @@ class StateReader:
         at = np.cumsum(sizes) - sizes
         arrays = [memory[at[s] : at[s] + sizes[s]] for s in range(count)]
         return arrays, self._checkpoint.fetch(ref, {s: arrays[s].ctypes.data for s in wanted})
+
+
+# -- places of elements ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Elements [start, start + numel) of one chunk of a rank's shard. at: their index in the range
+    that was asked for.
+    """
+
+    rank: int
+    chunk: int
+    start: int
+    numel: int
+    at: int
+
+
+def pieces(
+    low: int, numel: int, shard_numel: int, chunks_of: Callable[[int], Chunks]
+) -> Iterator[Piece]:
+    """Yield the chunks that hold elements [low, low + numel) of a flat, in order. chunks_of: those
+    of a rank.
+    """
+    at, end = low, low + numel
+    while at < end:
+        rank = at // shard_numel
+        starts, numels = chunks_of(rank)
+        local = at - rank * shard_numel
+        chunk = int(np.searchsorted(starts, local, side="right")) - 1
+        start = local - int(starts[chunk])
+        count = min(int(numels[chunk]) - start, end - at)
+        assert count > 0, (at, rank, chunk)
+        yield Piece(rank, chunk, start, count, at - low)
+        at += count
+
+
+# -- data files ------------------------------------------------------------------------------------
+
+
+def check_algorithm(algorithm: str) -> None:
+    """Refuse checksums that no executor takes. Raises: ValueError."""
+    if algorithm == "xxh3":
+        raise ValueError(
+            "the checkpoint's checksums are 'xxh3': an earlier infinity wrote it without its C "
+            "extension, and nothing here can check them; export its weights with that release "
+            "(infinity checkpoint export), and load these"
+        )
+    if algorithm != ALGORITHM:
+        raise ValueError(
+            f"the checkpoint's checksums are {algorithm!r}, which this release does not know; use "
+            "a later one"
+        )
+
+
+class DataReader:
+    """One data file, open to read. One thread uses it.
+
+    rows, sums: a manifest's; only rows of this file are asked for. flats: the manifest's. Raises:
+    AioError for a file that is missing or was cut short; ValueError for checksums that cannot be
+    checked here.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        file: FileEntry,
+        rows: npt.NDArray[np.void],
+        flats: Sequence[FlatEntry],
+        sums: npt.NDArray[np.uint32],
+        *,
+        algorithm: str,
+        backend: str = "auto",
+    ) -> None:
+        check_algorithm(algorithm)
+        with contextlib.ExitStack() as undo:
+            check_length(directory / file.name, file)
+            opened = undo.enter_context(SwapFile.existing(directory / file.name))
+            sizes = section_bytes(rows, flats)
+            largest = np.where(rows["padded"] != 0, sizes.max(axis=1), rows["run_bytes"])
+            pool = PoolSpec(SLOTS, int(largest.max(initial=4096)))
+            self._executor = open_executor(
+                [opened], small=PoolSpec(0, 0), large=pool, backend=backend
+            )
+            undo.callback(self._executor.close, drain=False)
+            self._chunks = RowChunks(self._executor, rows, flats, sums)
+            self._undo = undo.pop_all()
+
+    def fetch(self, row: int, addresses: Mapping[int, int]) -> Ticket:
+        """Start reading sections of a row to these addresses (of a padded row: up to a multiple of
+        4096). Does not block.
+
+        The ticket raises ChecksumError naming file, offset and length of what is not as it was
+        written.
+        """
+        return self._chunks.submit(row, JobKind.FETCH, addresses)
+
+    def close(self) -> None:
+        """Wait for what is in flight, and close the file."""
+        self._executor.drain()
+        self._undo.close()
+
+
+class RowChunks:
+    """The rows of a file as an executor's chunks. `ids`: of each row's sections, [rows,
+    SECTION_MAX], -1 where there is none.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        rows: npt.NDArray[np.void],
+        flats: Sequence[FlatEntry],
+        sums: npt.NDArray[np.uint32],
+    ) -> None:
+        self._executor = executor
+        self._sums = sums  # the executor has their address
+        self._absent = np.zeros(64, dtype=np.uint8)
+        self._padded = rows["padded"] != 0
+        self.ids: npt.NDArray[np.int32] = np.full((len(rows), SECTION_MAX), -1, dtype=np.int32)
+        sizes = section_bytes(rows, flats)
+        pieces = pieces_of(rows, flats)
+        sums_at = rows["sums_at"][:, None] + np.cumsum(pieces, axis=1) - pieces
+        for s in range(SECTION_MAX):
+            here = np.flatnonzero(self._padded & (rows["section_at"][:, s] >= 0))
+            if len(here):
+                address = sums.ctypes.data + 4 * sums_at[here, s]
+                self.ids[here, s] = executor.define(
+                    _section_records(rows[here], s, sizes[here, s], address)
+                )
+        whole = np.flatnonzero(~self._padded)
+        if len(whole):
+            ids = executor.define(self._chunk_records(rows[whole], flats))
+            self.ids[whole] = np.where(rows[whole]["section_at"] >= 0, ids[:, None], -1)
+
+    def _chunk_records(
+        self, rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]
+    ) -> npt.NDArray[np.void]:
+        """Chunks as the executor of a run wrote them. Sections that lie elsewhere are named at
+        memory that nothing reads.
+        """
+        records = np.zeros(len(rows), dtype=CHUNK)
+        for name in ("key", "generation", "numel", "file_offset", "run_bytes", "section_at"):
+            records[name] = rows[name]
+        records["piece_numel"] = PIECE_NUMEL
+        records["sums_ptr"] = self._sums.ctypes.data + 4 * rows["sums_at"]
+        for record, flat in zip(records, rows["flat"], strict=True):
+            entry = flats[flat]
+            record["format"], record["section_count"] = entry.format, len(entry.sections)
+            for s, section in enumerate(entry.sections):
+                record["itemsize"][s], record["group_numel"][s] = (
+                    section.itemsize,
+                    section.group_numel,
+                )
+                # Not in this file: the executor wants an address, and nothing is read there.
+                if record["section_at"][s] < 0:
+                    record["section_ptr"][s] = self._absent.ctypes.data
+        return records
+
+    def submit(self, row: int, kind: JobKind, addresses: Mapping[int, int]) -> Ticket:
+        """One submission for these sections of a row."""
+        padded = bool(self._padded[row])
+        jobs = np.zeros(len(addresses) if padded else 1, dtype=JOB)
+        jobs["kind"], jobs["base"] = kind, -1
+        for index, (section, address) in enumerate(addresses.items()):
+            chunk = int(self.ids[row, section])
+            assert chunk >= 0, f"row {row} has no section {section}"
+            job = jobs[index if padded else 0]
+            job["chunk"] = chunk
+            position = 0 if padded else section
+            job["mask"] |= np.uint32(1 << position)
+            job["ptr"][position] = address
+        return self._executor.submit(jobs, priority=Priority.DEMAND)
+
+
+def _section_records(
+    rows: npt.NDArray[np.void], s: int, sizes: npt.NDArray[np.int64], sums: npt.NDArray[np.int64]
+) -> npt.NDArray[np.void]:
+    """Section `s` of padded rows: `sizes` bytes each."""
+    records = np.zeros(len(rows), dtype=CHUNK)
+    records["key"], records["generation"] = rows["key"] + np.uint64(s), rows["generation"]
+    records["numel"] = records["run_bytes"] = sizes
+    records["file_offset"] = rows["file_offset"] + rows["section_at"][:, s]
+    records["format"], records["section_count"], records["piece_numel"] = Format.RAW, 1, PIECE_BYTES
+    records["section_at"] = -1
+    records["section_at"][:, 0] = 0
+    records["itemsize"][:, 0] = records["group_numel"][:, 0] = 1
+    records["sums_ptr"] = sums
+    return records

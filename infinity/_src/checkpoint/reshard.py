@@ -31,7 +31,6 @@ from infinity._src.checkpoint.directory import (
 )
 from infinity._src.checkpoint.manifest import FlatEntry, Layout, dtype_of, section_bytes
 from infinity._src.checkpoint.reader import (
-    Bytes,
     Checkpoint,
     ChunkRef,
     Chunks,
@@ -52,7 +51,7 @@ from infinity._src.checkpoint.writer import (
 from infinity._src.kernels.codec import decode_sections, encode_sections
 from infinity._src.memory.layout import FlatLayout, plan_flat
 from infinity._src.memory.planner import chunk_numel_of, state_format
-from infinity._src.params.chunk_pipeline import ChunkPipeline, slab_buffers
+from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
 from infinity.aio.plan import CHUNK_NUMEL, Format, GradSection, Master, Moments, Section
 from infinity.errors import SwapFullError
 

@@ -31,13 +31,14 @@ from infinity._src.checkpoint.directory import fsync_directory, fsync_file, publ
 from infinity._src.checkpoint.load import has_master
 from infinity._src.checkpoint.manifest import dtype_of
 from infinity._src.checkpoint.metadata import buffers_of, read_buffers
-from infinity._src.checkpoint.reader import Bytes, Checkpoint, ChunkRef, SavedParam, StateReader
+from infinity._src.checkpoint.reader import Checkpoint, ChunkRef, SavedParam, StateReader
 from infinity._src.checkpoint.reshard import CHUNKS_KEPT, LOOK_AHEAD, slice_of
 from infinity._src.distributed.collectives import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.kernels.codec import decode_sections
 from infinity._src.kernels.tiles import tile_index, whole_name
 from infinity._src.optim.state_access import States
+from infinity._src.params.chunk_pipeline import Bytes
 from infinity._src.params.materialize import NamedTensors, Source
 from infinity._src.params.unit import Param, Unit
 from infinity._src.sizes import format_size, parse_size, round_up
