@@ -11,7 +11,7 @@ import torch
 
 from infinity._src.checkpoint.restore import Restored, RestoreJob
 from infinity._src.checkpoint.run_files import run_directory
-from infinity._src.checkpoint.save import Save, no_link
+from infinity._src.checkpoint.save import Save
 from infinity._src.engine import handle
 
 __all__ = ["Restored", "Save", "restore", "save"]
@@ -46,8 +46,7 @@ def save(
     of = handle(model)
     of.flush()
     kept = extra if extra is not None else of.extra
-    link = of.durable.link if of.durable is not None else no_link
-    return of.saving.begin(model, opt, directory, step=of.pipeline.steps, extra=kept, link=link)
+    return of.saving.begin(model, opt, directory, step=of.pipeline.steps, extra=kept, run=of.durable)
 
 
 def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str]) -> Restored:

@@ -87,7 +87,6 @@ class DurableRun:
         extra: Callable[[], Any],
     ) -> None:
         assert pipeline.transaction is not None, "Policy sees to it that there are two generations"
-        pipeline.transaction.durable = self
         self.files = files
         self._policy = policy = saver.policy
         self._model = model

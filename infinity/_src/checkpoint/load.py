@@ -20,7 +20,7 @@ from infinity._src.params.materialize import NamedTensors, find_buffers
 from infinity._src.params.residency import Unsharder
 from infinity._src.params.unit import Param, Unit
 from infinity._src.wording import listed
-from infinity.aio.plan import Format
+from infinity.aio import Format
 
 
 class Receiver(Protocol):

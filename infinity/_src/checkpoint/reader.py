@@ -39,9 +39,19 @@ from infinity._src.checkpoint.manifest import (
     section_bytes,
 )
 from infinity._src.params.chunk_pipeline import Bytes
-from infinity.aio import Executor, PoolSpec, Priority, Ticket, open_executor
-from infinity.aio.plan import CHUNK, JOB, PIECE_NUMEL, SECTION_MAX, Format, JobKind
-from infinity.aio.swap_file import SwapFile
+from infinity.aio import (
+    CHUNK,
+    JOB,
+    Executor,
+    Format,
+    JobKind,
+    PoolSpec,
+    Priority,
+    SwapFile,
+    Ticket,
+    open_executor,
+)
+from infinity.aio._records import PIECE_NUMEL, SECTION_MAX
 from infinity.errors import AioError
 
 Chunks = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
@@ -418,7 +428,7 @@ class DataReader:
             self._executor = open_executor(
                 [opened], small=PoolSpec(0, 0), large=pool, backend=backend
             )
-            undo.callback(self._executor.close, drain=False)
+            undo.callback(self._executor.close, wait=False)
             self._chunks = RowChunks(self._executor, rows, flats, sums)
             self._undo = undo.pop_all()
 
@@ -433,7 +443,7 @@ class DataReader:
 
     def close(self) -> None:
         """Wait for what is in flight, and close the file."""
-        self._executor.drain()
+        self._executor.wait_all()
         self._undo.close()
 
 

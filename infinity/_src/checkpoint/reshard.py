@@ -48,11 +48,12 @@ from infinity._src.checkpoint.writer import (
     remove_part,
     write_part,
 )
-from infinity._src.kernels.codec import decode_sections, encode_sections
+from infinity._src.kernels.state_codec import decode_sections, encode_sections
 from infinity._src.memory.layout import FlatLayout, plan_flat
 from infinity._src.memory.planner import chunk_numel_of, state_format
 from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
-from infinity.aio.plan import CHUNK_NUMEL, Format, GradSection, Master, Moments, Section
+from infinity.aio import Format
+from infinity.aio._records import CHUNK_NUMEL, GradSection, Master, Moments, Section
 from infinity.errors import SwapFullError
 
 CHUNKS_KEPT = 8
@@ -122,11 +123,11 @@ def convert(
     if states and source is target:
         return list(given)  # bit for bit
     if states and source.master is not Master.RAW:
-        master, moments = decode_sections(source, given)
+        master, moments = decode_sections(source, [torch.from_numpy(array) for array in given])
     else:
-        master = torch.from_numpy(given[0].copy()).view(dtype).float().numpy()
-        moments = [np.zeros_like(master) for _ in range(target.count)]
-    return [array.view(np.uint8).reshape(-1) for array in encode_sections(target, master, moments)]
+        master = torch.from_numpy(given[0].copy()).view(dtype).float()
+        moments = [torch.zeros_like(master) for _ in range(target.count)]
+    return [values.numpy().view(np.uint8) for values in encode_sections(target, master, moments)]
 
 
 def rounding(source: Format, target: Format) -> str:

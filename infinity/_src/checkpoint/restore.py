@@ -26,7 +26,7 @@ from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.checkpoint.save import Saver
 from infinity._src.config import Policy
 from infinity._src.distributed.collectives import Comm
-from infinity._src.kernels.tiles import whole_name
+from infinity._src.kernels.tiling.tiled_module import whole_name
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
 from infinity._src.params.chunk_pipeline import BUFFERS, ChunkBuffer, ChunkPipeline, spans_of

@@ -35,15 +35,16 @@ from infinity._src.checkpoint.reader import Checkpoint, ChunkRef, SavedParam, St
 from infinity._src.checkpoint.reshard import CHUNKS_KEPT, LOOK_AHEAD, slice_of
 from infinity._src.distributed.collectives import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
-from infinity._src.kernels.codec import decode_sections
-from infinity._src.kernels.tiles import tile_index, whole_name
+from infinity._src.kernels.state_codec import decode_sections
+from infinity._src.kernels.tiling.tiled_module import tile_index, whole_name
 from infinity._src.optim.state_access import States
 from infinity._src.params.chunk_pipeline import Bytes
 from infinity._src.params.materialize import NamedTensors, Source
 from infinity._src.params.unit import Param, Unit
 from infinity._src.sizes import format_size, parse_size, round_up
 from infinity._src.wording import listed
-from infinity.aio.plan import Format, Master, Moments
+from infinity.aio import Format
+from infinity.aio._records import Master, Moments
 
 INDEX = "model.safetensors.index.json"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -688,15 +689,13 @@ class ExportJob:
         form = flat.state_format
         if self._has_master(saved):
             given = [
-                slice_of(flat.sections[s], arrays[s], start, numel)
+                torch.from_numpy(slice_of(flat.sections[s], arrays[s], start, numel))
                 for s in range(form.master_count)
             ]
-            found = torch.from_numpy(
-                decode_sections(Format(form.master, Moments.FP32, 0), given)[0]
-            )
+            found = decode_sections(Format(form.master, Moments.FP32, 0), given)[0]
         else:
-            given = [slice_of(flat.sections[0], arrays[0], start, numel)]
-            found = torch.from_numpy(given[0]).view(dtype_of(flat.dtype))
+            given = [torch.from_numpy(slice_of(flat.sections[0], arrays[0], start, numel))]
+            found = given[0].view(dtype_of(flat.dtype))
         return found.to(dtype)
 
     def _sections(self) -> range:

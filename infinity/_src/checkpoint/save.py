@@ -24,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -53,8 +53,7 @@ from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.chunk_pipeline import READ_AHEAD, Bytes, ChunkPipeline, slab_buffers
 from infinity._src.params.shard_records import ShardRecords
 from infinity._src.params.unit import Flat, Param, Unit
-from infinity.aio import Executor, Priority, Ticket
-from infinity.aio.plan import JOB, JobKind
+from infinity.aio import JOB, Executor, JobKind, Priority, Ticket
 from infinity.errors import AioError, SwapFullError
 
 log = logging.getLogger("infinity")
@@ -177,18 +176,14 @@ class Snapshot:
         return self._executor.submit(job, priority=Priority.WRITEBACK)
 
 
-Link = Callable[[Path, int], "StoredStates | None"]
-"""Puts the states of a generation into a directory by second names of their files. None: they are
-to be copied.
-"""
+class Linkable(Protocol):
+    """A durable run, whose files a checkpoint may share (durable.py)."""
 
+    def link(self, directory: Path, generation: int) -> StoredStates | None:
+        """Give the newest generation's files second names in `directory`. None: it cannot be.
 
-def no_link(_directory: Path, _generation: int) -> StoredStates | None:
-    """Link nothing: the model is not of a durable run."""
-    return None
-
-
-# -- a save ----------------------------------------------------------------------------------------
+        Raises: AioError.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,9 +273,7 @@ class Saver:
         self.mode = mode
         self.executor = executor
         self._aside: Comm | None = None
-        self._snapshot: Snapshot | None = None
         self._last: Save | None = None
-        states.rest.before_write = self._before_write
 
     @property
     def flats(self) -> list[Flat]:
@@ -307,10 +300,12 @@ class Saver:
         *,
         step: int,
         extra: Any,
-        link: Link,
+        run: Linkable | None = None,
     ) -> Save:
         """Capture everything small and start copying. No update may be pending. Waits for the save
         before.
+
+        run: the durable run whose files may be linked instead.
 
         Raises: ValueError, RuntimeError; what the save before met, if nobody was told; MemoryError.
         """
@@ -337,7 +332,7 @@ class Saver:
                 raise AioError(
                     "another rank cannot save, and its error says why", path=str(target), op="write"
                 )
-            return self._start(captured, target, agreed, step, undo, link)
+            return self._start(captured, target, agreed, step, undo, run)
 
     def _start(
         self,
@@ -346,7 +341,7 @@ class Saver:
         agreed: Sequence[float],
         step: int,
         undo: contextlib.ExitStack,
-        link: Link,
+        run: Linkable | None,
     ) -> Save:
         """Start copying. agreed: the generation's number and the save's. undo: closed when
         the save has ended.
@@ -361,7 +356,7 @@ class Saver:
         snapshot = Snapshot(
             self.executor, shards, flats, captured.rows, order=self._order(), progress=line.advance
         )
-        linked, refused = _try_link(link, target, int(agreed[0]))
+        linked, refused = _try_link(run, target, int(agreed[0]))
         copies = linked is None and refused is None
         save = Save(
             target,
@@ -370,7 +365,9 @@ class Saver:
             size_bytes=size,
             copied_bytes=size if copies else 0,
         )
-        self._snapshot, self._last = snapshot if copies else None, save
+        self._last = save
+        if copies:
+            self.states.rest.guard(snapshot)
         job = _SaveJob(
             save,
             captured,
@@ -415,13 +412,8 @@ class Saver:
             job.snapshot.end()
             line.end()
             undo.close()
-            self._snapshot = None
+            self.states.rest.guard(None)
             job.handle.end(error)
-
-    def _before_write(self, flats: Sequence[Flat]) -> None:
-        snapshot = self._snapshot
-        if snapshot is not None:
-            snapshot.before_write(flats)
 
     def wait_for_last(self) -> None:
         """Block until no save is under way, however the last one ended."""
@@ -441,11 +433,13 @@ class Saver:
 
 
 def _try_link(
-    link: Link, target: Path, generation: int
+    run: Linkable | None, target: Path, generation: int
 ) -> tuple[StoredStates | None, Exception | None]:
     """Return the states that need no copying; and the error, to be raised where all ranks agree."""
+    if run is None:
+        return None, None
     try:
-        return link(target, generation), None
+        return run.link(target, generation), None
     except Exception as error:  # noqa: BLE001 - raised by `_SaveJob.save`: other ranks wait
         return None, error
 

@@ -39,7 +39,7 @@ from infinity._src.checkpoint.reader import DataReader
 from infinity._src.checkpoint.run_files import RUN_DIRECTORY, run_directory
 from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
 from infinity.aio import Ticket
-from infinity.aio.plan import PIECE_NUMEL, sum_seed
+from infinity.aio._records import PIECE_NUMEL, sum_seed
 from infinity.errors import AioError, ChecksumError
 
 

@@ -38,9 +38,8 @@ from infinity._src.checkpoint.manifest import (
     section_bytes,
 )
 from infinity._src.checkpoint.reader import ALGORITHM, SLOTS, Chunks, RowChunks
-from infinity.aio import PoolSpec, Ticket, open_executor
-from infinity.aio.plan import SECTION_MAX, JobKind
-from infinity.aio.swap_file import SwapFile
+from infinity.aio import JobKind, PoolSpec, SwapFile, Ticket, open_executor
+from infinity.aio._records import SECTION_MAX
 
 _KINDS = ("data", "buffers", "extra")
 
@@ -90,7 +89,7 @@ class DataWriter:
             self._executor = open_executor(
                 [self._file], small=PoolSpec(0, 0), large=pool, backend=backend
             )
-            undo.callback(self._executor.close, drain=False)
+            undo.callback(self._executor.close, wait=False)
             self._chunks = RowChunks(self._executor, rows, flats, self.sums)
             self._undo = undo.pop_all()
 
@@ -110,7 +109,7 @@ class DataWriter:
         """Return when all is on the drive; then `rows` and `sums` are what a manifest says. Raises
         what a write met.
         """
-        self._executor.drain()
+        self._executor.wait_all()
         self.check()  # tickets were waited for until filled only: a write may have failed since
         self._file.fsync()
         for s in range(SECTION_MAX):

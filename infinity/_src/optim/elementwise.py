@@ -34,7 +34,7 @@ from infinity._src.params.chunk_pipeline import (
 )
 from infinity._src.params.shard_records import ShardRecords
 from infinity._src.params.unit import Flat, Param
-from infinity.aio.plan import Format
+from infinity.aio import Format
 from infinity.errors import AioError
 
 PROGRESS_S = 1.0
@@ -213,7 +213,7 @@ class Elementwise(Optimizer):
         for unit in {param.unit: None for param in params}:
             unit.generation += 1
             engine.residency.discard(unit)
-        engine.pipeline.on_step(engine.pipeline.steps)
+        engine.pipeline.step_begins()
         try:
             self._run(engine, turns, numbers)
         except AioError as error:

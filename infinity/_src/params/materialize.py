@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
-from infinity._src.kernels.tiles import Place
+from infinity._src.kernels.tiling.tiled_module import Place
 from infinity._src.params.discover import find_parameters
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.wording import listed_are

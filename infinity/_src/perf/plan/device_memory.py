@@ -20,8 +20,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from infinity._src.engine import LEAVING_UNITS
 from infinity._src.hooks.activation_offload import HELD_CALLS, LEAVING_BYTES
+from infinity._src.memory.device import LEAVING_UNITS
 from infinity._src.optim.backward_update import UNITS_AHEAD
 from infinity._src.optim.device_update import AHEAD_CHUNKS
 from infinity._src.optim.grad_windows import WINDOW_UNITS
@@ -31,7 +31,8 @@ from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.placed import beside_placement
 from infinity._src.perf.plan.shape import ModelShape
 from infinity._src.sizes import MIB
-from infinity.aio.plan import Format, chunk_numel
+from infinity.aio import Format
+from infinity.aio._records import chunk_numel
 
 CUDA_BYTES = 640 * MIB
 """What a process holds of a GPU before it computes anything: context, kernels, cuBLAS workspaces (assumed)."""
