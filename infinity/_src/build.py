@@ -26,7 +26,8 @@ import torch
 
 from infinity._src.access import EngineAccess
 from infinity._src.checkpoint.durable import DurableRun
-from infinity._src.checkpoint.save import Saving
+from infinity._src.checkpoint.safetensors import with_files
+from infinity._src.checkpoint.save import Saver
 from infinity._src.config import Policy
 from infinity._src.distributed.collectives import Comm
 from infinity._src.distributed.setup import RankSetup
@@ -132,7 +133,7 @@ class OptimizerParts:
     pipeline: StepPipeline
     registry: OptimizerRegistry
     states: States
-    saving: Saving
+    saving: Saver
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +166,7 @@ def build_engine(
     """Take `model` apart and wire what offloads it. `undo` gets what closes the parts, also if this
     raises. Collective."""
     split = take_apart(model, policy, device, owner, undo)
-    source = open_source(model, load)
+    source = open_source(model, with_files(load))
     tiers = open_tiers(split, seam, owner, undo)
     fill_tiers(split, tiers, source)
     mode = choose_mode(split, tiers)
@@ -397,7 +398,7 @@ def build_optimizer(
     undo.callback(mode.close)
     pipeline.plan(split.flats)
     states = States(store, unsharder, comm, wait=access.before_write)
-    saving = Saving(
+    saving = Saver(
         states,
         units=units,
         executor=executor,

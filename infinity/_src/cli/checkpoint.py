@@ -23,18 +23,17 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from infinity._src.checkpoint.convert import Rewriting
-from infinity._src.checkpoint.export_offline import Exporting
-from infinity._src.checkpoint.listing import find_checkpoints, list_generations
 from infinity._src.checkpoint.reader import Checkpoint
+from infinity._src.checkpoint.reshard import ReshardJob
 from infinity._src.checkpoint.run_files import run_directory
-from infinity._src.checkpoint.verify import Verifying
+from infinity._src.checkpoint.safetensors import ExportJob
+from infinity._src.checkpoint.verify import VerifyJob, find_checkpoints, list_generations
 from infinity._src.cli.checkpoint_tables import show_damage, show_directory
 from infinity._src.sizes import format_size, parse_size
 from infinity.errors import InfinityError
 
-LIST_SCHEMA = "infinity._src.checkpoint.ls/1"
-VERIFY_SCHEMA = "infinity._src.checkpoint.verify/1"
+LIST_SCHEMA = "infinity.checkpoint.ls/1"
+VERIFY_SCHEMA = "infinity.checkpoint.verify/1"
 _PIPED_WIDTH = 10_000  # tables take what they need of it
 
 
@@ -68,24 +67,24 @@ def _list(options: argparse.Namespace, console: Console) -> int:
 
 def _verify(options: argparse.Namespace, console: Console) -> int:
     place = run_directory(options.directory)
-    verifying = Verifying(place, options.generation)
+    job = VerifyJob(place, options.generation)
     began = time.monotonic()
-    with _bar(console, "verifying", verifying.size_bytes) as advance:
-        damage = verifying.run(lambda _file, size: advance(size))
+    with _bar(console, "verifying", job.size_bytes) as advance:
+        damage = job.verify(lambda _file, size: advance(size))
     seconds = time.monotonic() - began
     if options.json:
         _write_json({
-            "schema": VERIFY_SCHEMA, "directory": str(place), "generation": verifying.generation,
-            "size_bytes": verifying.size_bytes, "seconds": seconds, "damage": [dataclasses.asdict(each) for each in damage],
+            "schema": VERIFY_SCHEMA, "directory": str(place), "generation": job.generation,
+            "size_bytes": job.size_bytes, "seconds": seconds, "damage": [dataclasses.asdict(each) for each in damage],
         })  # fmt: skip
         return 1 if damage else 0
-    what = f"generation {verifying.generation} of {escape(str(place))}"
+    what = f"generation {job.generation} of {escape(str(place))}"
     if damage:
         show_damage(console, damage)
         console.print(f"[bold red]Damaged:[/bold red] {what}, {_count(len(damage), 'place')}", highlight=False, soft_wrap=True)
     else:
         console.print(f"[bold green]All as it was written:[/bold green] {what}", highlight=False, soft_wrap=True)
-    console.print(_rate("read", verifying.size_bytes, seconds), highlight=False)
+    console.print(_rate("read", job.size_bytes, seconds), highlight=False)
     return 1 if damage else 0
 
 
@@ -97,9 +96,9 @@ def _export(options: argparse.Namespace, console: Console) -> int:
     dtype = getattr(torch, options.dtype) if options.dtype else None
     began = time.monotonic()
     with _opened(options) as checkpoint:
-        exporting = Exporting(checkpoint, masters=options.masters, dtype=dtype)
-        with _bar(console, "exporting", exporting.size_bytes) as advance:
-            written = exporting.run(options.out, shard_bytes_max=most, progress=advance)
+        job = ExportJob(checkpoint, masters=options.masters, dtype=dtype)
+        with _bar(console, "exporting", job.size_bytes) as advance:
+            written = job.export(options.out, shard_bytes_max=most, progress=advance)
     console.print(
         f"step {checkpoint.step} of {escape(str(checkpoint.directory))}: {_count(written.tensors, 'tensor')} in "
         f"{_count(len(written.files), 'file')} in {escape(str(options.out))}",
@@ -114,9 +113,9 @@ def _reshard(options: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--world {options.world}: give a number of ranks, 1 or more")
     began = time.monotonic()
     with _opened(options) as checkpoint:
-        rewriting = Rewriting(checkpoint, world=options.world, state=options.state)
-        with _bar(console, "resharding", rewriting.size_bytes) as advance:
-            written = rewriting.run(options.out, progress=advance)
+        job = ReshardJob(checkpoint, world=options.world, state=options.state)
+        with _bar(console, "resharding", job.size_bytes) as advance:
+            written = job.write(options.out, progress=advance)
     console.print(
         f"step {written.step} of {escape(str(checkpoint.directory))}, of {_count(checkpoint.world, 'rank')}, is in "
         f"{escape(str(options.out))} for {_count(written.world, 'rank')}; " + (written.rounded or "all states bit for bit"),

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from infinity._src.checkpoint.listing import Generation, ListedFile
-from infinity._src.checkpoint.verify import Damage
+from infinity._src.checkpoint.verify import Damage, Generation, ListedFile
 from infinity._src.sizes import format_size
 
 _LEFT = ("generation", "state", "optimizer", "whole", "file", "what", "why")
