@@ -21,10 +21,9 @@ import torch
 
 import infinity as inf
 from infinity._src.engine import offload
-from infinity._src.perf.plan.job import Job
 from infinity._src.perf.plan.machine import Machine, describe_machine
 from infinity._src.perf.plan.predict import Prediction, predict
-from infinity._src.perf.plan.shape import ModelShape, shape_of
+from infinity._src.perf.plan.workload import Job, ModelShape, shape_of
 from infinity.aio import Seam
 
 COPY_BYTES = 256 << 20

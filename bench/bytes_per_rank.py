@@ -32,12 +32,10 @@ import torch.multiprocessing as mp
 
 import infinity as inf
 from infinity._src.memory.layout import run_bytes
-from infinity._src.perf.plan.exchanges import exchanges
-from infinity._src.perf.plan.job import Job
 from infinity._src.perf.plan.machine import describe_machine
-from infinity._src.perf.plan.placed import Tiers
-from infinity._src.perf.plan.ranks import bytes_of_rank
-from infinity._src.perf.plan.shape import shape_of
+from infinity._src.perf.plan.memory import Tiers
+from infinity._src.perf.plan.ranks import bytes_of_rank, exchanges
+from infinity._src.perf.plan.workload import Job, shape_of
 from infinity._src.sizes import GIB, format_size
 
 MICRO_BATCHES = 2

@@ -13,11 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from infinity._src.bench import adam, device_copy, hardware, show, sweep
-from infinity._src.bench.limits import LIMITS
-from infinity._src.bench.plot import check_plot, draw
-from infinity._src.bench.progress import progress_bar
-from infinity._src.bench.record import check_target, make_record, write_record
+from infinity._src.bench import adam, device_copy, hardware, report, sweep
+from infinity._src.bench.reference import LIMITS
+from infinity._src.bench.report import check_plot, check_target, draw, make_record, progress_bar, write_record
 from infinity._src.bench.streams import CHUNK_BYTES
 from infinity._src.bench.swap import CHECKSUMS, SwapTask, check_directories, measure_swap
 from infinity._src.sizes import GIB, parse_size
@@ -149,8 +147,8 @@ def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     found = {**figures.as_dict(), "sweep": swept.as_dict() if swept is not None else None}
     record = make_record("swap", found, options.command, directories)
     if swept is not None:
-        show.show_sweep(console, swept)
-    show.show_swap(console, figures, record)
+        report.show_sweep(console, swept)
+    report.show_swap(console, figures, record)
     if swept is not None and options.json is not None and str(options.json) != "-":
         console.print(f'use it: Policy(io="{options.json}")', highlight=False, markup=False, soft_wrap=True)
     return record
@@ -162,7 +160,7 @@ def run_adam(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         figures = adam.measure_adam(
             threads=options.threads, rounds=options.rounds, numel=options.numel, progress=progress
         )
-    show.show_adam(console, figures)
+    report.show_adam(console, figures)
     return make_record("adam", figures.as_dict(), options.command)
 
 
@@ -170,7 +168,7 @@ def run_copy(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure, show, and return the record. Without a device that is said, and is no error."""
     with progress_bar(console) as progress:
         figures = device_copy.measure_copy(blocks=options.blocks, rounds=options.rounds, progress=progress)
-    show.show_copy(console, figures)
+    report.show_copy(console, figures)
     return make_record("copy", figures.as_dict(), options.command)
 
 

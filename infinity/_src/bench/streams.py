@@ -2,6 +2,8 @@
 
 Every drive has its own stream, so that a slow drive does not hold back a fast one, and each drive's share is seen. With one
 drive the stream runs in the calling thread.
+
+What is written: random, so that no drive can compress it, and never the same block twice, so that none can deduplicate it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from infinity import aio
 from infinity.aio import plan
 from infinity.aio.native_executor import RING_BLOCK_BYTES
 from infinity.aio.plan import piece_count
+
+# -- Chunks and streams ----------------------------------------------------------------------------
+
 
 CHUNK_BYTES = plan.CHUNK_BYTES
 """What a full chunk of the `exact` state takes (393,216 elements of 12 bytes), and so what one slot moves."""
@@ -209,3 +214,53 @@ class Streams:
 def _cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
+
+
+# -- Content of the chunks -------------------------------------------------------------------------
+
+
+_CHUNKS_PER_DRIVE = 8
+_BLOCK_WORDS = 512
+
+
+class Content:
+    """Two halves of random bytes, `half` chunks each: one is written while the other is made new.
+
+    A half is made new by XOR of every word with a random constant: as random as before, different everywhere, at the
+    speed of memory. (Making random numbers takes a core per GB/s.)
+    """
+
+    def __init__(self, drive_count: int) -> None:
+        self.half = _CHUNKS_PER_DRIVE * drive_count
+        self._slab = aio.Slab(2 * self.half * CHUNK_BYTES)
+        self._random = np.random.default_rng()
+        words = self._slab.array(np.uint64)
+        # 64 KiB of generated numbers at a time, or the first measurement would wait for a second array of this size.
+        for start in range(0, len(words), 1 << 20):
+            part = words[start : start + (1 << 20)]
+            part[:] = self._random.integers(0, 2**64, size=len(part), dtype=np.uint64)
+
+    def renew(self, half: int) -> None:
+        """Make half 0 or 1 new. Nothing may be reading it."""
+        words = self._slab.array(np.uint64, offset=half * self.half * CHUNK_BYTES, count=self.half * CHUNK_BYTES // 8)
+        words ^= self._random.integers(1, 2**64, dtype=np.uint64)
+
+    def addresses(self, half: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        """Where the chunks of a half lie."""
+        first = self._slab.address + half * self.half * CHUNK_BYTES
+        return np.arange(first, first + self.half * CHUNK_BYTES, CHUNK_BYTES, dtype=np.uint64)
+
+    @property
+    def memory(self) -> memoryview:
+        """All of it as bytes."""
+        return self._slab.memory
+
+    def close(self) -> None:
+        """Free the memory. Nothing may be reading it."""
+        self._slab.close()
+
+
+def is_hole(page: bytes | memoryview) -> bool:
+    """Whether a page is what a hole, or memory that nobody filled, reads as: every word the same."""
+    words = np.frombuffer(page, dtype=np.uint64, count=min(_BLOCK_WORDS, len(page) // 8))
+    return bool((words == words[0]).all())

@@ -11,9 +11,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from infinity._src.bench.figures import KINDS
 from infinity._src.bench.streams import CHUNK_BYTES, Streams
-from infinity._src.bench.swap import Bench, Progress, SwapTask
+from infinity._src.bench.swap import KINDS, Bench, Progress, SwapTask
 from infinity._src.sizes import KIB, MIB
 
 BLOCKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, CHUNK_BYTES)

@@ -5,21 +5,27 @@ are measured in the same run. Compute times are those of the loop less the time 
 the first forward and slows it where the CPU computes: taken as compute, that interference makes limits too high and η
 flattering, most at small batches. So one step begins with nothing pending (`StepRecord.alone`): its first forward is the
 compute term, and the step is left out of the means. Both figures are shown.
+
+The progress of a run: a bar on a terminal, plain lines elsewhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from infinity._src.perf.roofline import EXAMPLE_TBW, Compute, Drives, Limits, Moved, limits, measured_traffic
 from infinity._src.sizes import format_size
+
+# -- Figures and limits ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,3 +279,68 @@ def plot_loss(records: Sequence[StepRecord], held_out: Sequence[tuple[int, float
     axes.legend()
     figure.savefig(path, dpi=120)
     return True
+
+
+# -- Progress --------------------------------------------------------------------------------------
+
+
+class StepDisplay(Protocol):
+    """Shows steps as they end."""
+
+    def show(self, record: StepRecord) -> None:
+        """One step is done."""
+
+    def say(self, text: str) -> None:
+        """A line beside the steps."""
+
+
+@contextmanager
+def step_display(console: Console, steps: int) -> Iterator[StepDisplay]:
+    """A display for `steps` steps that fits where `console` writes."""
+    if not console.is_terminal:
+        yield _Lines(console, steps)
+        return
+    columns = (
+        TextColumn("training"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield _Bar(progress, progress.add_task("training", total=steps, figures=""))
+
+
+def describe_step(record: StepRecord) -> str:
+    """Loss, tokens/s, traffic and memory of a step, in one line."""
+    moved = record.bytes_read + record.bytes_written
+    seconds = record.step_s or float("inf")
+    parts = [f"loss {record.loss:.4f}", f"{record.tokens / seconds:.0f} tok/s"]
+    if moved:
+        parts.append(f"drive {moved / seconds / 1e9:.2f} GB/s")
+    parts.append(f"RSS {format_size(record.rss_bytes)}")
+    return "  ".join(parts)
+
+
+class _Bar:
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+
+    def show(self, record: StepRecord) -> None:
+        self._progress.update(self._task, completed=record.step, figures=describe_step(record))
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False, soft_wrap=True)
+
+
+class _Lines:
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+
+    def show(self, record: StepRecord) -> None:
+        self.say(f"step {record.step}/{self._steps}  {describe_step(record)}  {record.step_s:.2f} s")
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)

@@ -7,7 +7,7 @@ The loop is what a user would write; around it are only measurements. Results in
     loss.png        training and held-out loss (needs matplotlib)
     *.safetensors, config.json, tokenizer ...: the trained model; from_pretrained(out) loads it
 
-On several ranks (torchrun; `infinity._src.cli.joining`) each trains on its rows of a batch that is as many times larger, so that N
+On several ranks (torchrun; `infinity._src.cli.torchrun`) each trains on its rows of a batch that is as many times larger, so that N
 ranks with --batch 1 do what one does with --batch N. What is told of one rank (traffic, memory, times) is told of rank 0.
 """
 
@@ -36,9 +36,17 @@ from infinity._src.bench.swap import SwapTask, measure_swap
 from infinity._src.cli import hf_model
 from infinity._src.cli.arguments import parse_resident
 from infinity._src.cli.corpus import Corpus, build_corpus
-from infinity._src.cli.display import StepDisplay, step_display
-from infinity._src.cli.joining import Joined, joined
-from infinity._src.cli.report import StepRecord, Summary, plot_loss, show_summary, steady, step_limits
+from infinity._src.cli.report import (
+    StepDisplay,
+    StepRecord,
+    Summary,
+    plot_loss,
+    show_summary,
+    steady,
+    step_display,
+    step_limits,
+)
+from infinity._src.cli.torchrun import Joined, joined
 from infinity._src.memory.planner import state_format
 from infinity._src.perf.roofline import AtRest, Drives
 from infinity._src.sizes import MIB

@@ -16,11 +16,9 @@ import pytest
 
 from infinity import aio
 from infinity._src.bench import command, hardware
-from infinity._src.bench.content import Content, is_hole
-from infinity._src.bench.figures import PhaseFigures, Spread
-from infinity._src.bench.limits import Fio, open_limit, why_no_fio
-from infinity._src.bench.streams import CHUNK_BYTES, Sample
-from infinity._src.bench.swap import Bench, SwapTask, measure_swap
+from infinity._src.bench.reference import Fio, open_limit, why_no_fio
+from infinity._src.bench.streams import CHUNK_BYTES, Content, Sample, is_hole
+from infinity._src.bench.swap import Bench, PhaseFigures, Spread, SwapTask, measure_swap
 from infinity._src.config import Policy
 from infinity._src.sizes import MIB
 from infinity.errors import AioError, ChecksumError
@@ -283,7 +281,7 @@ _LONG_FIO = """
 import sys
 from pathlib import Path
 from infinity import aio
-from infinity._src.bench.limits import Fio
+from infinity._src.bench.reference import Fio
 
 class Long(Fio):
     def command(self, kind, seconds):

@@ -21,11 +21,14 @@ transformers = pytest.importorskip("transformers")
 import infinity as inf  # noqa: E402
 from infinity._src.cli.plan import read_shape  # noqa: E402
 from infinity._src.perf.plan.changes import fewest_micro_batches, one_change, where_updates_run  # noqa: E402
-from infinity._src.perf.plan.device_memory import gpu_need, least_need, ways_to_fit  # noqa: E402
-from infinity._src.perf.plan.job import Job  # noqa: E402
 from infinity._src.perf.plan.machine import Machine, describe_machine  # noqa: E402
+from infinity._src.perf.plan.memory import gpu_need, least_need, ways_to_fit  # noqa: E402
 from infinity._src.perf.plan.predict import EFFICIENCY, predict  # noqa: E402
-from infinity._src.perf.plan.shape import ModelShape, shape_of  # noqa: E402
+from infinity._src.perf.plan.workload import (  # noqa: E402
+    Job,
+    ModelShape,
+    shape_of,
+)
 from infinity._src.perf.roofline import Moved, turning_bytes_max  # noqa: E402
 from infinity._src.perf.step_report import StepTerms  # noqa: E402
 from infinity._src.sizes import GIB, MIB  # noqa: E402

@@ -17,10 +17,15 @@ transformers = pytest.importorskip("transformers")
 
 import infinity as inf  # noqa: E402
 from infinity._src.perf.plan.changes import fewest_micro_batches, one_change  # noqa: E402
-from infinity._src.perf.plan.job import Job  # noqa: E402
 from infinity._src.perf.plan.machine import Machine, describe_machine  # noqa: E402
 from infinity._src.perf.plan.predict import predict  # noqa: E402
-from infinity._src.perf.plan.shape import FlatShape, ModelShape, UnitShape, shape_of  # noqa: E402
+from infinity._src.perf.plan.workload import (  # noqa: E402
+    FlatShape,
+    Job,
+    ModelShape,
+    UnitShape,
+    shape_of,
+)
 from infinity._src.sizes import GIB, MIB, parse_size  # noqa: E402
 from tests import models  # noqa: E402
 

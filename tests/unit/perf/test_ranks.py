@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from infinity._src.kernels.comm_codec import wire_bytes
 from infinity._src.memory.layout import plan_flat
 from infinity._src.perf.plan.changes import one_change
-from infinity._src.perf.plan.exchanges import Exchanges, exchanges
-from infinity._src.perf.plan.job import Job
 from infinity._src.perf.plan.machine import Machine, describe_machine
-from infinity._src.perf.plan.placed import Tiers
+from infinity._src.perf.plan.memory import Tiers
 from infinity._src.perf.plan.predict import predict
-from infinity._src.perf.plan.ranks import bytes_of_rank, stages
-from infinity._src.perf.plan.shape import FlatShape, ModelShape, UnitShape
+from infinity._src.perf.plan.ranks import Exchanges, bytes_of_rank, exchanges, stages
+from infinity._src.perf.plan.workload import FlatShape, Job, ModelShape, UnitShape
 from infinity._src.sizes import GIB
 
 

@@ -6,11 +6,10 @@ import dataclasses
 from typing import Any
 
 from infinity._src.perf.pcie import UPDATES_ON
-from infinity._src.perf.plan.device_memory import gpu_need, loss_tiles, ways_to_fit
-from infinity._src.perf.plan.job import Job
 from infinity._src.perf.plan.machine import Machine
+from infinity._src.perf.plan.memory import gpu_need, loss_tiles, ways_to_fit
 from infinity._src.perf.plan.predict import Prediction, predict
-from infinity._src.perf.plan.shape import ModelShape
+from infinity._src.perf.plan.workload import Job, ModelShape
 
 MICRO_BATCHES_MAX = 1024
 

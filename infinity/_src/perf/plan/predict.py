@@ -10,12 +10,18 @@ from collections.abc import Mapping
 
 from infinity._src.memory.placement import Plan
 from infinity._src.perf.pcie import UPDATES_ON, Copied, Copies, Held, Link, Spent, copies, dram_s
-from infinity._src.perf.plan.device_memory import Need, gpu_need, least_need, ways_to_fit
-from infinity._src.perf.plan.exchanges import Exchanges, exchanges
-from infinity._src.perf.plan.job import Job
 from infinity._src.perf.plan.machine import Machine
-from infinity._src.perf.plan.placed import beside_placement, place, rests
-from infinity._src.perf.plan.shape import ModelShape
+from infinity._src.perf.plan.memory import (
+    Need,
+    beside_placement,
+    gpu_need,
+    least_need,
+    place,
+    rests,
+    ways_to_fit,
+)
+from infinity._src.perf.plan.ranks import Exchanges, exchanges
+from infinity._src.perf.plan.workload import Job, ModelShape
 from infinity._src.perf.roofline import (
     AtRest,
     Compute,

@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from infinity import aio
-from infinity._src.bench.content import Content
-from infinity._src.bench.streams import Sample
+from infinity._src.bench.streams import Content, Sample
 from infinity.errors import AioError
 
 LIMITS = ("auto", "fio", "probe", "off")
