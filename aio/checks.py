@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.aio import plan
-from infinity.aio.executor import MASK_DEVICE, MASK_GIVEN, MASK_MOVE_ONLY, PoolSpec
+from infinity.aio.executor import PoolSpec
 from infinity.errors import (
     AioCancelledError,
     AioClosedError,
@@ -249,27 +249,6 @@ def versions_refused(what: str, *, irrevocable: bool) -> str:
     return f"cannot {what}: a chunk has pending jobs, or is not defined{more}"
 
 
-def section_file_at(chunk: Any, section: int, *, other: bool = False) -> int:
-    """Where a section that is not resident lies on the drive: at the live place or the other one. Gradients have one place."""
-    if is_versioned(chunk) and section == grad_section(chunk):
-        return int(chunk["grad_offset"])
-    return int(chunk["other_offset" if other else "file_offset"]) + int(chunk["section_at"][section])
-
-
-def section_file(chunk: Any, section: int, *, other: bool = False) -> int:
-    """Which of the drive's files a section that is not resident lies in, at the live place or the other one."""
-    if is_versioned(chunk) and section == grad_section(chunk):
-        return int(chunk["grad_file"])
-    return int(chunk["other_file" if other else "file"])
-
-
-def files_of(chunk: Any) -> set[int]:
-    """The files of its drive that a chunk has a place in."""
-    if chunk["drive"] < 0:
-        return set()
-    return {int(chunk["file"]), *((int(chunk["other_file"]), int(chunk["grad_file"])) if is_versioned(chunk) else ())}
-
-
 def is_versioned(chunk: Any) -> bool:
     """Whether a CHUNK record has a second place."""
     return bool(chunk["other_bytes"] > 0 or chunk["other_ptr"].any())
@@ -278,43 +257,3 @@ def is_versioned(chunk: Any) -> bool:
 def grad_section(chunk: Any) -> int:
     """The index of the section of spilled gradients of a CHUNK record; -1: there is none."""
     return int(chunk["section_count"]) - 1 if int(chunk["format"]) >> 24 else -1
-
-
-def slot_bytes(chunk: Any, kind: int, mask: int) -> int:
-    """Bytes of slot that a job on the chunk takes."""
-    total = 0
-    whole = kind == plan.JobKind.UPDATE or (kind == plan.JobKind.STORE and is_versioned(chunk))
-    for section in range(int(chunk["section_count"])):
-        used = whole or mask >> section & 1
-        if used and chunk["section_at"][section] >= 0:
-            total += align_up(section_bytes(chunk, section))
-    return total
-
-
-def job_wrong(
-    job: Any, chunk: Any | None, seg_count: int, base_count: int | None, slot_bytes_max: int
-) -> int:
-    """Key of JOB_WRONG, or 0. `base_count`: of the gate; None without one."""
-    if int(job["mask"]) & MASK_DEVICE and int(job["kind"]) in (plan.JobKind.FETCH, plan.JobKind.STORE, plan.JobKind.UPDATE):
-        return 10
-    if chunk is None:
-        return 1
-    kind, mask, base = int(job["kind"]), int(job["mask"]), int(job["base"])
-    if kind not in (plan.JobKind.FETCH, plan.JobKind.STORE, plan.JobKind.UPDATE):
-        return 2
-    update = kind == plan.JobKind.UPDATE
-    if mask & MASK_GIVEN and not (update and job["ptr"][1]):
-        return 9
-    sections = mask & ~MASK_MOVE_ONLY
-    if not update and (sections == 0 or sections >> int(chunk["section_count"])):
-        return 3
-    if base < -1 or (base >= 0 and (base_count is None or base >= base_count)):
-        return 4
-    if kind == plan.JobKind.STORE and base >= 0:
-        return 6
-    if update and int(chunk["format"]) == plan.Format.RAW:
-        return 8
-    first, count = int(job["seg_first"]), int(job["seg_count"])
-    if update and (first < 0 or count < 0 or first + count > seg_count):
-        return 5
-    return 7 if slot_bytes(chunk, kind, mask) > slot_bytes_max else 0

@@ -71,11 +71,6 @@ class DeviceDriver:
             return "an error that it has no name for"
         return text.value.decode(errors="replace")
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes that `pin` holds."""
-        return sum(self._pinned.values())
-
     def pin(self, address: int, size_bytes: int) -> None:
         """Pin a range of host memory, so that copies from and to it run at full speed and beside kernels. Blocks.
 

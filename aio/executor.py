@@ -215,12 +215,12 @@ class Executor(Protocol):
 
     @property
     def backend(self) -> str:
-        """One of "io_uring", "threads" (both native) and "python"."""
+        """Either "io_uring" or "threads"."""
         ...
 
     @property
     def backend_reason(self) -> str:
-        """Why this backend and not the one before it in io_uring > threads > python; "" if it is the best one."""
+        """Why this is not io_uring, the best backend; "" if it is."""
         ...
 
     @property

@@ -32,15 +32,6 @@ CANCEL_S = 30.0
 """How long `close` waits for requests that the drive has before it leaves their memory alone for ever."""
 
 
-def load_native() -> tuple[Any, Any]:
-    """(ffi, lib) of the compiled extension. Raises ImportError when it was not built, or INFINITY_NO_NATIVE=1 hides it."""
-    if os.environ.get("INFINITY_NO_NATIVE") == "1":
-        raise ImportError("INFINITY_NO_NATIVE=1 hides the native extension")
-    from infinity._native import ffi, lib
-
-    return ffi, lib
-
-
 class Core:
     """The C executor and what must not outlive or precede it. `address`: of the C object, for the quick calls."""
 
@@ -103,7 +94,7 @@ class Core:
         self.stopped = True
 
     def fault_record(self, record: Any) -> checks.FaultRecord:
-        """An inf_fault as the record that all executors share."""
+        """An inf_fault as a record."""
         return checks.FaultRecord(
             kind=record.kind,
             op=record.op,

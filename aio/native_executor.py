@@ -11,10 +11,11 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from infinity._src import native
 from infinity.aio import checks, drive_limits, memory_limits, numa_node, plan
 from infinity.aio.device import DeviceDriver
 from infinity.aio.executor import SPAN, Gate, PoolSpec, Priority, Seam, spans_empty
-from infinity.aio.native_core import Core, NativeGate, NativeTicket, load_native, load_uring
+from infinity.aio.native_core import Core, NativeGate, NativeTicket, load_uring
 from infinity.aio.native_stats import drive_stats, registered_reason
 from infinity.aio.stats import ExecutorStats
 from infinity.aio.swap_file import SwapFile
@@ -70,7 +71,7 @@ class NativeExecutor:
     backend: "io_uring" (one ring and thread per drive) or "threads" (`threads_per_drive` of them with pread and pwrite).
     block_bytes: the longest request; None: 1 MiB for rings, whole runs (up to 16 MiB) for threads, which have one request
     each. It and `depth` are fitted to what each drive takes.
-    Raises OSError when the backend cannot be had here, ImportError when the extension was not built, MemoryError when the
+    Raises OSError when the backend cannot be had here, ImportError when the extension is missing, MemoryError when the
     pools do not fit what the machine or its cgroup leaves. Use `infinity.aio.open_executor`, which steps down.
     """
 
@@ -106,7 +107,7 @@ class NativeExecutor:
             )
         if len(depths) < len(drives):
             raise ValueError(f"depth={depths}: one number for each of {len(drives)} drives")
-        ffi, lib = load_native()
+        ffi, lib = native.load()
         self.backend = backend
         self.backend_reason = backend_reason
         if uring:

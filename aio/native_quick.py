@@ -11,6 +11,8 @@ import ctypes
 from functools import lru_cache
 from typing import Any
 
+from infinity._src import native
+
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 #: name in C without "inf_" -> (result, arguments)
@@ -49,7 +51,8 @@ class Quick:
 
 @lru_cache(maxsize=1)
 def load_quick() -> Quick:
-    """The calls of the compiled extension. Raises ImportError when it was not built."""
+    """The calls of the compiled extension. Raises ImportError when it is missing."""
+    native.load()
     from infinity import _native
 
     return Quick(_native.__file__)

@@ -12,7 +12,7 @@ import logging
 import os
 from dataclasses import dataclass
 
-from infinity.aio.native_core import load_native
+from infinity._src import native
 
 log = logging.getLogger("infinity.aio")
 
@@ -52,7 +52,7 @@ def prefer(address: int, size_bytes: int) -> None:
     if _chosen is None:
         return
     try:
-        _, lib = load_native()
+        _, lib = native.load()
     except ImportError:
         report(-errno.ENOSYS)
         return
@@ -65,7 +65,7 @@ def report(error: int) -> None:
         return
     _logged.add(error)
     why = {
-        -errno.ENOSYS: "the native extension is not built, or the kernel knows no NUMA",
+        -errno.ENOSYS: "the C extension is missing, or the kernel knows no NUMA",
         -errno.ENODEV: "this process may not run on any of its CPUs",
     }.get(error, os.strerror(-error))
     log.warning(

@@ -1,4 +1,4 @@
-"""Choosing an executor: io_uring, else native threads, else Python; each step down is logged once and kept as the reason."""
+"""Opens the best executor there is: io_uring, else threads. A step down is logged once and kept as the reason."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from infinity.aio.executor import Executor, PoolSpec, Seam
 from infinity.aio.native_executor import NativeExecutor
-from infinity.aio.python_executor import Kernel, PythonExecutor
 from infinity.aio.swap_file import SwapFile
 
 log = logging.getLogger("infinity.aio")
 
-BACKENDS = ("auto", "io_uring", "threads", "python")
+BACKENDS = ("auto", "io_uring", "threads")
 _logged: set[str] = set()
 
 
@@ -34,24 +33,20 @@ def open_executor(
     depth: int | Sequence[int] = 32,
     hold_s: float = 0.02,
     seam: Seam | None = None,
-    kernel: Kernel | None = None,
 ) -> Executor:
-    """The best executor there is here, or the one that `backend` names.
+    """Open the best executor there is here, or the one that `backend` names.
 
     `drives`: open swap files, which must stay open until `close`. `small`, `large`: the pools. `workers`: threads that verify,
     update and copy. `verify`: "full", "sample" or "off" (checks.VERIFY). `block_bytes`: the longest request (None: what suits
     the backend), `depth`: how many of them a drive has at most, one number or one for each drive; both are fitted to the drive.
-    `hold_s`: idle time after which closed gates escape. `kernel`: does updates where the native extension is missing; without
-    it such an executor refuses them.
-    Raises ValueError for an unknown backend, OSError when a named one cannot be had ("auto" steps down instead),
-    MemoryError when the pools do not fit.
+    `hold_s`: idle time after which closed gates escape.
+    Raises ImportError when the C extension is missing, ValueError for an unknown backend, OSError when a named one cannot
+    be had ("auto" steps down from io_uring to threads instead), MemoryError when the pools do not fit.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
     reasons: list[str] = []
     for name in ("io_uring", "threads") if backend == "auto" else (backend,):
-        if name == "python":
-            break
         try:
             return NativeExecutor(
                 drives,
@@ -66,21 +61,9 @@ def open_executor(
                 seam=seam,
                 backend_reason="; ".join(reasons),
             )
-        except (OSError, ImportError) as error:
+        except OSError as error:
             if backend != "auto":
                 raise OSError(f"I/O backend {backend!r} was asked for and cannot be had: {error}") from error
             reasons.append(f"no {name} backend: {error}")
             _step_down(reasons[-1])
-            if isinstance(error, ImportError):
-                break  # no native code at all
-    return PythonExecutor(
-        drives,
-        small=small,
-        large=large,
-        verify=verify,
-        workers=workers,
-        hold_s=hold_s,
-        seam=seam,
-        kernel=kernel,
-        backend_reason="; ".join(reasons),
-    )
+    raise OSError(f"no I/O backend can be had here: {'; '.join(reasons)}")

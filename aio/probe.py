@@ -13,10 +13,11 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity._src import native
 from infinity.aio.drive_limits import DriveLimits, direct_alignments, limits_of
 from infinity.aio.executor import PoolSpec
 from infinity.aio.mounts import file_system_type
-from infinity.aio.native_core import load_native, load_uring
+from infinity.aio.native_core import load_uring
 from infinity.aio.opening import open_executor
 from infinity.aio.slab import HUGE_PAGE_BYTES, Slab
 from infinity.aio.swap_file import SwapFile
@@ -91,12 +92,12 @@ class ExecutorProbe:
 
 
 def probe_engine() -> EngineProbe:
-    """Try the native extension, a ring, and huge pages."""
+    """Try the C extension, a ring, and huge pages."""
     native_reason, ring_reason = "", ""
     try:
-        ffi, lib = load_native()
+        ffi, lib = native.load()
     except ImportError as error:
-        native_reason = ring_reason = f"the native extension is not built: {error}"
+        native_reason = ring_reason = str(error)
     else:
         try:
             load_uring(ffi, lib)
@@ -208,7 +209,7 @@ def probe_executor(path: str | os.PathLike[str], *, small: PoolSpec, large: Pool
                 stats = executor.stats()
             finally:
                 executor.close(drain=False)
-    except (MemoryError, ValueError, OSError) as error:
+    except (ImportError, MemoryError, ValueError, OSError) as error:
         return ExecutorProbe(error=str(error))
     return ExecutorProbe(
         backend=stats.backend,

@@ -18,7 +18,7 @@ log = logging.getLogger("infinity.aio")
 
 BLOCK_BYTES_MAX = 1 << 30
 DEPTH_MAX = 4096
-ENGINES = ("io_uring", "threads", "python")
+ENGINES = ("io_uring", "threads")
 
 _logged: set[str] = set()
 
@@ -34,7 +34,7 @@ class IoSettings:
     bandwidths: for each directory (absolute) the measured (read, write) of its drive in bytes per second; ranks that share one
         have equal parts. Where all directories of a policy are in it, they share the data in this proportion; else it is
         measured at set-up.
-    backend: the one that `block_bytes` was measured with ("io_uring", "threads" or "python"); another takes what suits it.
+    backend: the one that `block_bytes` was measured with ("io_uring" or "threads"); another takes what suits it.
         None: `block_bytes` is for any.
 
     Raises: ValueError naming field, value and fix.
@@ -106,7 +106,7 @@ class IoSettings:
         used = backend
         if backend == "auto":
             found = probe_engine()
-            used = "io_uring" if found.io_uring else "threads" if found.native else "python"
+            used = "io_uring" if found.io_uring else "threads"
         if used == self.backend:
             return self
         text = (

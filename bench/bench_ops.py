@@ -1,7 +1,7 @@
 """How fast the Triton kernels are beside torch's best, on a GPU.
 
     python bench/bench_ops.py                           # a table
-    python bench/bench_ops.py --ops update unscale_norm
+    python bench/bench_ops.py --ops update tile_matmul
     python bench/bench_ops.py --json                    # one JSON line
     python bench/bench_ops.py --append                  # and one line to bench/results/ops.jsonl
     python bench/bench_ops.py --smoke                   # tiny and fast: only shows that everything runs
@@ -21,7 +21,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,10 @@ import torch
 
 from infinity._src.kernels import choice
 from infinity._src.kernels import loss_tiles as heads
-from infinity._src.kernels import quant_matmul as quantized
 from infinity._src.kernels import tile_matmul as tiles
 from infinity._src.kernels.adamw import hyper_row
 from infinity._src.kernels.chunk_update import UpdatePlan
 from infinity._src.kernels.quantize import Quantized, dequantize, quantize
-from infinity._src.kernels.unscale_norm import unscale_norm
 from infinity.aio.plan import HYPER, QUANT_GROUP, SEG, Format, Master, Moments, chunk_numel
 
 FLUSH_BYTES = 256 << 20
@@ -115,31 +112,6 @@ def linear_cross_entropy(device: torch.device, smoke: bool) -> Iterator[Case]:
         yield Case("linear_cross_entropy", what, traffic, arms, 2 * rows * features * columns)
 
 
-def quant_matmul(name: str, device: torch.device, smoke: bool) -> Iterator[Case]:
-    """From weights at rest, and the input gradient. The bound is the product with a bf16 weight that is there already."""
-    for rows, inner, outer in product_sizes(smoke):
-        bits = [torch.randint(-127, 128, (outer, inner), device=device, dtype=torch.int8) for _ in range(2)]
-        dense = torch.randn((outer, inner), device=device).to(torch.bfloat16)
-        weight: quantized.Weight = quantized.CompactWeight(dense.view(torch.int16), bits[1])
-        if name == "int8_matmul":
-            group = 32 if smoke else 128
-            scales = torch.rand((outer, inner // group), device=device).to(torch.bfloat16)
-            weight = quantized.Int8Weight(bits[0], scales, group)
-        at_rest = sum(part.numel() * part.element_size() for part in weight[:2])
-        for form, transposed in (("forward", False), ("input gradient", True)):
-            x = torch.randn((rows, outer if transposed else inner), device=device).to(torch.bfloat16)
-
-            def run(x: torch.Tensor = x, weight: quantized.Weight = weight, transposed: bool = transposed) -> torch.Tensor:
-                return quantized.multiply(name, x, weight, transposed=transposed)
-
-            def bound(x: torch.Tensor = x, dense: torch.Tensor = dense, transposed: bool = transposed) -> torch.Tensor:
-                return x @ (dense if transposed else dense.t())
-
-            arms = {**both(name, run), "bound: bf16 weight": bound}
-            what = f"{form} {rows} x {inner} x {outer}"
-            yield Case(name, what, at_rest + 2 * rows * (inner + outer), arms, 2 * rows * inner * outer)
-
-
 def _large(device: torch.device) -> bool:
     """Whether there is room for the references' many copies of large values; on a consumer's GPU there is not."""
     return device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > 40e9
@@ -202,35 +174,12 @@ def update(device: torch.device, smoke: bool) -> Iterator[Case]:
         yield Case("update", f"AdamW, {name}, a chunk of {numel:,}", traffic, arms)
 
 
-def unscale(device: torch.device, smoke: bool) -> Iterator[Case]:
-    """A gradient before it leaves. "torch" sums in the same order; "torch plain" in its own, as one would write it."""
-    sizes = [(4096, 4096), (4096, 14336), (128256, 4096)]
-    for shape in [(1 << 10, 16)] if smoke else sizes if _large(device) else sizes[:1]:
-        for source, target in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
-            grad = torch.randn(shape, device=device).to(source)
-            out = torch.empty(shape, dtype=target, device=device)
-
-            def run(grad: torch.Tensor = grad, out: torch.Tensor = out) -> object:
-                return unscale_norm(grad, out, factor=1 / 1024)
-
-            def plain(grad: torch.Tensor = grad, out: torch.Tensor = out) -> object:
-                torch.mul(grad, 1 / 1024, out=out)
-                return torch.linalg.vector_norm(out, dtype=torch.float32), torch.isfinite(out).all()
-
-            what = f"{shape[0]:,} x {shape[1]:,} {str(source)[6:]} to {str(target)[6:]}"
-            traffic = grad.nbytes + out.nbytes
-            yield Case("unscale_norm", what, traffic, {**both("unscale_norm", run), "torch plain": plain})
-
-
 CASES: dict[str, Callable[[torch.device, bool], Iterator[Case]]] = {
     "tile_matmul": tile_matmul,
     "linear_cross_entropy": linear_cross_entropy,
-    "int8_matmul": partial(quant_matmul, "int8_matmul"),
-    "compact_matmul": partial(quant_matmul, "compact_matmul"),
     "group_quantize": group_quantize,
     "group_dequantize": group_dequantize,
     "update": update,
-    "unscale_norm": unscale,
 }
 """Operation -> its cases on a device; the second argument asks for tiny ones."""
 

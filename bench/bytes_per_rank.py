@@ -210,7 +210,7 @@ def differs(row: dict[str, Any]) -> bool:
 
 
 def as_markdown(rows: list[dict[str, Any]], params: int) -> str:
-    """The README's table: what rank 0 counted, in bytes for each parameter of the model."""
+    """The table of docs/performance.md: what rank 0 counted, in bytes for each parameter of the model."""
     short = {"parameters gathered, at most": "gathered", "parameters on the device": "parameters", "optimizer states": "optimizer",
              "parameters at rest": "parameters", "whole sums of gradients": "whole sums", "shards kept on the device": "kept shards",
              "the node's copy (hpZ)": "the node's copy", "errors fed back (qgZ)": "errors"}  # fmt: skip
@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=1021)
     parser.add_argument("--only", type=harness.some_of(CASES), default=list(CASES), metavar="CASE,CASE")
-    parser.add_argument("--markdown", action="store_true", help="print the README's table instead")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/performance.md instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append a record")
     args = parser.parse_args(argv)
     if args.dir is None:

@@ -1,23 +1,33 @@
 """Builds the cffi extension `infinity._native` from native/*.c and native/*.cdef.h.
 
-Two ways, one description: `python native/build_native.py` puts infinity/_native.abi3.so into the source tree;
-pip runs the `build_ext` class below (pyproject.toml: [[tool.setuptools.ext-modules]] and [tool.setuptools.cmdclass]).
+Two ways, one description: `python native/build_native.py` puts infinity/_native.abi3.so into the
+source tree; pip runs the `build_ext` class below (pyproject.toml: [[tool.setuptools.ext-modules]]
+and [tool.setuptools.cmdclass]). `python native/build_native.py requires` prints the packages that a
+build needs on this machine.
 
-Environment: CC; INFINITY_REQUIRE_NATIVE=1 turns a failed build into an error; INFINITY_WERROR=1 makes warnings errors;
+Compiler: CC if it is set, else the system's if it works, else clang from the wheel `ziglang`.
+
+Environment: CC (`CC=zig`: that of the wheel); INFINITY_WERROR=1 makes warnings errors;
 INFINITY_SANITIZE=address,undefined (or thread) builds with those sanitizers.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import platform
+import shlex
 import shutil
+import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from setuptools import Distribution, Extension
 from setuptools.command.build_ext import build_ext as _build_ext
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent.parent
 NATIVE = ROOT / "native"
@@ -26,6 +36,12 @@ GLUE = "_native_glue.c"
 
 LIMITED_API = "0x030A0000"
 """Python 3.10: one abi3 file serves every later version."""
+
+REQUIRES = ("cffi>=1.17",)
+ZIGLANG = "ziglang>=0.15"
+
+GLIBC = "2.28"
+"""The oldest glibc that what zig links must run on: torch's own wheels ask for that one."""
 
 # -ffp-contract=off: no FMA, so that every instruction set rounds alike. -fno-math-errno: without it sqrt stays scalar.
 COMPILE_FLAGS = (
@@ -39,6 +55,65 @@ COMPILE_FLAGS = (
     "-Wextra",
 )
 LINK_FLAGS = ("-pthread", "-ldl", "-lm")
+
+# A program that fails to link where a compiler came without libc's headers or a linker.
+PROBE = '#include <pthread.h>\n#include <stdio.h>\nint main(void) { return puts("") < 0; }\n'
+
+
+def _works(command: str) -> bool:
+    """Whether a compiler makes a program."""
+    words = shlex.split(command)
+    if not words or shutil.which(words[0]) is None:
+        return False
+    with tempfile.TemporaryDirectory(prefix="infinity-probe-") as temp:
+        source = Path(temp, "probe.c")
+        source.write_text(PROBE)
+        compile_it = [*words, str(source), "-o", str(Path(temp, "probe"))]
+        return subprocess.run(compile_it, capture_output=True, check=False).returncode == 0
+
+
+def system_compiler() -> str | None:
+    """Return the command of the system's C compiler; None: there is none, or CC asks for zig's.
+
+    A CC that does not work is returned all the same: its error is the user's to see.
+    """
+    chosen = os.environ.get("CC")
+    if chosen:
+        return None if chosen == "zig" else chosen
+    # The compiler that built this Python comes first: its flags are those that setuptools adds.
+    commands = (sysconfig.get_config_var("CC") or "cc", "cc", "gcc", "clang")
+    return next((command for command in commands if _works(command)), None)
+
+
+def zig_command() -> list[str]:
+    """Return the command of the C compiler in the wheel `ziglang`.
+
+    Raises: CompileError when that is not installed.
+    """
+    if importlib.util.find_spec("ziglang") is None:
+        raise CompileError(
+            f"{MODULE} needs a C compiler: neither cc nor gcc nor clang makes a program here, and "
+            f"the package ziglang is not installed; pip install '{ZIGLANG}', or install gcc and "
+            "libc6-dev, or set CC"
+        )
+    # A target, also on its own machine: without one zig compiles for this processor only, and
+    # against this machine's glibc.
+    target = f"{platform.machine()}-linux-gnu.{GLIBC}"
+    return [sys.executable, "-m", "ziglang", "cc", "-target", target]
+
+
+def compiler_command() -> list[str]:
+    """Return the compiler of a build on this machine, ready for arguments; tests build with it too.
+
+    Raises: CompileError when there is none.
+    """
+    system = system_compiler()
+    return shlex.split(system) if system else zig_command()
+
+
+def requires() -> list[str]:
+    """Return what must be installed beside setuptools before a build on this machine."""
+    return [*REQUIRES, *([] if system_compiler() else [ZIGLANG])]
 
 
 def cdef_text() -> str:
@@ -103,20 +178,46 @@ class build_ext(_build_ext):  # noqa: N801 - setuptools' name
         """What a source distribution must carry; setuptools asks. No MANIFEST.in is needed for it."""
         return [f"native/{file.name}" for file in sorted(NATIVE.glob("*.[ch]")) + sorted(NATIVE.glob("*.py"))]
 
+    def run(self) -> None:
+        """Choose the compiler before setuptools asks for CC."""
+        header = Path(sysconfig.get_path("include"), "Python.h")
+        if not header.exists():
+            raise CompileError(
+                f"{header} is missing: install the headers of this Python (Debian: apt-get install "
+                f"python{sys.version_info[0]}.{sys.version_info[1]}-dev)"
+            )
+        system = system_compiler()
+        self._zig = None if system else zig_command()
+        if system:
+            os.environ["CC"] = system
+        super().run()
+
+    def build_extensions(self) -> None:
+        """Put zig in the place of the compiler that setuptools has set up."""
+        if self._zig is not None:
+            self._use_zig(self._zig)
+        super().build_extensions()
+
+    def _use_zig(self, zig: list[str]) -> None:
+        # None of the flags that this Python was built with: some are gcc's own. zig's default is a
+        # debug build that traps on undefined behaviour, in -O3 too if a later version wants that.
+        flags = ["-fPIC", "-DNDEBUG", "-g0", "-fno-sanitize=undefined"]
+        # Debian's pyconfig.h includes a file relative to /usr/include, which zig does not search
+        # for a target. Last of all: zig's headers of libc must come first.
+        flags += ["-idirafter", str(Path(sysconfig.get_path("include")).parent)]
+        self.compiler.set_executables(
+            compiler_so=[*zig, *flags, *shlex.split(os.environ.get("CFLAGS", ""))],
+            linker_so=[*zig, "-shared", "-s", *shlex.split(os.environ.get("LDFLAGS", ""))],
+        )
+        # A cache per build: nothing is left in the user's home, which may not be writable.
+        os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", str(Path(self.build_temp, "zig").resolve()))
+
     def build_extension(self, ext: Extension) -> None:
         if ext.name != MODULE:
             super().build_extension(ext)
             return
-        ext.optional = os.environ.get("INFINITY_REQUIRE_NATIVE") != "1"
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)
-        try:
-            glue = write_glue(self.build_temp)
-        except ImportError as missing:
-            if not ext.optional:
-                raise
-            self.warn(f"{MODULE} is not built, infinity falls back to torch kernels: {missing}")
-            return
-        ext.sources = [*sources(), glue]
+        ext.sources = [*sources(), write_glue(self.build_temp)]
         ext.depends = depends()
         ext.include_dirs = [*ext.include_dirs, str(NATIVE)]
         ext.define_macros = [*ext.define_macros, ("Py_LIMITED_API", LIMITED_API)]
@@ -128,7 +229,6 @@ class build_ext(_build_ext):  # noqa: N801 - setuptools' name
 
 def build_in_place() -> Path:
     """Build infinity/_native.abi3.so in the source tree; returns its path. Raises what the compiler step raises."""
-    os.environ["INFINITY_REQUIRE_NATIVE"] = "1"  # who asks for a build wants to hear that it failed
     here = Path.cwd()
     os.chdir(ROOT)
     try:
@@ -152,4 +252,7 @@ def build_in_place() -> Path:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{build_in_place()}\n")
+    if sys.argv[1:] == ["requires"]:
+        sys.stdout.write("\n".join(requires()) + "\n")
+    else:
+        sys.stdout.write(f"{build_in_place()}\n")

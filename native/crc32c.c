@@ -20,6 +20,7 @@
  *   - to move a 128-bit accumulator (lo, hi) past D bits: lo * x^(D+64) + hi * x^D. With a constant in the low half of 64
  *     bits (x^32 too many) and the product's extra x, the constants are x^(D+31) for lo and x^(D-33) for hi.
  */
+#include "cpu.h"
 #include "infinity.h"
 
 #include <string.h>
@@ -104,7 +105,13 @@ enum {
 static uint32_t past_long, past_short; /* x^(8L), for `multiply` */
 
 #if defined(INF_CRC_X86)
-#define CRC_TARGET __attribute__((target("sse4.2")))
+/* clang keeps the crc instructions apart from SSE 4.2; gcc knows a name for them only from 11 on. */
+#if defined(__clang__)
+#define CRC_FEATURES "sse4.2,crc32"
+#else
+#define CRC_FEATURES "sse4.2"
+#endif
+#define CRC_TARGET __attribute__((target(CRC_FEATURES)))
 #define CRC64(state, word) _mm_crc32_u64(state, word)
 #define CRC8(state, byte) _mm_crc32_u8((uint32_t)(state), byte)
 #elif defined(INF_CRC_ARM)
@@ -160,7 +167,7 @@ CRC_TARGET static uint32_t crc_streams(uint32_t state, const uint8_t *data, size
 enum { FOLD_BYTES = 64, STREAM_STEP = 24, ITERATION_BYTES = FOLD_BYTES + 3 * STREAM_STEP };
 enum { ITERATIONS_LONG = 120, ITERATIONS_SHORT = 12 };
 
-#define CLMUL_TARGET __attribute__((target("sse4.2,pclmul")))
+#define CLMUL_TARGET __attribute__((target(CRC_FEATURES ",pclmul")))
 
 typedef struct {
     uint32_t past_one, past_two, past_three; /* x^(8 * 24 n * k - 33): past k streams */
@@ -254,7 +261,7 @@ CLMUL_TARGET static uint32_t crc_clmul(uint32_t state, const uint8_t *data, size
 /* ---- 512-bit folding ------------------------------------------------------------------------------------------- */
 
 #if defined(INF_EMULATE_VPCLMUL) /* tests, on machines without the instruction: four 128-bit products */
-#define VPCLMUL_TARGET __attribute__((target("sse4.2,pclmul,avx512f,avx512dq,avx512vl")))
+#define VPCLMUL_TARGET __attribute__((target(CRC_FEATURES ",pclmul,avx512f,avx512dq,avx512vl")))
 VPCLMUL_TARGET static inline __m512i clmul512(__m512i a, __m512i b, int high) {
     __m512i out = _mm512_setzero_si512();
 #define LANE(i)                                                                                              \
@@ -272,7 +279,7 @@ VPCLMUL_TARGET static inline __m512i clmul512(__m512i a, __m512i b, int high) {
 #define CLMUL512_LO(a, b) clmul512(a, b, 0)
 #define CLMUL512_HI(a, b) clmul512(a, b, 1)
 #else
-#define VPCLMUL_TARGET __attribute__((target("sse4.2,pclmul,avx512f,avx512dq,avx512vl,vpclmulqdq")))
+#define VPCLMUL_TARGET __attribute__((target(CRC_FEATURES ",pclmul,avx512f,avx512dq,avx512vl,vpclmulqdq")))
 #define CLMUL512_LO(a, b) _mm512_clmulepi64_epi128(a, b, 0x00)
 #define CLMUL512_HI(a, b) _mm512_clmulepi64_epi128(a, b, 0x11)
 #endif
@@ -322,7 +329,7 @@ __attribute__((constructor)) static void crc_choose_best(void) {
     past_short = x_to(8 * STREAM_SHORT);
     crc_table[INF_CRC_PORTABLE] = crc_portable;
 #if defined(INF_CRC_X86)
-    __builtin_cpu_init();
+    const uint32_t has = inf_cpu_has();
     block_long = make_block_constants(ITERATIONS_LONG);
     block_short = make_block_constants(ITERATIONS_SHORT);
     make_fold(fold_128, 128);
@@ -332,16 +339,16 @@ __attribute__((constructor)) static void crc_choose_best(void) {
     make_fold(fold_1024, 1024);
     make_fold(fold_1536, 1536);
     make_fold(fold_2048, 2048);
-    if (__builtin_cpu_supports("sse4.2")) {
+    if (has & INF_CPU_CRC32) {
         crc_table[INF_CRC_STREAMS] = crc_streams;
-        if (__builtin_cpu_supports("pclmul")) {
+        if (has & INF_CPU_CLMUL) {
             crc_table[INF_CRC_CLMUL] = crc_clmul;
-            int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-                       __builtin_cpu_supports("avx512vl");
-#if !defined(INF_EMULATE_VPCLMUL)
-            wide = wide && __builtin_cpu_supports("vpclmulqdq");
+#if defined(INF_EMULATE_VPCLMUL)
+            const uint32_t wide = INF_CPU_AVX512;
+#else
+            const uint32_t wide = INF_CPU_VPCLMUL;
 #endif
-            if (wide) crc_table[INF_CRC_VPCLMUL] = crc_vpclmul;
+            if (has & wide) crc_table[INF_CRC_VPCLMUL] = crc_vpclmul;
         }
     }
 #elif defined(INF_CRC_ARM)

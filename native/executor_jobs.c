@@ -353,8 +353,8 @@ static void fifo_remove(struct inf_executor *ex, inf_run *run) {
 /* Ends a job. Its memory may be gone afterwards: callers must not touch `run` again. */
 void inf_run_finish(struct inf_executor *ex, inf_run *run) {
     inf_submission *submission = run->submission;
-    bool first = run->chunk->fifo_head == run;
-    assert((first || run->fault.kind == INF_FAULT_CANCELLED) && run->state != INF_DONE && run->blocks_in_flight == 0);
+    assert(run->chunk->fifo_head == run || run->fault.kind == INF_FAULT_CANCELLED);
+    assert(run->state != INF_DONE && run->blocks_in_flight == 0);
     inf_ahead_unhint(ex, run);
     /* An UPDATE that ends before it takes what was read for it: a mark, or an earlier fault. */
     if (run->job.kind == INF_JOB_UPDATE && run->state == INF_STARTING) inf_ahead_drop(ex, run->chunk);

@@ -1,8 +1,9 @@
 /* Updates on pointers: one body (update_body.h) per instruction set, chosen at run time.
  *
  * The file is compiled for the ABI's baseline; the wider versions sit in `#pragma GCC target` regions that run only
- * after __builtin_cpu_supports said yes. No inline function crosses a region: those are always_inline and scalar.
+ * after cpu.h said yes. No inline function crosses a region: those are always_inline and scalar.
  */
+#include "cpu.h"
 #include "float_bits.h"
 #include "fp_mode.h"
 #include "infinity.h"
@@ -88,19 +89,13 @@ static const isa_kernels *isa_chosen = &ISA_TABLE[0];
 
 static int isa_supported(int index) {
 #if defined(INF_HAS_X86)
-    if (index == 1) return __builtin_cpu_supports("avx2") != 0;
-    if (index == 2) {
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    }
+    if (index == 1) return (inf_cpu_has() & INF_CPU_AVX2) != 0;
+    if (index == 2) return (inf_cpu_has() & INF_CPU_AVX512) != 0;
 #endif
     return index == 0;
 }
 
 __attribute__((constructor)) static void isa_choose_best(void) {
-#if defined(INF_HAS_X86)
-    __builtin_cpu_init();
-#endif
     for (int i = 0; i < (int)ISA_COUNT; i++) {
         if (isa_supported(i)) isa_chosen = &ISA_TABLE[i];
     }

@@ -23,10 +23,10 @@ def _backends_missing() -> dict[str, str]:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int | pytest.ExitCode) -> None:
-    """INFINITY_REQUIRE_NATIVE=1: a run that leaves a backend out has failed. Where io_uring is forbidden, and that is known
+    """INFINITY_REQUIRE_BACKENDS=1: a run that leaves a backend out has failed. Where io_uring is forbidden, and that is known
     and accepted, INFINITY_WITHOUT_BACKENDS names it."""
     accepted = os.environ.get("INFINITY_WITHOUT_BACKENDS", "").split(",")
-    required = os.environ.get("INFINITY_REQUIRE_NATIVE") == "1"
+    required = os.environ.get("INFINITY_REQUIRE_BACKENDS") == "1"
     if required and exitstatus == pytest.ExitCode.OK and set(_backends_missing()) - set(accepted):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -38,8 +38,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("I/O backends that were NOT tested", sep="!", red=True, bold=True)
     for name, reason in missing.items():
         terminalreporter.write_line(f"NOT TESTED: {name}: {reason}", red=True)
-    if missing and os.environ.get("INFINITY_REQUIRE_NATIVE") == "1":
-        terminalreporter.write_line("INFINITY_REQUIRE_NATIVE=1 makes this a failure.", red=True)
+    if missing and os.environ.get("INFINITY_REQUIRE_BACKENDS") == "1":
+        terminalreporter.write_line("INFINITY_REQUIRE_BACKENDS=1 makes this a failure.", red=True)
 
 
 @pytest.fixture(autouse=True)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
-import pytest
-
 from infinity.aio import DeviceDriver
+from native.build_native import compiler_command
 
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -21,14 +19,11 @@ SOURCE = Path(__file__).with_name("sim_driver.c")
 @functools.cache
 def library() -> str:
     """Path of the compiled driver."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler")
     place = tempfile.TemporaryDirectory(prefix="infinity-sim-")  # goes with the process
     _KEPT.append(place)
     path = Path(place.name) / "sim_driver.so"
     flags = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(path)], check=True)
+    subprocess.run([*compiler_command(), *flags, str(SOURCE), "-o", str(path)], check=True)
     return str(path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 
 import infinity as inf
 from infinity.aio import Seam
-from tests import forks, harness, models
+from tests import harness, models
 from tests.harness import Training
 
 TWENTY, SIX = (Training(models.llama, steps=steps) for steps in (20, 6))
@@ -169,11 +168,6 @@ def test_a_model_filled_from_the_meta_device_trains_as_one_that_was_in_memory(
     harness.assert_equal(result, harness.reference(training))
 
 
-def test_without_native_code_the_bits_are_the_same(tmp_path: Path) -> None:
-    output = forks.in_a_fork("tests.test_bitwise", str(tmp_path), INFINITY_NO_NATIVE="1")
-    assert output.split() == ["python", "python"]
-
-
 def test_the_loop_stays_near_torch_adamw_on_fp32_masters() -> None:
     """The one difference is rounding: torch fuses operations, and rounds ties of bf16 to even."""
     training = Training(models.llama, steps=20, lr=1e-3)
@@ -202,11 +196,3 @@ def test_the_loop_stays_near_torch_adamw_on_fp32_masters() -> None:
     for name, parameter in model.named_parameters():
         difference = (ours.params[name].float() - parameter.float()).abs()
         assert difference.mean() < 1e-3, name
-
-
-if __name__ == "__main__":
-    sys.modules["infinity._native"] = None  # type: ignore[assignment]  # as on a machine without a compiler
-    for chosen_training in (Training(models.llama, steps=4), Training(wide_llama, steps=2, accumulation=1)):
-        found = run(chosen_training, policy(Path(sys.argv[1]), params="nvme", optim="nvme", ram="min"))
-        harness.assert_equal(found, harness.reference(chosen_training))
-        print(found.stats.backend)

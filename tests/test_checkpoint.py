@@ -303,21 +303,6 @@ def test_two_saves_at_once_into_one_directory_do_not_clear_each_other_away(tmp_p
     assert read_generation(tmp_path / "ckpt", 2)[0].step == 0
 
 
-def test_the_python_executor_saves_and_restores_and_its_checksums_are_read_natively(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as hidden:
-        hidden.setenv("INFINITY_NO_NATIVE", "1")
-        round_trip(PLAIN, policy(tmp_path, **TIERS["nvme"]), tmp_path / "ckpt")
-    assert read_generation(tmp_path / "ckpt", 1)[0].algorithm == "xxh3"
-    with Run(PLAIN, policy(tmp_path)) as run:
-        assert run.restore(tmp_path / "ckpt").step == AT
-        run.save(tmp_path / "native").wait()
-        monkeypatch.setenv("INFINITY_NO_NATIVE", "1")
-    with Run(PLAIN, policy(tmp_path)) as run, pytest.raises(ValueError, match="install infinity where there is a C compiler"):
-        run.restore(tmp_path / "native")
-
-
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
 

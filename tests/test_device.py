@@ -16,9 +16,6 @@ from infinity.errors import DeviceCopyError
 from tests import harness, models
 from tests.device import simulated
 from tests.simulated import Simulated
-from tests.unit.aio.rig import BACKENDS
-
-pytestmark = pytest.mark.skipif(BACKENDS == ["python"], reason="copies to a device need the native extension")
 
 NVME = {"params": "nvme", "optim": "nvme"}
 

@@ -272,7 +272,7 @@ def test_a_group_that_is_added_after_restoring_keeps_extra(tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_scheduler_and_random_generators_go_on(tmp_path: Path) -> None:
-    """The loop of README, dying after every step."""
+    """The loop of docs/guide-updates.md, dying after every step."""
 
     def live(start: int, end: int, **values: Any) -> list[tuple[float, float]]:
         random.seed(0)

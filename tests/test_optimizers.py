@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from infinity._src.engine import offload
 from infinity._src.optim import probe
 from infinity.aio import Fault, Seam
 from infinity.errors import StateInvalid
-from tests import forks, harness, models, test_spill
+from tests import harness, models, test_spill
 from tests.harness import Training
 from tests.test_bitwise import MixedDtypes, policy, wide_llama
 
@@ -288,27 +286,6 @@ def test_units_cut_otherwise_round_alike(state: str, tmp_path: Path) -> None:
     harness.assert_equal(parts, whole)
 
 
-def test_without_native_code_states_that_round_have_the_same_bits(tmp_path: Path) -> None:
-    output = forks.in_a_fork("tests.test_optimizers", str(tmp_path), INFINITY_NO_NATIVE="1")
-    theirs = output.split()
-    assert theirs[0] == "python"
-    assert theirs[1:] == [fingerprint(harness.offloaded(*each)) for each in python_runs(tmp_path)]
-
-
-def python_runs(tmp_path: Path) -> list[tuple[Training, inf.Policy]]:
-    return [
-        (rounding(name), policy(tmp_path, **MIN, state=state))
-        for name, state in (("AdamW", "bf16"), ("AdamW", "compact"), ("Lion", "compact"), ("NAdam", "bf16"))
-    ]
-
-
-def fingerprint(result: harness.Result) -> str:
-    digest = hashlib.sha256(repr(result.losses).encode())
-    for _, value in sorted(result.params.items()):
-        digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 # -- holding, groups, manifests ----------------------------------------------------------------------------------------
 
 
@@ -432,9 +409,3 @@ def test_a_group_that_is_added_later_gets_its_states_then() -> None:
     optimizer.step()
     assert inf.handle(model).optimizer_state(params[5])["step"] == 1
     inf.handle(model).close()
-
-
-if __name__ == "__main__":
-    sys.modules["infinity._native"] = None  # type: ignore[assignment]  # as on a machine without a compiler
-    found = [harness.offloaded(*each) for each in python_runs(Path(sys.argv[1]))]
-    print(found[0].stats.backend, *(fingerprint(each) for each in found))

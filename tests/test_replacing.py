@@ -185,7 +185,7 @@ def test_gradients_outlive_the_optimizer(momentum: float | None, tmp_path: Path)
     assert_same(train(policy(tmp_path, ram=between())), train(inf.Policy()))
 
 
-@pytest.mark.parametrize("backend", ["io_uring", "threads", "python"])
+@pytest.mark.parametrize("backend", ["io_uring", "threads"])
 @pytest.mark.parametrize("now", [SPILLED, Format(Master.SPLIT, Moments.FP32, 1, GradSection.BF16)], ids=["same", "other moments"])
 def test_spilled_gradients_of_many_chunks_keep_their_bits(now: Format, backend: str, tmp_path: Path) -> None:
     with make_rest(tmp_path, backend) as rest:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import fnmatch
-import os
-import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,39 +123,6 @@ def test_aio_imports_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_machine_without_a_compiler_gets_a_wheel_that_installs_only_infinity(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    for entry in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE", "infinity", "aio", "native"):
-        source = ROOT / entry
-        if source.is_dir():
-            ignore = shutil.ignore_patterns("__pycache__", "*.so", "build")
-            shutil.copytree(source, tree / entry, symlinks=True, ignore=ignore)
-        else:
-            shutil.copy(source, tree / entry)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("INFINITY_")}
-    environment |= {"CC": "/bin/false"}
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-q",
-        "-w",
-        str(tmp_path),
-        ".",
-    ]
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {entry.split("/")[0].split("-")[0] for entry in names} <= {"infinity", "infinity_offload"}
-    assert {"infinity/py.typed", "infinity/aio/__init__.py", "infinity/_src/cli/main.py"} <= set(names)
-    assert not [entry for entry in names if entry.endswith(".so")], "no compiler, yet an extension"
 
 
 def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:

@@ -1,6 +1,75 @@
-"""Every semi-private corner of torch that the engine stands on, in one place, with a test each.
+"""Semi-private corners of torch that the engine stands on, in one place, with a test each.
 
-When a new torch release moves one of them, this file and `tests/unit/test_torch_compat.py` say which.
+`make torch-matrix` runs `tests/unit/test_torch_compat.py` and the tests of the engine's core with
+every version in `TESTED`: the oldest that the metadata allows, the pinned one, and the newest. Each
+corner below is in all of them, and does the same there, unless its line says otherwise. When a new
+torch moves one, a test of `test_torch_compat.py` fails, and the line says what would break.
+
+    name here                    corner of torch                    what breaks without it
+    graph_task_id                _C._current_graph_task_id          a nested backward ends the uses
+                                                                    of the outer one, whose units
+                                                                    are released too early
+    graph_is_kept                _C._autograd.                      updates during backward change
+                                 _get_current_graph_task_keep_graph weights that a retained graph
+                                                                    needs again
+    sequence_number,             _C._autograd._get_sequence_nr,     an output that is an input
+    node_sequence_number         Node._sequence_nr                  passed through gathers units
+                                                                    again that are done
+    DisableTorchFunctionSubclass _C.DisableTorchFunctionSubclass    a parameter at rest asks itself,
+                                                                    without end
+    NO_TORCH_FUNCTION            _C._disabled_torch_function_impl   operations on `p.grad` do not
+                                                                    reach its handlers as they are
+    profiled                     _C._autograd._profiler_enabled     ranges cost time when no
+                                                                    profiler runs
+    resize_storage, storage_size UntypedStorage.resize_, size       released units keep their memory
+    is_resizable                 UntypedStorage.resizable           releasing a unit that numpy has
+                                                                    seen raises
+    set_versions                 _C._autograd.                      each unit gathered again in
+                                 _unsafe_set_version_counter        backward looks modified, and
+                                                                    backward refuses it
+    bump_version                 autograd.graph.increment_version   graphs do not notice what was
+                                                                    written in `handle.gather`:
+                                                                    wrong gradients
+    version_of                   Tensor._version                    weights written in forward are
+                                                                    lost unseen
+    queue_callback               Variable._execution_engine.        units whose uses never finish in
+                                 queue_callback                     a backward stay gathered
+    register_post_accumulate     Tensor.register_post_              gradients given to a parameter
+                                 accumulate_grad_hook               at rest are not taken
+    make_wrapper                 Tensor._make_wrapper_subclass      a parameter at rest needs
+                                                                    storage
+    METADATA                     getters and methods of Tensor,     asking a parameter at rest for
+                                 Tensor.grad_dtype                  its shape raises
+    separate_version             Tensor.data, getter                a write to one parameter counts
+                                                                    as one to all of its unit
+    set_data, version_witness    Tensor.data, setter                a unit that numpy has seen
+                                                                    cannot move; writes to
+                                                                    activations that are away go
+                                                                    unseen
+    parse_to                     _C._nn._parse_to                   `.to(...)` of a parameter at
+                                                                    rest or of tiled logits is not
+                                                                    understood
+    calling_module_frame         the name of a frame of             forwards that KeyboardInterrupt
+                                 Module.__call__: _call_impl        left are taken for running ones
+    is_running                   sys._current_frames                the same
+    address_of                   Tensor.data_ptr raises where there outputs that are views of a unit
+                                 is no address                      go unseen, or sound ones raise
+    dynamo_disable               torch.compiler.disable             torch.compile traces the
+                                                                    engine's hooks
+    watch_checkpoints,           utils.checkpoint:                  `activations=` is a ValueError
+    CheckpointCall               CheckpointFunction,
+                                 _CheckpointFrame.save_inputs
+                                 (from 2.12), _NoopSaveInputs (to
+                                 2.11), Node._raw_saved_tensors
+    all_gather_single            distributed.all_gather_single      ranks cannot compare what they
+                                 (from 2.13),                       have
+                                 all_gather_into_tensor (to 2.12)
+    dcp_storage_info             distributed.checkpoint.            torch cannot read what
+                                 filesystem._StorageInfo            `export_dcp` writes
+
+The tests also hold what is public, and does more than torch's manual says: a prehook on a node runs
+after hooks on its tensors; hooks with `always_call` run after an exception, and not after
+KeyboardInterrupt; saving and loading iterate `Module._parameters` once.
 """
 
 from __future__ import annotations
@@ -15,6 +84,9 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+
+TESTED = ("2.10.0", "2.13.0", "2.15.0")
+"""Versions of torch that `make torch-matrix` has run: the floor of pyproject.toml, the pin, the newest."""
 
 _C: Any = torch._C
 _TENSOR: Any = torch.Tensor
@@ -34,6 +106,18 @@ sequence_number: Callable[[], int] = _C._autograd._get_sequence_nr
 
 DisableTorchFunctionSubclass: Any = _C.DisableTorchFunctionSubclass
 """Context in which `__torch_function__` of subclasses is not called."""
+
+NO_TORCH_FUNCTION: Any = _C._disabled_torch_function_impl
+"""`__torch_function__` of a subclass that leaves everything to `__torch_dispatch__`."""
+
+
+def all_gather_single(whole: torch.Tensor, mine: torch.Tensor, *, group: Any) -> Any:
+    """Put the equal parts of all ranks of `group` one after another into `whole`. Blocks."""
+    import torch.distributed as dist
+
+    # torch 2.13 renamed it, and will drop the old name some day.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(whole, mine, group=group)
 
 
 def profiled(name: str) -> contextlib.AbstractContextManager[object]:
@@ -111,6 +195,7 @@ _PROPERTIES = """
     shape dtype device requires_grad grad is_leaf grad_fn layout ndim is_cuda is_cpu is_meta is_sparse is_sparse_csr
     is_quantized is_mkldnn is_xpu is_mps is_xla is_ipu is_maia is_mtia is_vulkan is_ort is_hpu is_nested itemsize nbytes
     output_nr name names retains_grad grad_dtype _version _grad_fn _grad _backward_hooks _post_accumulate_grad_hooks
+    _has_grad_dtype_override
 """
 _METHODS = """
     size stride dim ndimension numel nelement element_size is_contiguous is_floating_point is_complex is_signed is_conj
@@ -246,16 +331,12 @@ _watchers: list[CheckpointWatcher] = []
 def watch_checkpoints(watcher: CheckpointWatcher) -> Callable[[], None]:
     """Tell `watcher` of every call of `torch.utils.checkpoint.checkpoint`, of both kinds; returns what ends that.
 
-    Calls inside of other checkpoints, and under hooks of the user's own on saved tensors, are left out. torch is as it was
-    when nobody watches. Raises: ValueError when this torch keeps the inputs of checkpoints in another way.
+    Calls inside of other checkpoints, and under hooks of the user's own on saved tensors, are left out.
+    torch is as it was when nobody watches. Raises: ValueError when this torch keeps the inputs of
+    checkpoints in a way that is not known.
     """
-    checkpoint: Any = torch_checkpoint
-    frame_class: Any = getattr(checkpoint, "_CheckpointFrame", None)
-    function_class = checkpoint.CheckpointFunction
-    if not hasattr(frame_class, "save_inputs"):
-        raise ValueError(f"activations= needs torch 2.13; torch {torch.__version__} keeps the inputs of checkpoints differently")
     if not _watchers:
-        _tell_of(frame_class, function_class)
+        _stop_telling.append(_tell_of_checkpoints())
     _watchers.append(watcher)
 
     def end() -> None:
@@ -263,20 +344,53 @@ def watch_checkpoints(watcher: CheckpointWatcher) -> Callable[[], None]:
             return
         _watchers.remove(watcher)
         if not _watchers:
-            frame_class.save_inputs = frame_class.save_inputs.__wrapped__
-            del function_class.apply
+            _stop_telling.pop()()
 
     return end
 
 
-def _tell_of(frame_class: Any, function_class: Any) -> None:
-    plain_save, plain_apply = frame_class.save_inputs, function_class.apply
+_stop_telling: list[Callable[[], None]] = []
+"""One function while anyone watches: it gives torch its own functions back."""
+
+
+def _tell_of_checkpoints() -> Callable[[], None]:
+    """Put our functions before torch's; returns what takes them away."""
+    checkpoint: Any = torch_checkpoint
+    frame_class: Any = getattr(checkpoint, "_CheckpointFrame", None)
+    saver_class: Any = getattr(checkpoint, "_NoopSaveInputs", None)
+    if hasattr(frame_class, "save_inputs"):  # torch 2.12 and later
+        end_plain = _tell_of_frames(frame_class)
+    elif saver_class is not None:  # torch 2.10 and 2.11
+        end_plain = _tell_of_savers(saver_class)
+    else:
+        raise ValueError(
+            f"activations=: torch {torch.__version__} keeps the inputs of checkpoints in a way that is not "
+            f"known here; tested are torch {', '.join(TESTED)}: install one of them, or leave activations= out"
+        )
+    end_reentrant = _tell_of_reentrant(checkpoint.CheckpointFunction)
+
+    def end() -> None:
+        end_plain()
+        end_reentrant()
+
+    return end
+
+
+def _tell(call: CheckpointCall) -> None:
+    for watcher in tuple(_watchers):
+        watcher.checkpoint_begins(call)
+        watcher.checkpoint_saved(call)
+
+
+def _tell_of_frames(frame_class: Any) -> Callable[[], None]:
+    """Checkpoints that are not reentrant: the frame of a call has its inputs as SavedTensors."""
+    plain_save = frame_class.save_inputs
 
     def save_inputs(frame: Any, *args: Any) -> None:
         plain_save(frame, *args)
         if not _keeps_plainly():
             return
-        alive = weakref.ref(frame)
+        alive = weakref.ref(frame)  # the graph holds the frame, and nothing of ours may
 
         def saved() -> list[Any]:
             found = alive()
@@ -284,9 +398,44 @@ def _tell_of(frame_class: Any, function_class: Any) -> None:
 
         call = CheckpointCall(args)
         call.keeps(saved)
-        for watcher in tuple(_watchers):
-            watcher.checkpoint_begins(call)
-            watcher.checkpoint_saved(call)
+        _tell(call)
+
+    def end() -> None:
+        frame_class.save_inputs = plain_save
+
+    frame_class.save_inputs = save_inputs
+    return end
+
+
+def _tell_of_savers(saver_class: Any) -> Callable[[], None]:
+    """Checkpoints that are not reentrant: a node that never runs saves the inputs of a call, behind a dummy."""
+    plain_apply = saver_class.apply
+
+    def apply(dummy: torch.Tensor, kwargs: dict[str, Any], *args: Any) -> Any:
+        saver = plain_apply(dummy, kwargs, *args)
+        if not _keeps_plainly():
+            return saver
+        alive = weakref.ref(saver)  # the frame of the call holds it, and the graph holds the frame
+
+        def saved() -> list[Any]:
+            found = alive()
+            return list(found.grad_fn._raw_saved_tensors)[1:] if found is not None else []
+
+        call = CheckpointCall(args)
+        call.keeps(saved)
+        _tell(call)
+        return saver
+
+    def end() -> None:
+        del saver_class.apply  # torch's own is inherited
+
+    saver_class.apply = staticmethod(apply)
+    return end
+
+
+def _tell_of_reentrant(function_class: Any) -> Callable[[], None]:
+    """Reentrant checkpoints: a call is an autograd function, and its node saves the inputs when it ends."""
+    plain_apply = function_class.apply
 
     def apply(run_function: Any, preserve_rng_state: bool, *args: Any) -> Any:
         if not _keeps_plainly():
@@ -304,9 +453,11 @@ def _tell_of(frame_class: Any, function_class: Any) -> None:
             call.keeps(list)  # whoever holds the call does not hold the graph
         return outputs
 
-    save_inputs.__wrapped__ = plain_save  # type: ignore[attr-defined]
-    frame_class.save_inputs = save_inputs
+    def end() -> None:
+        del function_class.apply  # torch's own is inherited
+
     function_class.apply = staticmethod(apply)
+    return end
 
 
 def _keeps_plainly() -> bool:

@@ -22,9 +22,6 @@ _OF_ALL_RANKS = (
 )  # fmt: skip
 NONFINITE = ("raise", "skip", "ignore")
 
-# Values that design names and a later release builds: (field, value) -> what the user gets to read.
-_NOT_BUILT: dict[str, tuple[Any, ...]] = {}
-
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -67,7 +64,6 @@ class Policy:
     seed: of random rounding.
     device: where the model computes: "cpu", "cuda", "cuda:1" or a torch.device. None: where its parameters are ("cpu" for one
         that is wholly on the meta device).
-    compute_dtype: None: as the module is.
     grad_dtype: the dtype in which gradients are accumulated and wait; None: the parameter's.
     reduce_dtype: the dtype in which gradients travel between ranks; None: the dtype in which they wait. They are summed in fp32
         in the order of ranks, divided by their number, and rounded once; over several nodes of several ranks first so in each
@@ -119,7 +115,6 @@ class Policy:
     delayed_warmup: int = 40
     seed: int = 0
     device: Any = None
-    compute_dtype: Any = None
     grad_dtype: Any = None
     reduce_dtype: Any = None
     units: Sequence[Any] | None = None
@@ -136,7 +131,7 @@ class Policy:
     def __post_init__(self) -> None:
         self._check_choice("params", TIERS)
         self._check_choice("optim", TIERS)
-        self._check_choice("grads", ("cpu", "nvme"), later=("device",))
+        self._check_choice("grads", ("cpu", "nvme"))
         self._check_choice("activations", TIERS)
         self._check_choice("state", ("exact", "bf16", "compact"))
         self._check_choice("zero", (1, 2, 3))
@@ -152,10 +147,6 @@ class Policy:
         self._check_choice("update_on", ("cpu", "device"))
         self._check_choice("generations", (1, 2))
         self._check_choice("durable", (False, True, "new"))
-        if self.compute_dtype is not None:
-            raise ValueError(
-                "compute_dtype is not built yet; cast the module (model.to(torch.bfloat16)) before offload"
-            )
         for field in ("grad_dtype", "reduce_dtype"):
             value = getattr(self, field)
             if value not in (None, torch.bfloat16, torch.float16, torch.float32):
@@ -347,13 +338,10 @@ class Policy:
         except (ValueError, TypeError) as error:
             raise ValueError(f"{field}={value!r}: {error}") from None
 
-    def _check_choice(self, field: str, choices: tuple[Any, ...], later: tuple[Any, ...] = ()) -> None:
+    def _check_choice(self, field: str, choices: tuple[Any, ...]) -> None:
         value = getattr(self, field)
         # `True == 1`: the type must agree too, or durable=0 would pass for False.
         if any(value == choice and type(value) is type(choice) for choice in choices):
             return
         known = " or ".join(repr(choice) for choice in choices)
-        planned = (*_NOT_BUILT.get(field, ()), *later)
-        if any(value == choice and type(value) is type(choice) for choice in planned):
-            raise ValueError(f"{field}={value!r} is not built yet; use {known}")
         raise ValueError(f"{field}={value!r} is not known; use {known}")

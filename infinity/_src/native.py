@@ -1,10 +1,11 @@
-"""The compiled extension, or why there is none.
+"""Loads the compiled extension `infinity._native`: its `ffi` and `lib`, and the instruction set of its kernels.
 
-`lib` and `ffi` are those of `infinity._native` when it was built for this machine, else None; callers ask `available()`
-and take their fall-back. Imports no torch.
+Importing this module never fails and never imports torch, so that plans, documentation and
+`infinity doctor` work where the extension is missing. Its first use then raises one ImportError
+that says how to mend it.
 
-Environment: INFINITY_NO_NATIVE=1 acts as if it had not been built; INFINITY_ISA=portable|avx2|avx512 forces the
-kernels' instruction set (a ValueError where the machine lacks it).
+Environment: INFINITY_ISA=portable|avx2|avx512 forces the kernels' instruction set (a ValueError
+where the machine lacks it).
 """
 
 from __future__ import annotations
@@ -14,53 +15,65 @@ from typing import Any
 
 ISA_NAMES = ("portable", "avx2", "avx512")
 
-
-def _load() -> tuple[Any, Any, str]:
-    """(lib, ffi, "") or (None, None, reason)."""
-    if os.environ.get("INFINITY_NO_NATIVE") == "1":
-        return None, None, "INFINITY_NO_NATIVE=1"
-    try:
-        from infinity import _native
-    except ImportError as error:
-        return None, None, f"infinity._native is not built or does not load: {error}"
-    return _native.lib, _native.ffi, ""
-
-
-lib: Any
+# Set below where the extension loads. Where it does not, `__getattr__` answers for them.
 ffi: Any
-lib, ffi, _reason = _load()
+lib: Any
+_reason = ""
+
+try:
+    from infinity import _native
+except ImportError as error:
+    _reason = (
+        f"infinity's C extension is missing or does not load ({error}): run `make native` in a checkout, "
+        "or `pip install --force-reinstall infinity-offload`"
+    )
+else:
+    ffi, lib = _native.ffi, _native.lib
+
+
+def __getattr__(name: str) -> Any:
+    # Only names that the module lacks come here, so calls into a loaded extension cost nothing more.
+    if name in ("ffi", "lib"):
+        raise ImportError(_reason)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def load() -> tuple[Any, Any]:
+    """Return (ffi, lib) of the extension. Raises ImportError naming the command that mends its absence."""
+    if _reason:
+        raise ImportError(_reason)
+    return ffi, lib
 
 
 def available() -> bool:
-    """Whether the compiled extension is in use."""
-    return lib is not None
+    """Say whether the extension is loaded."""
+    return not _reason
 
 
 def reason() -> str:
-    """Why the extension is not in use; empty when it is."""
+    """Say why the extension is not loaded, and how to mend it; empty when it is."""
     return _reason
 
 
 def isa() -> str:
-    """The instruction set of the kernels in use; "none" without the extension."""
+    """Name the instruction set of the kernels in use; "none" without the extension."""
     return str(ffi.string(lib.inf_isa()).decode()) if available() else "none"
 
 
 def select_isa(name: str) -> None:
     """Use the kernels of instruction set `name` in this process from now on. Not while a kernel runs.
 
-    Raises: ValueError when this machine or this build lacks it.
+    Raises: ValueError when this machine or this build lacks it, ImportError without the extension.
     """
     if name not in ISA_NAMES:
         raise ValueError(f"INFINITY_ISA={name!r}: unknown; one of {', '.join(ISA_NAMES)}")
-    if not available():
-        raise ValueError(f"INFINITY_ISA={name!r}: there are no native kernels ({_reason})")
+    load()
     if not lib.inf_isa_select(name.encode()):
         raise ValueError(f"INFINITY_ISA={name!r}: this CPU or build lacks it; unset it to use {isa()}")
 
 
 def isas() -> tuple[str, ...]:
-    """The instruction sets that this machine can run, plainest first."""
+    """List the instruction sets that this machine can run, plainest first."""
     if not available():
         return ()
     before = isa()
@@ -70,13 +83,14 @@ def isas() -> tuple[str, ...]:
 
 
 def crc32c(data: Any, seed: int = 0) -> int:
-    """CRC-32C of a contiguous buffer, chained like zlib.crc32. Needs the extension; releases the GIL."""
+    """Compute CRC-32C of a contiguous buffer, chained like zlib.crc32. Releases the GIL."""
+    load()
     view = ffi.from_buffer(data)
     return int(lib.inf_crc32c(seed, view, len(view)))
 
 
 def crc32c_name() -> str:
-    """The checksum implementation in use; "none" without the extension."""
+    """Name the checksum implementation in use; "none" without the extension."""
     return str(ffi.string(lib.inf_crc32c_name(-1)).decode()) if available() else "none"
 
 

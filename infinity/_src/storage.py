@@ -13,7 +13,6 @@ from infinity._src.checkpoint.run_files import RunFiles
 from infinity._src.config import Policy
 from infinity._src.hooks.activation_offload import ActivationFigures, Activations
 from infinity._src.hooks.activation_store import DriveShelf, HostShelf
-from infinity._src.kernels.update import update_numpy_sections
 from infinity._src.memory import numa
 from infinity._src.memory.device import Device
 from infinity._src.memory.node_resources import NodeResources
@@ -90,7 +89,6 @@ class Storage:
             block_bytes=settings.block_bytes,
             depth=sharing.depths(space.files) if space is not None else settings.depth,
             seam=seam,
-            kernel=update_numpy_sections,
         )
         undo.callback(self.executor.close, drain=False)
         device.attach(self.executor)

@@ -62,16 +62,6 @@ def configure_logging(level: str | None = None) -> None:
     logger.setLevel(chosen.upper())
 
 
-_said: set[str] = set()
-
-
-def log_once(key: str, message: str, *, level: int = logging.WARNING) -> None:
-    """Log `message` the first time `key` is seen in this process: a fall-back is said once, not once a step."""
-    if key not in _said:
-        _said.add(key)
-        logger.log(level, message)
-
-
 def now_ns() -> int:
     """CLOCK_MONOTONIC in nanoseconds, the clock of every span."""
     return time.clock_gettime_ns(time.CLOCK_MONOTONIC)

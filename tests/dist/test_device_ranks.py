@@ -31,7 +31,6 @@ from tests.harness import Result, Training
 from tests.simulated import Simulated
 from tests.unit.aio.rig import BACKENDS
 
-pytestmark = pytest.mark.skipif(BACKENDS == ["python"], reason="copies to a device need the native extension")
 
 MIN = {"ram": "min"}
 EARLY = {"update": "backward", "generations": 2}

@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from tests.device import simulated
-from tests.unit.aio.rig import BACKENDS
 
 NO_GPU = "torch finds no CUDA device here"
 
@@ -45,8 +44,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param != "simulated":
         yield request.param
         return
-    if BACKENDS == ["python"]:
-        pytest.skip("copies to a device need the native extension")
     with simulated(monkeypatch, seed=len(request.node.name)):
         yield "cpu"
 

@@ -79,8 +79,6 @@ def test_activations_that_leave_come_back_as_they_were(
 ) -> None:
     if tier == request.node.callspec.params["device"] == "cpu":
         pytest.skip("activations='cpu' is for models that compute on another device")
-    if not hasattr(torch.utils.checkpoint._CheckpointFrame, "save_inputs"):
-        pytest.skip("activations= needs torch 2.13")
     monkeypatch.setattr(activations, "SMALLEST_BYTES", 256)  # tiny models count
     training = Training(models.llama, checkpointing=use_reentrant)
     result = check(training, policy(tmp_path, **MIN, activations=tier), device, Seam(delay_us_max=2000, seed=3))

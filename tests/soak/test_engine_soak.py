@@ -31,14 +31,13 @@ from tests.unit.aio.test_executor_model import ExecutorMachine, run
 from tests.unit.aio.test_opening import OPEN_AUTO
 
 pytestmark = pytest.mark.soak
-NATIVE = [name for name in BACKENDS if name != "python"]
 
 
 def percentile(times: list[float], share: float) -> float:
     return sorted(times)[min(len(times) - 1, int(len(times) * share))]
 
 
-@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_demands_are_served_beside_saturated_write_back(backend, tmp_path):
     """A demand waits for what is in flight, never for what is queued; the write-back still gets its share."""
     rng = np.random.default_rng(0)
@@ -83,7 +82,7 @@ def test_demands_are_served_beside_saturated_write_back(backend, tmp_path):
     rig.close()
 
 
-@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_wait_of_half_a_second_leaves_the_interpreter_to_others(backend, tmp_path):
     rig = Rig(tmp_path, backend, seam=aio.Seam(write_bytes_per_s=6 * RUN_BYTES / 0.5))
     rng = np.random.default_rng(0)
@@ -111,7 +110,7 @@ def test_a_wait_of_half_a_second_leaves_the_interpreter_to_others(backend, tmp_p
     rig.close()
 
 
-@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_submission_beside_a_busy_thread_is_quick(backend, tmp_path):
     rig = Rig(tmp_path, backend)
     rng = np.random.default_rng(0)

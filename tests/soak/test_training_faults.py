@@ -85,7 +85,7 @@ def test_a_fault_at_every_request_of_a_training(tmp_path, backend, op, name, per
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["EIO", "EAGAIN", "bitflip"])
 @pytest.mark.parametrize("op", ["read", "write"])
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "python"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_fault_of_either_of_two_drives(tmp_path, backend, op, name):
     """One drive fails and the other does not: right all the same, or an error that names the one that failed."""
     kind, code = KINDS[name]

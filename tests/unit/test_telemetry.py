@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infinity._src import telemetry
-from infinity._src.telemetry import Marks, PhaseClock, Timeline, configure_logging, log_once, now_ns
+from infinity._src.telemetry import Marks, PhaseClock, Timeline, configure_logging, now_ns
 
 NATIVE = np.dtype(
     [
@@ -109,14 +107,6 @@ def test_infinity_log_prints_with_the_rank_in_front() -> None:
 def test_an_unknown_log_level_names_the_variable() -> None:
     with pytest.raises(ValueError, match="INFINITY_LOG"):
         configure_logging("loud")
-
-
-def test_a_fall_back_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "_said", set())
-    with caplog.at_level(logging.WARNING, logger="infinity"):
-        for _ in range(3):
-            log_once("io_uring", "io_uring is not available")
-    assert caplog.messages == ["io_uring is not available"]
 
 
 def test_a_phase_clock_has_what_gradients_and_activations_moved_of_the_same_steps() -> None:

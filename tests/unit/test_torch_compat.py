@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -320,3 +322,25 @@ def test_ranges_are_in_a_profile_and_cost_nothing_outside_of_one() -> None:
     names = {event.key for event in profile.key_averages()}
     assert "a range of ours" in names
     assert "outside" not in names
+
+
+def test_the_versions_that_were_tested_include_the_floor_of_the_metadata_and_the_pin() -> None:
+    root = Path(__file__).resolve().parent.parent.parent
+    floor = re.search(r'"torch>=([\d.]+)"', (root / "pyproject.toml").read_text())
+    pin = re.search(r"^torch==([\d.]+)$", (root / ".ci" / "constraints.txt").read_text(), re.MULTILINE)
+    assert floor is not None
+    assert pin is not None
+    assert compat.TESTED[0] == floor[1] + ".0"
+    assert pin[1] in compat.TESTED
+
+
+def test_every_corner_has_a_line_that_says_what_breaks_without_it() -> None:
+    table = (compat.__doc__ or "").partition("what breaks without it")[2]
+    named = set(re.findall(r"\w+", "\n".join(line[:33] for line in table.splitlines())))
+    corners = {
+        name
+        for name, value in vars(compat).items()
+        if not name.startswith("_") and getattr(value, "__module__", compat.__name__) == compat.__name__
+        and callable(value)
+    } | {"graph_task_id", "graph_is_kept", "sequence_number", "METADATA", "NO_TORCH_FUNCTION"}  # fmt: skip
+    assert corners - {"CheckpointWatcher", "F"} <= named

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from infinity._src import native
 from infinity._src.checkpoint.directory import check_length
 from infinity._src.checkpoint.manifest import PIECE_BYTES, ROW, FileEntry, FlatEntry, pieces_of, section_bytes
 from infinity._src.checkpoint.pieces import Chunks
@@ -26,23 +24,19 @@ SLOTS = 8
 """Sections in flight for a file."""
 
 
-def algorithm_of(executor: Executor) -> str:
-    """Which checksums an executor takes."""
-    return "xxh3" if executor.backend == "python" else "crc32c"
+ALGORITHM = "crc32c"
+"""The checksums that executors take; manifests name them."""
 
 
-def checksum(algorithm: str, data: bytes, seed: int) -> int:
-    """The checksum of a piece. algorithm: one that an executor here takes."""
-    return native.crc32c(data, seed) if algorithm == "crc32c" else int(xxhash.xxh3_64_intdigest(data, seed)) & 0xFFFFFFFF
-
-
-def _backend_for(algorithm: str, backend: str) -> str:
-    """The backend that can check these, `backend` if it can. Raises: ValueError for checksums that nothing here takes."""
+def check_algorithm(algorithm: str) -> None:
+    """Refuse checksums that no executor takes. Raises: ValueError."""
     if algorithm == "xxh3":
-        return "python"
-    if algorithm != "crc32c":
+        raise ValueError(
+            "the checkpoint's checksums are 'xxh3': an earlier infinity wrote it without its C extension, and nothing here "
+            "can check them; export its weights with that release (infinity checkpoint export), and load these"
+        )
+    if algorithm != ALGORITHM:
         raise ValueError(f"the checkpoint's checksums are {algorithm!r}, which this release does not know; use a later one")
-    return backend
 
 
 def new_rows(shards: Sequence[Chunks], key: int) -> npt.NDArray[np.void]:
@@ -86,7 +80,6 @@ class DataWriter:
             undo.callback(self._executor.close, drain=False)
             self._chunks = _Chunks(self._executor, rows, flats, self.sums)
             self._undo = undo.pop_all()
-        self.algorithm = algorithm_of(self._executor)
 
     def store(self, row: int, addresses: Mapping[int, int]) -> Ticket:
         """Start writing sections of a row from these addresses, each padded with zeros to a multiple of 4096. Does not block."""
@@ -130,20 +123,15 @@ class DataReader:
         algorithm: str,
         backend: str = "auto",
     ) -> None:
+        check_algorithm(algorithm)
         with contextlib.ExitStack() as undo:
             check_length(directory / file.name, file)
             opened = undo.enter_context(SwapFile.existing(directory / file.name))
             sizes = section_bytes(rows, flats)
             largest = np.where(rows["padded"] != 0, sizes.max(axis=1), rows["run_bytes"])
             pool = PoolSpec(SLOTS, int(largest.max(initial=4096)))
-            wanted = _backend_for(algorithm, backend)
-            self._executor = open_executor([opened], small=PoolSpec(0, 0), large=pool, backend=wanted)
+            self._executor = open_executor([opened], small=PoolSpec(0, 0), large=pool, backend=backend)
             undo.callback(self._executor.close, drain=False)
-            if algorithm_of(self._executor) != algorithm:
-                raise ValueError(
-                    f"the checkpoint's checksums are {algorithm}, which the native extension takes, and it is not in use here "
-                    f"({self._executor.backend_reason}); install infinity where there is a C compiler"
-                )
             self._chunks = _Chunks(self._executor, rows, flats, sums)
             self._undo = undo.pop_all()
 

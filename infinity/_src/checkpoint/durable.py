@@ -23,7 +23,7 @@ import torch
 
 from infinity._src._torch_compat import dynamo_disable
 from infinity._src.checkpoint import metadata as describing
-from infinity._src.checkpoint.data_file import algorithm_of
+from infinity._src.checkpoint.data_file import ALGORITHM
 from infinity._src.checkpoint.directory import (
     file_name,
     files_of,
@@ -228,7 +228,7 @@ class DurableRun:
             FileEntry(name, self.files.layers[layer][drive].size_bytes)
             for name, (layer, drive) in zip(names, used, strict=True)
         )
-        return Placed(tuple(entries), rows, sums, algorithm_of(self._executor))
+        return Placed(tuple(entries), rows, sums)
 
     def is_due(self) -> bool:
         """Whether the step that was captured is to be committed."""
@@ -297,7 +297,7 @@ class DurableRun:
             rank=rank,
             world=self._comm.world,
             step=small.step,
-            algorithm=algorithm_of(self._executor),
+            algorithm=ALGORITHM,
             files=tuple(FileEntry(self.files.name(*each), self.files.layers[each[0]][each[1]].size_bytes) for each in used),
             buffers=attached[0],
             extra=attached[1],

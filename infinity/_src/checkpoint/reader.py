@@ -32,7 +32,6 @@ Bytes = npt.NDArray[np.uint8]
 
 OPEN_MAX = 4
 """Data files that are open at once."""
-SECTION_ALIGN = 4096
 
 
 class ChunkRef(NamedTuple):

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from infinity._src.checkpoint.data_file import DataReader, checksum
+from infinity._src import native
+from infinity._src.checkpoint.data_file import DataReader
 from infinity._src.checkpoint.directory import begun_commits, read_attachment, read_manifest
 from infinity._src.checkpoint.manifest import (
     PIECE_BYTES,
@@ -203,7 +204,7 @@ class Verifying:
         with path.open("rb") as file:
             for s, piece, offset, length, seed, expected in _pieces(manifest, row):
                 file.seek(offset)
-                if checksum(manifest.algorithm, file.read(length), seed) != expected:
+                if native.crc32c(file.read(length), seed) != expected:
                     what = ", ".join(_places(manifest, row, s, piece))
                     self._tell(path, offset, length, what, "is not what was written")
         if len(self.damage) == before:

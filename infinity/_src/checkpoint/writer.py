@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from infinity._src.checkpoint.data_file import DataWriter
+from infinity._src.checkpoint.data_file import ALGORITHM, DataWriter
 from infinity._src.checkpoint.directory import (
     file_name,
     files_of,
@@ -52,7 +52,6 @@ class Placed:
     files: tuple[FileEntry, ...]
     rows: npt.NDArray[np.void]
     sums: npt.NDArray[np.uint32]
-    algorithm: str
 
 
 def write_part(
@@ -75,7 +74,7 @@ def write_part(
         rank=part.rank,
         world=part.world,
         step=part.step,
-        algorithm=placed.algorithm,
+        algorithm=ALGORITHM,
         files=placed.files,
         buffers=attached[0],
         extra=attached[1],
@@ -93,7 +92,7 @@ def _written(path: Path, part: NewPart, fill: Callable[[DataWriter], None], back
         writer.finish()
     finally:
         writer.close()
-    return Placed((writer.entry,), writer.rows, writer.sums, writer.algorithm)
+    return Placed((writer.entry,), writer.rows, writer.sums)
 
 
 def commit_part(directory: Path, generation: int, rank: int) -> None:

@@ -1,7 +1,7 @@
 """`infinity doctor`: what this machine offers for offloading, what is missing, and what to do about it.
 
-Every capability is tried, not guessed from a version. The exit status is 0 whatever is missing: infinity works without
-any one of these, only slower; warnings are named below the table.
+Every capability is tried, not guessed from a version. The exit status is 0 whatever is missing; warnings are named
+below the table. Without its C extension infinity offloads nothing; without any other of these it works, only slower.
 """
 
 from __future__ import annotations
@@ -105,18 +105,13 @@ def _backend(engine: EngineProbe) -> Finding:
             "threads (native)",
             f"no io_uring: {engine.io_uring_reason}. Native threads take over: about the same bandwidth for more CPU time",
         )
-    return Finding(
-        "I/O backend",
-        "python",
-        f"{engine.native_reason}. Python threads take over, and slow down beside a busy interpreter: "
-        "install a C compiler and reinstall infinity",
-    )
+    return Finding("I/O backend", "none", f"nothing can be offloaded: {engine.native_reason}")
 
 
 def _kernels() -> Finding:
     if native.available():
         return Finding("kernels", f"{native.isa()}; checksums: {native.crc32c_name()}")
-    return Finding("kernels", "torch", f"{native.reason()}. Updates run as torch operations, with the same results, slower")
+    return Finding("kernels", "none", native.reason())
 
 
 def _huge_pages(engine: EngineProbe) -> Finding:
@@ -258,10 +253,9 @@ def _gpu() -> Finding:
 def _copies_fail(device_count: int) -> str:
     """Why models cannot be offloaded from these GPUs; empty where they can."""
     from infinity.aio.device import DeviceDriver
-    from infinity.aio.native_core import load_native
 
     try:
-        load_native()
+        native.load()
         for ordinal in range(device_count):
             DeviceDriver(ordinal)
     except (ImportError, DeviceCopyError) as error:

@@ -16,16 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from infinity._src._torch_compat import all_gather_single
 from infinity._src.distributed.exchange import Exchange, Volume
 from infinity._src.distributed.lanes import Lane, Op
 from infinity._src.distributed.process_groups import make_group
 from infinity._src.distributed.topology import Topology, default_store
 from infinity._src.distributed.watchdog import Watchdog
 from infinity.errors import EngineClosed
-
-# torch 2.13 renamed it; the floor is 2.10.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 _ROUNDING = 1e-5
 """Part of a number by which ranks may differ in it: processors round differently."""
@@ -173,7 +170,7 @@ class Comm:
     def _everyone(self, what: str, mine: torch.Tensor) -> torch.Tensor:
         """What each rank has, [world, len]: `mine` is [len], of one length and dtype on all. Blocks."""
         everyone = torch.empty(self.world * mine.numel(), dtype=mine.dtype)
-        self._together(f"{what} of {mine.numel()}", lambda group: _all_gather(everyone, mine, group=group))
+        self._together(f"{what} of {mine.numel()}", lambda group: all_gather_single(everyone, mine, group=group))
         return everyone.view(self.world, -1)
 
     def tell(self, data: bytes) -> list[bytes]:

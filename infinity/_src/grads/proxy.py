@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from infinity._src._torch_compat import NO_TORCH_FUNCTION
 from infinity._src.grads.norms import NORM_PIECE_NUMEL, raise_unsupported
 from infinity._src.grads.registry import SlotBook
 from infinity._src.grads.slot import LOG_MAX, GradSlot, SlotState
@@ -42,7 +43,7 @@ class GradProxy(torch.Tensor):
 
     slot: GradSlot
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @staticmethod
     def of(slot: GradSlot, device: torch.device) -> GradProxy:

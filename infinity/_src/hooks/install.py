@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from infinity._src._torch_compat import dynamo_disable
+from infinity._src._torch_compat import DisableTorchFunctionSubclass, dynamo_disable
 from infinity._src.hooks.module_params import ModuleParameters
 from infinity._src.params import unsharded_param as gathered
 from infinity._src.params.sharded_param import ShardedParameter
@@ -146,7 +146,7 @@ def part(params: Iterable[Param]) -> None:
             param.at_rest.grad = None
         for leaf in (param.gathered, param.at_rest):
             # These hooks hold the engine from C++, where the garbage collector does not look.
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 hooks: Any = leaf._post_accumulate_grad_hooks
             if hooks:
                 hooks.clear()

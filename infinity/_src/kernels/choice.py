@@ -1,6 +1,6 @@
 """Which implementation of an operation runs, torch's or Triton's: a fixed rule, never a measurement of the moment.
 
-    forced      INFINITY_OPS="triton", "torch", or "group_quantize=triton,int8_matmul=torch"; `forced(...)` inside a block
+    forced      INFINITY_OPS="triton", "torch", or "group_quantize=triton,tile_matmul=torch"; `forced(...)` inside a block
     measured    MEASURED: what `bench/gpu.sh` measured on a kind of device, beside torch's best, written down here by hand
     else        torch
 
@@ -38,10 +38,7 @@ OPS: Mapping[str, Op] = {
         Op("wire_encode", "values to the bytes that collectives carry, with error feedback", bitwise=True),
         Op("wire_decode", "and the sum of such bytes in the order of ranks", bitwise=True),
         Op("ordered_sum", "the sum of plain pieces in the order of ranks", bitwise=True),
-        Op("unscale_norm", "cast, unscale, norm and finiteness of a gradient in one pass", bitwise=True),
         Op("update", "the optimizer's pass over a chunk of states", bitwise=True),
-        Op("int8_matmul", "matmul straight from int8 weights in groups", bitwise=False),
-        Op("compact_matmul", "matmul straight from 24-bit masters", bitwise=False),
         Op("tile_matmul", "matmul that adds to what other tiles summed, with the bias", bitwise=False),
         Op("linear_cross_entropy", "LM head and its loss, without the logits", bitwise=False),
     )

@@ -130,23 +130,6 @@ class UpdatePlan:
             raise ValueError(f"grad has {grad.numel()} elements, and segments go to {end}")
 
 
-def update_chunk(
-    state_format: Format,
-    sections: Sequence[torch.Tensor],
-    segs: npt.NDArray[np.void],
-    hypers: npt.NDArray[np.void],
-    *,
-    grad: torch.Tensor | None = None,
-) -> None:
-    """One chunk alone, in place: a plan for it, made and run; see `UpdatePlan` for arguments and errors."""
-    if not sections:
-        raise ValueError(f"{state_format} has {len(state_format.sections)} sections, none were given")
-    plan = UpdatePlan(
-        state_format, [segs], hypers, device=sections[0].device, grad_dtype=None if grad is None else grad.dtype
-    )
-    plan.run(0, sections, grad)
-
-
 RESOLVED = np.dtype([*((name, SEG[name]) for name in SEG.names or ()), ("relative", "?")])
 """SEG, and whether `grad` counts from the tensor or section that `run` is given."""
 

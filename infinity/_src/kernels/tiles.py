@@ -45,11 +45,6 @@ class Place:
         """The tile's part of a tensor of the whole's shape, as a view."""
         return whole[self.rows[0] : self.rows[1], self.columns[0] : self.columns[1]]
 
-    @property
-    def is_first(self) -> bool:
-        """Whether it is the first tile of its weight."""
-        return self.rows[0] == 0 and self.columns[0] == 0
-
 
 @dataclasses.dataclass(frozen=True)
 class Grid:

@@ -113,7 +113,6 @@ class Unit:
     refs: int = 0  # active Uses and frames; the unit may be evicted only at 0
     gathered: bool = False
     generation: int = 0  # counts the optimizer steps and writes that changed its values
-    filled_generation: int = -1  # the generation that the flats hold, or held when evicted
     engine: Any = None  # the handle that owns it; layers below pass it on and never look inside
 
     def __repr__(self) -> str:

@@ -81,7 +81,6 @@ def mark_filled(unit: Unit) -> None:
     """The unit's flats hold the values of its present generation."""
     assert all(storage_size(flat.tensor) == flat.size_bytes for flat in unit.flats)
     unit.gathered = True
-    unit.filled_generation = unit.generation
 
 
 def invalidate(unit: Unit) -> None:

@@ -32,31 +32,15 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterable
-from typing import Protocol
 
 from infinity._src.perf.pcie import Spent
+from infinity.aio.plan import Section
 
 UPDATES = ("deferred", "backward", "delayed")
 """When states are updated; `Policy.update` has these names."""
 
 EXAMPLE_TBW = 600
 """Terabytes written that a consumer drive of 1 TB is commonly rated for: says what a rate means where no rating is given."""
-
-
-class SectionSize(Protocol):
-    """What is needed of a section of a state format: `itemsize` bytes for each `group_numel` elements."""
-
-    @property
-    def name(self) -> str:
-        """ "grad" is a spilled gradient; the first section of a format is the parameter that computes."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an item."""
-
-    @property
-    def group_numel(self) -> int:
-        """Elements that share an item: 1, but for scales."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +56,7 @@ class AtRest:
     frozen: float = 0.0
 
     @classmethod
-    def per_param(cls, sections: Iterable[SectionSize], *, held: bool = True) -> AtRest:
+    def per_param(cls, sections: Iterable[Section], *, held: bool = True) -> AtRest:
         """Bytes per parameter in a state format, from its sections in order. held: by an optimizer; else it is frozen."""
         params = optim = grads = 0.0
         for index, section in enumerate(sections):
@@ -235,21 +219,6 @@ def _in_its_time(
     return Traffic(params_read, states, grads, activations, window)
 
 
-def bytes_per_param(
-    per_param: AtRest,
-    update: str = "deferred",
-    micro_batches: int = 1,
-    *,
-    resident_params: float = 0.0,
-    resident_optim: float = 0.0,
-) -> Moved:
-    """NVMe bytes per parameter and step when these shares (0 to 1) of the two kinds are resident."""
-    for name, share in (("resident_params", resident_params), ("resident_optim", resident_optim)):
-        if not 0.0 <= share <= 1.0:
-            raise ValueError(f"{name}={share} must be a share between 0 and 1")
-    return traffic(per_param.scaled(params=1 - resident_params, optim=1 - resident_optim), update, micro_batches).total
-
-
 def turning_bytes_max(kept_bytes: float, update: str, micro_batches: int) -> float:
     """The most that turning points can save: at each, up to `kept_bytes` of gathered units need no second read.
 
@@ -325,12 +294,6 @@ class Limits:
     def eta(self, measured_s: float) -> tuple[float, float]:
         """(of the floor, of the schedule's limit): limit / measured."""
         return self.floor_s / measured_s, self.schedule_s / measured_s
-
-    @property
-    def binds(self) -> str:
-        """What the floor consists of: "compute", "drives" or "other"."""
-        terms = {"compute": self.compute_s, "drives": self.io_s, "other": self.other_s}
-        return max(terms, key=lambda name: terms[name])
 
 
 def limits(

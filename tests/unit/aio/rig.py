@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity import aio
+from infinity._src import native
 from infinity.aio import plan
-from infinity.aio.native_core import load_native, load_uring
+from infinity.aio.native_core import load_uring
 from infinity.aio.native_executor import NativeExecutor
-from infinity.aio.python_executor import PythonExecutor
 from infinity.errors import AioError
 
 Array = npt.NDArray[Any]
@@ -33,7 +33,7 @@ SPILLED = plan.Format(plan.Master.SPLIT, plan.Moments.FP32, 2, plan.GradSection.
 
 
 def adamw(fmt: int, sections: list[Array], grad: Array, hyper: Any, element: int = 0) -> None:
-    """The contract's AdamW, one rounding per operation; the injected kernel of Python executors and the oracle of all."""
+    """The contract's AdamW, one rounding per operation: the oracle of all executors."""
     one = np.float32
     g = (grad.astype(np.uint32) << 16).view(np.float32) if grad.dtype == np.uint16 else grad
     with np.errstate(all="ignore"):
@@ -102,16 +102,8 @@ class Rig:
             file.grow(chunk_count * self.run_bytes)
         small = aio.PoolSpec(pools[0], 2 * NUMEL)
         large = aio.PoolSpec(pools[1], self.run_bytes)
-        self.executor: aio.Executor
-        if backend == "python":
-            options.pop("block_bytes", None)
-            options.pop("depth", None)
-            options.setdefault("threads_per_drive", 4)
-            self.executor = PythonExecutor(self.files, small=small, large=large, kernel=adamw, **options)
-        else:
-            options.setdefault("block_bytes", 8192)
-            options.setdefault("depth", 8)
-            self.executor = NativeExecutor(self.files, small=small, large=large, backend=backend, **options)
+        options = {"block_bytes": 8192, "depth": 8, **options}
+        self.executor = NativeExecutor(self.files, small=small, large=large, backend=backend, **options)
         self.sums = np.zeros((chunk_count, len(self.dtypes), NUMEL // piece), dtype=np.uint32)
         self.memory: list[list[Array | None]] = [
             [np.zeros(NUMEL, dtype) if s in resident else None for s, dtype in enumerate(self.dtypes)]
@@ -269,18 +261,15 @@ def outcome(ticket: aio.Ticket, timeout: float = 20) -> AioError | None:
 
 
 def _backends() -> tuple[list[str], dict[str, str]]:
-    try:
-        ffi, lib = load_native()
-    except ImportError as error:
-        return ["python"], dict.fromkeys(("io_uring", "threads"), f"no native extension: {error}")
+    ffi, lib = native.load()
     try:
         load_uring(ffi, lib)
         code = lib.inf_uring_probe()
     except OSError as error:
-        return ["threads", "python"], {"io_uring": str(error)}
+        return ["threads"], {"io_uring": str(error)}
     if code:
-        return ["threads", "python"], {"io_uring": f"no ring can be made: {os.strerror(-code)}"}
-    return ["io_uring", "threads", "python"], {}
+        return ["threads"], {"io_uring": f"no ring can be made: {os.strerror(-code)}"}
+    return ["io_uring", "threads"], {}
 
 
 BACKENDS, MISSING = _backends()

@@ -24,7 +24,7 @@ def prepared(make_rig, rng, **options):
     options = {"hold_s": LONG_S, "pools": (3, 4), "chunk_count": 8, "block_bytes": 1 << 20, **options}
     rig = make_rig(**options)
     values = {i: random_chunk(rng) for i in range(options["chunk_count"])}
-    for i, value in values.items():  # one by one: each is a request, also in Python
+    for i, value in values.items():  # one by one: each is a request
         rig.store({i: value}).wait(20)
     return rig, values, {i: rng.standard_normal(NUMEL).astype(np.float32) for i in values}
 

@@ -17,10 +17,8 @@ from infinity.errors import ChecksumError, DeviceCopyError
 from tests.simulated import Simulated
 from tests.unit.aio.rig import BACKENDS, NUMEL, Rig, adamw, hyper_record, random_chunk, same
 
-NATIVE = [name for name in BACKENDS if name != "python"]
 
-
-@pytest.fixture(params=NATIVE)
+@pytest.fixture(params=BACKENDS)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., tuple[Rig, Simulated]]]:
     """Makes rigs with a device; at the end nothing may have raced, and nothing may be left of the device."""
     rigs: list[Rig] = []
@@ -284,7 +282,3 @@ def test_jobs_for_a_device_that_cannot_be_are_refused(make, rng, tmp_path):
         with pytest.raises(ValueError, match="MASK_DEVICE"):
             other.fetch([0], mask=1)
         other.close()
-    other = Rig(tmp_path, "python")
-    with pytest.raises(ValueError, match="native extension"):
-        other.executor.attach_device(device.driver())
-    other.close()

@@ -78,8 +78,7 @@ def test_what_is_given_may_be_where_the_result_goes(make_rig, rng):
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("nth", [0, 3, 4])
-def test_a_flip_is_mended_by_another_read_and_what_was_given_is_given_again(make_rig, rng, backend, nth, in_place):
-    nth = 0 if backend == "python" else nth  # a run is one request there
+def test_a_flip_is_mended_by_another_read_and_what_was_given_is_given_again(make_rig, rng, nth, in_place):
     rig = make_rig(seam=aio.Seam(fault=aio.Fault("read", nth, kind="bitflip")), piece=128)
     value, grad = random_chunk(rng), random_grad(rng)
     rig.store({0: value}).wait()
@@ -219,9 +218,8 @@ def test_an_update_that_fails_does_not_take_the_gradient_with_it(make_rig, rng):
     assert same(rig.read(0)[:4], updated(value, value[4])[:4])
 
 
-def test_a_flip_where_a_spilled_gradient_is_read_is_seen_and_mended(make_rig, rng, backend):
-    nth = 0 if backend == "python" else 6
-    rig = make_rig(spilled=True, seam=aio.Seam(fault=aio.Fault("read", nth, kind="bitflip")))
+def test_a_flip_where_a_spilled_gradient_is_read_is_seen_and_mended(make_rig, rng):
+    rig = make_rig(spilled=True, seam=aio.Seam(fault=aio.Fault("read", 6, kind="bitflip")))
     value = spilled_chunk(rng)
     rig.store({0: value}, mask=31).wait()
     rig.update({0: None}).wait(20)
@@ -231,7 +229,6 @@ def test_a_flip_where_a_spilled_gradient_is_read_is_seen_and_mended(make_rig, rn
 
 @pytest.mark.parametrize("spilled", [False, True])
 def test_updates_of_neighbours_move_what_each_of_them_has(make_rig, rng, spilled):
-    """Python joins neighbours' requests; with a gap or a given section they are none."""
     rig = make_rig(spilled=spilled, block_bytes=1 << 20, pools=(3, 6))
     values = {i: spilled_chunk(rng) if spilled else random_chunk(rng) for i in range(6)}
     rig.store(values, mask=31 if spilled else 15).wait()

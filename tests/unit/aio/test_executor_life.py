@@ -112,8 +112,6 @@ def test_a_waiting_thread_leaves_the_interpreter_to_others(make_rig, rng):
 
 def test_a_busy_interpreter_does_not_stop_the_pipeline(make_rig, rng):
     rig = make_rig()
-    if rig.executor.backend == "python":
-        pytest.skip("Python threads need the interpreter")
     ended = threading.Event()
 
     def spin() -> None:

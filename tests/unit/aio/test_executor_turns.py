@@ -5,24 +5,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import plan
-from infinity.aio.python_records import FAIR_TURN, Chunk, Lanes, Run, Submission, TicketState
 from tests.unit.aio.rig import NUMEL, RUN_BYTES, random_chunk, same
 
+FAIR_TURN = 8  # of native/executor_slots.c: one turn in eight goes to who waited longest
 IN_FLIGHT = 4
 THREADS = 2
 ENOUGH = 400
-
-
-def waiting_run(priority: int, index: int = 0) -> Run:
-    job = np.zeros(1, dtype=plan.JOB)[0]
-    job["kind"] = plan.JobKind.FETCH
-    chunk = Chunk(index, np.zeros(1, dtype=plan.CHUNK)[0])
-    return Run(Submission(TicketState(), None), chunk, job, priority)
 
 
 def demand(rig, indexes: list[int], behind: list[aio.Ticket], passed: list[int]) -> None:
@@ -84,56 +75,6 @@ def test_write_back_and_prefetches_progress_beside_endless_demands(make_rig, rng
     wanted = [section if mask >> s & 1 else values[8][s] for s, section in enumerate(new)]
     assert same(rig.read(8), wanted)
     assert all(targets[0][s].tobytes() == values[9][s].tobytes() for s in range(4) if mask >> s & 1)
-
-
-def test_of_the_turns_one_in_eight_goes_to_who_waited_longest():
-    lanes = Lanes()
-    old = [waiting_run(priority) for priority in (2, 1, 2, 1)]
-    for run in old:
-        lanes.push(run)
-    served = []
-    for _ in range(5 * FAIR_TURN):
-        lanes.push(waiting_run(0))
-        served.append(lanes.grant())
-    fair = served[FAIR_TURN - 1 :: FAIR_TURN]
-    assert fair[:4] == old
-    rest = [run for number, run in enumerate(served, 1) if number % FAIR_TURN]
-    assert {run.priority for run in rest} == {0}
-    assert [run.arrival for run in rest] == sorted(run.arrival for run in rest)
-
-
-def test_without_demands_the_others_go_by_priority_and_arrival():
-    lanes = Lanes()
-    runs = [waiting_run(priority) for priority in (2, 1, 0, 2, 1, 0)]
-    for run in runs:
-        lanes.push(run)
-    assert [lanes.grant() for _ in range(6)] == sorted(runs, key=lambda run: run.priority)
-    assert lanes.grant() is None
-
-
-def test_a_turn_passes_over_those_that_may_not_and_a_turn_that_nobody_takes_is_not_counted():
-    lanes = Lanes()
-    barred = waiting_run(2, index=1)
-    lanes.push(barred)
-    for _ in range(FAIR_TURN):
-        assert lanes.grant(lambda run: run.chunk.index != 1) is None
-    demands = [waiting_run(0) for _ in range(FAIR_TURN)]
-    for run in demands:
-        lanes.push(run)
-    served = [lanes.grant(lambda run: run.chunk.index != 1) for _ in range(FAIR_TURN)]
-    assert served == demands
-    assert [lanes.grant()] == [barred]
-
-
-def test_a_job_that_is_put_back_keeps_its_place():
-    lanes = Lanes()
-    old = waiting_run(2)
-    lanes.push(old)
-    lanes.push(waiting_run(2))
-    lanes.remove(old)
-    lanes.push(old, first=True)
-    assert lanes.head() is old
-    assert old.arrival == 1
 
 
 def test_what_takes_longer_than_a_second_is_spread_over_the_windows(make_rig, rng):

@@ -7,12 +7,12 @@ machines do. The first library that a process loads stays, so each case has its 
 from __future__ import annotations
 
 import errno
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from native.build_native import compiler_command
 from tests.unit.aio.child import run_python
 from tests.unit.aio.rig import BACKENDS
 
@@ -25,10 +25,10 @@ import logging
 from pathlib import Path
 import numpy as np
 from infinity import aio
-from infinity.aio.native_core import load_native
+from infinity._src import native
 from infinity.errors import *
 logging.basicConfig(level="WARNING")
-ffi, lib = load_native()
+ffi, lib = native.load()
 why = ffi.new("char[512]")
 assert lib.inf_uring_load({library!r}.encode(), why, 512) == 0, ffi.string(why)
 from tests.unit.aio.rig import *  # looks for backends: would load the real one
@@ -52,13 +52,10 @@ rig.close()
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler for the library that misbehaves")
     target = tmp_path_factory.mktemp("odd") / "liburing.so"
     source = Path(__file__).with_name("odd_liburing.c")
     command = [
-        compiler,
+        *compiler_command(),
         "-shared",
         "-fPIC",
         "-O1",

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from infinity import aio
+from infinity._src import native
 from infinity.aio import numa_node
-from infinity.aio.native_core import load_native
 from infinity.aio.numa_node import Place
 from infinity.aio.slab import HUGE_PAGE_BYTES
 
@@ -52,10 +52,7 @@ def nodes_of(address: int, size_bytes: int) -> set[int]:
 @pytest.fixture
 def node() -> Iterator[Place]:
     """A node of this machine, with one CPU of those that this process may use."""
-    try:
-        load_native()
-    except ImportError:
-        pytest.skip("no native extension")
+    native.load()
     nodes = Path("/sys/devices/system/node")
     if not (nodes / "node0").is_dir():
         pytest.skip("NOT TESTED, this kernel tells of no nodes")

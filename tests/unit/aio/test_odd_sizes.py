@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from infinity import aio
 from infinity.aio import checks, plan
 from infinity.aio.native_executor import NativeExecutor
-from infinity.aio.python_executor import PythonExecutor
 from tests.unit.aio.rig import BACKENDS, adamw, hyper_record
 
 SLOT_BYTES = 1 << 18
@@ -34,15 +33,9 @@ class Bench:
     def __init__(self, directory: Path, backend: str, block_bytes: int) -> None:
         self.file = aio.SwapFile.create(directory)
         small, large = aio.PoolSpec(2, 8192), aio.PoolSpec(4, 4 * SLOT_BYTES)
-        self.executor: aio.Executor
-        if backend == "python":
-            self.executor = PythonExecutor(
-                [self.file], small=small, large=large, threads_per_drive=4, kernel=adamw
-            )
-        else:
-            self.executor = NativeExecutor(
-                [self.file], small=small, large=large, backend=backend, block_bytes=block_bytes, depth=8
-            )
+        self.executor = NativeExecutor(
+            [self.file], small=small, large=large, backend=backend, block_bytes=block_bytes, depth=8
+        )
         self.keep: list = []
 
     def define(

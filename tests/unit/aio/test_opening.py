@@ -6,11 +6,11 @@ import errno
 import logging
 import os
 
-import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import native_core, opening, plan, probe
+from infinity._src import native
+from infinity.aio import opening, probe
 from tests.unit.aio.child import run_python
 from tests.unit.aio.rig import BACKENDS
 
@@ -49,9 +49,8 @@ def test_an_unknown_backend_and_bad_options_are_value_errors(file):
     with pytest.raises(ValueError, match="must be one of"):
         aio.open_executor([file], backend="libaio", **POOLS)
     for options in ({"workers": 0}, {"depth": 1}, {"block_bytes": 1000}, {"block_bytes": 2 << 30}):
-        if BACKENDS[0] != "python" or "workers" in options:
-            with pytest.raises(ValueError, match="must be"):
-                aio.open_executor([file], **POOLS, **options)
+        with pytest.raises(ValueError, match="must be"):
+            aio.open_executor([file], **POOLS, **options)
     with pytest.raises(ValueError, match="4096"):
         aio.PoolSpec(1, 100)
     with pytest.raises(ValueError, match="larger"):
@@ -74,33 +73,6 @@ def test_without_io_uring_auto_steps_down_says_so_once_and_a_forced_one_fails(fi
     assert caplog.text.count("no wheel") == 1
     with pytest.raises(OSError, match=r"io_uring.*asked for"):
         aio.open_executor([file], backend="io_uring", **POOLS)
-
-
-def test_without_the_extension_auto_opens_the_python_executor(file, monkeypatch):
-    def missing():
-        raise ImportError("No module named 'infinity._native'")
-
-    monkeypatch.setattr("infinity.aio.native_executor.load_native", missing)
-    executor = aio.open_executor([file], **POOLS)
-    assert executor.backend == "python"
-    assert "_native" in executor.backend_reason
-    executor.close()
-    with pytest.raises(OSError, match="asked for"):
-        aio.open_executor([file], backend="threads", **POOLS)
-
-
-def test_a_python_executor_without_kernel_refuses_updates(file):
-    file.grow(65536)
-    executor = aio.open_executor([file], backend="python", **POOLS)
-    chunk = np.zeros(1, dtype=plan.CHUNK)
-    chunk["numel"], chunk["piece_numel"], chunk["section_count"], chunk["run_bytes"] = 1024, 1024, 4, 16384
-    chunk["format"], chunk["itemsize"][0, :4] = plan.Format.SPLIT, (2, 2, 4, 4)
-    chunk["section_at"][0, :4] = (0, 4096, 8192, 12288)
-    job = np.zeros(1, dtype=plan.JOB)
-    job["chunk"], job["kind"], job["base"] = executor.define(chunk)[0], plan.JobKind.UPDATE, -1
-    with pytest.raises(ValueError, match="kernel"):
-        executor.submit(job, priority=aio.Priority.WRITEBACK)
-    executor.close()
 
 
 #: The sysctl is of the whole machine: this process sees a file over it, and its filter does what the kernel would do.
@@ -163,7 +135,6 @@ print(probe.probe_engine().io_uring_reason)
     assert done.stderr.count("no io_uring backend") <= 1
 
 
-@pytest.mark.skipif("threads" not in BACKENDS, reason="no native extension")
 def test_without_the_wheel_threads_take_over_and_the_reason_names_it(tmp_path):
     hidden = 'import sys; sys.modules["liburing"] = None\nfrom infinity import aio\n'
     done = run_python(hidden + OPEN_AUTO.format(directory=str(tmp_path)))
@@ -173,13 +144,23 @@ def test_without_the_wheel_threads_take_over_and_the_reason_names_it(tmp_path):
     assert "package liburing" in reason
 
 
-def test_without_a_compiler_python_takes_over_and_the_reason_says_so(tmp_path):
-    code = "from infinity import aio\n" + OPEN_AUTO.format(directory=str(tmp_path))
-    done = run_python(code, environment={"INFINITY_NO_NATIVE": "1"})
-    assert done.returncode == 0, done.stderr
-    backend, reason = done.stdout.splitlines()
-    assert backend == "python"
-    assert "INFINITY_NO_NATIVE" in reason
+@pytest.mark.parametrize("backend", ["auto", "io_uring", "threads"])
+def test_without_the_extension_nothing_opens_and_the_error_names_the_command(tmp_path, backend):
+    hidden = 'import sys; sys.modules["infinity._native"] = None\nfrom infinity import aio\n'
+    done = run_python(hidden + OPEN_AUTO.format(directory=str(tmp_path)).replace("large=", f"backend={backend!r}, large="))
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: infinity's C extension is missing or does not load")
+    assert "run `make native` in a checkout, or `pip install --force-reinstall infinity-offload`" in last
+
+
+def test_where_no_backend_can_be_had_the_error_names_the_reason_of_each(file, monkeypatch):
+    def refuses(*arguments, backend, **options):
+        raise OSError(f"{backend} is out")
+
+    monkeypatch.setattr(opening, "NativeExecutor", refuses)
+    with pytest.raises(OSError, match="no io_uring backend: io_uring is out; no threads backend: threads is out"):
+        aio.open_executor([file], **POOLS)
 
 
 @pytest.mark.skipif("io_uring" not in BACKENDS, reason="no io_uring here")
@@ -217,8 +198,7 @@ def test_where_memory_may_not_be_locked_the_slab_goes_unregistered_and_works(tmp
 def test_a_library_without_the_symbols_is_an_error_that_names_one(monkeypatch, tmp_path):
     code = """
         import ctypes.util
-        from infinity.aio.native_core import load_native
-        ffi, lib = load_native()
+        from infinity._src.native import ffi, lib
         why = ffi.new("char[512]")
         assert lib.inf_uring_load(b"/nowhere/liburing.so", why, 512) == -1
         print(ffi.string(why).decode())
@@ -253,10 +233,7 @@ def test_the_probe_of_the_engine_agrees_with_what_opens():
 
 
 def test_spans_have_one_layout_in_c_and_python():
-    try:
-        ffi, _ = native_core.load_native()
-    except ImportError:
-        pytest.skip("no native extension")
+    ffi, _ = native.load()
     assert ffi.sizeof("inf_span") == aio.SPAN.itemsize
     assert aio.SPAN.fields is not None
     for name in aio.SPAN.names or ():

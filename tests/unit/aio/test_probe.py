@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from infinity import aio
+from infinity._src import native
 from infinity.aio import probe
 from tests.unit.aio.child import run_python
 from tests.unit.aio.rig import BACKENDS
@@ -95,12 +96,12 @@ def test_a_wheel_without_the_symbols_is_named(tmp_path):
 
 
 def test_without_the_extension_the_reason_is_that(tmp_path, monkeypatch):
-    monkeypatch.setenv("INFINITY_NO_NATIVE", "1")
+    monkeypatch.setattr(native, "_reason", "infinity's C extension is missing: run this")
     found = probe.probe_engine()
     assert not found.native
-    assert "INFINITY_NO_NATIVE=1" in found.native_reason
+    assert found.native_reason == "infinity's C extension is missing: run this"
     assert found.native_reason == found.io_uring_reason
-    assert probe.probe_executor(tmp_path, **POOLS).backend == "python"
+    assert probe.probe_executor(tmp_path, **POOLS).error == found.native_reason
 
 
 def test_a_process_that_may_have_no_huge_pages_is_told(tmp_path):

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from infinity._src import native
 from infinity.aio import memory_limits
-from infinity.aio.native_core import load_native
 from infinity.aio.slab import HUGE_PAGE_BYTES, Slab
 
 
@@ -82,10 +82,7 @@ def test_a_forked_child_cannot_take_views():
 
 
 def test_the_native_slab_is_as_the_python_one():
-    try:
-        ffi, lib = load_native()
-    except ImportError:
-        pytest.skip("no native extension")
+    ffi, lib = native.load()
     address = ffi.new("uint64_t *")
     assert lib.inf_slab_map(5 << 20, address) == 0
     assert address[0] % HUGE_PAGE_BYTES == 0

@@ -62,11 +62,9 @@ def test_auto_is_the_backend_that_opens_here(tmp_path: Path, monkeypatch: pytest
             executor.close()
             return executor.backend
 
-    for hidden in ("0", "1"):
-        monkeypatch.setenv("INFINITY_NO_NATIVE", hidden)
-        for backend in ("io_uring", "threads", "python"):
-            kept = IoSettings(1 << 20, backend=backend).for_backend("auto").block_bytes
-            assert kept == (1 << 20 if backend == opens() else None)
+    for backend in ("io_uring", "threads"):
+        kept = IoSettings(1 << 20, backend=backend).for_backend("auto").block_bytes
+        assert kept == (1 << 20 if backend == opens() else None)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +73,7 @@ def test_auto_is_the_backend_that_opens_here(tmp_path: Path, monkeypatch: pytest
         ({"block_bytes": 1000}, "block_bytes=1000 must be a multiple of 4096"),
         ({"block_bytes": 2 << 30}, "at most 1 GiB"),
         ({"block_bytes": "1M"}, "block_bytes='1M' must be an integer"),
-        ({"backend": "auto"}, "backend='auto' must be None or one of io_uring, threads, python"),
+        ({"backend": "auto"}, "backend='auto' must be None or one of io_uring, threads"),
         ({"backend": 3}, "backend=3"),
         ({"depth": True}, "depth=True must be an integer"),
         ({"depth": 1}, "depth=1 must be 2 to 4096"),

@@ -233,7 +233,7 @@ def test_rows_of_a_data_file_come_back_padding_included_and_damage_anywhere_is_f
         writer.store(row, {s: memory.ctypes.data + 4096 * s for s in range(5)}).wait()
     writer.finish()
     writer.close()
-    path, settings_ = tmp_path / "data", {"algorithm": writer.algorithm}
+    path, settings_ = tmp_path / "data", {"algorithm": "crc32c"}
     assert path.stat().st_size == writer.entry.size_bytes == int(rows["run_bytes"].sum()) == 2 * 5 * 4096
     whole = path.read_bytes()
     for at in (0, 5000, 4096 * 5 - 1, 4096 * 6 + 300, len(whole) - 1):
@@ -273,12 +273,18 @@ def test_chunks_that_an_executor_wrote_are_read_in_place(tmp_path: Path) -> None
     row = np.zeros(1, dtype=ROW)
     row["numel"], row["key"], row["generation"] = numel, 99, executor.look(ids)["generation"]
     row["file_offset"], row["run_bytes"], row["section_at"] = 8192, 16384, chunk["section_at"]
-    algorithm = "xxh3" if executor.backend == "python" else "crc32c"
     executor.close()
     file.close()
     entry = FileEntry("swap", 1 << 20)
-    reader = DataReader(tmp_path, entry, row, [EXACT], sums, algorithm=algorithm)
+    reader = DataReader(tmp_path, entry, row, [EXACT], sums, algorithm="crc32c")
     back = np.zeros(4 * numel, dtype=np.uint8)
     reader.fetch(0, {2: back.ctypes.data}).wait()
     assert np.array_equal(back, values)
     reader.close()
+
+
+@pytest.mark.parametrize(("algorithm", "message"), [("xxh3", "an earlier infinity wrote it"), ("md5", "use a later one")])
+def test_checksums_that_no_executor_takes_are_refused(tmp_path: Path, algorithm: str, message: str) -> None:
+    rows, sums = np.zeros(0, dtype=ROW), np.zeros(0, dtype=np.uint32)
+    with pytest.raises(ValueError, match=f"checksums are '{algorithm}'.*{message}"):
+        DataReader(tmp_path, FileEntry("data", 0), rows, [EXACT], sums, algorithm=algorithm)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from infinity._src import native
 from infinity._src.cli import doctor
 from infinity._src.kernels import choice
 from infinity.aio import memory_limits
@@ -114,10 +115,10 @@ def test_every_operation_is_shown_with_what_runs_it_and_why(monkeypatch: pytest.
     monkeypatch.setenv(choice.VARIABLE, "update=torch")
     assert "update: torch (forced)" in doctor._operations().value.splitlines()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv(choice.VARIABLE, "update=triton,int8_matmul=triton")
+    monkeypatch.setenv(choice.VARIABLE, "update=triton,tile_matmul=triton")
     lines = doctor._operations().value.splitlines()
     assert "update: triton (forced)" in lines, "its bits are torch's"
-    assert "int8_matmul: triton (forced), which rounds in its own way" in lines
+    assert "tile_matmul: triton (forced), which rounds in its own way" in lines
 
 
 def test_operations_that_cannot_run_as_forced_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +127,7 @@ def test_operations_that_cannot_run_as_forced_are_warned_of(monkeypatch: pytest.
     monkeypatch.setenv(choice.VARIABLE, "update=triton")
     found = doctor._operations()
     assert "update: none" in found.value.splitlines()
-    assert "int8_matmul: torch (the CPU computes)" in found.value.splitlines()
+    assert "tile_matmul: torch (the CPU computes)" in found.value.splitlines()
     assert "set TRITON_INTERPRET=1" in found.warning
     monkeypatch.setenv(choice.VARIABLE, "updates=torch")
     assert "there is no operation 'updates'" in doctor._operations().warning
@@ -142,5 +143,5 @@ def test_a_gpu_whose_driver_cannot_be_had_is_warned_of(monkeypatch: pytest.Monke
         assert doctor._copies_fail(1) == ""
     else:
         assert "cannot be offloaded: the device's driver cannot be used" in doctor._copies_fail(1)
-    monkeypatch.setenv("INFINITY_NO_NATIVE", "1")
-    assert "INFINITY_NO_NATIVE=1 hides the native extension" in doctor._copies_fail(1)
+    monkeypatch.setattr(native, "_reason", "infinity's C extension is missing")
+    assert "cannot be offloaded: infinity's C extension is missing" in doctor._copies_fail(1)

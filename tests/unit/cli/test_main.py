@@ -39,13 +39,17 @@ def test_doctor_warns_by_name_and_exits_with_success(tmp_path: Path) -> None:
 
 
 def test_doctor_says_aloud_when_the_native_extension_is_missing(tmp_path: Path) -> None:
-    code = "import sys; from infinity._src.cli.main import main; sys.exit(main(['doctor', '--dir', sys.argv[1]]))"
-    environment = {"INFINITY_NO_NATIVE": "1", "PATH": "", "COLUMNS": "200", "HOME": str(tmp_path)}
+    code = (
+        "import sys; sys.modules['infinity._native'] = None; from infinity._src.cli.main import main; "
+        "sys.exit(main(['doctor', '--dir', sys.argv[1]]))"
+    )
+    environment = {"PATH": "", "COLUMNS": "200", "HOME": str(tmp_path)}
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert "warning: kernels" in done.stdout
-    assert "INFINITY_NO_NATIVE=1" in done.stdout
+    assert "warning: I/O backend: nothing can be offloaded: infinity's C extension is missing" in done.stdout
+    assert "pip install --force-reinstall infinity-offload" in done.stdout
 
 
 def test_the_cgroup_limit_is_a_size_or_none() -> None:

@@ -23,7 +23,6 @@ from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.train import learning_rate, run_train  # noqa: E402
 from tests.device import simulated  # noqa: E402
 from tests.tiny_llama import TEXT, write_model  # noqa: E402
-from tests.unit.aio.rig import BACKENDS  # noqa: E402
 
 
 def shown_on(console: Console) -> str:
@@ -159,7 +158,6 @@ def test_every_part_of_the_policy_can_be_chosen_and_no_place_changes_a_loss(
     assert summary["state_bytes"] == pytest.approx(size * summary["params"])
 
 
-@pytest.mark.skipif(BACKENDS == ["python"], reason="copies to a device need the native extension")
 def test_updates_on_a_device_change_no_loss(
     model_directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ class RamResidency:
         self.units = list(units)
         self.eager = eager
         self.copies: dict[Param, torch.Tensor] = {}
+        self.filled: dict[Unit, int] = {}  # the generation that the flats hold
         self.events: list[str] = []
         self.done: list[str] = []
         self.peak_numel = 0
@@ -49,7 +50,7 @@ class RamResidency:
 
     def demand(self, unit: Unit) -> None:
         self.events.append(f"demand {unit.name}")
-        if unit.gathered and unit.filled_generation == unit.generation:
+        if unit.gathered and self.filled.get(unit) == unit.generation:
             return
         gathered.allocate(unit)
         with torch.no_grad():
@@ -57,6 +58,7 @@ class RamResidency:
                 target = param.flat.tensor[param.offset : param.offset + param.numel]
                 target.copy_(self.copies[param].reshape(-1))
         gathered.mark_filled(unit)
+        self.filled[unit] = unit.generation
         self.peak_numel = max(self.peak_numel, self.gathered_numel)
 
     def mixes(self, unit: Unit, *, window: bool) -> bool:

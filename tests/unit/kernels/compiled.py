@@ -99,15 +99,6 @@ def update() -> None:
         Launches(state_format, [segs], hypers, torch.device("cpu")).run(0, sections, 1 << 40)
 
 
-def unscale_norm() -> None:
-    from infinity._src.kernels.triton.unscale_norm import unscale_norm_triton
-
-    grad = torch.zeros(256, 256)
-    for source, target in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (torch.float32, torch.float16)):
-        unscale_norm_triton(grad.to(source), grad.to(target), 0.5, False)
-    unscale_norm_triton(grad.t(), grad, torch.ones(()), True)
-
-
 def wire() -> None:
     from infinity._src.kernels.comm_codec import wire_bytes
     from infinity._src.kernels.triton.comm_codec import decode_sum_triton, encode_triton, sum_in_order_triton
@@ -124,7 +115,7 @@ def wire() -> None:
         sum_in_order_triton([values] * 4, values, 4)
 
 
-OPS: dict[str, Callable[[], None]] = {"groups": groups, "update": update, "unscale_norm": unscale_norm, "wire": wire}
+OPS: dict[str, Callable[[], None]] = {"groups": groups, "update": update, "wire": wire}
 
 
 def main() -> None:

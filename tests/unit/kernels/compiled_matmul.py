@@ -14,9 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from infinity._src.kernels.quant_matmul import CompactWeight, Int8Weight
 from infinity._src.kernels.triton import linear_cross_entropy as loss
-from infinity._src.kernels.triton.quant_matmul import multiply
 from infinity._src.kernels.triton.tile_matmul import tile_matmul
 from infinity._src.kernels.triton.tuning import CONFIGS_MAX, using
 from tests.unit.kernels.compiled import Absent, compile_instead_of_launching
@@ -47,26 +45,9 @@ def loss_forms(dtype: torch.dtype) -> Forms:
     yield "gradient", lambda: loss.tile_dlogits(x, w, w[:, 0], target, **rest)
 
 
-def int8_forms(dtype: torch.dtype) -> Forms:
-    x, dy = empty(256, 512, dtype=dtype), empty(256, 1024, dtype=dtype)
-    for group in (32, 128):
-        weight = Int8Weight(empty(1024, 512, dtype=torch.int8), empty(1024, 512 // group, dtype=torch.bfloat16), group)
-        yield f"groups of {group}", lambda weight=weight: multiply(x, weight, dy[0])
-        yield f"groups of {group}, input gradient", lambda weight=weight: multiply(dy, weight, transposed=True)
-
-
-def compact_forms(dtype: torch.dtype) -> Forms:
-    x, dy = empty(256, 512, dtype=dtype), empty(256, 1024, dtype=dtype)
-    weight = CompactWeight(empty(1024, 512, dtype=torch.int16), empty(1024, 512, dtype=torch.int8))
-    yield "forward", lambda: multiply(x, weight, dy[0])
-    yield "input gradient", lambda: multiply(dy, weight, transposed=True)
-
-
 OPS: dict[str, Callable[[torch.dtype], Forms]] = {
     "tile_matmul": tile_forms,
     "linear_cross_entropy": loss_forms,
-    "int8_matmul": int8_forms,
-    "compact_matmul": compact_forms,
 }
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infinity._src.kernels import choice
-from infinity._src.kernels.chunk_update import UpdatePlan, update_chunk
+from infinity._src.kernels.chunk_update import UpdatePlan
 from infinity._src.kernels.update import update_numpy_sections
 from infinity.aio.plan import HYPER, SEG, Format, GradDtype, GradSection, Master, Moments
 from tests.unit.native.test_update_kernels import CASES, ROWS, as_bf16, assert_same_sections, states
@@ -58,6 +58,14 @@ def reference(state_format: Format, sections: list[Array], grad: Array, segs: Ar
             low = start // kind.group_numel * kind.itemsize
             parts.append(section.view(np.uint8)[low : low + kind.size_bytes(numel)].view(section.dtype))
         update_numpy_sections(state_format, parts, grad[start : start + numel], hypers[int(seg["hyper"])], int(seg["element"]))
+
+
+def update_chunk(
+    state_format: Format, sections: list[torch.Tensor], segs: Array, hypers: Array, grad: torch.Tensor | None = None
+) -> None:
+    """One chunk alone: a plan for it, made and run."""
+    grad_dtype = None if grad is None else grad.dtype
+    UpdatePlan(state_format, [segs], hypers, device=sections[0].device, grad_dtype=grad_dtype).run(0, sections, grad)
 
 
 def ours(

@@ -15,7 +15,7 @@ import pytest
 from tests.unit.kernels.operands import mostly_slow
 
 ROOT = Path(__file__).resolve().parents[3]
-OPS = ("tile_matmul", "linear_cross_entropy", "int8_matmul", "compact_matmul")
+OPS = ("tile_matmul", "linear_cross_entropy")
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton here")
 

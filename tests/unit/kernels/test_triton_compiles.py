@@ -15,7 +15,7 @@ import pytest
 from tests.unit.kernels.operands import mostly_slow
 
 ROOT = Path(__file__).resolve().parents[3]
-BITWISE = ("groups", "update", "unscale_norm", "wire")
+BITWISE = ("groups", "update", "wire")
 """Operations of which choice.OPS says that the bits are torch's."""
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton here")

@@ -18,8 +18,6 @@ from tests.device import simulated
 from tests.simulated import Simulated
 from tests.unit.aio.rig import BACKENDS, Rig
 
-pytestmark = pytest.mark.skipif(BACKENDS == ["python"], reason="copies to a device need the native extension")
-
 
 @pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Device, Simulated]]:

@@ -24,7 +24,6 @@ from infinity.aio.plan import (
     Moments,
     piece_count,
 )
-from infinity.aio.python_sections import Sections
 from tests.unit.native.states import Array
 from tests.unit.native.test_update_kernels import as_bf16, assert_same_sections, states
 
@@ -130,25 +129,6 @@ def test_segments_of_any_format_are_the_reference_on_each_and_gradients_stay(dat
     np.testing.assert_array_equal(chunk.sections[-1].view(np.uint8), held.view(np.uint8))
     np.testing.assert_array_equal(chunk.sums[-1], before)
     assert chunk.bad() == [OK] * len(chunk.sections)
-
-
-@pytest.mark.parametrize("state_format", FORMATS)
-def test_the_python_executors_sections_do_the_same(state_format: Format) -> None:
-    sections, grad = states(state_format, 640, 3, odd=False)
-    kinds = [state_format.with_grad(GradSection.FP16), state_format]
-    for full in kinds:
-        held = [grad.astype(np.float16)] if full.grad else []
-        ours = Chunk(full, [*(s.copy() for s in sections), *held])
-        theirs = Chunk(full, [*(s.copy() for s in sections), *held])
-        segs = np.concatenate([segment(0, 200, 64, None if held else grad), segment(256, 384, 0, None if held else grad[256:])])
-        assert ours.update(segs) == OK
-        lodged = [section.view(np.uint8) for section in theirs.sections]
-        hypers = np.array([ROW], HYPER)
-        assert Sections(theirs.record, lodged).update(update_numpy_sections, segs, hypers)
-        for left, right in zip(ours.sections, theirs.sections, strict=True):
-            assert left.tobytes() == right.tobytes()
-        segs["element"][0] = -64
-        assert not Sections(theirs.record, lodged).update(update_numpy_sections, segs, hypers)
 
 
 @pytest.mark.parametrize("index", range(6))

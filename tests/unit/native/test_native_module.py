@@ -11,6 +11,7 @@ import pytest
 
 from infinity._src import native
 
+MENDED_BY = "run `make native` in a checkout, or `pip install --force-reinstall infinity-offload`"
 ROOT = Path(__file__).parents[3]
 
 
@@ -27,12 +28,30 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def test_without_the_extension_the_module_says_why_and_imports_no_torch() -> None:
     code = (
-        "import sys; from infinity._src import native; "
-        "assert not native.available() and native.lib is None; assert 'torch' not in sys.modules; "
+        "import sys; sys.modules['infinity._native'] = None; from infinity._src import native; "
+        "assert not native.available(); assert 'torch' not in sys.modules; "
         "print(native.isa(), native.isas(), native.reason())"
     )
-    done = run(code, INFINITY_NO_NATIVE="1")
-    assert done.stdout.strip() == "none () INFINITY_NO_NATIVE=1", done.stderr
+    done = run(code)
+    assert done.stdout.startswith("none () infinity's C extension is missing or does not load (import of"), done.stderr
+    assert done.stdout.strip().endswith(MENDED_BY)
+
+
+@pytest.mark.parametrize(
+    "use",
+    ["native.load()", "native.lib", "native.ffi", "native.crc32c(b'')", "native.select_isa('portable')"],
+)
+def test_without_the_extension_its_first_use_is_an_import_error_that_names_the_command(use: str) -> None:
+    done = run(f"import sys; sys.modules['infinity._native'] = None; from infinity._src import native; {use}")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: infinity's C extension is missing"), done.stderr
+    assert last.endswith(MENDED_BY)
+
+
+def test_the_command_and_aio_import_without_the_extension() -> None:
+    code = "import sys; sys.modules['infinity._native'] = None; import infinity, infinity.aio, infinity._src.cli.main"
+    done = run(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_environment_selects_the_instruction_set() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from infinity._src.kernels.update import update_numpy_sections
 from infinity._src.memory.layout import CHUNK_NUMEL, plan_flat
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.params.state_store import StateStore
@@ -35,7 +34,6 @@ def make_rest(directory: Path, backend: str) -> Iterator[StateStore]:
         small=PoolSpec(4, CHUNK_NUMEL * 4),
         large=PoolSpec(2, LARGE_BYTES),
         backend=backend,
-        kernel=update_numpy_sections,
     )
     rest = StateStore(executor, space, sums_on=True)
     try:
@@ -46,7 +44,7 @@ def make_rest(directory: Path, backend: str) -> Iterator[StateStore]:
         space.close()
 
 
-@pytest.fixture(params=["io_uring", "threads", "python"])
+@pytest.fixture(params=["io_uring", "threads"])
 def rest(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StateStore]:
     with make_rest(tmp_path, request.param) as made:
         yield made
@@ -109,7 +107,7 @@ def held_by(rest: StateStore) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("backend", ["io_uring", "threads", "python"])
+@pytest.mark.parametrize("backend", ["io_uring", "threads"])
 def test_a_define_that_fails_leaves_nothing_reserved(
     tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +143,7 @@ def test_a_define_that_fails_leaves_nothing_reserved(
 
 
 def test_a_slab_for_which_there_is_no_memory_leaves_nothing_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with make_rest(tmp_path, "python") as rest:
+    with make_rest(tmp_path, "threads") as rest:
         flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
         before = held_by(rest)
         with monkeypatch.context() as patch:

@@ -34,7 +34,6 @@ from infinity._src.perf.step_report import StepTerms  # noqa: E402
 from infinity._src.sizes import GIB, MIB  # noqa: E402
 from tests import models  # noqa: E402
 from tests.device import simulated  # noqa: E402
-from tests.unit.aio.rig import BACKENDS  # noqa: E402
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "1b": {
@@ -393,7 +392,6 @@ def on_device(monkeypatch: pytest.MonkeyPatch, directory: Path, job: Job, **poli
     return stats, shape, kept
 
 
-@pytest.mark.skipif(BACKENDS == ["python"], reason="copies to a device need the native extension")
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("update", ["deferred", "backward", "delayed"])
 def test_the_engine_copies_holds_and_keeps_what_the_plan_says(
@@ -416,7 +414,6 @@ def test_the_engine_copies_holds_and_keeps_what_the_plan_says(
         assert planned.h2d - turning_bytes_max(kept, update, micro_batches) - edge <= copied.h2d <= planned.h2d + edge
 
 
-@pytest.mark.skipif(BACKENDS == ["python"], reason="copies to a device need the native extension")
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_the_engine_copies_what_the_plan_says_of_an_update_on_the_device(
     micro_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,6 @@ from infinity._src.perf.roofline import (
     Compute,
     Drives,
     Moved,
-    bytes_per_param,
     compute_flops,
     days_of_life,
     deferred_s,
@@ -45,8 +44,9 @@ FP32 = AtRest.per_param([Section("param", 4), Section("moment0", 4), Section("mo
 FP16 = AtRest.per_param([Section("param", 2), Section("master", 4), Section("moment0", 4), Section("moment1", 4)])
 
 
-def moved(*args: object, **given: object) -> tuple[float, float]:
-    found = bytes_per_param(*args, **given)  # type: ignore[arg-type]
+def moved(per_param: AtRest, update: str = "deferred", micro_batches: int = 1, *, params: float = 0.0, optim: float = 0.0) -> tuple[float, float]:
+    """Bytes of one parameter that a step reads and writes; params, optim: the shares that are resident."""
+    found = traffic(per_param.scaled(params=1 - params, optim=1 - optim), update, micro_batches).total
     return found.read, found.written
 
 
@@ -68,13 +68,11 @@ def test_a_delayed_update_reads_nothing_for_further_micro_batches(micro_batches:
 
 
 def test_what_is_resident_moves_nothing() -> None:
-    assert moved(EXACT, "deferred", 1, resident_params=1.0) == (10, 10)
-    assert moved(EXACT, "deferred", 1, resident_optim=1.0) == (4, 2)
-    assert moved(EXACT, "deferred", 4, resident_params=1.0) == (10, 10)
-    assert moved(EXACT, "deferred", 1, resident_params=0.5, resident_optim=0.5) == (7, 6)
-    assert moved(EXACT, "deferred", 8, resident_params=1.0, resident_optim=1.0) == (0, 0)
-    with pytest.raises(ValueError, match=r"resident_params=1\.5"):
-        moved(EXACT, "deferred", 1, resident_params=1.5)
+    assert moved(EXACT, "deferred", 1, params=1.0) == (10, 10)
+    assert moved(EXACT, "deferred", 1, optim=1.0) == (4, 2)
+    assert moved(EXACT, "deferred", 4, params=1.0) == (10, 10)
+    assert moved(EXACT, "deferred", 1, params=0.5, optim=0.5) == (7, 6)
+    assert moved(EXACT, "deferred", 8, params=1.0, optim=1.0) == (0, 0)
 
 
 def test_a_spilled_gradient_is_read_and_written_once_for_each_micro_batch() -> None:
@@ -147,7 +145,7 @@ def test_the_deferred_limit_has_the_states_beside_the_first_forward_only() -> No
     assert found.io_s == pytest.approx(3.4)
     assert found.floor_s == pytest.approx(3.4)
     assert found.schedule_s == pytest.approx((1.2 + 2.0) + max(1.0, 0.2))
-    assert found.binds == "drives"
+    assert found.floor_s == found.io_s > max(found.compute_s, found.other_s)
     assert found.eta(6.8) == (pytest.approx(0.5), pytest.approx(4.2 / 6.8))
 
 
@@ -162,7 +160,7 @@ def test_where_the_drive_is_fast_the_limits_are_the_computation() -> None:
     for update in ("deferred", "backward", "delayed"):
         found = limits(traffic(EXACT, update, 3), Compute.of(0.5, 1.0, 3), Drives(1e9, 1e9), update)
         assert found.floor_s == found.schedule_s == pytest.approx(4.5)
-        assert found.binds == "compute"
+        assert found.floor_s == found.compute_s > max(found.io_s, found.other_s)
 
 
 def test_the_backward_mode_reaches_the_floor_with_one_micro_batch_and_not_with_more() -> None:
@@ -194,7 +192,7 @@ def test_reading_ahead_betters_the_deferred_limit_until_one_side_is_full() -> No
 def test_without_drives_a_step_is_its_computation_and_the_other_terms() -> None:
     found = limits(traffic(AtRest(), "deferred", 1), Compute(0.5, 1.0), None, others=[Spent.sum_of(0.1), Spent.sum_of(3.0, 4.0)])
     assert found.floor_s == found.schedule_s == 7.0
-    assert found.binds == "other"
+    assert found.floor_s == found.other_s > max(found.io_s, found.compute_s)
 
 
 def test_links_and_memory_take_their_time_in_each_part_of_a_step() -> None:

@@ -1,0 +1,210 @@
+"""README and docs/ agree with the repository: links, paths, options, variables and fields exist."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import infinity as inf
+from infinity import errors
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+README_LINES_MAX = 150
+COLUMNS_MAX = 100
+# Pages that are linked before they are written. A page that exists must leave this set.
+PAGES_TO_COME = {"docs/architecture.md"}
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
+VARIABLE = re.compile(r"\bINFINITY_[A-Z_]+\b")
+# A path of the repository in backticks. Wildcards are allowed; a line or an option after it is not.
+PATH = re.compile(r"`((?:infinity|aio|native|tests|bench|docs|\.ci)/[\w./*-]*)`")
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def prose_of(page: Path) -> str:
+    """The page without its code blocks."""
+    return FENCE.sub("", text_of(page))
+
+
+def section(page: Path, title: str) -> str:
+    """The text under a heading, up to the next one of the same level."""
+    found = re.search(rf"^(#+) {re.escape(title)}$\n", text_of(page), flags=re.MULTILINE)
+    assert found, f"{name(page)} has no section {title!r}"
+    rest = text_of(page)[found.end() :]
+    end = re.search(rf"^#{{1,{len(found.group(1))}}} ", rest, flags=re.MULTILINE)
+    return rest[: end.start()] if end else rest
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", prose_of(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_readme_fits_a_reader() -> None:
+    assert text_of(ROOT / "README.md").count("\n") <= README_LINES_MAX
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_lines_fit_a_screen(page: Path) -> None:
+    long = [
+        row
+        for row, line in enumerate(text_of(page).splitlines(), 1)
+        if len(line) > COLUMNS_MAX and not line.startswith("|")
+    ]
+    assert not long, f"{name(page)}: lines {long} are longer than {COLUMNS_MAX} columns"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(prose_of(page)):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not anchor and name(target) in PAGES_TO_COME:
+            continue
+        assert target.is_file(), f"{name(page)}: {link} leads nowhere"
+        if anchor:
+            assert anchor in anchors(target), f"{name(page)}: {link}: no such heading"
+
+
+def test_pages_to_come_have_not_come() -> None:
+    written = {page for page in PAGES_TO_COME if (ROOT / page).exists()}
+    assert not written, f"take {sorted(written)} out of PAGES_TO_COME"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_paths_exist(page: Path) -> None:
+    for path in PATH.findall(prose_of(page)):
+        assert list(ROOT.glob(path.rstrip("/"))), f"{name(page)} names {path}, which does not exist"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_exist(page: Path) -> None:
+    makefile = text_of(ROOT / "Makefile")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
+    for language, code in FENCE.findall(text_of(page)):
+        if language != "bash":
+            continue
+        for target in re.findall(r"^make ([a-z-]+)", code, flags=re.MULTILINE):
+            assert target in targets, f"{name(page)}: there is no `make {target}`"
+        for script in re.findall(r"\b(bench/\w+\.(?:py|sh))", code):
+            assert (ROOT / script).is_file(), f"{name(page)}: there is no {script}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_python_examples_parse(page: Path) -> None:
+    for language, code in FENCE.findall(text_of(page)):
+        if language == "python":
+            ast.parse(code)
+
+
+def tree_entries() -> Iterator[tuple[str, str]]:
+    """(path, description) of each line of the annotated tree; two blanks of indent are one level."""
+    (tree,) = [code for _, code in FENCE.findall(section(DOCS / "contributing.md", "Where things are"))]
+    parents: list[str] = []
+    for line in tree.splitlines():
+        entry = line.lstrip()
+        depth = (len(line) - len(entry)) // 2
+        path, _, about = entry.partition(" ")
+        parents[depth:] = [path]
+        yield "".join(parents), about.strip()
+
+
+def test_the_annotated_tree_names_what_exists() -> None:
+    for path, about in tree_entries():
+        assert (ROOT / path).exists(), f"docs/contributing.md: {path} does not exist"
+        assert path.endswith("/") == (ROOT / path).is_dir(), f"docs/contributing.md: {path}"
+        assert about, f"docs/contributing.md: {path} has no description"
+
+
+def test_the_annotated_tree_names_every_folder() -> None:
+    named = {path for path, _ in tree_entries()}
+    packages = (path.parent for path in (ROOT / "infinity" / "_src").rglob("*.py"))
+    folders = {f"{name(folder)}/" for folder in packages if folder.name != "__pycache__"}
+    assert folders <= named, f"docs/contributing.md lacks {sorted(folders - named)}"
+
+
+def test_make_targets_are_listed() -> None:
+    phony = re.search(r"^\.PHONY: (.*)$", text_of(ROOT / "Makefile"), flags=re.MULTILINE)
+    assert phony
+    table = section(DOCS / "contributing.md", "Make targets")
+    listed = set(re.findall(r"`make ([a-z-]+)`", table))
+    assert listed == set(phony.group(1).split())
+
+
+def test_the_guide_lists_every_field_of_the_policy() -> None:
+    rows = [row for row in section(DOCS / "guide.md", "The policy").splitlines() if row.startswith("| `")]
+    fields = [field for row in rows for field in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(fields) == sorted(field.name for field in dataclasses.fields(inf.Policy))
+
+
+def test_the_guide_lists_every_error() -> None:
+    listed = set(re.findall(r"`(\w+)`", section(DOCS / "guide.md", "Errors")))
+    defined = {
+        found
+        for found, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.InfinityError)
+    }
+    assert defined - {"InfinityError"} <= listed
+
+
+def help_of(command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "infinity", *command.split(), "--help"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+COMMANDS = {
+    "infinity bench": ("bench", "bench swap", "bench adam", "bench copy"),
+    "infinity doctor": ("doctor",),
+    "infinity plan": ("plan",),
+    "infinity train": ("train",),
+    "infinity checkpoint": tuple(f"checkpoint {action}" for action in ("ls", "verify", "export", "reshard")),
+}
+
+
+@pytest.mark.parametrize("title", COMMANDS)
+def test_the_options_of_a_command_are_listed(title: str) -> None:
+    known = {option for command in COMMANDS[title] for option in OPTION.findall(help_of(command))}
+    text = section(DOCS / "commands.md", title)
+    listed = set(OPTION.findall(text))
+    assert not known - {"--help"} - listed, f"{title}: docs/commands.md lacks options"
+    tables = "\n".join(row for row in text.splitlines() if row.startswith("|"))
+    assert set(OPTION.findall(tables)) <= known, f"{title}: docs/commands.md has options of its own"
+
+
+def test_environment_variables_are_listed() -> None:
+    read = set()
+    sources = [path for folder in ("infinity", "aio", "native") for path in (ROOT / folder).rglob("*.py")]
+    for path in [*sources, ROOT / "tests" / "conftest.py"]:
+        for line in text_of(path).splitlines():
+            if "environ" in line or "getenv" in line:
+                read |= set(VARIABLE.findall(line))
+    table = section(DOCS / "commands.md", "Environment variables")
+    listed = set(re.findall(r"^\| `(INFINITY_\w+)`", table, flags=re.MULTILINE))
+    assert read <= listed, f"docs/commands.md lacks {sorted(read - listed)}"
+    everywhere = "\n".join(text_of(path) for path in [*sources, *(ROOT / "tests").rglob("*.py")])
+    unread = {variable for variable in listed if variable not in everywhere}
+    assert not unread, f"docs/commands.md lists {sorted(unread)}, which nothing reads"
