@@ -66,10 +66,7 @@ def planned_bytes(shape: Any, policy: Any, device: str, tokens: int, sequence: i
     from infinity._src.perf.plan.workload import Job
 
     machine = describe_machine(gpus=1, gpu_mem_bytes=gpu_device.memory_bytes(device), drives=1)
-    job = Job(
-        tokens=tokens, sequence=sequence, params=policy.params, optim=policy.optim, update=policy.update,
-        activations=policy.activations, generations=policy.generations, checkpointing=True,
-    )  # fmt: skip
+    job = Job(policy, tokens=tokens, sequence=sequence)
     return float(predict(shape, machine, job).gpu.bytes)
 
 

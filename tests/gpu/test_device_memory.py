@@ -93,9 +93,7 @@ def close_all() -> Iterator[list[Rig]]:
 
 def planned_bytes(made: Rig, chosen: inf.Policy) -> float:
     """What `infinity plan` says that the GPU must have, for micro-batches of 2 rows."""
-    job = Job(
-        tokens=2 * LENGTH, sequence=LENGTH, params=chosen.params, optim=chosen.optim, update=chosen.update, checkpointing=True
-    )
+    job = Job(chosen, tokens=2 * LENGTH, sequence=LENGTH)
     machine = describe_machine(gpus=1, gpu_mem_bytes=80 << 30, drives=1)
     return predict(made.shape, machine, job).gpu.bytes
 

@@ -171,26 +171,26 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
     tiers = {"params": options.params or ("nvme" if options.zero == 3 else "device"), "optim": options.optim}
     ranks = {name: getattr(options, name) for name in ("zero", "qwz", "hpz", "qgz", "error_feedback")}
     ranks["accumulate"] = options.accumulate_in
-    policy = inf.Policy(  # checks and parses
-        **tiers, **ranks, nvme=["."], resident=parse_resident(options.resident), update=options.update,
-        generations=options.generations, durable=options.durable,
-    )  # fmt: skip
+    policy = inf.Policy(
+        **tiers,
+        **ranks,
+        nvme=["."],  # no directory is opened, and a tier on NVMe must name one
+        resident=parse_resident(options.resident),
+        grads=options.grads,
+        activations=options.activations,
+        state=options.state,
+        grad_dtype=getattr(torch, options.grad_dtype) if options.grad_dtype else None,
+        update=options.update,
+        update_on=options.update_on,
+        generations=options.generations,
+        durable=options.durable,
+    )
     job = Job(
+        policy,
         tokens=options.tokens_per_step,
         sequence=sequence,
         micro_batches=1 if options.micro_batches is None else options.micro_batches,
-        state=options.state,
-        update=options.update,
-        **tiers,
-        **ranks,
-        grads=options.grads,
-        activations=options.activations,
-        resident={kind: part for kind, part in (policy.resident or {}).items() if not isinstance(part, str)} or None,
-        grad_dtype=getattr(torch, options.grad_dtype) if options.grad_dtype else None,
         checkpointing=not options.no_checkpointing,
-        generations=policy.generations,
-        durable=options.durable,
-        update_on=options.update_on,
         tiles=options.tile_linears,
         loss_tiles=options.tile_loss,
     )
@@ -237,6 +237,12 @@ def _rate(text: str | None, option: str) -> float | None:
 
 
 SCHEMA = "infinity.plan/1"
+JOB_FIELDS = (
+    "tokens", "sequence", "micro_batches", "state", "update", "params", "optim", "grads",
+    "activations", "resident", "grad_dtype", "checkpointing", "compute_s", "generations", "durable",
+    "update_on", "tiles", "loss_tiles", "zero", "accumulate", "qwz", "hpz", "qgz", "error_feedback",
+)  # fmt: skip
+"""Fields of a job and its policy in a record, in this order."""
 SAME_MAX = 0.005  # a gain or loss that is none
 
 
@@ -262,7 +268,7 @@ def show_plan(
     console.print(_needs(found))
     console.print(_places(found))
     if ranks:
-        console.print(rank_table(ranks, chosen=found.job.zero))
+        console.print(rank_table(ranks, chosen=found.job.policy.zero))
         console.print(exchange_table(found))
     console.print(_step(found))
     if sides:
@@ -295,9 +301,9 @@ def _head(shape: ModelShape, found: Prediction) -> str:
         f"[bold]{escape(shape.name)}[/bold]: {_count(shape.params)} parameters in {len(shape.units)} units, the largest "
         f"{format_size(shape.largest_unit_bytes)}; {job.tokens:,} tokens per step in {_batches(job.micro_batches)} of "
         f"{job.micro_batch_tokens(machine.world):,} tokens on each of {_who(machine)}, sequences of {job.sequence:,}, "
-        f"{'checkpointed' if job.checkpointing else 'not checkpointed'}{tiled}; state {job.state}, update {job.update}"
-        f"{', durable' if job.durable else ', two generations' if job.generations > 1 else ''}"
-        f"{', on the GPU' if job.update_on == 'device' else ''}"
+        f"{'checkpointed' if job.checkpointing else 'not checkpointed'}{tiled}; state {job.policy.state}, update {job.policy.update}"
+        f"{', durable' if job.policy.durable else ', two generations' if job.policy.generations > 1 else ''}"
+        f"{', on the GPU' if job.policy.update_on == 'device' else ''}"
     )
 
 
@@ -357,7 +363,7 @@ def _step(found: Prediction) -> Table:
         if seconds:
             table.add_row(f"{name}, alone", f"{_seconds(seconds)} s")
     table.add_row("limit of any schedule", f"{_seconds(found.limits.floor_s)} s")
-    table.add_row(f"limit of update {found.job.update}", f"{_seconds(found.limits.schedule_s)} s")
+    table.add_row(f"limit of update {found.job.policy.update}", f"{_seconds(found.limits.schedule_s)} s")
     reached = f"η {eta[0]:.2f} of any schedule, {eta[1]:.2f} of this"
     table.add_row("s/step expected", f"[bold]{_seconds(found.step_s)}[/bold] ({reached})")
     table.add_row("tokens per second", f"{found.tokens_per_s:,.0f}, bound by {found.bottleneck}")
@@ -405,7 +411,7 @@ def _days(days: float) -> str:
 
 def _sides(sides: Sequence[Prediction]) -> Table:
     """What a step takes with updates on the CPU, and on the GPUs."""
-    table = _table("Where updates run", "update_on", *(repr(side.job.update_on) for side in sides))
+    table = _table("Where updates run", "update_on", *(repr(side.job.policy.update_on) for side in sides))
     table.add_row("s/step expected", *(_seconds(side.step_s) for side in sides))
     table.add_row("copied to GPUs", *(format_size(side.copied.h2d) for side in sides))
     table.add_row("copied from GPUs", *(format_size(side.copied.d2h) for side in sides))
@@ -473,7 +479,7 @@ def as_record(
         "machine": found.machine.as_dict(),
         "plan": _record(found),
         "rank_bytes": rank_record(ranks),
-        "update_on": {side.job.update_on: _record(side) for side in sides},
+        "update_on": {side.job.policy.update_on: _record(side) for side in sides},
         "changes": [
             {"change": change.name, "gain": _gain(found, change.prediction), **_record(change.prediction)} for change in changes
         ],
@@ -514,8 +520,13 @@ def _record(found: Prediction) -> dict[str, Any]:
 
 
 def _job(found: Prediction) -> dict[str, Any]:
-    dtype = found.job.grad_dtype
-    return dataclasses.asdict(found.job) | {"grad_dtype": str(dtype).removeprefix("torch.") if dtype else None}
+    job, policy = found.job, found.job.policy
+    dtype = policy.grad_dtype
+    record = {name: getattr(job if hasattr(job, name) else policy, name) for name in JOB_FIELDS}
+    return record | {
+        "resident": policy.resident_parts or None,
+        "grad_dtype": str(dtype).removeprefix("torch.") if dtype else None,
+    }
 
 
 def _need(need: Need) -> dict[str, Any]:

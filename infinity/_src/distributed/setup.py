@@ -68,7 +68,7 @@ class RankSetup:
     @property
     def whole_params(self) -> bool:
         """Whether this rank keeps all parameters on its device."""
-        return self._policy.params == "device" and (self._policy.zero < 3 or not self.several)
+        return self._policy.whole_params(several=self.several)
 
     def staging(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> Callable[[], int]:
         """What tells the CPU memory that these parts take: all of it from the start, and more after parameters were thawed."""

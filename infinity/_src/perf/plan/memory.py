@@ -74,16 +74,16 @@ def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str,
     layouts = [(flat, plan_flat(flat.numels, flat.dtype.itemsize, machine.world)) for flat in shape.flats]
     trained = [(flat, layout) for flat, layout in layouts if flat.trainable]
     found = {}
-    if job.accumulates_locally:
+    if job.policy.accumulates_locally:
         whole = sum(round_up(layout.numel * job.grad_itemsize(flat.dtype), 64) for flat, layout in trained)
         found["whole sums of gradients"] = Tiers(cpu=float(whole))
     shard = float(sum(layout.shard_numel * layout.itemsize for _, layout in layouts))
-    if job.hpz:
+    if job.policy.hpz:
         copy = machine.nodes * shard
-        found["the node's copy (hpZ)"] = Tiers(device=copy) if job.hpz == "device" else Tiers(cpu=copy)
-    elif job.params == "device" and not job.whole_params(machine.world):
+        found["the node's copy (hpZ)"] = Tiers(device=copy) if job.policy.hpz == "device" else Tiers(cpu=copy)
+    elif job.policy.params == "device" and not job.whole_params(machine.world):
         found["shards kept on the device"] = Tiers(device=shard)
-    if job.qgz and job.error_feedback:
+    if job.policy.qgz and job.policy.error_feedback:
         turns = min(machine.nodes, machine.ranks) > 1  # the second one is over nodes
         numel = sum(layout.numel + turns * machine.nodes * layout.shard_numel for _, layout in trained)
         found["errors fed back (qgZ)"] = Tiers(cpu=2.0 * numel)
@@ -94,12 +94,12 @@ def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[l
     """The needs of one rank and their placement under its `budget` of bytes; where that is too small, the placement that
     takes least, so `ram_bytes` of it is above the budget. What `beside_placement` has is in neither."""
     fine = _needs(shape, machine, job, 1, least=True)
-    needs = _needs(shape, machine, job, _grain(shape, machine.world, job.state))
+    needs = _needs(shape, machine, job, _grain(shape, machine.world, job.policy.state))
     largest = max((numel for flat in shape.flats if flat.trainable for numel in flat.numels), default=0)
 
     staging = _staging_bytes(shape, machine, job)
     bandwidths = machine.read_bytes_per_s, machine.write_bytes_per_s
-    load = Load("deferred" if job.speculates else job.update, job.micro_batches, bandwidths)
+    load = Load("deferred" if job.policy.speculates else job.policy.update, job.micro_batches, bandwidths)
 
     def plan(which: Sequence[FlatNeed], ram_bytes: int | None, spill: Sequence[bool] | None = None) -> Plan:
         return plan_placement(
@@ -107,7 +107,7 @@ def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[l
             ram_bytes,
             drive_count=machine.drives,
             scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + staging,
-            resident=job.resident,
+            resident=job.policy.resident_parts,
             load=load,
             spill=spill,
             advice="",
@@ -137,7 +137,7 @@ def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[l
 
 def _staging_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
     """Pinned memory by way of which gradients leave a GPU for updates during backward, as `optim.staging` has it."""
-    if not machine.gpus or job.update != "backward" or job.speculates:
+    if not machine.gpus or job.policy.update != "backward" or job.policy.speculates:
         return 0
     windows = (
         window_bytes(numel * job.grad_itemsize(flat.dtype) for flat in unit.flats if flat.trainable for numel in flat.numels)
@@ -172,7 +172,7 @@ def _needs(shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: 
     seen: set[tuple[object, ...]] = set()
     layouts: dict[tuple[tuple[int, ...], int, int], FlatLayout] = {}
     for flat in shape.flats:
-        held = state_format(job.state, flat.dtype) if flat.trainable else None
+        held = state_format(job.policy.state, flat.dtype) if flat.trainable else None
         size = chunk_numel(held or Format.RAW) * grain
         key = (flat.numels, flat.dtype.itemsize, size)
         if key not in layouts:
@@ -191,24 +191,24 @@ def _needs(shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: 
 
 def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) -> FlatNeed:
     if held is None:
-        return FlatNeed(layout, Format.RAW, job.params, job.optim, versions=2 if job.durable else 1)
+        return FlatNeed(layout, Format.RAW, job.policy.params, job.policy.optim, versions=2 if job.policy.durable else 1)
     stores = job.stores_gradients
     itemsize = job.grad_itemsize(flat.dtype)
     size = layout.shard_numel * itemsize
-    delayed = job.update == "delayed"
+    delayed = job.policy.update == "delayed"
     grads = size * (2 if delayed else 1) if stores else 0
-    spills = job.grads == "nvme" and stores
+    spills = job.policy.grads == "nvme" and stores
     section = {2: GradSection.BF16, 4: GradSection.FP32}[itemsize]
     return FlatNeed(
         layout,
         held,
-        job.params,
-        job.optim,
+        job.policy.params,
+        job.policy.optim,
         grad_bytes=grads,
         shadow_bytes=layout.shard_numel * flat.dtype.itemsize if delayed else 0,
         spill_format=held.with_grad(section) if spills else None,
         window_bytes=size if spills else 0,
-        versions=job.generations,
+        versions=job.policy.generations,
     )
 
 
@@ -278,7 +278,7 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     """Device memory of one GPU; the module has the parts."""
     whole = float(shape.gathered_bytes(machine.world))
     largest = float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world))
-    early = job.update == "backward" and not job.speculates
+    early = job.policy.update == "backward" and not job.policy.speculates
     if machine.gpus:
         waiting = 1 + (WINDOW_UNITS if early else LEAVING_UNITS)
     else:
@@ -291,7 +291,7 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
         **_activations(shape, machine, job),
     }
     if machine.gpus:
-        if job.update_on == "device":
+        if job.policy.update_on == "device":
             numel = chunk_numel(Format.SPLIT)
             parts["states in update"] = float(CHUNKS_IN_UPDATE * numel * 14)  # 12 B of states and 2 B of gradient
         parts["CUDA and libraries (assumed)"] = float(CUDA_BYTES + (NCCL_BYTES if machine.world > 1 else 0))
@@ -304,9 +304,9 @@ def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:
     sums of what goes to other nodes."""
     if machine.world == 1:
         return 0.0
-    coded = (0.5 if job.qgz else 0.0) + (0.5 if job.qwz else 0.0)
-    partial = 2.0 / machine.ranks if job.qgz and machine.nodes > 1 else 0.0
-    return ((1.0 if job.qgz else 2.0) + coded + partial) * largest
+    coded = (0.5 if job.policy.qgz else 0.0) + (0.5 if job.policy.qwz else 0.0)
+    partial = 2.0 / machine.ranks if job.policy.qgz and machine.nodes > 1 else 0.0
+    return ((1.0 if job.policy.qgz else 2.0) + coded + partial) * largest
 
 
 def gathered_bytes(shape: ModelShape, machine: Machine, job: Job) -> float:
@@ -325,7 +325,7 @@ def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, flo
         return {"activations of all blocks (estimated)": shape.layers * block, "logits and loss (estimated)": logits}
     one = float(tokens * shape.itemsize * shape.width)
     inputs = float(tokens * shape.boundary_bytes_per_token)
-    if job.activations != "device":
+    if job.policy.activations != "device":
         inputs = min(inputs, HELD_CALLS * one + max(2 * one, LEAVING_BYTES))
     found = {"inputs of blocks": inputs}
     if logits > block:
@@ -341,7 +341,7 @@ def ways_to_fit(shape: ModelShape, machine: Machine, job: Job) -> list[Way]:
     found = []
     for options in _options(shape, machine, job):
         for option in options:
-            changed = dataclasses.replace(job, **option.fields)
+            changed = job.replace(**option.fields)
             need = gpu_need(shape, machine, changed)
             if need.fits:
                 found.append(Way(option.name, option.how, changed, need))
@@ -353,7 +353,7 @@ def least_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     """What is needed with all of these changes together, as far as each goes."""
     for options in _options(shape, machine, job):
         if options:
-            job = dataclasses.replace(job, **options[-1].fields)
+            job = job.replace(**options[-1].fields)
     return gpu_need(shape, machine, job)
 
 
@@ -386,7 +386,7 @@ def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option
         found.append(
             [_Option("gradient checkpointing", "model.gradient_checkpointing_enable()", {"checkpointing": True})]
         )
-    elif job.activations == "device":
+    elif job.policy.activations == "device":
         tiers = [("cpu", "the CPU")] if machine.gpus else []
         tiers += [("nvme", "the drives")] if machine.drives else []
         found += [
@@ -402,7 +402,7 @@ def _fewer_tokens(machine: Machine, job: Job) -> list[_Option]:
     now = job.micro_batch_tokens(machine.world)
     count = 2 * job.micro_batches
     while job.tokens >= count * machine.world:
-        tokens = dataclasses.replace(job, micro_batches=count).micro_batch_tokens(machine.world)
+        tokens = job.replace(micro_batches=count).micro_batch_tokens(machine.world)
         if tokens < job.sequence:
             break
         told = f"{tokens:,} tokens in each, not {now:,}"

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from infinity._src.memory.placement import Plan
-from infinity._src.perf.pcie import UPDATES_ON, Copied, Copies, Held, Link, Spent, copies, dram_s
+from infinity._src.perf.pcie import Copied, Copies, Held, Link, Spent, copies, dram_s
 from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.memory import (
     Need,
@@ -31,7 +31,6 @@ from infinity._src.perf.roofline import (
     compute_flops,
     days_of_life,
     limits,
-    passes,
     traffic,
 )
 from infinity._src.sizes import format_size, round_size
@@ -115,19 +114,19 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     _check(job, machine)
     ranks = machine.ranks
     boundary = ranks * job.micro_batch_tokens(machine.world) * shape.boundary_bytes_per_token if job.checkpointing else 0
-    waiting = boundary if job.activations == "cpu" else 0
+    waiting = boundary if job.policy.activations == "cpu" else 0
     beside = {name: size.cpu for name, size in beside_placement(shape, machine, job).items()}
     needs, plan = place(shape, machine, job, int(machine.ram_bytes - waiting) // ranks - int(sum(beside.values())))
     found_rests = [rests(need, row, found) for need, row, found in zip(needs, plan.nvme_masks, plan.formats, strict=True)]
     at_rest = _of_node(sum((everything for everything, _ in found_rests), AtRest()), ranks)
     on_nvme = _of_node(sum((nvme for _, nvme in found_rests), AtRest()), ranks)
-    moved = traffic(on_nvme, job.update, job.micro_batches, activations=boundary if job.activations == "nvme" else 0)
-    apart = job.update_on == "device"
+    moved = traffic(on_nvme, job.policy.update, job.micro_batches, activations=boundary if job.policy.activations == "nvme" else 0)
+    apart = job.policy.update_on == "device"
     moved = _from_copies(moved, on_nvme, job)
     if apart:  # the next forward reads what the update has written
         moved = dataclasses.replace(moved, params_read=moved.params_read + on_nvme.params)
     compute = _compute(shape, machine, job, at_rest.states)
-    held = _held(shape, machine, job, at_rest, boundary if job.activations != "device" else 0)
+    held = _held(shape, machine, job, at_rest, boundary if job.policy.activations != "device" else 0)
     exchanged = exchanges(shape, machine, job)
     between = _apart(job, exchanged.copies())
     copied = _copies(machine, job, held, between)
@@ -141,9 +140,9 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
         **{name: each.total_s for name, each in spent.items()},
     }
     update_s = 0.0 if machine.gpus else (2 * held.states + held.grads) / machine.dram_bytes_per_s
-    found = limits(moved, compute, machine.bandwidths, job.update, update_s=update_s, others=spent.values(), apart=apart)
+    found = limits(moved, compute, machine.bandwidths, job.policy.update, update_s=update_s, others=spent.values(), apart=apart)
     ram, gpu = _ram(plan, machine, beside, waiting), gpu_need(shape, machine, job)
-    nvme = _nvme(on_nvme, machine, job, boundary if job.activations == "nvme" else 0)
+    nvme = _nvme(on_nvme, machine, job, boundary if job.policy.activations == "nvme" else 0)
     return Prediction(
         job=job,
         machine=machine,
@@ -164,6 +163,8 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
 
 
 def _check(job: Job, machine: Machine) -> None:
+    """Check how job and machine go together. A policy has checked itself."""
+    policy = job.policy
     for name in ("tokens", "sequence", "micro_batches"):
         if getattr(job, name) < 1:
             raise ValueError(f"{name}={getattr(job, name)} must be at least 1")
@@ -172,49 +173,18 @@ def _check(job: Job, machine: Machine) -> None:
             f"{job.tokens} tokens per step leave nothing for {machine.world} devices x {job.micro_batches} micro-batches; "
             "give more tokens or fewer micro-batches"
         )
-    below = [name for name in ("params", "optim", "grads", "activations") if getattr(job, name) == "nvme"]
+    below = [name for name in ("params", "optim", "grads", "activations") if getattr(policy, name) == "nvme"]
     if below and not machine.drives:
         raise ValueError(
             f"{', '.join(below)} may rest on NVMe and the machine has no drive; give it one, or tiers above 'nvme'"
         )
-    passes(job.update, job.micro_batches)  # checks the mode
-    if job.update_on not in UPDATES_ON:
-        raise ValueError(f"update_on={job.update_on!r} is not known; use {' or '.join(map(repr, UPDATES_ON))}")
-    if job.update_on == "device" and not machine.gpus:
+    if job.policy.update_on == "device" and not machine.gpus:
         raise ValueError("update_on='device' is for GPUs; here the CPU computes and updates: leave it out")
-    if job.update_on == "device" and job.update != "deferred":
-        raise ValueError(f"update_on='device' is for update='deferred', and not for {job.update!r}; use update_on='cpu'")
     for name in ("tiles", "loss_tiles"):
         value = getattr(job, name)
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    _check_ranks(job, machine)
-    if job.generations not in (1, 2):
-        raise ValueError(f"generations={job.generations} must be 1 or 2")
-    if job.generations == 2 and job.update == "delayed":
-        raise ValueError("update='delayed' keeps one generation; use update='deferred' or 'backward', or generations=1")
-    if job.durable and (job.params, job.optim) != ("nvme", "nvme"):
-        given = f"params={job.params!r}, optim={job.optim!r}"
-        raise ValueError(f"durable keeps all states on the drives: {given} must both be 'nvme'")
-
-
-def _check_ranks(job: Job, machine: Machine) -> None:
-    for name, value, known in (
-        ("zero", job.zero, (1, 2, 3)),
-        ("accumulate", job.accumulate, (None, "shard", "local")),
-        ("hpz", job.hpz, (None, "device", "cpu")),
-    ):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is not known; use {', '.join(map(repr, known))}")
-    if job.zero < 3 and job.params != "device":
-        raise ValueError(f"zero={job.zero} keeps whole parameters on every device: use params='device', or zero=3")
-    if job.hpz and job.zero < 3:
-        raise ValueError(f"hpz={job.hpz!r}: with zero={job.zero} every rank has all parameters; use zero=3, or leave it out")
-    if job.zero == 1 and job.accumulate == "shard":
-        raise ValueError("accumulate='shard' reduces every micro-batch, which is zero=2: use that, or accumulate='local'")
-    if job.error_feedback and not job.qgz:
-        raise ValueError("error_feedback is of gradients that qgz rounds: set qgz, or leave it out")
-    if machine.world == 1 and (job.qwz or job.hpz or job.qgz):
+    if machine.world == 1 and (policy.qwz or policy.hpz or policy.qgz):
         raise ValueError("qwz, hpz and qgz are of what ranks have from each other, and there is one: leave them out")
 
 
@@ -228,9 +198,9 @@ def _compute(shape: ModelShape, machine: Machine, job: Job, states: float) -> Co
         return found
     forward_s, backward_s, update_s = _beside(shape, machine, states)
     between_s = (job.micro_batches - 1) * (forward_s + backward_s)
-    last_s = backward_s + (update_s if job.update == "backward" else 0.0)
-    first_s = forward_s + (update_s if job.update == "deferred" else 0.0)
-    between_s += update_s if job.update == "delayed" else 0.0
+    last_s = backward_s + (update_s if job.policy.update == "backward" else 0.0)
+    first_s = forward_s + (update_s if job.policy.update == "deferred" else 0.0)
+    between_s += update_s if job.policy.update == "delayed" else 0.0
     return Compute(found.first_forward_s + first_s, found.last_backward_s + last_s, found.between_s + between_s)
 
 
@@ -278,10 +248,10 @@ def _param_bytes(shape: ModelShape) -> float:
 
 def _from_copies(moved: Traffic, on_nvme: AtRest, job: Job) -> Traffic:
     """hpZ: the drives are asked for parameters once in a step, and not at all for what the update hands over."""
-    if not job.hpz or job.update == "delayed":
+    if not job.policy.hpz or job.policy.update == "delayed":
         return moved
-    once = on_nvme.frozen + (on_nvme.params if job.update == "backward" else 0.0)
-    in_window = once if job.update == "backward" else 0.0  # the last backward's gather, of the two in the window
+    once = on_nvme.frozen + (on_nvme.params if job.policy.update == "backward" else 0.0)
+    in_window = once if job.policy.update == "backward" else 0.0  # the last backward's gather, of the two in the window
     return dataclasses.replace(moved, params_read=once, beside_states=moved.beside_states - Moved(in_window))
 
 
@@ -306,13 +276,13 @@ def _held(shape: ModelShape, machine: Machine, job: Job, at_rest: AtRest, activa
 
 def _copies(machine: Machine, job: Job, held: Held, between: Copies) -> Copies:
     """Between the CPU and all GPUs, what these have from each other (`between`, one of them) by way of its memory, too."""
-    stay = job.params == "device" and machine.gpus > 0
+    stay = job.policy.params == "device" and machine.gpus > 0
     found = copies(
-        held, job.update, job.micro_batches, update_on=job.update_on, params_stay=stay, grads_kept=job.speculates
+        held, job.policy.update, job.micro_batches, update_on=job.policy.update_on, params_stay=stay, grads_kept=job.policy.speculates
     )
-    if job.hpz and machine.gpus:  # all gathers but the first: of a share of the node's copy, or of what is there
+    if job.policy.hpz and machine.gpus:  # all gathers but the first: of a share of the node's copy, or of what is there
         share = held.params + held.frozen
-        more = (machine.nodes - 1) * share if job.hpz == "cpu" else -share
+        more = (machine.nodes - 1) * share if job.policy.hpz == "cpu" else -share
         found += Copies(rest=Copied(h2d=max((2 * job.micro_batches - 1) * more, -found.rest.h2d)))
     if machine.gpus > 1 and machine.peers_per_gpu is None:
         found += between.scaled(machine.gpus)
@@ -321,7 +291,7 @@ def _copies(machine: Machine, job: Job, held: Held, between: Copies) -> Copies:
 
 def _apart(job: Job, found: Copies) -> Copies:
     """What ranks have from each other; nothing of it beside an update that runs apart."""
-    return Copies(rest=found.total) if job.update_on == "device" else found
+    return Copies(rest=found.total) if job.policy.update_on == "device" else found
 
 
 def _spent(
@@ -329,7 +299,7 @@ def _spent(
 ) -> dict[str, Spent]:
     """Seconds of links and memories, by name."""
     updated = 2 * held.states + held.grads
-    on_cpu = job.update_on == "cpu"
+    on_cpu = job.policy.update_on == "cpu"
     # A GPU adds up the gradients of micro-batches itself; where the CPU computes, it does.
     added = 0.0 if machine.gpus else (job.micro_batches - 1) * held.grads
     early = updated if on_cpu else 0.0
@@ -365,11 +335,11 @@ def _ram(plan: Plan, machine: Machine, beside: Mapping[str, float], waiting: flo
 
 def _nvme(on_nvme: AtRest, machine: Machine, job: Job, waiting: float) -> Need:
     """Room on the drives. Two generations take it twice; a step moves the bytes of one."""
-    other = on_nvme.params + on_nvme.optim + (on_nvme.frozen if job.durable else 0.0)
+    other = on_nvme.params + on_nvme.optim + (on_nvme.frozen if job.policy.durable else 0.0)
     parts = {
         "parameters": on_nvme.params + on_nvme.frozen,
         "optimizer states": on_nvme.optim,
-        "the other generation": other if job.generations > 1 else 0.0,
+        "the other generation": other if job.policy.generations > 1 else 0.0,
         "spilled gradients": on_nvme.grads,
         "activations": waiting,
     }
@@ -383,18 +353,18 @@ def _why_not(shape: ModelShape, gpu: Need, ram: Need, nvme: Need, machine: Machi
         what = "GPU memory" if machine.gpus else "device memory (the CPU's)"
         found.append(f"{what}: {_lacks(gpu, ' on each')}; {_what_fits(shape, machine, job)}")
     if not ram.fits:
-        less = [] if job.grads == "nvme" else ["spilled gradients (--grads nvme)"]
-        if job.generations > 1:
-            less += [] if job.durable else ["one generation"]
+        less = [] if job.policy.grads == "nvme" else ["spilled gradients (--grads nvme)"]
+        if job.policy.generations > 1:
+            less += [] if job.policy.durable else ["one generation"]
         elif job.stores_gradients:
             less.append("update backward with one micro-batch")
-        less += [] if job.params == job.optim == "nvme" else ["lower tiers"]
-        less += [] if job.resident is None or job.durable else ["leaving --resident out"]
+        less += [] if job.policy.params == job.policy.optim == "nvme" else ["lower tiers"]
+        less += ["leaving --resident out"] if job.policy.resident else []
         there = format_size(ram.there_is or 0.0)
         found.append(f"RAM: {round_size(ram.bytes)} is the least that works, {there} is there; {_join(less)}")
     if not nvme.fits:
-        less = [] if job.state == "compact" else ["compact states"]
-        less += ["one generation"] if job.generations > 1 else []
+        less = [] if job.policy.state == "compact" else ["compact states"]
+        less += ["one generation"] if job.policy.generations > 1 else []
         found.append(f"NVMe: {_lacks(nvme)}; {_join(less)}")
     return tuple(text.removesuffix("; ") for text in found)
 

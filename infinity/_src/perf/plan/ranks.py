@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from infinity._src.distributed.exchange import GRADIENT_BITS, GROUP_NUMEL, WEIGHT_BITS
 from infinity._src.kernels.comm_codec import wire_bytes
@@ -107,18 +108,18 @@ def exchanges(shape: ModelShape, machine: Machine, job: Job) -> Exchanges:
     flags = sum(len(flat.numels) for flat, _ in trained)
     inside, across = _ways(machine, trained, grads)
     reduced = inside + (machine.ranks - 1) * flags, across + (machine.nodes - 1) * flags
-    count, early = job.micro_batches, job.update == "backward"
-    late = job.update == "delayed"  # everything is beside the update, which has the whole next step
+    count, early = job.micro_batches, job.policy.update == "backward"
+    late = job.policy.update == "delayed"  # everything is beside the update, which has the whole next step
     found = []
     if job.whole_params(machine.world):
         if trained:
             found.append(Exchange("gather of what was updated", 1, 1, *_ways(machine, trained, weights)))
     else:
         # Under hpZ only the first gather of a step needs other nodes: until the update the node's own copy is current.
-        first, again = (1, 2 * count - 1) if job.hpz else (count, count)
-        copy = (_ways(machine, flats, _plain)[0], 0.0) if job.hpz else both
+        first, again = (1, 2 * count - 1) if job.policy.hpz else (count, count)
+        copy = (_ways(machine, flats, _plain)[0], 0.0) if job.policy.hpz else both
         found.append(Exchange("gather in forward", first, first if late else 1, *both))
-        name = "gather from the node's copy" if job.hpz else "gather in backward"
+        name = "gather from the node's copy" if job.policy.hpz else "gather in backward"
         found.append(Exchange(name, again, again if late else int(early), *copy))
     if trained:
         times = job.reductions
@@ -135,12 +136,12 @@ def _plain(flat: FlatShape, numel: int) -> float:
 
 def _weight_bytes(job: Job) -> _OfShard:
     """Bytes of a shard's values on the wire."""
-    return (lambda _flat, numel: float(wire_bytes(numel, WEIGHT_BITS, GROUP_NUMEL))) if job.qwz else _plain
+    return (lambda _flat, numel: float(wire_bytes(numel, WEIGHT_BITS, GROUP_NUMEL))) if job.policy.qwz else _plain
 
 
 def _grad_bytes(job: Job) -> _OfShard:
     """Bytes of a shard's gradients on the wire."""
-    if job.qgz:
+    if job.policy.qgz:
         return lambda _flat, numel: float(wire_bytes(numel, GRADIENT_BITS, GROUP_NUMEL))
     return lambda flat, numel: float(numel * job.grad_itemsize(flat.dtype))
 
@@ -173,26 +174,29 @@ class RankBytes:
 
 
 def bytes_of_rank(shape: ModelShape, machine: Machine, job: Job, *, waiting: float = 0.0) -> RankBytes:
-    """What each rank holds under `job.zero`. waiting: bytes of CPU memory that all ranks of a node need for something else."""
+    """What each rank holds under `job.policy.zero`. waiting: bytes of CPU memory that all ranks of a node need for something else."""
     beside = beside_placement(shape, machine, job)
     held = int(sum(size.cpu for size in beside.values()))
     needs, plan = place(shape, machine, job, int(machine.ram_bytes - waiting) // machine.ranks - held)
-    return RankBytes(job.zero, _states(shape, machine, job, needs, plan) | beside)
+    return RankBytes(job.policy.zero, _states(shape, machine, job, needs, plan) | beside)
 
 
 def stages(shape: ModelShape, machine: Machine, job: Job) -> list[RankBytes]:
     """The same job under each stage; stages 1 and 2 with parameters on the device, and without what they do not have. Beside
     one of these, stage 3 is shown with parameters where the optimizer's states are."""
-    found = []
+    found, policy = [], job.policy
     for stage in STAGES:
-        other = dataclasses.replace(job, zero=stage, accumulate=job.accumulate if stage == job.zero else None)
-        if stage == 3 > job.zero:
-            other = dataclasses.replace(other, params=job.optim)
-        if stage != job.zero and stage < 3:
-            # What of these a stage does not have; `resident` is for what rests on NVMe.
-            kept = {kind: part for kind, part in (job.resident or {}).items() if kind != "params"}
-            other = dataclasses.replace(other, params="device", hpz=None, durable=False, resident=kept or None)
-        found.append(bytes_of_rank(shape, machine, other))
+        fields: dict[str, Any] = {}
+        if stage != policy.zero:
+            # How micro-batches add up is a choice for the stage that was asked for.
+            fields = {"zero": stage, "accumulate": None}
+            if stage == 3:
+                fields["params"] = policy.optim
+            else:
+                # Stages 1 and 2 have none of these; `resident` is for states on NVMe.
+                resident = {k: part for k, part in policy.resident_parts.items() if k != "params"}
+                fields |= {"params": "device", "hpz": None, "durable": False, "resident": resident or None}
+        found.append(bytes_of_rank(shape, machine, job.replace(**fields)))
     return found
 
 

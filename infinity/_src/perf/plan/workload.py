@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from infinity._src.config import Policy
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params.discover import UnitSpec, find_units
 
@@ -243,69 +244,53 @@ def _number(config: Any, *names: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """How the model is trained. tokens: per step, over all devices and micro-batches; micro_batches: of each device.
+    """Training of a model under a policy: tokens per step, and how its passes compute.
 
-    resident, grad_dtype: as in `inf.Policy`, sizes in bytes of each process. compute_s: measured (forward, backward) seconds of
-    one micro-batch, where they are better known than from FLOP/s. durable: with two generations, and nothing resident.
-    update_on: "cpu", or "device" for GPUs. tiles: of every linear (`inf.tile_linears`). loss_tiles: of the head and its loss
-    along the vocabulary (`inf.tile_loss`); 1: whole logits. zero, accumulate, qwz, hpz, qgz, error_feedback: as in `inf.Policy`;
-    they count on several ranks only.
+    policy: where states may rest and how a step runs; sizes in `resident` are bytes of each process,
+        `ram` and `nvme` are not looked at: the machine has them.
+    tokens: of a step, over all devices and micro-batches. micro_batches: of each device.
+    compute_s: measured (forward, backward) seconds of one micro-batch, where they are better known
+        than from FLOP/s.
+    tiles: of every linear (`inf.tile_linears`). loss_tiles: of the head and its loss along the
+        vocabulary (`inf.tile_loss`); 1: whole logits.
     """
 
+    policy: Policy
     tokens: int
     sequence: int
     micro_batches: int = 1
-    state: str = "exact"
-    update: str = "deferred"
-    params: str = "nvme"
-    optim: str = "nvme"
-    grads: str = "cpu"
-    activations: str = "device"
-    resident: Mapping[str, float | int] | None = None
-    grad_dtype: torch.dtype | None = None
     checkpointing: bool = True
     compute_s: tuple[float, float] | None = None
-    generations: int = 1
-    durable: bool = False
-    update_on: str = "cpu"
     tiles: int = 1
     loss_tiles: int = 1
-    zero: int = 3
-    accumulate: str | None = None
-    qwz: bool = False
-    hpz: str | None = None
-    qgz: bool = False
-    error_feedback: bool = False
 
-    def __post_init__(self) -> None:
-        if self.durable:
-            object.__setattr__(self, "generations", 2)
-            object.__setattr__(self, "resident", {"params": 0.0, "optim": 0.0})
+    def replace(self, **fields: Any) -> Job:
+        """Copy the job with some fields changed, its own or its policy's.
 
-    @property
-    def speculates(self) -> bool:
-        """Whether units update during backward ahead of a step that may decide otherwise."""
-        return self.update == "backward" and self.generations > 1
+        Raises: ValueError for fields that a policy refuses.
+        """
+        own = {name: fields.pop(name) for name in _JOB_FIELDS & fields.keys()}
+        if not fields:
+            return dataclasses.replace(self, **own)
+        # A policy with a tier on NVMe must name a directory. A plan opens none, so any will do.
+        fields.setdefault("nvme", self.policy.nvme or ["."])
+        return dataclasses.replace(self, policy=dataclasses.replace(self.policy, **fields), **own)
 
     @property
     def stores_gradients(self) -> bool:
         """Whether gradients wait for the step."""
-        return self.update != "backward" or self.speculates or self.micro_batches > 1
-
-    @property
-    def accumulates_locally(self) -> bool:
-        """Whether micro-batches but the last add up in whole gradients of each rank. Their memory is there from the start, also
-        for steps of one micro-batch: how many there will be the engine is not told."""
-        return self.accumulate == "local" or (self.accumulate is None and self.zero == 1)
+        # With update="backward" the only micro-batch's gradient is used up where it is made.
+        early = self.policy.update == "backward" and not self.policy.speculates
+        return not early or self.micro_batches > 1
 
     @property
     def reductions(self) -> int:
-        """How often a step reduces the gradients over several ranks."""
-        return 1 if self.accumulates_locally else self.micro_batches
+        """Reductions of the gradients over several ranks in one step."""
+        return 1 if self.policy.accumulates_locally else self.micro_batches
 
     def whole_params(self, world: int) -> bool:
         """Whether each of so many ranks keeps all parameters on its device."""
-        return self.params == "device" and (self.zero < 3 or world == 1)
+        return self.policy.whole_params(several=world > 1)
 
     def micro_batch_tokens(self, ranks: int) -> int:
         """Tokens of one micro-batch on one device."""
@@ -313,4 +298,7 @@ class Job:
 
     def grad_itemsize(self, dtype: torch.dtype) -> int:
         """Bytes of an element of gradients that wait, of parameters of a dtype."""
-        return (self.grad_dtype or dtype).itemsize
+        return int((self.policy.grad_dtype or dtype).itemsize)
+
+
+_JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job))
