@@ -1,6 +1,5 @@
-"""`infinity checkpoint`: list, verify, export and reshard what `inf.save` and durable runs wrote. No model is built.
-
-What `infinity checkpoint` shows: the generations of a directory, the files of the newest, what is damaged.
+"""`infinity checkpoint`: list, verify, export and reshard what `inf.save` and durable runs wrote.
+No model is built.
 """
 
 from __future__ import annotations
@@ -31,7 +30,12 @@ from rich.table import Table
 
 from infinity._src.checkpoint.convert import Rewriting
 from infinity._src.checkpoint.export_offline import Exporting
-from infinity._src.checkpoint.listing import Generation, ListedFile, find_checkpoints, list_generations
+from infinity._src.checkpoint.listing import (
+    Generation,
+    ListedFile,
+    find_checkpoints,
+    list_generations,
+)
 from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.run_files import run_directory
 from infinity._src.checkpoint.verify import Damage, Verifying
@@ -47,7 +51,9 @@ _PIPED_WIDTH = 10_000  # tables take what they need of it
 
 
 def run_checkpoint(options: argparse.Namespace, console: Console | None = None) -> int:
-    """Do as `options` say. Exit status: 0 well, 1 when `verify` found damage, 2 for a mistake or an error."""
+    """Do as `options` say. Exit status: 0 well, 1 when `verify` found damage, 2 for a mistake or an
+    error.
+    """
     to_stdout = bool(getattr(options, "json", False))
     console = console or _console(stderr=to_stdout)
     actions = {"ls": _list, "verify": _verify, "export": _export, "reshard": _reshard}
@@ -63,10 +69,17 @@ def _list(options: argparse.Namespace, console: Console) -> int:
     for directory in options.directories:
         places = find_checkpoints(directory)
         if not places:
-            raise ValueError(f"{directory}: there is no checkpoint and no durable run, there or one level below")
+            raise ValueError(
+                f"{directory}: there is no checkpoint and no durable run, there or one level below"
+            )
         for place in places:
             found = list_generations(place)
-            records.append({"directory": str(place), "generations": [dataclasses.asdict(each) for each in found]})
+            records.append(
+                {
+                    "directory": str(place),
+                    "generations": [dataclasses.asdict(each) for each in found],
+                }
+            )
             if not options.json:
                 show_directory(console, place, found)
     if options.json:
@@ -84,15 +97,24 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
     if options.json:
         _write_json({
             "schema": VERIFY_SCHEMA, "directory": str(place), "generation": verifying.generation,
-            "size_bytes": verifying.size_bytes, "seconds": seconds, "damage": [dataclasses.asdict(each) for each in damage],
+            "size_bytes": verifying.size_bytes, "seconds": seconds,
+            "damage": [dataclasses.asdict(each) for each in damage],
         })  # fmt: skip
         return 1 if damage else 0
     what = f"generation {verifying.generation} of {escape(str(place))}"
     if damage:
         show_damage(console, damage)
-        console.print(f"[bold red]Damaged:[/bold red] {what}, {_count(len(damage), 'place')}", highlight=False, soft_wrap=True)
+        console.print(
+            f"[bold red]Damaged:[/bold red] {what}, {_count(len(damage), 'place')}",
+            highlight=False,
+            soft_wrap=True,
+        )
     else:
-        console.print(f"[bold green]All as it was written:[/bold green] {what}", highlight=False, soft_wrap=True)
+        console.print(
+            f"[bold green]All as it was written:[/bold green] {what}",
+            highlight=False,
+            soft_wrap=True,
+        )
     console.print(_rate("read", verifying.size_bytes, seconds), highlight=False)
     return 1 if damage else 0
 
@@ -109,7 +131,8 @@ def _export(options: argparse.Namespace, console: Console) -> int:
         with _bar(console, "exporting", exporting.size_bytes) as advance:
             written = exporting.run(options.out, shard_bytes_max=most, progress=advance)
     console.print(
-        f"step {checkpoint.step} of {escape(str(checkpoint.directory))}: {_count(written.tensors, 'tensor')} in "
+        f"step {checkpoint.step} of {escape(str(checkpoint.directory))}: "
+        f"{_count(written.tensors, 'tensor')} in "
         f"{_count(len(written.files), 'file')} in {escape(str(options.out))}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
@@ -126,8 +149,10 @@ def _reshard(options: argparse.Namespace, console: Console) -> int:
         with _bar(console, "resharding", rewriting.size_bytes) as advance:
             written = rewriting.run(options.out, progress=advance)
     console.print(
-        f"step {written.step} of {escape(str(checkpoint.directory))}, of {_count(checkpoint.world, 'rank')}, is in "
-        f"{escape(str(options.out))} for {_count(written.world, 'rank')}; " + (written.rounded or "all states bit for bit"),
+        f"step {written.step} of {escape(str(checkpoint.directory))}, of "
+        f"{_count(checkpoint.world, 'rank')}, is in "
+        f"{escape(str(options.out))} for {_count(written.world, 'rank')}; "
+        + (written.rounded or "all states bit for bit"),
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     for note in written.notes:
@@ -141,7 +166,9 @@ def _opened(options: argparse.Namespace) -> Checkpoint:
 
 
 def _console(*, stderr: bool) -> Console:
-    """A terminal's width decides on a terminal. In a file and a pipe no name is broken: it could not be searched for."""
+    """A terminal's width decides on a terminal. In a file and a pipe no name is broken: it could
+    not be searched for.
+    """
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=_PIPED_WIDTH)
 
@@ -169,7 +196,8 @@ def _write_json(record: dict[str, Any]) -> None:
 
 
 def _rate(verb: str, size_bytes: int, seconds: float) -> str:
-    return f"{format_size(size_bytes)} {verb} in {seconds:.1f} s, {format_size(int(size_bytes / max(seconds, 1e-9)))}/s"
+    rate = format_size(int(size_bytes / max(seconds, 1e-9)))
+    return f"{format_size(size_bytes)} {verb} in {seconds:.1f} s, {rate}/s"
 
 
 def _count(number: int, what: str) -> str:
@@ -183,9 +211,20 @@ _LEFT = ("generation", "state", "optimizer", "whole", "file", "what", "why")
 
 
 def show_directory(console: Console, directory: Path, generations: Sequence[Generation]) -> None:
-    """Print a directory: a row for each generation, why one is not whole, and the files of the newest."""
+    """Print a directory: a row for each generation, why one is not whole, and the files of the
+    newest.
+    """
     table = _table(
-        str(directory), "generation", "whole", "step", "ranks", "on disk", "parameters", "state", "optimizer", "written"
+        str(directory),
+        "generation",
+        "whole",
+        "step",
+        "ranks",
+        "on disk",
+        "parameters",
+        "state",
+        "optimizer",
+        "written",
     )
     for each in generations:
         table.add_row(
@@ -212,7 +251,13 @@ def show_damage(console: Console, damage: Sequence[Damage]) -> None:
     """Print every damaged place."""
     table = _table("Damage", "file", "offset", "bytes", "what", "why")
     for each in damage:
-        table.add_row(escape(each.path), f"{each.offset:,}", f"{each.length:,}", escape(each.what), escape(each.reason))
+        table.add_row(
+            escape(each.path),
+            f"{each.offset:,}",
+            f"{each.length:,}",
+            escape(each.what),
+            escape(each.reason),
+        )
     console.print(table)
 
 
@@ -242,7 +287,11 @@ def _number(value: int | None) -> str:
 def _time(seconds: float | None) -> str:
     if seconds is None:
         return "-"
-    return datetime.datetime.fromtimestamp(seconds, tz=datetime.timezone.utc).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return (
+        datetime.datetime.fromtimestamp(seconds, tz=datetime.timezone.utc)
+        .astimezone()
+        .strftime("%Y-%m-%d %H:%M:%S")
+    )
 
 
 def _table(title: str, *columns: str) -> Table:

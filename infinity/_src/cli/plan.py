@@ -1,11 +1,10 @@
-"""`infinity plan`: does a model fit a machine, where does each state go, how long is a step, what would one change buy.
+"""`infinity plan`: does a model fit a machine, where does each state go, how long is a step, what
+would one change buy.
 
-Nothing is loaded and nothing is measured: the model is built on the meta device from its configuration (code that comes with
-a model is never run), drives are as told or as `python -m infinity.bench swap --json` measured them.
-
-What `infinity plan` shows: tables for people, one record for JSON.
-
-What one of several ranks holds and exchanges, as tables and for JSON: of `infinity plan`, and of `bench/bytes_per_rank.py`.
+Nothing is loaded and nothing is measured: the model is built on the meta device from its
+configuration (code that comes with a model is never run), drives are as told or as
+`python -m infinity.bench swap --json` measured them. The answer is tables for people, or one record
+for JSON. `bench/bytes_per_rank.py` shows the tables of several ranks, too.
 """
 
 from __future__ import annotations
@@ -27,7 +26,12 @@ from rich.table import Table
 import infinity as inf
 from infinity._src.cli import hf_model
 from infinity._src.cli.arguments import parse_resident
-from infinity._src.perf.plan.changes import Change, fewest_micro_batches, one_change, where_updates_run
+from infinity._src.perf.plan.changes import (
+    Change,
+    fewest_micro_batches,
+    one_change,
+    where_updates_run,
+)
 from infinity._src.perf.plan.machine import Machine, describe_machine
 from infinity._src.perf.plan.memory import Need, Tiers
 from infinity._src.perf.plan.predict import EFFICIENCY, Prediction, predict
@@ -77,17 +81,21 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
 
 
 def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelShape:
-    """The shape of the Hugging Face model at `path`: a directory or its config.json. Nothing but that file is read.
+    """The shape of the Hugging Face model at `path`: a directory or its config.json. Nothing but
+    that file is read.
 
     Raises: ValueError naming what is wrong with it.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"{path} is neither a directory with a config.json nor such a file; a model is planned from disk only")
+        raise ValueError(
+            f"{path} is neither a directory with a config.json nor such a file; a model is planned "
+            "from disk only"
+        )
     transformers = hf_model.quiet_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(file, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - the classes that check a configuration raise what they like
+    except Exception as error:  # noqa: BLE001 - configurations raise what they like
         raise ValueError(f"{file}: {_first_line(error)}") from None
     found = [
         auto
@@ -95,7 +103,9 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
         if type(config) in auto._model_mapping
     ]
     if not found:
-        raise ValueError(f"{file}: {type(config).__name__} is no language model that transformers can train")
+        raise ValueError(
+            f"{file}: {type(config).__name__} is no language model that transformers can train"
+        )
     config.quantization_config = None
     try:
         with torch.device("meta"):
@@ -110,7 +120,8 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
 
 
 def read_machine(options: argparse.Namespace) -> Machine:
-    """The machine that the arguments describe. Raises: ValueError naming argument, value and fix."""
+    """The machine that the arguments describe. Raises: ValueError naming argument, value and fix.
+    """
     for name in ("flops", "flops_peak", "tbw", "link_gbps"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
@@ -153,23 +164,39 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
     if sequence < 1:
         raise ValueError(f"--seq {sequence} must be at least 1")
     if sequence > options.tokens_per_step:
-        raise ValueError(f"--seq {sequence} is more than --tokens-per-step {options.tokens_per_step}: a step has whole sequences")
+        raise ValueError(
+            f"--seq {sequence} is more than --tokens-per-step {options.tokens_per_step}: a step "
+            "has whole sequences"
+        )
     if shape.positions and sequence > shape.positions:
-        raise ValueError(f"--seq {sequence}: the model has {shape.positions} positions; give at most that")
+        raise ValueError(
+            f"--seq {sequence}: the model has {shape.positions} positions; give at most that"
+        )
     if options.activations != "device" and options.no_checkpointing:
         raise ValueError(
-            f"--activations {options.activations} moves the inputs of checkpointed blocks; leave --no-checkpointing out"
+            f"--activations {options.activations} moves the inputs of checkpointed blocks; leave "
+            "--no-checkpointing out"
         )
     if options.activations == "cpu" and not machine.gpus:
-        raise ValueError("--activations cpu with --gpus 0: they are in CPU memory already; use 'nvme', or 'device' (they stay)")
+        raise ValueError(
+            "--activations cpu with --gpus 0: they are in CPU memory already; use 'nvme', or "
+            "'device' (they stay)"
+        )
     if options.update_on == "device" and not machine.gpus:
-        raise ValueError("--update-on device with --gpus 0: there is no other device than the CPU; leave it out")
+        raise ValueError(
+            "--update-on device with --gpus 0: there is no other device than the CPU; leave it out"
+        )
     for name in ("tile_linears", "tile_loss"):
         value = getattr(options, name)
         if value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    tiers = {"params": options.params or ("nvme" if options.zero == 3 else "device"), "optim": options.optim}
-    ranks = {name: getattr(options, name) for name in ("zero", "qwz", "hpz", "qgz", "error_feedback")}
+    tiers = {
+        "params": options.params or ("nvme" if options.zero == 3 else "device"),
+        "optim": options.optim,
+    }
+    ranks = {
+        name: getattr(options, name) for name in ("zero", "qwz", "hpz", "qgz", "error_feedback")
+    }
     ranks["accumulate"] = options.accumulate_in
     policy = inf.Policy(
         **tiers,
@@ -212,7 +239,7 @@ def _size(text: str | None, option: str) -> float | None:
 
 
 def _first_line(error: Exception) -> str:
-    """What a fault says, in one line; the type too where the text alone does not tell."""
+    """Format an exception in one line; its type too where the text alone does not tell."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) if lines else type(error).__name__
 
@@ -229,7 +256,10 @@ def _rate(text: str | None, option: str) -> float | None:
         except ValueError:
             value = 0.0
     if not value > 0 or math.isinf(value):
-        raise ValueError(f"{option} {text}: give GB/s as a number above 0, or a size such as '6.8GB' (per second)")
+        raise ValueError(
+            f"{option} {text}: give GB/s as a number above 0, or a size such as '6.8GB' (per "
+            "second)"
+        )
     return value
 
 
@@ -254,15 +284,20 @@ def show_plan(
     sides: Sequence[Prediction] = (),
     ranks: Sequence[RankBytes] = (),
 ) -> None:
-    """Print the answer: does it fit, where things go, how long a step is, what a change would buy, what was assumed.
+    """Print the answer: does it fit, where things go, how long a step is, what a change would buy,
+    what was assumed.
 
-    sides: the same with updates on the CPU and on the GPUs. ranks: what one of several holds under each stage.
+    sides: the same with updates on the CPU and on the GPUs. ranks: what one of several holds under
+    each stage.
     """
     console.print(_head(shape, found), highlight=False)
     if found.fits:
         console.print("[bold green]It fits.[/bold green]")
     else:
-        console.print("[bold red]It does not fit.[/bold red] The times below are those of the least that would work.")
+        console.print(
+            "[bold red]It does not fit.[/bold red] The times below are those of the least that "
+            "would work."
+        )
         for reason in found.why_not:
             console.print(f"  {reason}", highlight=False, markup=False, soft_wrap=True)
     console.print(_needs(found))
@@ -274,41 +309,51 @@ def show_plan(
     if sides:
         console.print(_sides(sides))
         console.print(
-            "Updates run on the CPU, beside the next forward, unless you set update_on='device': inside opt.step(), to the same "
+            "Updates run on the CPU, beside the next forward, unless you set update_on='device': "
+            "inside opt.step(), to the same "
             "bits. No plan and no budget decides it.",
             highlight=False,
         )
     _show_changes(console, found, changes)
-    assumed = [(name, source) for name, source in found.machine.sources.items() if source != "given"]
+    assumed = [
+        (name, source) for name, source in found.machine.sources.items() if source != "given"
+    ]
     if assumed:
         console.print("Not given, and so taken to be:")
         for name, source in assumed:
             option = {"read": "nvme-read", "write": "nvme-write"}.get(name, name.replace("_", "-"))
             console.print(f"  --{option}: {source}", highlight=False, markup=False, soft_wrap=True)
     console.print(
-        f"s/step is the limit divided by {EFFICIENCY}: the share of it that this project demands of itself. Activations and "
+        f"s/step is the limit divided by {EFFICIENCY}: the share of it that this project demands "
+        "of itself. Activations and "
         "operations are estimated from the configuration. It is a forecast: nothing was measured.",
         highlight=False,
     )
 
 
 def _head(shape: ModelShape, found: Prediction) -> str:
-    """What is planned, in a sentence."""
-    job, machine = found.job, found.machine
+    """Format the plan's subject in a sentence."""
+    job, policy, machine = found.job, found.job.policy, found.machine
+    kept = ", two generations" if policy.generations > 1 else ""
+    kept = ", durable" if policy.durable else kept
     tiled = f", linears in {job.tiles} tiles" if job.tiles > 1 else ""
     tiled += f", the loss in {job.loss_tiles}" if job.loss_tiles > 1 else ""
     return (
-        f"[bold]{escape(shape.name)}[/bold]: {_count(shape.params)} parameters in {len(shape.units)} units, the largest "
-        f"{format_size(shape.largest_unit_bytes)}; {job.tokens:,} tokens per step in {_batches(job.micro_batches)} of "
-        f"{job.micro_batch_tokens(machine.world):,} tokens on each of {_who(machine)}, sequences of {job.sequence:,}, "
-        f"{'checkpointed' if job.checkpointing else 'not checkpointed'}{tiled}; state {job.policy.state}, update {job.policy.update}"
-        f"{', durable' if job.policy.durable else ', two generations' if job.policy.generations > 1 else ''}"
+        f"[bold]{escape(shape.name)}[/bold]: {_count(shape.params)} parameters in "
+        f"{len(shape.units)} units, the largest "
+        f"{format_size(shape.largest_unit_bytes)}; {job.tokens:,} tokens per step in "
+        f"{_batches(job.micro_batches)} of "
+        f"{job.micro_batch_tokens(machine.world):,} tokens on each of {_who(machine)}, sequences "
+        f"of {job.sequence:,}, "
+        f"{'checkpointed' if job.checkpointing else 'not checkpointed'}{tiled}; state "
+        f"{job.policy.state}, update {job.policy.update}"
+        f"{kept}"
         f"{', on the GPU' if job.policy.update_on == 'device' else ''}"
     )
 
 
 def _who(machine: Machine) -> str:
-    """Who computes: "8 GPUs of each of 2 nodes"."""
+    """Format the devices that compute: "8 GPUs of each of 2 nodes"."""
     if machine.gpus:
         told = f"{machine.gpus} GPU{'s' if machine.ranks > 1 else ''}"
     else:
@@ -325,12 +370,18 @@ def _table(title: str, *columns: str) -> Table:
 
 def _needs(found: Prediction) -> Table:
     table = _table("Does it fit", "memory", "needed", "there is")
-    names = {"one GPU" if found.machine.gpus else "device (CPU memory)": found.gpu, "RAM": found.ram, "NVMe": found.nvme}
+    names = {
+        "one GPU" if found.machine.gpus else "device (CPU memory)": found.gpu,
+        "RAM": found.ram,
+        "NVMe": found.nvme,
+    }
     for name, need in names.items():
         if not need.parts:
             continue
         there = format_size(need.there_is) if need.there_is is not None else "not given"
-        table.add_row(name, format_size(need.bytes), there, style="bold" if need.fits else "bold red")
+        table.add_row(
+            name, format_size(need.bytes), there, style="bold" if need.fits else "bold red"
+        )
         for part, size in need.parts.items():
             table.add_row(f"  {part}", format_size(size), "")
     return table
@@ -339,12 +390,22 @@ def _needs(found: Prediction) -> Table:
 def _places(found: Prediction) -> Table:
     table = _table("Where states rest", "state", "bytes", "in RAM", "on NVMe")
     everything, nvme = found.at_rest, found.on_nvme
-    names = {"params": "parameters", "optim": "optimizer states", "frozen": "frozen parameters", "grads": "spilled gradients"}
+    names = {
+        "params": "parameters",
+        "optim": "optimizer states",
+        "frozen": "frozen parameters",
+        "grads": "spilled gradients",
+    }
     for field in dataclasses.fields(AtRest):
         whole, there = getattr(everything, field.name), getattr(nvme, field.name)
         if whole:
             share = f"{format_size(whole - there)} ({1 - there / whole:.0%})"
-            table.add_row(names[field.name], format_size(whole), share, f"{format_size(there)} ({there / whole:.0%})")
+            table.add_row(
+                names[field.name],
+                format_size(whole),
+                share,
+                f"{format_size(there)} ({there / whole:.0%})",
+            )
     return table
 
 
@@ -353,17 +414,27 @@ def _step(found: Prediction) -> Table:
     table.show_header = False
     total, eta = found.moved.total, found.limits.eta(found.step_s)
     if total.read or total.written:
-        table.add_row("read from NVMe", f"{format_size(total.read)}, {_per_param(found, total.read)}")
-        table.add_row("written to NVMe", f"{format_size(total.written)}, {_per_param(found, total.written)}")
+        table.add_row(
+            "read from NVMe", f"{format_size(total.read)}, {_per_param(found, total.read)}"
+        )
+        table.add_row(
+            "written to NVMe", f"{format_size(total.written)}, {_per_param(found, total.written)}"
+        )
     copied = found.copied
     if copied.total:
-        table.add_row("copied to GPUs", f"{format_size(copied.h2d)}, {_per_param(found, copied.h2d)}")
-        table.add_row("copied from GPUs", f"{format_size(copied.d2h)}, {_per_param(found, copied.d2h)}")
+        table.add_row(
+            "copied to GPUs", f"{format_size(copied.h2d)}, {_per_param(found, copied.h2d)}"
+        )
+        table.add_row(
+            "copied from GPUs", f"{format_size(copied.d2h)}, {_per_param(found, copied.d2h)}"
+        )
     for name, seconds in found.terms_s.items():
         if seconds:
             table.add_row(f"{name}, alone", f"{_seconds(seconds)} s")
     table.add_row("limit of any schedule", f"{_seconds(found.limits.floor_s)} s")
-    table.add_row(f"limit of update {found.job.policy.update}", f"{_seconds(found.limits.schedule_s)} s")
+    table.add_row(
+        f"limit of update {found.job.policy.update}", f"{_seconds(found.limits.schedule_s)} s"
+    )
     reached = f"η {eta[0]:.2f} of any schedule, {eta[1]:.2f} of this"
     table.add_row("s/step expected", f"[bold]{_seconds(found.step_s)}[/bold] ({reached})")
     table.add_row("tokens per second", f"{found.tokens_per_s:,.0f}, bound by {found.bottleneck}")
@@ -376,13 +447,16 @@ def _step(found: Prediction) -> Table:
     if found.moved.total.written:
         table.add_row("written per day", f"{found.written_per_day / 1e12:,.1f} TB")
         drives = found.machine.drives
-        rated = f"{found.machine.tbw_per_drive / 1e12:,.0f} TB written{' each' if drives > 1 else ''}"
+        rated = (
+            f"{found.machine.tbw_per_drive / 1e12:,.0f} TB written{' each' if drives > 1 else ''}"
+        )
         table.add_row("the drives last", f"{_days(found.days)} ({drives} rated for {rated})")
     return table
 
 
 def _seconds(value: float) -> str:
-    """Two decimals; none above a thousand, and three digits where two decimals would say nothing."""
+    """Two decimals; none above a thousand, and three digits where two decimals would say nothing.
+    """
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.2f}" if value >= 1 or not value else f"{value:.3g}"
@@ -410,15 +484,19 @@ def _days(days: float) -> str:
 
 
 def _sides(sides: Sequence[Prediction]) -> Table:
-    """What a step takes with updates on the CPU, and on the GPUs."""
-    table = _table("Where updates run", "update_on", *(repr(side.job.policy.update_on) for side in sides))
+    """Table of a step with updates on the CPU, and on the GPUs."""
+    table = _table(
+        "Where updates run", "update_on", *(repr(side.job.policy.update_on) for side in sides)
+    )
     table.add_row("s/step expected", *(_seconds(side.step_s) for side in sides))
     table.add_row("copied to GPUs", *(format_size(side.copied.h2d) for side in sides))
     table.add_row("copied from GPUs", *(format_size(side.copied.d2h) for side in sides))
     for name in dict.fromkeys(name for side in sides for name in side.terms_s):
         if name not in ("compute", "drives"):  # the same for both
             terms = [side.terms_s.get(name, 0.0) for side in sides]
-            table.add_row(f"{name}, alone", *(f"{_seconds(term)} s" if term else "-" for term in terms))
+            table.add_row(
+                f"{name}, alone", *(f"{_seconds(term)} s" if term else "-" for term in terms)
+            )
     table.add_row("GPU memory, each", *(format_size(side.gpu.bytes) for side in sides))
     return table
 
@@ -436,7 +514,10 @@ def _show_changes(console: Console, found: Prediction, changes: Sequence[Change]
             rows.append(change)
     if rows:
         console.print(_changes(found, rows))
-    for names, told in ((same, "No faster and no slower"), (never, "Would not fit" if found.fits else "Would not fit either")):
+    for names, told in (
+        (same, "No faster and no slower"),
+        (never, "Would not fit" if found.fits else "Would not fit either"),
+    ):
         if names:
             console.print(f"{told}: {'; '.join(names)}", highlight=False, markup=False)
 
@@ -457,7 +538,7 @@ def _changes(found: Prediction, changes: Sequence[Change]) -> Table:
 
 
 def _gain(found: Prediction, other: Prediction) -> float | None:
-    """How many times as many tokens per second; None where one of the two does not fit."""
+    """Ratio of tokens per second; None where one of the two does not fit."""
     return other.tokens_per_s / found.tokens_per_s if found.fits and other.fits else None
 
 
@@ -468,10 +549,20 @@ def as_record(
     sides: Sequence[Prediction] = (),
     ranks: Sequence[RankBytes] = (),
 ) -> dict[str, Any]:
-    """Everything, ready for JSON. Infinite figures are None. sides, ranks: as in `show_plan`."""
+    """Make the record of a plan for JSON. Infinite figures are None. sides, ranks: see `show_plan`.
+    """
     model = {
         name: getattr(shape, name)
-        for name in ("name", "params", "trainable", "active_params", "layers", "width", "vocabulary", "largest_unit_bytes")
+        for name in (
+            "name",
+            "params",
+            "trainable",
+            "active_params",
+            "layers",
+            "width",
+            "vocabulary",
+            "largest_unit_bytes",
+        )
     }
     return {
         "schema": SCHEMA,
@@ -481,7 +572,12 @@ def as_record(
         "rank_bytes": rank_record(ranks),
         "update_on": {side.job.policy.update_on: _record(side) for side in sides},
         "changes": [
-            {"change": change.name, "gain": _gain(found, change.prediction), **_record(change.prediction)} for change in changes
+            {
+                "change": change.name,
+                "gain": _gain(found, change.prediction),
+                **_record(change.prediction),
+            }
+            for change in changes
         ],
     }
 
@@ -540,11 +636,21 @@ TIERS = ("device", "cpu", "nvme")
 
 
 def rank_table(ranks: Sequence[RankBytes], *, chosen: int) -> Table:
-    """Bytes of one rank: a row for each state, a column for each stage with its tiers. chosen: the stage that is planned."""
-    table = Table(title="What each rank holds: device + CPU memory + NVMe", title_justify="left", title_style="bold")
+    """Bytes of one rank: a row for each state, a column for each stage with its tiers. chosen: the
+    stage that is planned.
+    """
+    table = Table(
+        title="What each rank holds: device + CPU memory + NVMe",
+        title_justify="left",
+        title_style="bold",
+    )
     table.add_column("state", overflow="fold")
     for each in ranks:
-        table.add_column(f"stage {each.stage}{' (planned)' if each.stage == chosen else ''}", justify="right", overflow="fold")
+        table.add_column(
+            f"stage {each.stage}{' (planned)' if each.stage == chosen else ''}",
+            justify="right",
+            overflow="fold",
+        )
     for name in dict.fromkeys(name for each in ranks for name in each.states):
         table.add_row(name, *(describe_tiers(each.states.get(name, Tiers())) for each in ranks))
     table.add_row("together", *(describe_tiers(each.total) for each in ranks), style="bold")
@@ -558,15 +664,25 @@ def describe_tiers(size: Tiers) -> str:
 
 
 def exchange_table(found: Prediction) -> Table:
-    """What each rank has from the others in a step; the last column counts as ZeRO++ does (`Exchanges.volume`)."""
+    """Table of the bytes that each rank receives in a step; the last column counts as ZeRO++ does
+    (`Exchanges.volume`).
+    """
     exchanged, machine = found.exchanged, found.machine
     title = "What each rank receives in a step"
     table = Table(title=title, title_justify="left", title_style="bold")
     several = machine.nodes > 1
     across = ["from other nodes", "its whole node from others"] if several else []
     plain = format_size(exchanged.plain_bytes)
-    for column in ("", "times", "inside its node", *across, f"volume {'between nodes' if several else ''}, M = {plain}"):
-        table.add_column(column.replace(" ,", ","), justify="right" if column else "left", overflow="fold")
+    for column in (
+        "",
+        "times",
+        "inside its node",
+        *across,
+        f"volume {'between nodes' if several else ''}, M = {plain}",
+    ):
+        table.add_column(
+            column.replace(" ,", ","), justify="right" if column else "left", overflow="fold"
+        )
     parts = [(each.name, str(each.count), (each,)) for each in exchanged.each]
     for name, times, found_ in [*parts, ("together", "", exchanged.each)]:
         part = dataclasses.replace(exchanged, each=found_)

@@ -1,4 +1,4 @@
-"""What one change would buy: the same prediction with one thing changed at a time."""
+"""Single changes of a job or machine: the same prediction with one thing changed at a time."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ class Change:
     prediction: Prediction
 
 
-def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool = False) -> list[Change]:
-    """The changes worth a thought, best tokens per second first among those that fit; those that do not fit last.
+def one_change(
+    shape: ModelShape, now: Prediction, *, choose_micro_batches: bool = False
+) -> list[Change]:
+    """The changes worth a thought, best tokens per second first among those that fit; those that do
+    not fit last.
 
-    choose_micro_batches: with each change as few of them as its activations allow; else as many as now.
+    choose_micro_batches: with each change as few of them as its activations allow; else as many as
+    now.
     """
     machine, job = now.machine, now.job
     tried: list[tuple[str, Machine, Job]] = [
@@ -48,7 +52,9 @@ def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool
     tried += [(name, machine, other) for name, other in _other_steps(job)]
     if job.policy.grads == "cpu" and machine.drives and not now.ram.fits:
         tried.append(("gradients spill (--grads nvme)", machine, job.replace(grads="nvme")))
-    tried += [(name, machine, other) for name, other in _other_memory(shape, machine, job, now.gpu.fits)]
+    tried += [
+        (name, machine, other) for name, other in _other_memory(shape, machine, job, now.gpu.fits)
+    ]
     found = []
     for name, changed, other in tried:
         if other.tokens < changed.world * (1 if choose_micro_batches else other.micro_batches):
@@ -58,7 +64,9 @@ def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool
             count = f"{chosen.micro_batches} micro-batch{'es' if chosen.micro_batches > 1 else ''}"
             name = f"{name.partition(' (twice the micro')[0]}, {count}"
         found.append(Change(name, predict(shape, changed, chosen)))
-    return sorted(found, key=lambda change: (not change.prediction.fits, -change.prediction.tokens_per_s))
+    return sorted(
+        found, key=lambda change: (not change.prediction.fits, -change.prediction.tokens_per_s)
+    )
 
 
 def _other_exchanges(machine: Machine, job: Job) -> list[tuple[str, Job]]:
@@ -68,31 +76,43 @@ def _other_exchanges(machine: Machine, job: Job) -> list[tuple[str, Job]]:
     switches: dict[str, dict[str, Any]] = {"qgZ (rounds)": {"qgz": True}}
     if not job.whole_params(machine.world):
         switches |= {"qwZ (rounds)": {"qwz": True}, "hpZ, copies in CPU memory": {"hpz": "cpu"}}
-    switches = {name: fields for name, fields in switches.items() if not getattr(job.policy, next(iter(fields)))}
+    switches = {
+        name: fields
+        for name, fields in switches.items()
+        if not getattr(job.policy, next(iter(fields)))
+    }
     if len(switches) > 1:
         every = {name: value for fields in switches.values() for name, value in fields.items()}
         switches["ZeRO++ with all of it (rounds)"] = every
     return [(name, job.replace(**fields)) for name, fields in switches.items()]
 
 
-def _other_memory(shape: ModelShape, machine: Machine, job: Job, fits: bool) -> list[tuple[str, Job]]:
-    """What makes a job fit its GPUs; where it does, what leaves room for more tokens at once."""
+def _other_memory(
+    shape: ModelShape, machine: Machine, job: Job, fits: bool
+) -> list[tuple[str, Job]]:
+    """Changes that make a job fit its GPUs; where it does, those that leave room for tokens."""
     if not fits:
         return [(way.name, way.job) for way in ways_to_fit(shape, machine, job)]
     found = []
     if machine.gpus and job.policy.activations == "device" and job.checkpointing:
         found.append(("activations on the CPU", job.replace(activations="cpu")))
     tiles = loss_tiles(shape)
-    if machine.gpus and tiles > job.loss_tiles and shape.logits_bytes_per_token(job.loss_tiles) > shape.block_bytes_per_token:
+    if (
+        machine.gpus
+        and tiles > job.loss_tiles
+        and shape.logits_bytes_per_token(job.loss_tiles) > shape.block_bytes_per_token
+    ):
         found.append((f"the loss in {tiles} tiles (rounds)", job.replace(loss_tiles=tiles)))
     return found
 
 
 def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
-    """The same with updates on the CPU, and on the GPUs; nothing where the CPU computes, or with an update that GPUs do not have.
+    """Predict with updates on the CPU, and on the GPUs; nothing where the CPU computes, or with an
+    update that GPUs do not have.
 
-    Which of them a run uses is no matter of their times: `Policy.update_on` is "cpu" unless its user says otherwise, on every
-    machine. The default needs no memory of a GPU, and goes with everything else.
+    Which of them a run uses is no matter of their times: `Policy.update_on` is "cpu" unless its
+    user says otherwise, on every machine. The default needs no memory of a GPU, and goes with
+    everything else.
     """
     if not now.machine.gpus or now.job.policy.update != "deferred":
         return []
@@ -103,12 +123,18 @@ def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
 def _other_steps(job: Job) -> list[tuple[str, Job]]:
     """Other times of the update, and other numbers of generations."""
     found = []
-    on = ", on the CPU" if job.policy.update_on == "device" else ""  # which has deferred updates only
+    # Which has deferred updates only.
+    on = (
+        ", on the CPU" if job.policy.update_on == "device" else ""
+    )
     here = job.replace(update_on="cpu")
     if job.policy.update == "deferred" and job.policy.generations == 1:
         found = [
             (f"update backward (no clipping by norm){on}", here.replace(update="backward")),
-            (f"update backward, two generations{on}", here.replace(update="backward", generations=2)),
+            (
+                f"update backward, two generations{on}",
+                here.replace(update="backward", generations=2),
+            ),
             (f"update delayed (one step late){on}", here.replace(update="delayed")),
         ]
     elif job.policy.update == "deferred":
@@ -118,15 +144,19 @@ def _other_steps(job: Job) -> list[tuple[str, Job]]:
     elif job.policy.generations == 2:
         update = "update deferred, " if job.policy.speculates else ""
         found.append((f"{update}one generation", job.replace(update="deferred", generations=1)))
-    if not job.policy.durable and job.policy.update != "delayed" and job.policy.params == job.policy.optim == "nvme" and (
-        job.policy.update == "deferred" or job.policy.generations == 2
+    if (
+        not job.policy.durable
+        and job.policy.update != "delayed"
+        and job.policy.params == job.policy.optim == "nvme"
+        and (job.policy.update == "deferred" or job.policy.generations == 2)
     ):
         found.append(("durable (goes on after a crash)", job.replace(durable=True, resident=None)))
     return found
 
 
 def fewest_micro_batches(shape: ModelShape, machine: Machine, job: Job) -> Job:
-    """The job with the fewest micro-batches (powers of two) whose activations fit a device; with the most, if none does.
+    """The job with the fewest micro-batches (powers of two) whose activations fit a device; with
+    the most, if none does.
 
     A micro-batch keeps at least one sequence, or what a device has of the tokens if that is less.
     """

@@ -1,24 +1,32 @@
-"""Where the states of a model to be planned for rest: the engine's own placement, of every rank's share.
+"""Memory that a plan takes: placement of the states of each rank, and device memory, part by part.
 
-A model of 400 billion parameters has a million chunks; what is planned is coarser pieces of at most `PIECES_MAX` in all, which
-moves the border between what is resident and what is not by about one part in a thousand. Slots of pieces are larger than
-those of chunks; they are counted as chunks want them.
+Placement is the engine's own (`memory.placement`). A model of 400 billion parameters has a million
+chunks; a plan has coarser pieces, at most `PIECES_MAX` in all, which moves the border between
+resident and not by about one part in a thousand. Slots of pieces are larger than those of chunks;
+they are counted as chunks want them.
 
-Memory of one GPU (or, where the CPU computes, of the process as a device): what a step takes at most, part by part.
+Device memory is that of one GPU or, where the CPU computes, of the process; the most of a step:
 
-    gathered units       (AHEAD + 1) times the largest: the bound that the engine keeps (`params.residency`); all where whole
-                         parameters stay on the device
-    shards on the device of several ranks: this one's share of its node's copy (hpZ), or of parameters that stay under stage 3
-    exchange buffers     of several ranks: the largest unit's gradients to be reduced, and those that come; codes besides
-    fresh gradients      of the unit in backward and, where a GPU computes, of those that may be on their way from it: of
-                         LEAVING_UNITS, of WINDOW_UNITS with update="backward"; where the CPU does, of UNITS_AHEAD then
-    inputs of blocks     kept for recomputing, of every layer; of a few where they wait on the CPU or on drives
-    one block at work,   what a block computes in backward, or the logits and their loss: the larger, since they come at
-    or logits and loss   different times; without checkpointing all blocks, and the logits
+    gathered units       (AHEAD + 1) times the largest, which is the bound that the engine keeps
+                         (`params.residency`); all, where whole parameters stay on the device
+    shards on the device of several ranks: this one's share of its node's copy (hpZ), or of
+                         parameters that stay under stage 3
+    exchange buffers     of several ranks: the largest unit's gradients to be reduced, and those
+                         that come; codes besides
+    fresh gradients      of the unit in backward. Where a GPU computes, also of those on their way
+                         from it: LEAVING_UNITS, or WINDOW_UNITS with update="backward". Where the
+                         CPU computes, of UNITS_AHEAD with update="backward"
+    inputs of blocks     kept for recomputing, of every layer; of a few where they wait on the CPU
+                         or on drives
+    one block at work,   activations of a block in backward, or the logits and their loss: the
+    or logits and loss   larger, since they come at different times; without checkpointing all
+                         blocks, and the logits
     states in update     chunks on their way, with the update on the GPU
-    CUDA and libraries   context, kernels and cuBLAS workspaces; NCCL's buffers where there are several GPUs (assumed)
+    CUDA and libraries   context, kernels and cuBLAS workspaces; NCCL's buffers where there are
+                         several GPUs (assumed)
 
-Activations are estimates (`planning.shape`). What the allocator leaves unused between blocks of memory is in none of them.
+Activations are estimates (`perf.plan.workload`). Memory that the allocator leaves unused between
+its blocks is not counted.
 """
 
 from __future__ import annotations
@@ -68,40 +76,58 @@ class Tiers:
 
 
 def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str, Tiers]:
-    """What a rank holds of several beside what the placement knows: by name, without what there is nothing of."""
+    """Bytes that each of several ranks holds besides its placement, by name; no zeros.
+    """
     if machine.world == 1:
         return {}
-    layouts = [(flat, plan_flat(flat.numels, flat.dtype.itemsize, machine.world)) for flat in shape.flats]
+    layouts = [
+        (flat, plan_flat(flat.numels, flat.dtype.itemsize, machine.world)) for flat in shape.flats
+    ]
     trained = [(flat, layout) for flat, layout in layouts if flat.trainable]
     found = {}
     if job.policy.accumulates_locally:
-        whole = sum(round_up(layout.numel * job.grad_itemsize(flat.dtype), 64) for flat, layout in trained)
+        whole = sum(
+            round_up(layout.numel * job.grad_itemsize(flat.dtype), 64) for flat, layout in trained
+        )
         found["whole sums of gradients"] = Tiers(cpu=float(whole))
     shard = float(sum(layout.shard_numel * layout.itemsize for _, layout in layouts))
     if job.policy.hpz:
         copy = machine.nodes * shard
-        found["the node's copy (hpZ)"] = Tiers(device=copy) if job.policy.hpz == "device" else Tiers(cpu=copy)
+        found["the node's copy (hpZ)"] = (
+            Tiers(device=copy) if job.policy.hpz == "device" else Tiers(cpu=copy)
+        )
     elif job.policy.params == "device" and not job.whole_params(machine.world):
         found["shards kept on the device"] = Tiers(device=shard)
     if job.policy.qgz and job.policy.error_feedback:
         turns = min(machine.nodes, machine.ranks) > 1  # the second one is over nodes
-        numel = sum(layout.numel + turns * machine.nodes * layout.shard_numel for _, layout in trained)
+        numel = sum(
+            layout.numel + turns * machine.nodes * layout.shard_numel for _, layout in trained
+        )
         found["errors fed back (qgZ)"] = Tiers(cpu=2.0 * numel)
     return {name: size for name, size in found.items() if size}
 
 
-def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[list[FlatNeed], Plan]:
-    """The needs of one rank and their placement under its `budget` of bytes; where that is too small, the placement that
-    takes least, so `ram_bytes` of it is above the budget. What `beside_placement` has is in neither."""
+def place(
+    shape: ModelShape, machine: Machine, job: Job, budget: int
+) -> tuple[list[FlatNeed], Plan]:
+    """The needs of one rank and their placement under its `budget` of bytes; where that is too
+    small, the placement that takes least, so `ram_bytes` of it is above the budget. What
+    `beside_placement` has is in neither."""
     fine = _needs(shape, machine, job, 1, least=True)
     needs = _needs(shape, machine, job, _grain(shape, machine.world, job.policy.state))
-    largest = max((numel for flat in shape.flats if flat.trainable for numel in flat.numels), default=0)
+    largest = max(
+        (numel for flat in shape.flats if flat.trainable for numel in flat.numels), default=0
+    )
 
     staging = _staging_bytes(shape, machine, job)
     bandwidths = machine.read_bytes_per_s, machine.write_bytes_per_s
-    load = Load("deferred" if job.policy.speculates else job.policy.update, job.micro_batches, bandwidths)
+    load = Load(
+        "deferred" if job.policy.speculates else job.policy.update, job.micro_batches, bandwidths
+    )
 
-    def plan(which: Sequence[FlatNeed], ram_bytes: int | None, spill: Sequence[bool] | None = None) -> Plan:
+    def plan(
+        which: Sequence[FlatNeed], ram_bytes: int | None, spill: Sequence[bool] | None = None
+    ) -> Plan:
         return plan_placement(
             which,
             ram_bytes,
@@ -114,7 +140,7 @@ def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[l
         )
 
     def chunked(found: Plan) -> Plan:
-        """With the pools that the engine's chunks want."""
+        """Replace the pools by those that the engine's chunks want."""
         if not found.pool_bytes:
             return found
         spill = [need.spill_format is not None for need in fine] if any(found.spilled) else None
@@ -129,18 +155,27 @@ def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[l
             return needs, chunked(found)
     if found.pool_bytes:
         # So much more of pieces may be held; without pools it would be more than there is.
-        with contextlib.suppress(BudgetError):  # another way to spill may want more than that, in coarse pieces: then as found
+        with contextlib.suppress(
+            BudgetError
+        ):  # another way to spill may want more than that, in coarse pieces: then as found
             larger = plan(needs, budget + found.pool_bytes - chunked(found).pool_bytes)
             found = larger if larger.pool_bytes else found
     return needs, chunked(found)
 
 
 def _staging_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
-    """Pinned memory by way of which gradients leave a GPU for updates during backward, as `optim.staging` has it."""
+    """Pinned memory by way of which gradients leave a GPU for updates during backward, as
+    `optim.staging` has it.
+    """
     if not machine.gpus or job.policy.update != "backward" or job.policy.speculates:
         return 0
     windows = (
-        window_bytes(numel * job.grad_itemsize(flat.dtype) for flat in unit.flats if flat.trainable for numel in flat.numels)
+        window_bytes(
+            numel * job.grad_itemsize(flat.dtype)
+            for flat in unit.flats
+            if flat.trainable
+            for numel in flat.numels
+        )
         for unit in shape.units
     )
     return WINDOW_UNITS * max(windows, default=0)
@@ -158,7 +193,7 @@ def _with_pools(plan: Plan, fine: Plan) -> Plan:
 
 
 def _grain(shape: ModelShape, ranks: int, state: str) -> int:
-    """How many chunks make a piece, so that there are not more than PIECES_MAX of them."""
+    """Chunks in a piece, so that there are at most PIECES_MAX pieces."""
     pieces = 0
     for flat in shape.flats:
         held = state_format(state, flat.dtype) if flat.trainable else None
@@ -166,8 +201,12 @@ def _grain(shape: ModelShape, ranks: int, state: str) -> int:
     return -(-pieces // PIECES_MAX)
 
 
-def _needs(shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: bool = False) -> list[FlatNeed]:
-    """The flats as the placement sees them. least: one chunk of each kind only, for the sizes of slots."""
+def _needs(
+    shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: bool = False
+) -> list[FlatNeed]:
+    """The flats as the placement sees them. least: one chunk of each kind only, for the sizes of
+    slots.
+    """
     needs: list[FlatNeed] = []
     seen: set[tuple[object, ...]] = set()
     layouts: dict[tuple[tuple[int, ...], int, int], FlatLayout] = {}
@@ -179,7 +218,8 @@ def _needs(shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: 
             layouts[key] = plan_flat(flat.numels, flat.dtype.itemsize, machine.world, size)
         layout = layouts[key]
         if least:
-            # Slots are as large as the largest chunk: one of each length up to a whole chunk says it.
+            # Slots are as large as the largest chunk: one of each length up to a whole chunk says
+            # it.
             kind = (held, flat.dtype, min(layout.shard_numel, size))
             if kind in seen:
                 continue
@@ -191,7 +231,13 @@ def _needs(shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: 
 
 def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) -> FlatNeed:
     if held is None:
-        return FlatNeed(layout, Format.RAW, job.policy.params, job.policy.optim, versions=2 if job.policy.durable else 1)
+        return FlatNeed(
+            layout,
+            Format.RAW,
+            job.policy.params,
+            job.policy.optim,
+            versions=2 if job.policy.durable else 1,
+        )
     stores = job.stores_gradients
     itemsize = job.grad_itemsize(flat.dtype)
     size = layout.shard_numel * itemsize
@@ -222,7 +268,9 @@ def rests(need: FlatNeed, masks: Sequence[int], placed: Format) -> tuple[AtRest,
             kind = "frozen"
         whole = sum(section.size_bytes(numel) for numel in need.numels)
         nvme = sum(
-            section.size_bytes(numel) for numel, mask in zip(need.numels, masks, strict=True) if mask >> index & 1
+            section.size_bytes(numel)
+            for numel, mask in zip(need.numels, masks, strict=True)
+            if mask >> index & 1
         )
         totals[0] += AtRest(**{kind: float(whole)})
         totals[1] += AtRest(**{kind: float(nvme)})
@@ -233,13 +281,17 @@ def rests(need: FlatNeed, masks: Sequence[int], placed: Format) -> tuple[AtRest,
 
 
 CUDA_BYTES = 640 * MIB
-"""What a process holds of a GPU before it computes anything: context, kernels, cuBLAS workspaces (assumed)."""
+"""What a process holds of a GPU before it computes anything: context, kernels, cuBLAS workspaces
+(assumed).
+"""
 
 NCCL_BYTES = 512 * MIB
 """What NCCL holds besides (assumed)."""
 
 CHUNKS_IN_UPDATE = 2 * AHEAD_CHUNKS
-"""Chunks of states that are on a GPU at once when it updates them: on their way in, in the kernel, on their way out."""
+"""Chunks of states that are on a GPU at once when it updates them: on their way in, in the kernel,
+on their way out.
+"""
 
 TILES = (2, 4, 8, 16, 32, 64)
 WORDS = (8192, 2048)  # whose logits are computed at once
@@ -247,7 +299,8 @@ WORDS = (8192, 2048)  # whose logits are computed at once
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """How much of something a plan takes, of how much there is (None: not known), and what it consists of."""
+    """Need of one kind of memory, of how much there is (None: not known), and its parts.
+    """
 
     bytes: float
     there_is: float | None
@@ -255,13 +308,15 @@ class Need:
 
     @property
     def fits(self) -> bool:
-        """Whether there is enough."""
+        """True if there is enough."""
         return self.there_is is None or self.bytes <= self.there_is
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One change of a job that makes it fit a GPU: what it is, how the engine is told, and what it then needs."""
+    """One change of a job that makes it fit a GPU: what it is, how the engine is told, and what it
+    then needs.
+    """
 
     name: str
     how: str
@@ -293,15 +348,20 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     if machine.gpus:
         if job.policy.update_on == "device":
             numel = chunk_numel(Format.SPLIT)
-            parts["states in update"] = float(CHUNKS_IN_UPDATE * numel * 14)  # 12 B of states and 2 B of gradient
-        parts["CUDA and libraries (assumed)"] = float(CUDA_BYTES + (NCCL_BYTES if machine.world > 1 else 0))
+            # 12 B of states and 2 B of gradient.
+            parts["states in update"] = float(
+                CHUNKS_IN_UPDATE * numel * 14
+            )
+        parts["CUDA and libraries (assumed)"] = float(
+            CUDA_BYTES + (NCCL_BYTES if machine.world > 1 else 0)
+        )
     parts = {name: size for name, size in parts.items() if size}
     return Need(sum(parts.values()), machine.gpu_mem_bytes, parts)
 
 
 def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:
-    """The whole of a unit to be reduced and the parts that come; with codes, a quarter and (weights) half of it twice, and fp32
-    sums of what goes to other nodes."""
+    """The whole of a unit to be reduced and the parts that come; with codes, a quarter and
+    (weights) half of it twice, and fp32 sums of what goes to other nodes."""
     if machine.world == 1:
         return 0.0
     coded = (0.5 if job.policy.qgz else 0.0) + (0.5 if job.policy.qwz else 0.0)
@@ -314,7 +374,10 @@ def gathered_bytes(shape: ModelShape, machine: Machine, job: Job) -> float:
     whole = float(shape.gathered_bytes(machine.world))
     if job.whole_params(machine.world):
         return whole
-    return min((AHEAD + 1) * float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world)), whole)
+    return min(
+        (AHEAD + 1) * float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world)),
+        whole,
+    )
 
 
 def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, float]:
@@ -322,7 +385,10 @@ def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, flo
     block = float(tokens * shape.block_bytes_per_token)
     logits = float(tokens * shape.logits_bytes_per_token(job.loss_tiles))
     if not job.checkpointing:
-        return {"activations of all blocks (estimated)": shape.layers * block, "logits and loss (estimated)": logits}
+        return {
+            "activations of all blocks (estimated)": shape.layers * block,
+            "logits and loss (estimated)": logits,
+        }
     one = float(tokens * shape.itemsize * shape.width)
     inputs = float(tokens * shape.boundary_bytes_per_token)
     if job.policy.activations != "device":
@@ -336,8 +402,8 @@ def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, flo
 
 
 def ways_to_fit(shape: ModelShape, machine: Machine, job: Job) -> list[Way]:
-    """The single changes after each of which a job that does not fit a GPU does, with what they then need; each as small as it
-    may be."""
+    """The single changes after each of which a job that does not fit a GPU does, with what they
+    then need; each as small as it may be."""
     found = []
     for options in _options(shape, machine, job):
         for option in options:
@@ -350,7 +416,7 @@ def ways_to_fit(shape: ModelShape, machine: Machine, job: Job) -> list[Way]:
 
 
 def least_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
-    """What is needed with all of these changes together, as far as each goes."""
+    """Device memory with all of these changes together, each as far as it goes."""
     for options in _options(shape, machine, job):
         if options:
             job = job.replace(**options[-1].fields)
@@ -370,27 +436,42 @@ def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option
     """For each kind of change what may be tried, the smallest first."""
     found = [
         [
-            _Option(f"linears in {count} tiles", f"inf.tile_linears(model, tiles={count})", {"tiles": count})
+            _Option(
+                f"linears in {count} tiles",
+                f"inf.tile_linears(model, tiles={count})",
+                {"tiles": count},
+            )
             for count in TILES
             if count > job.tiles
         ]
     ]
     found.append(
         [
-            _Option(f"the loss in {count} tiles", f"inf.tile_loss(model, tiles={count})", {"loss_tiles": count})
+            _Option(
+                f"the loss in {count} tiles",
+                f"inf.tile_loss(model, tiles={count})",
+                {"loss_tiles": count},
+            )
             for count in (loss_tiles(shape, words) for words in WORDS)
             if count > job.loss_tiles
         ]
     )
     if not job.checkpointing:
         found.append(
-            [_Option("gradient checkpointing", "model.gradient_checkpointing_enable()", {"checkpointing": True})]
+            [
+                _Option(
+                    "gradient checkpointing",
+                    "model.gradient_checkpointing_enable()",
+                    {"checkpointing": True},
+                )
+            ]
         )
     elif job.policy.activations == "device":
         tiers = [("cpu", "the CPU")] if machine.gpus else []
         tiers += [("nvme", "the drives")] if machine.drives else []
         found += [
-            [_Option(f"activations on {place}", f"activations={tier!r}", {"activations": tier})] for tier, place in tiers
+            [_Option(f"activations on {place}", f"activations={tier!r}", {"activations": tier})]
+            for tier, place in tiers
         ]
     found.append(_fewer_tokens(machine, job))
     return found

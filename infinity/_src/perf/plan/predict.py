@@ -1,4 +1,5 @@
-"""What a model on a machine will need and how long its step will take: placement and limits, nothing else.
+"""Prediction of what a model needs on a machine and how long its step takes, from placement and
+limits alone.
 
     seconds per step = limit of the update mode (`infinity._src.perf.roofline`) / EFFICIENCY
 """
@@ -36,19 +37,24 @@ from infinity._src.perf.roofline import (
 from infinity._src.sizes import format_size, round_size
 
 EFFICIENCY = 0.9
-"""What share of its limit the engine is taken to reach: what this project demands of itself, and measures."""
+"""What share of its limit the engine is taken to reach: what this project demands of itself, and
+measures.
+"""
 
 PASS_SHARE = 0.5
-"""What share of the memory's bandwidth the engine's own passes reach where the CPU computes: they also compute checksums and
-updates, and share the cores with forward and backward. Measured on two cores (`bench/predict.py`)."""
+"""What share of the memory's bandwidth the engine's own passes reach where the CPU computes: they
+also compute checksums and updates, and share the cores with forward and backward. Measured on two
+cores (`bench/predict.py`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What one job on one machine will need and give. Bytes over all ranks of a node, but gpu: of one GPU. Seconds per step.
+    """Needs and times of one job on one machine. Bytes over all ranks of a node, but gpu: of
+    one GPU. Seconds per step.
 
-    at_rest: all states by kind; on_nvme: of them on drives. copied: between the CPU and all GPUs; model_flops: what the model's
-    forward and backward take, without recomputing, over all nodes. exchanged: what each rank has from the others.
+    at_rest: all states by kind; on_nvme: of them on drives. copied: between the CPU and all GPUs;
+    model_flops: what the model's forward and backward take, without recomputing, over all nodes.
+    exchanged: what each rank has from the others.
     why_not: what does not fit and what would help, empty where all does;
     the times are then those of the least that would work. days: until the drives had their rating.
     """
@@ -71,7 +77,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether everything fits."""
+        """True if everything fits."""
         return not self.why_not
 
     @property
@@ -81,12 +87,13 @@ class Prediction:
 
     @property
     def flops_per_gpu(self) -> float:
-        """Of the model, per second and GPU."""
+        """FLOP/s of the model on each GPU."""
         return self.model_flops / self.step_s / self.machine.world
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s utilisation: of what the GPUs could do at most. None where the CPU computes."""
+        """Model FLOP/s utilisation: of what the GPUs could do at most. None where the CPU computes.
+        """
         return self.flops_per_gpu / self.machine.flops_peak_per_gpu if self.machine.gpus else None
 
     @property
@@ -102,7 +109,7 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """What a step waits for most."""
+        """Term that a step waits for most."""
         return max(self.terms_s, key=lambda name: self.terms_s[name])
 
 
@@ -112,21 +119,24 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     Raises: ValueError for a job that makes no sense, naming field and fix.
     """
     _check(job, machine)
-    ranks = machine.ranks
-    boundary = ranks * job.micro_batch_tokens(machine.world) * shape.boundary_bytes_per_token if job.checkpointing else 0
-    waiting = boundary if job.policy.activations == "cpu" else 0
+    ranks, policy = machine.ranks, job.policy
+    boundary = ranks * job.micro_batch_tokens(machine.world) * shape.boundary_bytes_per_token
+    boundary = boundary if job.checkpointing else 0
+    waiting = boundary if policy.activations == "cpu" else 0
+    spilled = boundary if policy.activations == "nvme" else 0
     beside = {name: size.cpu for name, size in beside_placement(shape, machine, job).items()}
-    needs, plan = place(shape, machine, job, int(machine.ram_bytes - waiting) // ranks - int(sum(beside.values())))
-    found_rests = [rests(need, row, found) for need, row, found in zip(needs, plan.nvme_masks, plan.formats, strict=True)]
+    needs, plan = place(
+        shape, machine, job, int(machine.ram_bytes - waiting) // ranks - int(sum(beside.values()))
+    )
+    found_rests = [
+        rests(need, row, found)
+        for need, row, found in zip(needs, plan.nvme_masks, plan.formats, strict=True)
+    ]
     at_rest = _of_node(sum((everything for everything, _ in found_rests), AtRest()), ranks)
     on_nvme = _of_node(sum((nvme for _, nvme in found_rests), AtRest()), ranks)
-    moved = traffic(on_nvme, job.policy.update, job.micro_batches, activations=boundary if job.policy.activations == "nvme" else 0)
-    apart = job.policy.update_on == "device"
-    moved = _from_copies(moved, on_nvme, job)
-    if apart:  # the next forward reads what the update has written
-        moved = dataclasses.replace(moved, params_read=moved.params_read + on_nvme.params)
+    moved = _traffic(on_nvme, job, spilled)
     compute = _compute(shape, machine, job, at_rest.states)
-    held = _held(shape, machine, job, at_rest, boundary if job.policy.activations != "device" else 0)
+    held = _held(shape, machine, job, at_rest, waiting + spilled)
     exchanged = exchanges(shape, machine, job)
     between = _apart(job, exchanged.copies())
     copied = _copies(machine, job, held, between)
@@ -140,9 +150,17 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
         **{name: each.total_s for name, each in spent.items()},
     }
     update_s = 0.0 if machine.gpus else (2 * held.states + held.grads) / machine.dram_bytes_per_s
-    found = limits(moved, compute, machine.bandwidths, job.policy.update, update_s=update_s, others=spent.values(), apart=apart)
+    found = limits(
+        moved,
+        compute,
+        machine.bandwidths,
+        policy.update,
+        update_s=update_s,
+        others=spent.values(),
+        apart=policy.update_on == "device",
+    )
     ram, gpu = _ram(plan, machine, beside, waiting), gpu_need(shape, machine, job)
-    nvme = _nvme(on_nvme, machine, job, boundary if job.policy.activations == "nvme" else 0)
+    nvme = _nvme(on_nvme, machine, job, spilled)
     return Prediction(
         job=job,
         machine=machine,
@@ -170,29 +188,42 @@ def _check(job: Job, machine: Machine) -> None:
             raise ValueError(f"{name}={getattr(job, name)} must be at least 1")
     if job.tokens < machine.world * job.micro_batches:
         raise ValueError(
-            f"{job.tokens} tokens per step leave nothing for {machine.world} devices x {job.micro_batches} micro-batches; "
+            f"{job.tokens} tokens per step leave nothing for {machine.world} devices x "
+            f"{job.micro_batches} micro-batches; "
             "give more tokens or fewer micro-batches"
         )
-    below = [name for name in ("params", "optim", "grads", "activations") if getattr(policy, name) == "nvme"]
+    below = [
+        name
+        for name in ("params", "optim", "grads", "activations")
+        if getattr(policy, name) == "nvme"
+    ]
     if below and not machine.drives:
         raise ValueError(
-            f"{', '.join(below)} may rest on NVMe and the machine has no drive; give it one, or tiers above 'nvme'"
+            f"{', '.join(below)} may rest on NVMe and the machine has no drive; give it one, or "
+            "tiers above 'nvme'"
         )
     if job.policy.update_on == "device" and not machine.gpus:
-        raise ValueError("update_on='device' is for GPUs; here the CPU computes and updates: leave it out")
+        raise ValueError(
+            "update_on='device' is for GPUs; here the CPU computes and updates: leave it out"
+        )
     for name in ("tiles", "loss_tiles"):
         value = getattr(job, name)
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if machine.world == 1 and (policy.qwz or policy.hpz or policy.qgz):
-        raise ValueError("qwz, hpz and qgz are of what ranks have from each other, and there is one: leave them out")
+        raise ValueError(
+            "qwz, hpz and qgz are of what ranks have from each other, and there is one: leave them "
+            "out"
+        )
 
 
-# -- time --------------------------------------------------------------------------------------------------------------------
+# -- time
 
 
 def _compute(shape: ModelShape, machine: Machine, job: Job, states: float) -> Compute:
-    """The passes of a step. Where the CPU computes, what the engine does there takes its time from them (`_beside`)."""
+    """The passes of a step. Where the CPU computes, what the engine does there takes its time from
+    them (`_beside`).
+    """
     found = _passes(shape, machine, job)
     if machine.gpus:
         return found
@@ -201,14 +232,18 @@ def _compute(shape: ModelShape, machine: Machine, job: Job, states: float) -> Co
     last_s = backward_s + (update_s if job.policy.update == "backward" else 0.0)
     first_s = forward_s + (update_s if job.policy.update == "deferred" else 0.0)
     between_s += update_s if job.policy.update == "delayed" else 0.0
-    return Compute(found.first_forward_s + first_s, found.last_backward_s + last_s, found.between_s + between_s)
+    return Compute(
+        found.first_forward_s + first_s, found.last_backward_s + last_s, found.between_s + between_s
+    )
 
 
 def _beside(shape: ModelShape, machine: Machine, states: float) -> tuple[float, float, float]:
-    """CPU time of the engine beside (a forward, a backward, and for the update), as bytes through the CPU's memory.
+    """CPU time of the engine beside (a forward, a backward, and for the update), as bytes through
+    the CPU's memory.
 
-    A gather verifies and copies (3 passes over the parameters), a backward also takes the gradients (copy and norm: 3 passes),
-    an update reads, verifies and writes every state once, with the gradients.
+    A gather verifies and copies (3 passes over the parameters), a backward also takes the gradients
+    (copy and norm: 3 passes), an update reads, verifies and writes every state once, with the
+    gradients.
     """
     params, grads = machine.ranks * _param_bytes(shape), machine.ranks * _grad_bytes(shape)
     rate = PASS_SHARE * machine.dram_bytes_per_s
@@ -246,23 +281,42 @@ def _param_bytes(shape: ModelShape) -> float:
     return float(shape.gathered_bytes())
 
 
+def _traffic(on_nvme: AtRest, job: Job, spilled: float) -> Traffic:
+    """Count the traffic over the drives. spilled: activations of a micro-batch that wait there."""
+    moved = traffic(on_nvme, job.policy.update, job.micro_batches, activations=spilled)
+    moved = _from_copies(moved, on_nvme, job)
+    if job.policy.update_on == "device":
+        # The update is over before the next forward, which reads what it has written.
+        moved = dataclasses.replace(moved, params_read=moved.params_read + on_nvme.params)
+    return moved
+
+
 def _from_copies(moved: Traffic, on_nvme: AtRest, job: Job) -> Traffic:
-    """hpZ: the drives are asked for parameters once in a step, and not at all for what the update hands over."""
+    """hpZ: the drives are asked for parameters once in a step, and not at all for what the update
+    hands over.
+    """
     if not job.policy.hpz or job.policy.update == "delayed":
         return moved
     once = on_nvme.frozen + (on_nvme.params if job.policy.update == "backward" else 0.0)
-    in_window = once if job.policy.update == "backward" else 0.0  # the last backward's gather, of the two in the window
-    return dataclasses.replace(moved, params_read=once, beside_states=moved.beside_states - Moved(in_window))
+    # The last backward's gather, of the two in the window.
+    in_window = (
+        once if job.policy.update == "backward" else 0.0
+    )
+    return dataclasses.replace(
+        moved, params_read=once, beside_states=moved.beside_states - Moved(in_window)
+    )
 
 
 def _of_node(rank: AtRest, ranks: int) -> AtRest:
-    """What all ranks of a node hold, where one holds this much."""
+    """Multiply the bytes of one rank by the ranks of a node."""
     return rank.scaled(params=ranks, optim=ranks, grads=ranks)
 
 
-def _held(shape: ModelShape, machine: Machine, job: Job, at_rest: AtRest, activations: float) -> Held:
-    """What is copied, over all ranks of a node, each its share: gathered values as they compute, states at rest, gradients as
-    they wait."""
+def _held(
+    shape: ModelShape, machine: Machine, job: Job, at_rest: AtRest, activations: float
+) -> Held:
+    """Bytes that a step copies, over all ranks of a node, each its share: gathered values as they
+    compute, states at rest, gradients as they wait."""
     trained = [flat for flat in shape.flats if flat.trainable]
     params = float(sum(flat.gathered_bytes() for flat in trained))
     return Held(
@@ -275,12 +329,21 @@ def _held(shape: ModelShape, machine: Machine, job: Job, at_rest: AtRest, activa
 
 
 def _copies(machine: Machine, job: Job, held: Held, between: Copies) -> Copies:
-    """Between the CPU and all GPUs, what these have from each other (`between`, one of them) by way of its memory, too."""
+    """Between the CPU and all GPUs, what these have from each other (`between`, one of them) by way
+    of its memory, too.
+    """
     stay = job.policy.params == "device" and machine.gpus > 0
     found = copies(
-        held, job.policy.update, job.micro_batches, update_on=job.policy.update_on, params_stay=stay, grads_kept=job.policy.speculates
+        held,
+        job.policy.update,
+        job.micro_batches,
+        update_on=job.policy.update_on,
+        params_stay=stay,
+        grads_kept=job.policy.speculates,
     )
-    if job.policy.hpz and machine.gpus:  # all gathers but the first: of a share of the node's copy, or of what is there
+    if (
+        job.policy.hpz and machine.gpus
+    ):  # all gathers but the first: of a share of the node's copy, or of what is there
         share = held.params + held.frozen
         more = (machine.nodes - 1) * share if job.policy.hpz == "cpu" else -share
         found += Copies(rest=Copied(h2d=max((2 * job.micro_batches - 1) * more, -found.rest.h2d)))
@@ -290,7 +353,7 @@ def _copies(machine: Machine, job: Job, held: Held, between: Copies) -> Copies:
 
 
 def _apart(job: Job, found: Copies) -> Copies:
-    """What ranks have from each other; nothing of it beside an update that runs apart."""
+    """Exchanges as a step has them; none is beside an update that runs apart."""
     return Copies(rest=found.total) if job.policy.update_on == "device" else found
 
 
@@ -306,8 +369,19 @@ def _spent(
     window, rest = moved.beside_states, moved.rest
     found = {
         "CPU memory": Spent.sum_of(
-            dram_s(window.read + window.written, copied.beside_states.total, early, machine.dram_bytes_per_s),
-            dram_s(rest.read + rest.written, copied.rest.total, 0.0, machine.dram_bytes_per_s, added_bytes=added),
+            dram_s(
+                window.read + window.written,
+                copied.beside_states.total,
+                early,
+                machine.dram_bytes_per_s,
+            ),
+            dram_s(
+                rest.read + rest.written,
+                copied.rest.total,
+                0.0,
+                machine.dram_bytes_per_s,
+                added_bytes=added,
+            ),
         )
     }
     if not machine.gpus:
@@ -322,12 +396,14 @@ def _spent(
     return found
 
 
-# -- what is needed ----------------------------------------------------------------------------------------------------------
+# -- what is needed
 
 
 def _ram(plan: Plan, machine: Machine, beside: Mapping[str, float], waiting: float) -> Need:
     ranks = machine.ranks
-    found = {name: float(ranks * size) for name, size in {**plan.ram_parts, **beside}.items() if size}
+    found = {
+        name: float(ranks * size) for name, size in {**plan.ram_parts, **beside}.items() if size
+    }
     if waiting:
         found["activations"] = waiting
     return Need(sum(found.values()), machine.ram_bytes, found)
@@ -347,7 +423,9 @@ def _nvme(on_nvme: AtRest, machine: Machine, job: Job, waiting: float) -> Need:
     return Need(sum(found.values()), machine.nvme_bytes if machine.drives else 0.0, found)
 
 
-def _why_not(shape: ModelShape, gpu: Need, ram: Need, nvme: Need, machine: Machine, job: Job) -> tuple[str, ...]:
+def _why_not(
+    shape: ModelShape, gpu: Need, ram: Need, nvme: Need, machine: Machine, job: Job
+) -> tuple[str, ...]:
     found = []
     if not gpu.fits:
         what = "GPU memory" if machine.gpus else "device memory (the CPU's)"
@@ -361,7 +439,9 @@ def _why_not(shape: ModelShape, gpu: Need, ram: Need, nvme: Need, machine: Machi
         less += [] if job.policy.params == job.policy.optim == "nvme" else ["lower tiers"]
         less += ["leaving --resident out"] if job.policy.resident else []
         there = format_size(ram.there_is or 0.0)
-        found.append(f"RAM: {round_size(ram.bytes)} is the least that works, {there} is there; {_join(less)}")
+        found.append(
+            f"RAM: {round_size(ram.bytes)} is the least that works, {there} is there; {_join(less)}"
+        )
     if not nvme.fits:
         less = [] if job.policy.state == "compact" else ["compact states"]
         less += ["one generation"] if job.policy.generations > 1 else []
@@ -370,25 +450,37 @@ def _why_not(shape: ModelShape, gpu: Need, ram: Need, nvme: Need, machine: Machi
 
 
 def _what_fits(shape: ModelShape, machine: Machine, job: Job) -> str:
-    """Which single change makes it fit, with what it then needs; the least of all of them where none does."""
+    """Name the changes that alone make it fit, and the need then; else the least of all together.
+    """
     ways = ways_to_fit(shape, machine, job)
     if ways:
-        return "it fits with " + ", or ".join(f"{way.name} ({way.how}): {format_size(way.need.bytes)}" for way in ways)
+        return "it fits with " + ", or ".join(
+            f"{way.name} ({way.how}): {format_size(way.need.bytes)}" for way in ways
+        )
     least = least_need(shape, machine, job)
-    of_units = sum(size for name, size in least.parts.items() if name in ("gathered units", "fresh gradients"))
+    of_units = sum(
+        size for name, size in least.parts.items() if name in ("gathered units", "fresh gradients")
+    )
     enough = "enough" if least.fits else "too much still; shorter sequences need less"
     if not least.fits and 2 * of_units > least.bytes:
         enough = f"too much still; {format_size(of_units)} of it are units and gradients"
-    return f"no single change of the job is enough: all that there are together need {round_size(least.bytes)}, {enough}"
+    return (
+        "no single change of the job is enough: all that there are together need "
+        f"{round_size(least.bytes)}, {enough}"
+    )
 
 
 def _lacks(need: Need, where: str = "") -> str:
-    return f"{round_size(need.bytes)} is needed{where}, {format_size(need.there_is or 0.0)} is there"
+    return (
+        f"{round_size(need.bytes)} is needed{where}, {format_size(need.there_is or 0.0)} is there"
+    )
 
 
 def _join(less: list[str]) -> str:
-    """What would need less."""
+    """Join the changes that would need less."""
     if not less:
         return ""
     *others, last = less
-    return (f"{', '.join(others)} or {last}" if others else last) + f" need{'' if others or last.endswith('s') else 's'} less"
+    return (
+        f"{', '.join(others)} or {last}" if others else last
+    ) + f" need{'' if others or last.endswith('s') else 's'} less"
