@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from infinity._src.bench import adam, device_copy, hardware, report, sweep
-from infinity._src.bench.reference import LIMITS
+from infinity._src.bench.reference import REFERENCES
 from infinity._src.bench.report import (
     check_plot,
     check_target,
@@ -94,7 +94,7 @@ def _add_swap(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--limit",
-        choices=LIMITS,
+        choices=REFERENCES,
         default="auto",
         help="what to measure beside it: fio, plain preads and pwrites (probe), "
         "nothing (off), or fio where it is installed (auto)",

@@ -24,7 +24,7 @@ from infinity import aio
 from infinity._src.bench.streams import Content, Sample
 from infinity.errors import AioError
 
-LIMITS = ("auto", "fio", "probe", "off")
+REFERENCES = ("auto", "fio", "probe", "off")
 _IO_URING_SETUP = 425  # of every architecture
 
 _FIO_PATTERNS = {
@@ -35,7 +35,7 @@ _FIO_PATTERNS = {
 _THREADS_MAX = 32
 
 
-class Limit(Protocol):
+class Reference(Protocol):
     """Something that reads and writes swap files as fast as it can."""
 
     name: str
@@ -45,17 +45,17 @@ class Limit(Protocol):
         ...
 
 
-def open_limit(
+def open_reference(
     name: str, files: Sequence[aio.SwapFile], content: Content, *, block_bytes: int, depth: int
-) -> Limit | None:
-    """The limit that `name` asks for (one of LIMITS) over `files`, which it fills first; None for
+) -> Reference | None:
+    """The limit that `name` asks for (one of REFERENCES) over `files`, which it fills first; None for
     "off".
 
     Raises ValueError when fio is asked for by name and missing.
     """
     if name == "off":
         return None
-    probe = Probe(files, content, block_bytes=block_bytes, depth=depth)
+    probe = PlainIo(files, content, block_bytes=block_bytes, depth=depth)
     probe.fill()
     missing = why_no_fio()
     if name == "auto" and missing:
@@ -65,10 +65,10 @@ def open_limit(
     return Fio(files, block_bytes=block_bytes, depth=depth)
 
 
-def check_limit(name: str) -> None:
+def check_reference(name: str) -> None:
     """Raises ValueError for a limit that cannot be measured here."""
-    if name not in LIMITS:
-        raise ValueError(f"limit={name!r} is not known; use one of {', '.join(LIMITS)}")
+    if name not in REFERENCES:
+        raise ValueError(f"limit={name!r} is not known; use one of {', '.join(REFERENCES)}")
     missing = why_no_fio()
     if name == "fio" and missing:
         raise ValueError(f"--limit fio: {missing}; use --limit probe")
@@ -123,7 +123,7 @@ class Fio:
         return common
 
     def measure(self, kind: str, seconds: float) -> Sample:
-        """See `Limit.measure`. Without locked memory for registered buffers fio runs without them,
+        """See `Reference.measure`. Without locked memory for registered buffers fio runs without them,
         and `name` says so.
         """
         try:
@@ -193,7 +193,7 @@ def _run(command: list[str], descriptors: Sequence[int]) -> dict[str, Any]:
     return report
 
 
-class Probe:
+class PlainIo:
     """Threads with pread and pwrite, `depth` of them (at most 32) per file."""
 
     def __init__(
@@ -212,7 +212,7 @@ class Probe:
         self._measure("write", None)
 
     def measure(self, kind: str, seconds: float) -> Sample:
-        """See `Limit.measure`."""
+        """See `Reference.measure`."""
         with aio.Slab(len(self._files) * self._threads * self._block_bytes) as target:
             return self._measure(kind, seconds, target.memory)
 

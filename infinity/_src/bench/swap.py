@@ -29,7 +29,7 @@ from typing import Any, final
 import numpy as np
 
 from infinity import aio
-from infinity._src.bench.reference import Limit, check_limit, open_limit
+from infinity._src.bench.reference import Reference, check_reference, open_reference
 from infinity._src.bench.streams import CHUNK_BYTES, Chunks, Content, Sample, Streams, is_hole
 from infinity._src.sizes import format_size
 from infinity.aio import DriveStats, IoSettings
@@ -292,7 +292,7 @@ class SwapTask:
                 f"{CHUNK_BYTES} (4.5 MiB)"
             )
         aio.IoSettings(block_bytes=self.block_bytes, depth=self.depth)
-        check_limit(self.limit)
+        check_reference(self.limit)
         check_directories(self.directories)
         check_room(self.directories, self.size_bytes * (1 if self.limit == "off" else 2))
 
@@ -451,7 +451,7 @@ class Bench:
                             offset=offset,
                         )
 
-    def limit(self, name: str, *, block_bytes: int, depth: int) -> Limit | None:
+    def limit(self, name: str, *, block_bytes: int, depth: int) -> Reference | None:
         """Open the reference over files of its own, as large as the chunks."""
         if name == "off":
             return None
@@ -459,7 +459,7 @@ class Bench:
         for file in files:
             file.grow(self.chunks.count * CHUNK_BYTES)
         self.say("fill for the limit", 0.0)
-        return open_limit(name, files, self.content, block_bytes=block_bytes, depth=depth)
+        return open_reference(name, files, self.content, block_bytes=block_bytes, depth=depth)
 
     def phases(
         self, streams: Streams, checksums: str
@@ -537,7 +537,7 @@ def _verify(bench: Bench, streams: Streams, phase: str, *, everything: bool) -> 
 
 
 def measure_rounds(
-    bench: Bench, streams: Streams, limit: Limit | None
+    bench: Bench, streams: Streams, limit: Reference | None
 ) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]]]:
     """(ours, the limit's) samples of each kind, one per round; the arm that goes first alternates.
     """

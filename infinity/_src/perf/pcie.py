@@ -90,15 +90,15 @@ class Link:
         """The least time that this takes."""
         return max(copied.h2d / self.h2d_bytes_per_s, copied.d2h / self.d2h_bytes_per_s)
 
-    def spent(self, copies: Copies) -> Spent:
+    def busy_time(self, copies: Copies) -> BusyTime:
         """The least time of each part of a step."""
-        return Spent(
+        return BusyTime(
             self.busy_s(copies.beside_states), self.busy_s(copies.rest), self.busy_s(copies.total)
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class Spent:
+class BusyTime:
     """Seconds that something is busy in a step at least: in the window of the updates, in the rest,
     and if all of the step were one window (less than the two together where one is full in one
     direction and the other in the other one)."""
@@ -108,13 +108,13 @@ class Spent:
     total_s: float
 
     @classmethod
-    def sum_of(cls, beside_states_s: float, rest_s: float = 0.0) -> Spent:
+    def sum_of(cls, beside_states_s: float, rest_s: float = 0.0) -> BusyTime:
         """Make the times of a resource without directions."""
         return cls(beside_states_s, rest_s, beside_states_s + rest_s)
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ModelBytes:
     """Bytes of a model that a step copies, over all GPUs: parameters that an update writes, its
     states in all (parameters among them), gradients as they wait, parameters that no optimizer
     holds, activations of a micro-batch that wait in the CPU's memory or on drives."""
@@ -127,7 +127,7 @@ class Held:
 
 
 def copies(
-    held: Held,
+    sizes: ModelBytes,
     update: str,
     micro_batches: int,
     *,
@@ -139,7 +139,7 @@ def copies(
     grads_kept: with update="backward" gradients wait all the same, for a step that decides
     otherwise.
 
-    >>> exact = copies(Held(params=2, states=12, grads=2), "deferred", 1)
+    >>> exact = copies(ModelBytes(params=2, states=12, grads=2), "deferred", 1)
     >>> exact.total.h2d, exact.total.d2h
     (4, 2)
 
@@ -156,17 +156,17 @@ def copies(
     waits = (
         not on_device or update != "backward" or grads_kept
     )
-    states = _states(held, update, params_stay) if on_device else Copied()
+    states = _states(sizes, update, params_stay) if on_device else Copied()
     if on_device and update != "backward":
-        states += Copied(held.grads)  # they waited, and come back
-    gathered = held.params + held.frozen
+        states += Copied(sizes.grads)  # they waited, and come back
+    gathered = sizes.params + sizes.frozen
     if params_stay:
         # As they were updated: by the CPU, else they are there.
-        first, gathers = Copied() if on_device else Copied(held.params), 0
+        first, gathers = Copied() if on_device else Copied(sizes.params), 0
     else:
         first, gathers = Copied(gathered), 2 * micro_batches - 1
-    grads = Copied(more * held.grads, (more + waits) * held.grads)
-    activations = Copied(held.activations, held.activations)
+    grads = Copied(more * sizes.grads, (more + waits) * sizes.grads)
+    activations = Copied(sizes.activations, sizes.activations)
     total = first + Copied(gathers * gathered) + grads + activations.scaled(micro_batches) + states
     if update == "delayed":
         return Copies(total)
@@ -174,20 +174,20 @@ def copies(
         # The last backward and the next forward: a gather each, one micro-batch's gradients and
         # activations.
         window = first + states + activations + Copied(gathered if gathers else 0.0)
-        window += Copied(held.grads if more else 0.0, held.grads if waits else 0.0)
+        window += Copied(sizes.grads if more else 0.0, sizes.grads if waits else 0.0)
     elif on_device:
         window = states  # inside opt.step(), beside no forward
     else:
-        window = first + states + Copied(0.0, held.activations)
+        window = first + states + Copied(0.0, sizes.activations)
     return _divided(total, window)
 
 
-def _states(held: Held, update: str, params_stay: bool) -> Copied:
+def _states(sizes: ModelBytes, update: str, params_stay: bool) -> Copied:
     """Count the states that an update on the GPU takes and gives back, less the gather that it
     saves: of parameters that stay, and of those that backward has gathered.
     """
-    saved = held.params if update == "backward" or params_stay else 0.0
-    return Copied(held.states - saved, held.states - (held.params if params_stay else 0.0))
+    saved = sizes.params if update == "backward" or params_stay else 0.0
+    return Copied(sizes.states - saved, sizes.states - (sizes.params if params_stay else 0.0))
 
 
 def measured_copies(

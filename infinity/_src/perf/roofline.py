@@ -43,7 +43,7 @@ import dataclasses
 import sys
 from collections.abc import Iterable
 
-from infinity._src.perf.pcie import Spent
+from infinity._src.perf.pcie import BusyTime
 from infinity.aio.plan import Section
 
 UPDATES = ("deferred", "backward", "delayed")
@@ -112,7 +112,7 @@ class AtRest:
 
 
 @dataclasses.dataclass(frozen=True)
-class Passes:
+class MoveCounts:
     """Counts of how often one step moves each kind of state over the drives that hold it."""
 
     params_read: int
@@ -123,7 +123,7 @@ class Passes:
     frozen_read: int
 
 
-def passes(update: str, micro_batches: int) -> Passes:
+def move_counts(update: str, micro_batches: int) -> MoveCounts:
     """The table of the module's docstring. Raises: ValueError for an unknown mode or less than one
     micro-batch.
     """
@@ -134,7 +134,7 @@ def passes(update: str, micro_batches: int) -> Passes:
     if micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches} must be at least 1")
     spills = 0 if update == "backward" and micro_batches == 1 else micro_batches
-    return Passes(
+    return MoveCounts(
         params_read=2 if update == "delayed" else 2 * micro_batches,
         optim_read=1,
         states_written=1,
@@ -196,8 +196,8 @@ def traffic(
     >>> exact.read, exact.written
     (14.0, 12.0)
     """
-    how = passes(update, micro_batches)
-    # Passes over the parameters that the update itself reads.
+    how = move_counts(update, micro_batches)
+    # MoveCounts over the parameters that the update itself reads.
     fed = (
         0 if update == "backward" else 1
     )
@@ -223,7 +223,7 @@ def measured_traffic(
     """Sort the counted bytes of a step by kind: `moved` over the drives; of it `params_read`
     for gathers alone, and what spilled gradients and activations took. The rest is taken for
     states. frozen: what one forward reads of `params_read` that no optimizer holds."""
-    passes(update, micro_batches)  # checks both
+    move_counts(update, micro_batches)  # checks both
     # Reads are counted where they begin and `moved` where they end, so what is in flight may make
     # parts larger than the whole.
     params_read, grads_read, back, states_read = _parts_of(
@@ -371,7 +371,7 @@ def limits(
     *,
     movable_bytes: float = 0.0,
     update_s: float = 0.0,
-    others: Iterable[Spent] = (),
+    others: Iterable[BusyTime] = (),
     apart: bool = False,
 ) -> Limits:
     """The limits of a step. drives None: nothing rests on NVMe.

@@ -146,7 +146,7 @@ class StepTerms:
             activations=Copied(total.activations_read_bytes, total.activations_written_bytes),
         )
         link = _link(total)
-        links = [link.spent(copied)] if link is not None else []
+        links = [link.busy_time(copied)] if link is not None else []
         return cls(
             steps=steps,
             micro_batches=count,

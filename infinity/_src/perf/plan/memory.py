@@ -107,7 +107,7 @@ def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str,
     return {name: size for name, size in found.items() if size}
 
 
-def place(
+def place_states(
     shape: ModelShape, machine: Machine, job: Job, budget: int
 ) -> tuple[list[FlatNeed], Plan]:
     """The needs of one rank and their placement under its `budget` of bytes; where that is too
@@ -258,7 +258,7 @@ def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) ->
     )
 
 
-def rests(need: FlatNeed, masks: Sequence[int], placed: Format) -> tuple[AtRest, AtRest]:
+def bytes_at_rest(need: FlatNeed, masks: Sequence[int], placed: Format) -> tuple[AtRest, AtRest]:
     """(everything, what is on NVMe) of one flat by kind, in bytes."""
     need = dataclasses.replace(need, format=placed)
     totals = [AtRest(), AtRest()]

@@ -10,15 +10,15 @@ import dataclasses
 from collections.abc import Mapping
 
 from infinity._src.memory.placement import Plan
-from infinity._src.perf.pcie import Copied, Copies, Held, Link, Spent, copies, dram_s
+from infinity._src.perf.pcie import BusyTime, Copied, Copies, Link, ModelBytes, copies, dram_s
 from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.memory import (
     Need,
     beside_placement,
+    bytes_at_rest,
     gpu_need,
     least_need,
-    place,
-    rests,
+    place_states,
     ways_to_fit,
 )
 from infinity._src.perf.plan.ranks import Exchanges, exchanges
@@ -125,38 +125,38 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     waiting = boundary if policy.activations == "cpu" else 0
     spilled = boundary if policy.activations == "nvme" else 0
     beside = {name: size.cpu for name, size in beside_placement(shape, machine, job).items()}
-    needs, plan = place(
+    needs, plan = place_states(
         shape, machine, job, int(machine.ram_bytes - waiting) // ranks - int(sum(beside.values()))
     )
-    found_rests = [
-        rests(need, row, found)
+    found_bytes = [
+        bytes_at_rest(need, row, found)
         for need, row, found in zip(needs, plan.nvme_masks, plan.formats, strict=True)
     ]
-    at_rest = _of_node(sum((everything for everything, _ in found_rests), AtRest()), ranks)
-    on_nvme = _of_node(sum((nvme for _, nvme in found_rests), AtRest()), ranks)
+    at_rest = _of_node(sum((everything for everything, _ in found_bytes), AtRest()), ranks)
+    on_nvme = _of_node(sum((nvme for _, nvme in found_bytes), AtRest()), ranks)
     moved = _traffic(on_nvme, job, spilled)
     compute = _compute(shape, machine, job, at_rest.states)
-    held = _held(shape, machine, job, at_rest, waiting + spilled)
+    sizes = _model_bytes(shape, machine, job, at_rest, waiting + spilled)
     exchanged = exchanges(shape, machine, job)
     between = _apart(job, exchanged.copies())
-    copied = _copies(machine, job, held, between)
-    spent = _spent(machine, job, held, moved, copied, between)
+    copied = _copies(machine, job, sizes, between)
+    busy = _busy_times(machine, job, sizes, moved, copied, between)
     if machine.nodes > 1:
         link = Link(machine.link_bytes_per_s, machine.link_bytes_per_s)
-        spent["link between nodes"] = link.spent(_apart(job, exchanged.copies(nodes=True)))
+        busy["link between nodes"] = link.busy_time(_apart(job, exchanged.copies(nodes=True)))
     terms = {
         "compute": compute.total_s,
         "drives": machine.bandwidths.io_s(moved.total) if machine.bandwidths else 0.0,
-        **{name: each.total_s for name, each in spent.items()},
+        **{name: each.total_s for name, each in busy.items()},
     }
-    update_s = 0.0 if machine.gpus else (2 * held.states + held.grads) / machine.dram_bytes_per_s
+    update_s = 0.0 if machine.gpus else (2 * sizes.states + sizes.grads) / machine.dram_bytes_per_s
     found = limits(
         moved,
         compute,
         machine.bandwidths,
         policy.update,
         update_s=update_s,
-        others=spent.values(),
+        others=busy.values(),
         apart=policy.update_on == "device",
     )
     ram, gpu = _ram(plan, machine, beside, waiting), gpu_need(shape, machine, job)
@@ -312,14 +312,14 @@ def _of_node(rank: AtRest, ranks: int) -> AtRest:
     return rank.scaled(params=ranks, optim=ranks, grads=ranks)
 
 
-def _held(
+def _model_bytes(
     shape: ModelShape, machine: Machine, job: Job, at_rest: AtRest, activations: float
-) -> Held:
+) -> ModelBytes:
     """Bytes that a step copies, over all ranks of a node, each its share: gathered values as they
     compute, states at rest, gradients as they wait."""
     trained = [flat for flat in shape.flats if flat.trainable]
     params = float(sum(flat.gathered_bytes() for flat in trained))
-    return Held(
+    return ModelBytes(
         params=params / machine.nodes,
         states=at_rest.states,
         grads=sum(flat.numel * job.grad_itemsize(flat.dtype) for flat in trained) / machine.nodes,
@@ -328,13 +328,13 @@ def _held(
     )
 
 
-def _copies(machine: Machine, job: Job, held: Held, between: Copies) -> Copies:
+def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies) -> Copies:
     """Between the CPU and all GPUs, what these have from each other (`between`, one of them) by way
     of its memory, too.
     """
     stay = job.policy.params == "device" and machine.gpus > 0
     found = copies(
-        held,
+        sizes,
         job.policy.update,
         job.micro_batches,
         update_on=job.policy.update_on,
@@ -344,7 +344,7 @@ def _copies(machine: Machine, job: Job, held: Held, between: Copies) -> Copies:
     if (
         job.policy.hpz and machine.gpus
     ):  # all gathers but the first: of a share of the node's copy, or of what is there
-        share = held.params + held.frozen
+        share = sizes.params + sizes.frozen
         more = (machine.nodes - 1) * share if job.policy.hpz == "cpu" else -share
         found += Copies(rest=Copied(h2d=max((2 * job.micro_batches - 1) * more, -found.rest.h2d)))
     if machine.gpus > 1 and machine.peers_per_gpu is None:
@@ -357,18 +357,18 @@ def _apart(job: Job, found: Copies) -> Copies:
     return Copies(rest=found.total) if job.policy.update_on == "device" else found
 
 
-def _spent(
-    machine: Machine, job: Job, held: Held, moved: Traffic, copied: Copies, between: Copies
-) -> dict[str, Spent]:
+def _busy_times(
+    machine: Machine, job: Job, sizes: ModelBytes, moved: Traffic, copied: Copies, between: Copies
+) -> dict[str, BusyTime]:
     """Seconds of links and memories, by name."""
-    updated = 2 * held.states + held.grads
+    updated = 2 * sizes.states + sizes.grads
     on_cpu = job.policy.update_on == "cpu"
     # A GPU adds up the gradients of micro-batches itself; where the CPU computes, it does.
-    added = 0.0 if machine.gpus else (job.micro_batches - 1) * held.grads
+    added = 0.0 if machine.gpus else (job.micro_batches - 1) * sizes.grads
     early = updated if on_cpu else 0.0
     window, rest = moved.beside_states, moved.rest
     found = {
-        "CPU memory": Spent.sum_of(
+        "CPU memory": BusyTime.sum_of(
             dram_s(
                 window.read + window.written,
                 copied.beside_states.total,
@@ -387,12 +387,12 @@ def _spent(
     if not machine.gpus:
         return found
     pcie = machine.pcie_bytes_per_s
-    found = {"PCIe": Link(pcie, pcie).spent(copied)} | found
+    found = {"PCIe": Link(pcie, pcie).busy_time(copied)} | found
     if machine.gpus > 1 and machine.peers_per_gpu is not None:
         link = Link(machine.peers_per_gpu, machine.peers_per_gpu)
-        found["links between GPUs"] = link.spent(between)
+        found["links between GPUs"] = link.busy_time(between)
     if not on_cpu:
-        found["update in GPU memory"] = Spent.sum_of(updated / machine.gpus / machine.hbm_per_gpu)
+        found["update in GPU memory"] = BusyTime.sum_of(updated / machine.gpus / machine.hbm_per_gpu)
     return found
 
 

@@ -46,7 +46,7 @@ from infinity._src.memory.needs import FlatNeed
 from infinity._src.memory.placement import Plan
 from infinity._src.perf.pcie import Copied, Copies
 from infinity._src.perf.plan.machine import Machine
-from infinity._src.perf.plan.memory import Tiers, beside_placement, gathered_bytes, place
+from infinity._src.perf.plan.memory import Tiers, beside_placement, gathered_bytes, place_states
 from infinity._src.perf.plan.workload import FlatShape, Job, ModelShape
 
 # -- What a rank receives --------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def bytes_of_rank(
     """
     beside = beside_placement(shape, machine, job)
     held = int(sum(size.cpu for size in beside.values()))
-    needs, plan = place(
+    needs, plan = place_states(
         shape, machine, job, int(machine.ram_bytes - waiting) // machine.ranks - held
     )
     return RankBytes(job.policy.zero, _states(shape, machine, job, needs, plan) | beside)
