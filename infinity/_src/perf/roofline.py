@@ -197,7 +197,7 @@ def traffic(
     (14.0, 12.0)
     """
     how = move_counts(update, micro_batches)
-    # MoveCounts over the parameters that the update itself reads.
+    # Passes over the parameters that the update itself reads.
     fed = (
         0 if update == "backward" else 1
     )
