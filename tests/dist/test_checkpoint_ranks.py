@@ -13,9 +13,9 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.checkpoint import save as saving
-from infinity._src.checkpoint.convert import Rewriting
 from infinity._src.checkpoint.directory import newest_generation
 from infinity._src.checkpoint.reader import Checkpoint
+from infinity._src.checkpoint.convert import Rewriting
 from infinity.errors import AioError
 from tests.dist.ranks import on_ranks
 

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 import infinity as inf
+from infinity.aio import Seam
 from infinity._src.distributed.exchange import Exchange, Parts
 from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.unit import Unit
-from infinity.aio import Seam
 from tests import harness, models
 from tests.device import simulated
 from tests.dist.ranks import assert_ranks_agree, named, on_ranks, shard_of

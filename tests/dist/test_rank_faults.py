@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 import infinity as inf
-from infinity._src.distributed import collectives
-from infinity._src.engine import offload
 from infinity.aio import Seam
 from infinity.aio.executor import Fault
+from infinity._src.distributed import collectives
+from infinity._src.engine import offload
 from infinity.errors import AioError, RankFailed
 from tests.crashes import Net, Rooted, digest, step
 from tests.dist.ranks import Outcome, ends_of, on_ranks
