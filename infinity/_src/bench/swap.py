@@ -33,7 +33,7 @@ from infinity._src.bench.reference import Reference, check_reference, open_refer
 from infinity._src.bench.streams import CHUNK_BYTES, Chunks, Content, Sample, Streams, is_hole
 from infinity._src.sizes import format_size
 from infinity.aio import DriveStats, IoSettings
-from infinity.aio.plan import ALIGNMENT_BYTES
+from infinity.aio._records import ALIGNMENT_BYTES
 from infinity.errors import AioError
 
 # -- Figures ---------------------------------------------------------------------------------------

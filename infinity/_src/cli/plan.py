@@ -39,7 +39,7 @@ from infinity._src.perf.plan.ranks import Exchanges, RankBytes, stages
 from infinity._src.perf.plan.workload import Job, ModelShape, shape_of
 from infinity._src.perf.roofline import AtRest
 from infinity._src.sizes import format_size, parse_size
-from infinity.aio.settings import IoSettings
+from infinity.aio import IoSettings
 
 # -- The command -----------------------------------------------------------------------------------
 

@@ -16,8 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from infinity.aio import MASK_COPY_OUT, MASK_DEVICE, DeviceDriver, Executor, Priority, Slab, Ticket
-from infinity.aio.plan import JOB, JobKind
+from infinity.aio import (
+    JOB,
+    MASK_COPY_OUT,
+    MASK_DEVICE,
+    DeviceDriver,
+    Executor,
+    JobKind,
+    Priority,
+    Slab,
+    Ticket,
+)
 
 
 class Device:
@@ -98,6 +107,10 @@ class Device:
         if self.driver is not None:
             self.driver.close()
         self._pool = None
+
+
+LEAVING_UNITS = 2
+"""Fresh gradients of so many of the largest units may be on their way from the device; then backward waits."""
 
 
 class GradOffload:

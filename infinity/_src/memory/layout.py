@@ -14,15 +14,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from infinity._src.sizes import round_up
-from infinity.aio.plan import (
-    ALIGNMENT_BYTES,
-    CHUNK_NUMEL,
-    GROUP_NUMEL,
-    QUANT_GROUP,
-    Format,
-    Master,
-    Section,
-)
+from infinity.aio import Format
+from infinity.aio._records import ALIGNMENT_BYTES, CHUNK_NUMEL, GROUP_NUMEL, QUANT_GROUP, Master, Section
 
 __all__ = ["ALIGN_BYTES", "ChunkSpan", "FlatLayout", "Section", "plan_flat", "run_bytes", "sections_of"]
 
@@ -53,7 +46,7 @@ class ChunkSpan:
 class FlatLayout:
     """Where the parameters of one flat lie, and how it is split over `world` ranks and into chunks.
 
-    chunk_numel: elements per chunk, a multiple of GROUP_NUMEL; `infinity.aio.plan.chunk_numel` of the format it may get.
+    chunk_numel: elements per chunk, a multiple of GROUP_NUMEL; `infinity.aio._records.chunk_numel` of the format it may get.
     """
 
     itemsize: int

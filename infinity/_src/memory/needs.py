@@ -8,7 +8,7 @@ import functools
 from infinity._src.memory.layout import FlatLayout, Section, sections_of
 from infinity._src.memory.layout import run_bytes as section_run_bytes
 from infinity._src.perf.roofline import move_counts
-from infinity.aio.plan import Format
+from infinity.aio import Format
 
 
 @dataclasses.dataclass(frozen=True)

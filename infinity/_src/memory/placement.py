@@ -31,7 +31,8 @@ from infinity._src.memory.needs import FlatNeed, Load, chunk_bytes, run_bytes, t
 from infinity._src.memory.spilling import WINDOW_COUNT, choose_spill, spread
 from infinity._src.perf.roofline import move_counts
 from infinity._src.sizes import format_size, round_size, round_up
-from infinity.aio.plan import Format, piece_count
+from infinity.aio import Format
+from infinity.aio._records import piece_count
 from infinity.errors import BudgetError
 
 __all__ = ["FlatNeed", "Load", "Plan", "chunk_bytes", "plan_placement", "step_bytes"]

@@ -24,7 +24,8 @@ from infinity._src.memory.needs import FlatNeed, Load
 from infinity._src.memory.placement import Plan, plan_placement
 from infinity._src.params.delayed_params import DelayedParams
 from infinity._src.params.unit import Flat
-from infinity.aio.plan import Format, GradSection, Master, Moments, chunk_numel
+from infinity.aio import Format
+from infinity.aio._records import GradSection, Master, Moments, chunk_numel
 from infinity.errors import BudgetError
 
 log = logging.getLogger("infinity")

@@ -97,7 +97,7 @@ def measure_shares(
         try:
             return _Measurement(executor, files).run()
         finally:
-            executor.close(drain=False)
+            executor.close(wait=False)
     finally:
         for file, length in zip(files, lengths, strict=True):
             file.shrink(length)
@@ -157,7 +157,7 @@ class _Measurement:
             try:
                 ticket.wait()
             except BaseException:
-                self._executor.close(drain=False)  # before the source goes
+                self._executor.close(wait=False)  # before the source goes
                 raise
 
     def _feed(self, seconds: float) -> None:

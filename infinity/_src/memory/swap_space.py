@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from infinity.aio.extents import ExtentAllocator
-from infinity.aio.swap_file import SwapFile
+from infinity.aio import ExtentAllocator, SwapFile
 
 _UNIT = 1 << 20
 """Shares are kept in millionths, about."""
@@ -66,6 +65,10 @@ class Turns:
         return drive
 
 
+Room = Callable[[Sequence[SwapFile], Sequence[int]], None]
+"""Raises SwapFullError when files cannot grow by so many bytes each."""
+
+
 class SwapSpace:
     """Swap files in `directories`, and what of them is in use: in layers of one file on each drive.
 
@@ -77,9 +80,11 @@ class SwapSpace:
     Raises: what SwapFile raises for a directory that is missing, read-only, full or on tmpfs.
     """
 
-    def __init__(self, directories: Sequence[Path], shares: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, directories: Sequence[Path], shares: Sequence[float] | None = None, *, room: Room | None = None
+    ) -> None:
         self.layers: list[list[SwapFile]] = [[]]
-        self.room: Callable[[Sequence[SwapFile], Sequence[int]], None] = lambda _files, _sizes: None
+        self._room = room
         self._frozen: set[int] = set()
         self._grows_later = False
         try:
@@ -195,7 +200,8 @@ class SwapSpace:
         for files, extents in zip(self.layers, self._extents, strict=True):
             for drive, file in enumerate(files):
                 more[drive] += max(extents.file_bytes(drive) - file.size_bytes, 0)
-        self.room(self.files, more)
+        if self._room is not None:
+            self._room(self.files, more)
         try:
             self._grow()
         except BaseException:

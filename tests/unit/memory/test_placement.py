@@ -13,7 +13,8 @@ from infinity._src.memory.layout import plan_flat
 from infinity._src.memory.needs import FlatNeed, Load, chunk_bytes
 from infinity._src.memory.placement import Plan, plan_placement, step_bytes
 from infinity._src.memory.spilling import WINDOW_COUNT, spread
-from infinity.aio.plan import Format, GradSection, Master, Moments
+from infinity.aio import Format
+from infinity.aio._records import GradSection, Master, Moments
 from infinity.errors import BudgetError
 
 TIERS = st.sampled_from(["device", "cpu", "nvme"])

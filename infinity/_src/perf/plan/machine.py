@@ -11,7 +11,7 @@ from typing import Any
 
 from infinity._src.perf.roofline import EXAMPLE_TBW, Drives
 from infinity._src.sizes import GIB, format_size
-from infinity.aio.settings import IoSettings
+from infinity.aio import IoSettings
 
 # -- Kinds of GPU ----------------------------------------------------------------------------------
 

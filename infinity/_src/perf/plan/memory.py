@@ -36,9 +36,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from infinity._src.engine import LEAVING_UNITS
 from infinity._src.grads.proxy import NORM_PIECE_NUMEL
 from infinity._src.hooks.activation_offload import HELD_CALLS, LEAVING_BYTES
+from infinity._src.memory.device import LEAVING_UNITS
 from infinity._src.memory.layout import FlatLayout, plan_flat
 from infinity._src.memory.needs import FlatNeed, Load
 from infinity._src.memory.placement import Plan, plan_placement
@@ -51,7 +51,8 @@ from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.workload import FlatShape, Job, ModelShape
 from infinity._src.perf.roofline import AtRest
 from infinity._src.sizes import MIB, round_up
-from infinity.aio.plan import Format, GradSection, chunk_numel
+from infinity.aio import Format
+from infinity.aio._records import GradSection, chunk_numel
 from infinity.errors import BudgetError
 
 # -- CPU memory and drives -------------------------------------------------------------------------
