@@ -48,7 +48,7 @@ class Reference(Protocol):
 def open_reference(
     name: str, files: Sequence[aio.SwapFile], content: Content, *, block_bytes: int, depth: int
 ) -> Reference | None:
-    """The limit that `name` asks for (one of REFERENCES) over `files`, which it fills first; None for
+    """The reference named `name` (one of REFERENCES) over `files`, which it fills first; None for
     "off".
 
     Raises ValueError when fio is asked for by name and missing.
@@ -123,7 +123,7 @@ class Fio:
         return common
 
     def measure(self, kind: str, seconds: float) -> Sample:
-        """See `Reference.measure`. Without locked memory for registered buffers fio runs without them,
+        """See `Reference.measure`. Without locked memory for registered buffers fio does without,
         and `name` says so.
         """
         try:

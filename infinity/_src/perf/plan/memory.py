@@ -37,16 +37,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from infinity._src.grads.proxy import NORM_PIECE_NUMEL
-from infinity._src.hooks.activation_offload import HELD_CALLS, LEAVING_BYTES
-from infinity._src.memory.device import LEAVING_UNITS
+from infinity._src.memory.constants import (
+    AHEAD,
+    AHEAD_CHUNKS,
+    HELD_CALLS,
+    LEAVING_BYTES,
+    LEAVING_UNITS,
+    UNITS_AHEAD,
+    WINDOW_UNITS,
+)
 from infinity._src.memory.layout import FlatLayout, plan_flat
 from infinity._src.memory.needs import FlatNeed, Load
 from infinity._src.memory.placement import Plan, plan_placement
 from infinity._src.memory.planner import state_format
-from infinity._src.optim.backward_update import UNITS_AHEAD
-from infinity._src.optim.device_update import AHEAD_CHUNKS
-from infinity._src.optim.grad_windows import WINDOW_UNITS, window_bytes
-from infinity._src.params.unshard import AHEAD
+from infinity._src.optim.grad_windows import window_bytes
 from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.workload import FlatShape, Job, ModelShape
 from infinity._src.perf.roofline import AtRest

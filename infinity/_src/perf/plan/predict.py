@@ -392,7 +392,8 @@ def _busy_times(
         link = Link(machine.peers_per_gpu, machine.peers_per_gpu)
         found["links between GPUs"] = link.busy_time(between)
     if not on_cpu:
-        found["update in GPU memory"] = BusyTime.sum_of(updated / machine.gpus / machine.hbm_per_gpu)
+        update_s = updated / machine.gpus / machine.hbm_per_gpu
+        found["update in GPU memory"] = BusyTime.sum_of(update_s)
     return found
 
 
