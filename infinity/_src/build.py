@@ -36,7 +36,8 @@ from infinity._src.grads.proxy import GradRegistry
 from infinity._src.grads.reducer import GradReducer
 from infinity._src.hooks.forward import Lifecycle, attach
 from infinity._src.hooks.frames import FrameStack
-from infinity._src.memory.device import LEAVING_UNITS, Device, GradOffload, open_device
+from infinity._src.memory.constants import LEAVING_UNITS
+from infinity._src.memory.device import Device, GradOffload, open_device
 from infinity._src.memory.heap import Heap
 from infinity._src.memory.node_resources import NodeResources, sharing
 from infinity._src.memory.planner import PlacementPlanner, chunk_numel_of

@@ -67,7 +67,7 @@ class RankSetup:
     @property
     def whole_params(self) -> bool:
         """Whether this rank keeps all parameters on its device."""
-        return self._policy.params == "device" and (self._policy.zero < 3 or not self.several)
+        return self._policy.whole_params(several=self.several)
 
     def staging_bytes(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
         """CPU memory of the buffers that several ranks need: all of it from the start, and more after parameters were thawed."""

@@ -109,10 +109,6 @@ class Device:
         self._pool = None
 
 
-LEAVING_UNITS = 2
-"""Fresh gradients of so many of the largest units may be on their way from the device; then backward waits."""
-
-
 class GradOffload:
     """Gradients on their way from the device into host memory, while backward goes on. One thread uses it at a time.
 

@@ -7,7 +7,7 @@ import functools
 
 from infinity._src.memory.layout import FlatLayout, Section, sections_of
 from infinity._src.memory.layout import run_bytes as section_run_bytes
-from infinity._src.perf.roofline import passes
+from infinity._src.perf.roofline import move_counts
 from infinity.aio import Format
 
 
@@ -108,7 +108,7 @@ def _run_bytes_of(sections: tuple[Section, ...], numel: int, mask: int) -> int:
 
 def traffic(need: FlatNeed, section: int, load: Load) -> tuple[int, int]:
     """How often a step reads and writes a section that rests on NVMe."""
-    count = passes(load.update, load.micro_batches)
+    count = move_counts(load.update, load.micro_batches)
     if need.kind(section) == "grad":
         return count.grads_read, count.grads_written
     if section:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from infinity._src.memory.needs import FlatNeed, Load, chunk_bytes, run_bytes, traffic
 from infinity._src.memory.spilling import WINDOW_COUNT, choose_spill, spread
-from infinity._src.perf.roofline import passes
+from infinity._src.perf.roofline import move_counts
 from infinity._src.sizes import format_size, round_size, round_up
 from infinity.aio import Format
 from infinity.aio._records import piece_count
@@ -298,7 +298,7 @@ class _Layout:
 
     def _grad_worth(self) -> float:
         """What a byte of gradients in RAM saves per step."""
-        count = passes(self._given.load.update, self._given.load.micro_batches)
+        count = move_counts(self._given.load.update, self._given.load.micro_batches)
         read, write = self._given.load.bandwidths
         return count.grads_read / read + count.grads_written / write
 

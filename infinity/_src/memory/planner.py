@@ -193,7 +193,7 @@ class PlacementPlanner:
             drive_count=len(policy.directories),
             scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + self.scratch_bytes + self._staging_bytes(),
             pools=self._pools,
-            resident=self._resident(),
+            resident=self._policy.resident_parts,
             # What a resident byte saves is valued for a step of one micro-batch: how many there will be nobody knows at placement
             # (`infinity plan` is told).
             load=Load(update="deferred" if policy.speculates else policy.update, bandwidths=self._bandwidths()),
@@ -232,13 +232,6 @@ class PlacementPlanner:
         if self._policy.grads != "nvme":
             return ", let gradients spill with Policy(grads='nvme') and a size for ram"
         return "" if isinstance(self._policy.ram, int) else ", give ram a size (gradients spill only past an explicit one)"
-
-    def _resident(self) -> dict[str, float | int]:
-        """What the policy wants resident; it has parsed sizes into bytes."""
-        if self._policy.durable:
-            return {"params": 0.0, "optim": 0.0}
-        given = self._policy.resident or {}
-        return {kind: part for kind, part in given.items() if not isinstance(part, str)}
 
     def _bandwidths(self) -> tuple[float, float]:
         """(read, write) of all drives as the settings have them; equal where they do not."""

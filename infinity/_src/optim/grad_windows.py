@@ -14,17 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
+from infinity._src.memory.constants import WINDOW_UNITS
 from infinity._src.memory.device import Device, GradOffload
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.sizes import round_up
 from infinity.aio import Slab, Ticket
 from infinity.errors import AioError
-
-LAG_UNITS = 2
-"""So many units' backward may have ended before a unit's update is submitted."""
-
-WINDOW_UNITS = LAG_UNITS + 2
-"""Windows, of a unit each: besides those that lag, one that fills and one whose update still reads it."""
 
 _ALIGNMENT_BYTES = 64
 
