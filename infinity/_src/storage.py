@@ -17,8 +17,7 @@ from infinity._src.memory import numa
 from infinity._src.memory.device import Device
 from infinity._src.memory.node_resources import NodeResources
 from infinity._src.memory.placement import Plan
-from infinity._src.memory.striping import choose_shares
-from infinity._src.memory.swap_space import SwapSpace
+from infinity._src.memory.swap_space import SwapSpace, choose_shares
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
 from infinity._src.telemetry import Timeline

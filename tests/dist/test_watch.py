@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from infinity._src.distributed import watchdog as watch_module
-from infinity._src.distributed.hosts import Host
+from infinity._src.distributed.heartbeat import Host
 from infinity._src.distributed.topology import Topology
 from infinity.errors import AioError, RankFailed
 from tests.dist import watched
@@ -432,10 +432,10 @@ import torch, torch.distributed as dist
 from infinity._src.distributed.process_groups import make_group
 from infinity._src.distributed.lanes import Lane
 from infinity._src.distributed.topology import Topology, default_store
-from infinity._src.distributed.watchdog import Watch
+from infinity._src.distributed.watchdog import Watchdog
 rank, init, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
-watch = Watch(Topology.find(timeout_s=60.0), default_store(), timeout_s=60.0, name="engine")
+watch = Watchdog(Topology.find(timeout_s=60.0), default_store(), timeout_s=60.0, name="engine")
 lane = Lane("lane", group=make_group(timeout_s=60.0) if how == "broken off" else dist.new_group(), watch=watch)
 ones = torch.ones(1000)
 lane.submit("sum", lambda group: dist.all_reduce(ones, group=group)).wait()

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
+from torch import Tensor, uint8
 
 from infinity._src._torch_compat import all_gather_single
 from infinity._src.distributed.exchange import Exchange, Volume
@@ -250,3 +252,18 @@ class Comm:
                 if not failed and dist.is_initialized():
                     dist.destroy_process_group(group)
         self.watch = None
+
+
+def digest(values: Tensor) -> int:
+    """Of a tensor's bits, as they lie, below 2^63. Takes a copy of what is not on the CPU or not contiguous."""
+    return xxhash.xxh3_64_intdigest(values.detach().to("cpu").contiguous().reshape(-1).view(uint8).numpy().data) >> 1
+
+
+def digest_of_text(text: str) -> int:
+    """As `digest`."""
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1
+
+
+def named(what: str, number: int) -> str:
+    """`what` with the digest of what it is done with. The end of a name is what travels: see `Exchange.meet`."""
+    return f"{what} (digest {number:016x})"

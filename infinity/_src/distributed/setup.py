@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from infinity._src.config import Policy
-from infinity._src.distributed.collectives import Comm
-from infinity._src.distributed.fingerprint import digest
+from infinity._src.distributed.collectives import Comm, digest
 from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.reduce_scatter import ReduceScatter
 from infinity._src.grads.unreduced import UnreducedGrads

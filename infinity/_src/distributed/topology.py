@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from infinity._src.distributed.hosts import Host
+from infinity._src.distributed.heartbeat import Host
 from infinity.errors import RankFailed
 
 if TYPE_CHECKING:

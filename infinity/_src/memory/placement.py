@@ -25,14 +25,159 @@ two budgets nested: more RAM never moves more bytes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from infinity._src.memory.needs import FlatNeed, Load, chunk_bytes, run_bytes, traffic
-from infinity._src.memory.spilling import WINDOW_COUNT, choose_spill, spread
+from infinity._src.memory.layout import FlatLayout, Section, sections_of
+from infinity._src.memory.layout import run_bytes as section_run_bytes
 from infinity._src.perf.roofline import passes
 from infinity._src.sizes import format_size, round_size, round_up
 from infinity.aio.plan import Format, piece_count
 from infinity.errors import BudgetError
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatNeed:
+    """One flat as the planner sees it: its layout, its format, the tiers of its sections, its gradients.
+
+    grad_bytes: bytes that this rank's gradients of the flat take in RAM (both sets under update="delayed"); 0 when no optimizer
+        holds it, and while update="backward" keeps none.
+    held: an optimizer writes its sections every step. shadow_bytes: a second `hi` in RAM (update="delayed").
+    spill_format: the format with a `grad` section, for gradients that may spill; None: they may not. Such gradients take
+        `window_bytes` of RAM in a staging window while backward fills them.
+    versions: how often its states rest, each time on the same tier; gradients rest once.
+    """
+
+    layout: FlatLayout
+    format: Format
+    params_tier: str
+    optim_tier: str
+    grad_bytes: int = 0
+    shadow_bytes: int = 0
+    spill_format: Format | None = None
+    window_bytes: int = 0
+    versions: int = 1
+
+    @functools.cached_property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each chunk."""
+        return tuple(span.numel for span in self.layout.chunks)
+
+    @functools.cached_property
+    def sections(self) -> tuple[Section, ...]:
+        """The sections of its format."""
+        return sections_of(self.format, self.layout.itemsize)
+
+    @property
+    def held(self) -> bool:
+        """Whether an optimizer holds it."""
+        return self.format != Format.RAW
+
+    def kind(self, section: int) -> str:
+        """What `Policy.resident` calls a section: "params", "optim", or "grad". States on a device have section 0 with the
+        optimizer's states."""
+        if section >= self.format.written_count:
+            return "grad"
+        return "params" if section == 0 and self.params_tier != "device" else "optim"
+
+    def tier(self, section: int) -> str:
+        """The lowest tier of a section."""
+        kind = self.kind(section)
+        if kind == "grad":
+            return "nvme"
+        if kind == "params":
+            return self.params_tier
+        return self.optim_tier if self.held else "cpu"
+
+    def nvme_mask(self) -> int:
+        """The sections that may rest on NVMe, as bits."""
+        return sum(1 << index for index in range(len(self.sections)) if self.tier(index) == "nvme")
+
+    def grad_mask(self) -> int:
+        """The `grad` section as a bit, 0 without one."""
+        return 1 << self.format.written_count if self.format.grad else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What a step does, as far as the worth of a resident byte depends on it.
+
+    bandwidths: (read, write) bytes per second of the drives, in any unit: only their ratio counts.
+    """
+
+    update: str = "deferred"
+    micro_batches: int = 1
+    bandwidths: tuple[float, float] = (1.0, 1.0)
+
+
+def chunk_bytes(need: FlatNeed, chunk: int, mask: int) -> int:
+    """Bytes of the sections in `mask` of one chunk."""
+    return _bytes_of(need.sections, need.numels[chunk], mask)
+
+
+def run_bytes(need: FlatNeed, chunk: int, mask: int) -> int:
+    """As `chunk_bytes`, in a run on a drive or in a slot, where every section starts at a multiple of 4096."""
+    return _run_bytes_of(need.sections, need.numels[chunk], mask)
+
+
+# A model has a million chunks, and only a few kinds of them.
+@functools.lru_cache(maxsize=4096)
+def _bytes_of(sections: tuple[Section, ...], numel: int, mask: int) -> int:
+    return sum(section.size_bytes(numel) for index, section in enumerate(sections) if mask >> index & 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _run_bytes_of(sections: tuple[Section, ...], numel: int, mask: int) -> int:
+    return sum(section_run_bytes(section, numel) for index, section in enumerate(sections) if mask >> index & 1)
+
+
+def traffic(need: FlatNeed, section: int, load: Load) -> tuple[int, int]:
+    """How often a step reads and writes a section that rests on NVMe."""
+    count = passes(load.update, load.micro_batches)
+    if need.kind(section) == "grad":
+        return count.grads_read, count.grads_written
+    if section:
+        return count.optim_read, count.states_written
+    return (count.params_read, count.states_written) if need.held else (count.frozen_read, 0)
+
+
+WINDOW_COUNT = 3
+"""Staging windows: one whose unit is in backward, one that is being written, one that is read ahead or written late."""
+
+
+def spread(count: int) -> list[int]:
+    """0 .. count - 1 in the van der Corput order: every prefix is spread evenly over the range."""
+    bits = max(count - 1, 0).bit_length()
+    return sorted(range(count), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2) if bits else 0)
+
+
+def choose_spill(
+    sizes: Sequence[tuple[int, int]], able: Sequence[bool], ram_bytes: int | None
+) -> Iterator[tuple[bool, ...]]:
+    """For each size up to which flats may spill: the flags, of each flat, that keep the most gradients in `ram_bytes`.
+
+    ram_bytes None: the fewest. sizes: of each flat (bytes of its gradients in RAM, of its window); able: it may spill. Others
+    are no part of the count. Within a size the kept flats are a prefix of the spread order, so that more RAM keeps the same
+    flats and more. Ways that do not fit are left out.
+    """
+    members = [flat for flat, is_able in enumerate(able) if is_able]
+    for window in sorted({sizes[flat][1] for flat in members}):
+        small = [flat for flat in members if sizes[flat][1] <= window]
+        order = [small[place] for place in spread(len(small))]
+        ram = sum(sizes[flat][0] for flat in members if sizes[flat][1] > window)
+        best = None
+        for kept in range(len(order)):  # all of them in RAM is no way to spill
+            ram += sizes[order[kept - 1]][0] if kept else 0
+            total = ram + window * min(WINDOW_COUNT, len(order) - kept)
+            if ram_bytes is None:
+                best = kept
+                break
+            if total <= ram_bytes:
+                best = kept
+        if best is not None:
+            gone = set(order[best:])
+            yield tuple(flat in gone for flat in range(len(sizes)))
+
 
 __all__ = ["FlatNeed", "Load", "Plan", "chunk_bytes", "plan_placement", "step_bytes"]
 
@@ -109,7 +254,7 @@ def name_parts(holder: object) -> dict[str, int]:
     return {name: size for field, name in RAM_PARTS.items() if (size := getattr(holder, field))}
 
 
-def step_bytes(needs: Sequence[FlatNeed], plan: Plan, load: Load = Load()) -> tuple[int, int]:  # noqa: B008 - frozen
+def step_bytes(needs: Sequence[FlatNeed], plan: Plan, load: Load = Load()) -> tuple[int, int]:
     """Bytes that a step reads from NVMe and writes there under a plan. Turning points that save a read are not counted."""
     read = written = 0
     for need, state_format, row in zip(needs, plan.formats, plan.nvme_masks, strict=True):
@@ -133,7 +278,7 @@ def plan_placement(
     scratch_bytes: int = 0,
     pools: tuple[int, int] | None = None,
     resident: Mapping[str, float | int] | None = None,
-    load: Load = Load(),  # noqa: B008 - frozen
+    load: Load = Load(),
     spill: Sequence[bool] | None = None,
     small_bytes: int = 0,
     held_bytes: int = 0,

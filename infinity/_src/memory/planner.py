@@ -20,8 +20,7 @@ from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.proxy import NORM_PIECE_NUMEL
 from infinity._src.hooks.activation_store import CHUNK_BYTES
 from infinity._src.memory.ledger import LEDGER, budget_bytes, describe_budget, describe_others
-from infinity._src.memory.needs import FlatNeed, Load
-from infinity._src.memory.placement import Plan, plan_placement
+from infinity._src.memory.placement import FlatNeed, Load, Plan, plan_placement
 from infinity._src.params.delayed_params import DelayedParams
 from infinity._src.params.unit import Flat
 from infinity.aio.plan import Format, GradSection, Master, Moments, chunk_numel

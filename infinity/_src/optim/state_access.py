@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity._src.distributed.collectives import Comm
-from infinity._src.distributed.fingerprint import digest, named
+from infinity._src.distributed.collectives import Comm, digest, named
 from infinity._src.grads.proxy import SlotState
 from infinity._src.kernels.codec import decode_sections, encode_sections
 from infinity._src.params.chunk_buffer import ChunkBuffer, Span, spans_of

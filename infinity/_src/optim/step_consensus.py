@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from infinity._src.distributed.fingerprint import digest_of_text, named
+from infinity._src.distributed.collectives import digest_of_text, named
 from infinity._src.params.unit import Param
 
 

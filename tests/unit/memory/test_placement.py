@@ -10,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src.memory.layout import plan_flat
-from infinity._src.memory.needs import FlatNeed, Load, chunk_bytes
-from infinity._src.memory.placement import Plan, plan_placement, step_bytes
-from infinity._src.memory.spilling import WINDOW_COUNT, spread
+from infinity._src.memory.placement import (
+    WINDOW_COUNT,
+    FlatNeed,
+    Load,
+    Plan,
+    chunk_bytes,
+    plan_placement,
+    spread,
+    step_bytes,
+)
 from infinity.aio.plan import Format, GradSection, Master, Moments
 from infinity.errors import BudgetError
 

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 from infinity._src.grads.proxy import NORM_PIECE_NUMEL
 from infinity._src.memory.layout import FlatLayout, plan_flat
-from infinity._src.memory.needs import FlatNeed, Load
-from infinity._src.memory.placement import Plan, plan_placement
+from infinity._src.memory.placement import FlatNeed, Load, Plan, plan_placement
 from infinity._src.memory.planner import state_format
 from infinity._src.optim.grad_windows import WINDOW_UNITS, window_bytes
 from infinity._src.perf.plan.job import Job

@@ -16,8 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from infinity._src.memory.layout import run_bytes
-from infinity._src.memory.needs import FlatNeed
-from infinity._src.memory.placement import Plan
+from infinity._src.memory.placement import FlatNeed, Plan
 from infinity._src.perf.plan.device_memory import gathered_bytes
 from infinity._src.perf.plan.job import Job
 from infinity._src.perf.plan.machine import Machine

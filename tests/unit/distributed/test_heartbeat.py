@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from infinity._src.distributed.hosts import Host, Process, start_time_of
+from infinity._src.distributed.heartbeat import Host, Process, start_time_of
 
 
 @pytest.fixture

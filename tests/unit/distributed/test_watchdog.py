@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from infinity._src.distributed.heartbeat import Record
-from infinity._src.distributed.verdicts import cut, late, not_coming, told
+from infinity._src.distributed.watchdog import cut, late, not_coming, told
 from infinity.errors import RankFailed, RanksDiverged
 
 HERE = Record(number=7, last="gather of a", host=("host", "boot", 1, 2))
