@@ -35,7 +35,7 @@ from infinity._src.hooks.install import part
 from infinity._src.hooks.state_dict import check_copies
 from infinity._src.memory.device import Device, GradOffload, compute_device, open_device
 from infinity._src.memory.heap import Heap
-from infinity._src.memory.node_resources import sharing
+from infinity._src.memory.node_resources import open_node_resources
 from infinity._src.memory.planner import PlacementPlanner, chunk_numel_of
 from infinity._src.optim.registry import OptimizerRegistry
 from infinity._src.optim.state_access import OptimizerState, States
@@ -55,7 +55,7 @@ from infinity.errors import EngineClosed
 
 log = logging.getLogger("infinity")
 
-LEAVING_UNITS = 2
+OFFLOAD_UNITS = 2
 """Fresh gradients of so many of the largest units may be on their way from the device; then backward waits."""
 
 _HANDLE = "_infinity_handle"  # where a model keeps its handle: a table here would keep closed models alive
@@ -144,8 +144,8 @@ class Handle:
         policy = self.policy
         ranks = self._ranks = RankSetup(policy, device, undo)
         self.comm = ranks.comm
-        self._sharing = undo.enter_context(sharing(self.comm, policy))
-        policy = self.policy = self._sharing.policy
+        self._node_resources = undo.enter_context(open_node_resources(self.comm, policy))
+        policy = self.policy = self._node_resources.policy
         self.rank, alone = self.comm.rank, not ranks.several
         specs = find_units(model, units=policy.units, unit_bytes_max=int(policy.unit_bytes_max), nested=alone)
         check_gatherable(model, specs, int(policy.unit_bytes_max), device, device_memory_bytes(device))
@@ -159,17 +159,17 @@ class Handle:
         source, self._gradients = open_source(model, load), GradBuffers(self.rank, policy.grad_dtype, there)
         early = functools.partial(staging_bytes, policy, self.units, there, self._gradients.dtype)
         staging = ranks.staging(self._flats, self._gradients.dtype)
-        share = {"default_bytes": self._sharing.default_bytes, "ledger_owner": id(self)}
+        share = {"default_bytes": self._node_resources.default_bytes, "ledger_owner": id(self)}
         self._placing = PlacementPlanner(policy, self._flats, self._gradients, staging_bytes=lambda: early() + staging(), **share)
         undo.callback(self._placing.close)
         plan = self._placing.first()
-        self._storage = Storage(policy, plan, seam, undo, device=there, sharing=self._sharing, rank=self.rank)
+        self._storage = Storage(policy, plan, seam, undo, device=there, node_resources=self._node_resources, rank=self.rank)
         self._executor, self._rest = self._storage.executor, self._storage.rest
         self._rest.create(self._flats, plan.nvme_masks)
         for unit in self.units:
             fill_unit(unit, source, self._store_flat)
         source.fill_buffers(device)
-        self._sharing.agree()
+        self._node_resources.end_rendezvous()
         ranks.check_values()
         self._build_gradients(there, undo)
         self.residency = Unsharder(
@@ -200,12 +200,12 @@ class Handle:
 
     def _build_gradients(self, there: Device, undo: contextlib.ExitStack) -> None:
         """Where gradients go when backward makes them."""
-        self._book = GradRegistry(self.comm.sum_floats if self.comm.world > 1 else None)
+        self._book = GradRegistry(self.comm.all_reduce_sum if self.comm.world > 1 else None)
         if there.copies:
-            self._book.leaving = GradOffload(there, LEAVING_UNITS * max((unit.size_bytes for unit in self.units), default=0))
-            undo.callback(self._book.leaving.close)
+            self._book.grad_offload = GradOffload(there, OFFLOAD_UNITS * max((unit.size_bytes for unit in self.units), default=0))
+            undo.callback(self._book.grad_offload.close)
             # The parts of several ranks come back when they are added to.
-            self._gradients.leaving = self._book.leaving if not self._ranks.several else None
+            self._gradients.grad_offload = self._book.grad_offload if not self._ranks.several else None
         undo.callback(self._book.release)
         parts = self._ranks.gradient_parts(self._flats, self._gradients, undo)
         self._drain = GradReducer(self.units, gradients=self._gradients, book=self._book, comm=self.comm, **parts)
@@ -230,7 +230,7 @@ class Handle:
             pipeline=self.pipeline,
             rank=self.rank,
             check_open=self.check_open,
-            together=self._sharing.together,
+            together=self._node_resources.open_rendezvous,
         )
         self._mode = open_mode(
             policy,

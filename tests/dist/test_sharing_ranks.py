@@ -84,8 +84,8 @@ def shared(rank: int, place: Path) -> dict[str, Any]:
     found = {
         "bandwidths": handle.policy.io.bandwidths[str(place)],
         "depth": handle._executor.stats().drives[0].depth,
-        "default": handle._sharing.default_bytes,
-        "place": (handle._sharing.number, handle._sharing.ranks),
+        "default": handle._node_resources.default_bytes,
+        "place": (handle._node_resources.number, handle._node_resources.ranks),
     }
     handle.close()
     return found
@@ -328,7 +328,7 @@ class InCgroup:
             model, inf.Policy(params="nvme", optim="nvme", nvme=place), load=lambda _name, tensor: tensor.fill_(0.01)
         )
         inf.AdamW(model.parameters())
-        held = inf.handle(model).stats().ram_bytes, inf.handle(model)._sharing.default_bytes
+        held = inf.handle(model).stats().ram_bytes, inf.handle(model)._node_resources.default_bytes
         inf.handle(model).close()
         more = outcome(lambda: offloaded_beyond(place))
         dist.barrier()

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from infinity._src.checkpoint.directory import remove, typed_errors
 from infinity._src.checkpoint.run_files import RunFiles
-from infinity._src.memory.swap_space import Place, SwapSpace, Want
+from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat
 from infinity.aio import Executor
@@ -116,12 +116,12 @@ class Pinned:
 
     def _move(self, flat: Flat, now: npt.NDArray[np.void], chunks: npt.NDArray[np.int64], layer: int) -> None:
         rest = self._rest[flat]
-        wants = [Want(int(size), layer) for size in now["other_bytes"][chunks]]
+        wants = [ExtentRequest(int(size), layer) for size in now["other_bytes"][chunks]]
         places = self._space.reserve_on(now["drive"][chunks].tolist(), wants)
         offsets = np.array([place.offset for place in places], dtype=np.int64)
         self._executor.relocate(rest.ids[chunks], np.full(len(chunks), layer, dtype=np.int32), offsets)
         gone = {
-            Place(int(one["drive"]), int(one["other_offset"]), int(one["other_bytes"]), int(one["other_file"]))
+            SwapExtent(int(one["drive"]), int(one["other_offset"]), int(one["other_bytes"]), int(one["other_file"]))
             for one in now[chunks]
         }
         rest.places[:] = [place for place in rest.places if place not in gone] + places

@@ -165,7 +165,7 @@ class Saving:
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem, mine[2] = error, 1.0
         with held:
-            agreed = self.comm.sum_floats(mine)
+            agreed = self.comm.all_reduce_sum(mine)
             if problem is not None:
                 raise problem
             if agreed[2]:
@@ -175,7 +175,7 @@ class Saving:
     def _start(self, captured: _Captured, target: Path, agreed: Sequence[float], step: int, held: contextlib.ExitStack) -> Save:
         """Start copying. agreed: the generation's number and the save's. held: what is closed when the save has ended."""
         if self._aside is None:
-            self._aside = self.comm.aside()
+            self._aside = self.comm.fork()
         flats = captured.layout.flats
         size = int(section_bytes(captured.rows, flats).sum())
         line = ProgressLine(f"saving step {step}", size, shown=self.comm.rank == 0)
@@ -284,7 +284,7 @@ class _Work:
             part()
         except BaseException as error:  # noqa: BLE001 - returned: the other ranks wait for this one
             problem = error
-        return problem, self.comm.any_of([problem is not None])[0]
+        return problem, self.comm.all_reduce_any([problem is not None])[0]
 
     def _raise(self, problem: BaseException | None, failed: bool) -> None:
         if problem is not None:

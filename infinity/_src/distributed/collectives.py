@@ -37,7 +37,7 @@ class Comm:
     def __init__(self, topology: Topology | None = None) -> None:
         self.topology = topology or Topology.alone()
         self.world, self.rank = self.topology.world, self.topology.rank
-        self.watch: Watchdog | None = None
+        self.watchdog: Watchdog | None = None
         self._control: Lane | None = None
         self._gather: Lane | None = None
         self._reduce: Lane | None = None
@@ -54,31 +54,31 @@ class Comm:
         if comm.world == 1:
             return comm
         comm._timeout_s = timeout_s
-        comm.watch = Watchdog(comm.topology, default_store(), timeout_s=timeout_s, name=name)
+        comm.watchdog = Watchdog(comm.topology, default_store(), timeout_s=timeout_s, name=name)
         try:
-            comm.watch.meet()
+            comm.watchdog.wait_for_all_ranks()
             device = device or torch.device("cpu")
             backend = "nccl" if device.type == "cuda" else "gloo"
             comm._control = comm._lane("control", "gloo", torch.device("cpu"))
             comm._gather = comm._lane("gather", backend, device)
             comm._reduce = comm._lane("reduce", backend, device)
         except BaseException as error:
-            comm.fail(error)  # first: the others may wait for this rank
+            comm.report_failure(error)  # first: the others may wait for this rank
             comm.close()
             raise
         return comm
 
     def _lane(self, name: str, backend: str, device: torch.device) -> Lane:
-        assert self.watch is not None
+        assert self.watchdog is not None
         group, *beside = self._make_groups(name, [backend] if backend == "gloo" else [backend, "gloo"], device)
         check = beside[0] if beside else None
         self._exchanges[name] = Exchange(self.topology, group, device, check_group=check)
-        return Lane(name, group=group, watch=self.watch, device=device, beside=check)
+        return Lane(name, group=group, watchdog=self.watchdog, device=device, beside=check)
 
     def _make_groups(self, name: str, backends: Sequence[str], device: torch.device) -> list[dist.ProcessGroup]:
         """Process groups for a lane, made in a thread that can be given up: new_group() waits for ranks that have failed, too."""
-        assert self.watch is not None
-        maker = Lane(f"{name}-maker", group=None, watch=self.watch, device=device)
+        assert self.watchdog is not None
+        maker = Lane(f"{name}-maker", group=None, watchdog=self.watchdog, device=device)
 
         def make(_group: Any) -> None:
             for backend in backends:
@@ -89,18 +89,18 @@ class Comm:
         try:
             maker.submit(f"the making of the {name} lane", make, numbered=False).wait()
         except BaseException as error:
-            self.fail(error)  # first: closing would wait for what does not come
+            self.report_failure(error)  # first: closing would wait for what does not come
             raise
         finally:
             maker.close()
         return self._groups[-len(backends) :]
 
-    def aside(self) -> Comm:
+    def fork(self) -> Comm:
         """The same ranks with a control lane of their own, which another thread may use. Blocks; all ranks ask at once."""
         other = Comm(self.topology)
         if self.world > 1:
-            assert self.watch is not None
-            other.watch, other._timeout_s, other._owns_watch = self.watch, self._timeout_s, False
+            assert self.watchdog is not None
+            other.watchdog, other._timeout_s, other._owns_watch = self.watchdog, self._timeout_s, False
             other._groups = self._groups
             other._control = other._lane("aside", "gloo", torch.device("cpu"))
             self._asides.append(other._control)
@@ -108,12 +108,12 @@ class Comm:
 
     # -- gather and reduce ---------------------------------------------------------------------------------------------
 
-    def gather(self, what: str, work: Callable[[Exchange], None]) -> Op:
+    def submit_all_gather(self, what: str, work: Callable[[Exchange], None]) -> Op:
         """Let `work` run in the gather lane. Never blocks."""
         assert self._gather is not None
         return self._gather.submit(what, self._met("gather", what, work))
 
-    def reduce(self, what: str, work: Callable[[Exchange], None]) -> Op:
+    def submit_reduce_scatter(self, what: str, work: Callable[[Exchange], None]) -> Op:
         """Let `work` run in the reduce lane. Never blocks."""
         assert self._reduce is not None
         return self._reduce.submit(what, self._met("reduce", what, work))
@@ -123,7 +123,7 @@ class Comm:
         exchange = self._exchanges[lane]
 
         def together(_group: Any) -> None:
-            exchange.meet(what)
+            exchange.check_same_collective(what)
             work(exchange)
 
         return together
@@ -142,17 +142,17 @@ class Comm:
         exchange = self._exchanges["control" if self._owns_watch else "aside"]
 
         def together(group: Any) -> None:
-            exchange.meet(what)
+            exchange.check_same_collective(what)
             work(group)
 
         self._control.submit(what, together, numbered=self._owns_watch).wait()
 
-    def meet(self, what: Callable[[], str]) -> None:
+    def check_same_collective(self, what: Callable[[], str]) -> None:
         """Return when all ranks have come here, too, and `what` names the same. Blocks. Raises: RanksDiverged."""
         if self.world > 1:
             self._together(what(), lambda _group: None)
 
-    def compare(self, what: str, numbers: Sequence[float], names: Sequence[str]) -> None:
+    def check_same_numbers(self, what: str, numbers: Sequence[float], names: Sequence[str]) -> None:
         """Return when all ranks have come here, too, `what` is the same, and the numbers are, but for rounding. Blocks.
 
         names: of the numbers. Raises: RanksDiverged; ValueError on all ranks where numbers differ, and all may go on.
@@ -175,7 +175,7 @@ class Comm:
         self._together(f"{what} of {mine.numel()}", lambda group: all_gather_single(everyone, mine, group=group))
         return everyone.view(self.world, -1)
 
-    def tell(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """What each rank tells, by rank; not empty, and of any length. Blocks."""
         if self.world == 1:
             return [data]
@@ -184,7 +184,7 @@ class Comm:
         rows = self._everyone("what is told", mine)
         return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
-    def assemble(self, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:
+    def all_gather_vector(self, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:
         """The whole [numel] of an fp32 vector of which every rank holds one part, from `start` on; bits are kept. Blocks."""
         if part.numel() == numel:
             start = 0
@@ -195,7 +195,7 @@ class Comm:
             self._together(f"a whole of {numel} from its parts", lambda group: dist.all_reduce(bits, group=group))
         return whole
 
-    def sum_floats(self, values: Sequence[float]) -> list[float]:
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """The sum over ranks of each value, in double, in the order of ranks: the same on every rank. Blocks."""
         if self.world == 1:
             return list(values)
@@ -204,13 +204,13 @@ class Comm:
             total += row
         return [float(value) for value in total]
 
-    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+    def all_reduce_any(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is set on any rank. Blocks."""
         if self.world == 1 or not flags:
             return list(flags)
         return [bool(flag) for flag in self._everyone("agreement", torch.tensor(list(flags), dtype=torch.uint8)).any(dim=0)]
 
-    def differing(self, values: Sequence[int]) -> list[int]:
+    def differing_indices(self, values: Sequence[int]) -> list[int]:
         """The places of whole numbers (below 2^63) that are not the same on all ranks. Blocks."""
         if self.world == 1 or not values:
             return []
@@ -219,20 +219,20 @@ class Comm:
 
     # -- failures and the end ------------------------------------------------------------------------------------------
 
-    def raised(self, where: str, error: BaseException) -> None:
+    def report_exception(self, where: str, error: BaseException) -> None:
         """This rank's forward or backward broke off: those that wait for it are told. Never blocks."""
-        if self.watch is not None:
-            self.watch.raised(where, error)
+        if self.watchdog is not None:
+            self.watchdog.report_exception(where, error)
 
-    def fail(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """This rank cannot go on: neither can the others, which are told why. Never blocks."""
-        if self.watch is not None:
-            self.watch.fail(error)
+        if self.watchdog is not None:
+            self.watchdog.report_failure(error)
 
     def check(self) -> None:
         """Raise RankFailed if a rank is known to have failed."""
-        if self.watch is not None:
-            self.watch.check()
+        if self.watchdog is not None:
+            self.watchdog.check()
 
     def close(self, *, ok: bool = True) -> None:
         """End the lanes, and say goodbye. Idempotent. Blocks until what was submitted has ended, if all ranks live."""
@@ -243,15 +243,15 @@ class Comm:
         self._control = self._gather = self._reduce = None
         self._asides.clear()
         self._exchanges.clear()
-        if self.watch is not None and self._owns_watch:
-            failed = self.watch.failure is not None
-            self.watch.close(ok)
+        if self.watchdog is not None and self._owns_watch:
+            failed = self.watchdog.failure is not None
+            self.watchdog.close(ok)
             while self._groups:
                 group = self._groups.pop()
                 # One that was broken off has no peers to part from, and a call that is stuck in it would be waited for.
                 if not failed and dist.is_initialized():
                     dist.destroy_process_group(group)
-        self.watch = None
+        self.watchdog = None
 
 
 def digest(values: Tensor) -> int:
@@ -264,6 +264,6 @@ def digest_of_text(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
-def named(what: str, number: int) -> str:
-    """`what` with the digest of what it is done with. The end of a name is what travels: see `Exchange.meet`."""
+def fingerprinted(what: str, number: int) -> str:
+    """`what` with the digest of what it is done with. The end of a name is what travels: see `Exchange.check_same_collective`."""
     return f"{what} (digest {number:016x})"

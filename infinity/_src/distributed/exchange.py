@@ -31,7 +31,7 @@ from infinity.errors import RanksDiverged
 HEADER_BYTES = 128
 """Of the name of a collective, by which ranks know that they have come to the same one."""
 
-GROUP_NUMEL = 64
+SCALE_GROUP_NUMEL = 64
 """Elements that share a scale; parameters start at multiples of it, so no group holds two of them."""
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
 
@@ -71,7 +71,7 @@ class Exchange:
             found = self._buffers[name] = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
         return found[:size_bytes].view(dtype)
 
-    def meet(self, what: str) -> None:
+    def check_same_collective(self, what: str) -> None:
         """Return when the ranks that this one exchanges with have come to the collective `what`, too. Without this, ranks whose
         programs differ would take each other's data for what they expect.
 
@@ -94,7 +94,7 @@ class Exchange:
                     rank=rank,
                 )
 
-    def spread(self, wholes: Sequence[Parts], *, across: bool = True) -> None:
+    def all_gather(self, wholes: Sequence[Parts], *, across: bool = True) -> None:
         """Complete each whole, of which this rank has its own part; with `across` False, those of its counterparts, too."""
         t = self.topology
         if across and t.nodes > 1:
@@ -109,18 +109,18 @@ class Exchange:
             [(rank, parts[theirs]) for rank in others for parts in wholes for theirs in self._column(rank)],
         )
 
-    def spread_quantized(self, wholes: Sequence[Parts]) -> None:
+    def all_gather_quantized(self, wholes: Sequence[Parts]) -> None:
         """As `spread`, in groups of int8. This rank's part becomes what the others get."""
         t = self.topology
         wires = [self._wires(f"spread {index}", parts, WEIGHT_BITS) for index, parts in enumerate(wholes)]
         for parts, coded in zip(wholes, wires, strict=True):
-            wire.encode(parts[t.rank], coded[t.rank], bits=WEIGHT_BITS, group_numel=GROUP_NUMEL)
-        self.spread(wires)
+            wire.encode(parts[t.rank], coded[t.rank], bits=WEIGHT_BITS, group_numel=SCALE_GROUP_NUMEL)
+        self.all_gather(wires)
         for parts, coded in zip(wholes, wires, strict=True):
             for part, one in zip(parts, coded, strict=True):
-                wire.decode(one, part, bits=WEIGHT_BITS, group_numel=GROUP_NUMEL)
+                wire.decode(one, part, bits=WEIGHT_BITS, group_numel=SCALE_GROUP_NUMEL)
 
-    def union(self, flags: torch.Tensor) -> None:
+    def all_reduce_or(self, flags: torch.Tensor) -> None:
         """Set each flag (uint8) that is set on any rank."""
         for ranks in self._turns():
             others = [rank for rank in ranks if rank != self.topology.rank]
@@ -129,7 +129,7 @@ class Exchange:
             for each in found:
                 flags |= each
 
-    def sums(self, wholes: Sequence[Parts], means: Sequence[torch.Tensor]) -> None:
+    def reduce_scatter_mean(self, wholes: Sequence[Parts], means: Sequence[torch.Tensor]) -> None:
         """In means[i] the mean over all ranks of this rank's part of whole i, in its own dtype. The wholes are used up."""
         t = self.topology
         if min(t.nodes, t.local_world) == 1:
@@ -147,7 +147,7 @@ class Exchange:
             [_placed(parts, t.counterparts, t.world) for parts in partial], t.counterparts, means, divisor=t.nodes
         )
 
-    def sums_quantized(
+    def reduce_scatter_mean_quantized(
         self, wholes: Sequence[Parts], means: Sequence[torch.Tensor], errors: Callable[[int, int], Parts | None]
     ) -> None:
         """As `sums`, in groups of int4. errors(turn, index): what rounding took from the parts of whole `index` in this turn
@@ -190,7 +190,7 @@ class Exchange:
         return list(self.buffer(f"partial {index}", count * numel, torch.float32).view(count, numel))
 
     def _wires(self, name: str, parts: Parts, bits: int) -> list[torch.Tensor]:
-        size_bytes = wire.wire_bytes(parts[0].numel(), bits, GROUP_NUMEL)
+        size_bytes = wire.wire_bytes(parts[0].numel(), bits, SCALE_GROUP_NUMEL)
         return list(self.buffer(name, len(parts) * size_bytes, torch.uint8).view(len(parts), size_bytes))
 
     def _swap_and_sum(
@@ -229,7 +229,7 @@ class Exchange:
         taken = errors(number, index)
         for place, (part, coded) in enumerate(zip(parts, wires, strict=True)):
             error = None if taken is None else taken[place]
-            wire.encode(part, coded, bits=GRADIENT_BITS, group_numel=GROUP_NUMEL, error=error)
+            wire.encode(part, coded, bits=GRADIENT_BITS, group_numel=SCALE_GROUP_NUMEL, error=error)
         others = [rank for rank in ranks if rank != me]
         mine = columns[ranks.index(me)]
         size_bytes = wires[0].numel()
@@ -241,7 +241,7 @@ class Exchange:
         )
         for at, whose in enumerate(mine):
             pieces = [wires[places[whose]] if rank == me else theirs[rank][at] for rank in ranks]
-            wire.decode_sum(pieces, outs[at], bits=GRADIENT_BITS, group_numel=GROUP_NUMEL, divisor=divisor)
+            wire.decode_sum(pieces, outs[at], bits=GRADIENT_BITS, group_numel=SCALE_GROUP_NUMEL, divisor=divisor)
 
     def _swap(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Send each tensor to its rank and receive each from its rank; between two ranks both name them in one order."""

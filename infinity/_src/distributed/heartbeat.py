@@ -50,7 +50,7 @@ class Host:
         return bool(self.boot_id) and (self.boot_id, self.pids) == (other.boot_id, other.pids)
 
 
-class Process:
+class PeerProcess:
     """A process of this host that is watched. Given by pid and start time: a pid that was used again is another process."""
 
     def __init__(self, pid: int, start_time: int) -> None:
@@ -112,7 +112,7 @@ def _namespace(kind: str) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class RankRecord:
     """What a rank says of itself."""
 
     host: tuple[str, str, int, int] = ("", "", 0, 0)
@@ -140,7 +140,7 @@ class Record:
         return {**dict(self.recent), **({self.number: self.last} if self.last else {})}
 
     @classmethod
-    def parse(cls, text: bytes) -> Record:
+    def parse(cls, text: bytes) -> RankRecord:
         """The record that `json` made."""
         found = json.loads(text)
         found["host"] = tuple(found["host"])
@@ -169,14 +169,14 @@ class Heartbeat:
         *,
         interval_s: float,
         quiet_s: float,
-        news: Callable[[], None],
+        on_exchange: Callable[[], None],
     ) -> None:
         self._rank, self._world = rank, world
         self._store = store
         self._interval_s, self._quiet_s = interval_s, quiet_s
-        self._news = news
+        self._on_exchange = on_exchange
         self._changed = threading.Condition()
-        self._mine = Record()
+        self._mine = RankRecord()
         self._urgent = True
         self._stop = False
         self._begun = 0
@@ -186,7 +186,7 @@ class Heartbeat:
         """Whether `beat` is to be counted up and written at every exchange: ranks of other hosts have no other sign of life."""
         self.rounds = 0
         """Exchanges that have ended."""
-        self.records: list[Record | None] = [None] * world
+        self.records: list[RankRecord | None] = [None] * world
         self.lost: str = ""
         """Why the store is gone, if it is; the records are then the last that were read."""
         self._thread = threading.Thread(target=self._run, name="infinity-board", daemon=True)
@@ -195,7 +195,7 @@ class Heartbeat:
         """Begin to exchange."""
         self._thread.start()
 
-    def say(self, *, urgent: bool = True, **fields: Any) -> None:
+    def publish(self, *, urgent: bool = True, **fields: Any) -> None:
         """Change this rank's record. Does not block."""
         with self._changed:
             self._mine = dataclasses.replace(self._mine, **fields)
@@ -227,7 +227,7 @@ class Heartbeat:
         try:
             while not self._stop:
                 self._exchange()
-                self._news()
+                self._on_exchange()
                 with self._changed:
                     self._changed.wait_for(lambda: self._urgent or self._stop, self._interval_s)
             if self._urgent:
@@ -236,7 +236,7 @@ class Heartbeat:
             with self._changed:
                 self.lost = str(error).split("\n", 1)[0][:300] or type(error).__name__
                 self._changed.notify_all()
-            self._news()
+            self._on_exchange()
         finally:
             self._store = None  # its connection is this thread's
 
@@ -261,7 +261,7 @@ class Heartbeat:
         with self._changed:
             self.records[self._rank] = mine if due else self.records[self._rank]
             for other, text in zip(there, found, strict=True):
-                self.records[other] = Record.parse(text)
+                self.records[other] = RankRecord.parse(text)
             self.rounds = begun
             self._changed.notify_all()
 

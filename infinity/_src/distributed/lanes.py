@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infinity._src.distributed.process_groups import break_off
+from infinity._src.distributed.process_groups import abort_group
 from infinity._src.distributed.watchdog import Watchdog
 from infinity.errors import InfinityError, RankFailed
 
@@ -36,11 +36,11 @@ _GIVEN_UP: list[object] = []
 class Op:
     """One piece of work in a lane, and what came of it."""
 
-    def __init__(self, what: str, number: int | None, work: Work, watch: Watchdog, ready: Any = None) -> None:
+    def __init__(self, what: str, number: int | None, work: Work, watchdog: Watchdog, ready: Any = None) -> None:
         self.what = what
         self.number = number
         self._work: Work | None = work
-        self._watch = watch
+        self._watchdog = watchdog
         self._ready = ready
         """CUDA event after which the device has what `work` reads."""
         self._event: Any = None
@@ -60,7 +60,7 @@ class Op:
         """
         error: BaseException | None = None
         try:
-            self._watch.wait(self._done, self.what, self.number)
+            self._watchdog.wait(self._done, self.what, self.number)
         except RankFailed as failure:
             error = failure
         error = self._error or error
@@ -76,7 +76,7 @@ class Op:
         ends, and what cannot be kept (a mapping that is about to go) must not go.
         """
         with contextlib.suppress(RankFailed):
-            self._watch.wait(self._done, self.what, self.number)
+            self._watchdog.wait(self._done, self.what, self.number)
         if not self._begun:
             return True  # nor will it, behind one that is stuck
         if not self._done.wait(GIVE_UP_S):
@@ -108,20 +108,20 @@ class Lane:
         name: str,
         *,
         group: dist.ProcessGroup | None,
-        watch: Watchdog,
+        watchdog: Watchdog,
         device: torch.device = torch.device("cpu"),  # noqa: B008
         beside: dist.ProcessGroup | None = None,
     ) -> None:
         self.name = name
         self._group = group
         self._beside = beside
-        self._watch = watch
+        self._watchdog = watchdog
         self._device = device
         self._queue: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
         self._closed = False
         self._last: Op | None = None
         self._pid = os.getpid()
-        watch.on_failure.append(self._break_off)
+        watchdog.on_failure.append(self._break_off)
         atexit.register(self._exits)
         self._thread = threading.Thread(target=self._run, name=f"infinity-lane-{name}", daemon=True)
         self._thread.start()
@@ -133,12 +133,12 @@ class Lane:
         Raises: RankFailed after a failure.
         """
         assert not self._closed, f"lane {self.name} is closed"
-        self._watch.check()
-        number = self._watch.number(what) if numbered else None
+        self._watchdog.check()
+        number = self._watchdog.next_number(what) if numbered else None
         ready = (
             torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
         )
-        op = self._last = Op(what, number, work, self._watch, ready)
+        op = self._last = Op(what, number, work, self._watchdog, ready)
         self._queue.put(op)
         return op
 
@@ -153,22 +153,22 @@ class Lane:
         self._thread.join(GIVE_UP_S if left else 0.0)
         if self._thread.is_alive():
             _GIVEN_UP.extend((self._group, self._beside))  # their destructors would wait for the stuck call
-        if self._break_off in self._watch.on_failure:
-            self._watch.on_failure.remove(self._break_off)
+        if self._break_off in self._watchdog.on_failure:
+            self._watchdog.on_failure.remove(self._break_off)
         self._group = self._beside = self._last = None
 
     def _exits(self) -> None:
         """At the interpreter's exit, without close(): a thread that returns from a call into torch after that ends the process
         by SIGABRT."""
         if self._pid == os.getpid():
-            self._watch.ends()
+            self._watchdog.report_exit()
             self.close()
 
     def _break_off(self) -> None:
         """Called by the watch's thread. The group of gloo comes first, and by itself: abort() of NCCL may raise, or hang."""
         for group in (self._beside, self._group):
             try:
-                if group is not None and not break_off(group):
+                if group is not None and not abort_group(group):
                     log.debug("lane %s cannot be broken off", self.name)
             except Exception:  # the other is to be broken off all the same
                 log.exception("lane %s: one of its groups cannot be broken off", self.name)
@@ -184,8 +184,8 @@ class Lane:
         work = op._work
         assert work is not None
         op._begun = True
-        if self._watch.failure is not None:  # the order matters: `finished` looks at both the other way round
-            op._end(self._watch.failure)
+        if self._watchdog.failure is not None:  # the order matters: `finished` looks at both the other way round
+            op._end(self._watchdog.failure)
             return
         try:
             if stream is not None:
@@ -199,10 +199,10 @@ class Lane:
             peer = isinstance(error, RuntimeError) and not isinstance(error, InfinityError)
             if not peer:  # or one who waits, and hears of a failure first, would raise what breaking off made of it
                 op._error = error
-            failure = self._watch.blame(error, op.what, op.number) if peer else None
+            failure = self._watchdog.find_culprit(error, op.what, op.number) if peer else None
             if failure is None:
                 op._error = error  # first: who waits is to have this, and not what the others are told
-                self._watch.fail(error)
+                self._watchdog.report_failure(error)
             else:
                 failure.__cause__ = failure.__cause__ or error
             op._end(failure or error)

@@ -57,7 +57,7 @@ def make_group(
     return group
 
 
-def break_off(group: dist.ProcessGroup) -> bool:
+def abort_group(group: dist.ProcessGroup) -> bool:
     """Make this group's collectives fail on this rank, those that run included; the group is of no use any more.
 
     Returns whether that was possible: what runs in another group ends with its timeout, or with the process.

@@ -55,7 +55,7 @@ class Rendezvous:
             except Exception:
                 log.exception("rank %d failed at %s, and could not tell the others", self._comm.rank, self._what)
 
-    def exchange(self, told: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def all_gather_object(self, told: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What every rank tells in this round (JSON), by rank. Collective; blocks until all ranks have come.
 
         Raises: PeerFailed that names the ranks that failed before it, and their errors; then the meeting is over.
@@ -75,8 +75,8 @@ class Rendezvous:
 
     def end(self) -> None:
         """The last round, ahead of the meeting's end. Raises as `exchange`."""
-        self.exchange({})
+        self.all_gather_object({})
         self._over = True
 
     def _gather(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [json.loads(told) for told in self._comm.tell(json.dumps(row).encode())]
+        return [json.loads(told) for told in self._comm.all_gather_bytes(json.dumps(row).encode())]

@@ -55,7 +55,7 @@ class RankSetup:
     def check_values(self) -> None:
         """Collective, blocks. Raises: ValueError when the ranks began with different values, of which each would keep a part."""
         flats = list(self._values)
-        differing = self.comm.differing(list(self._values.values()))
+        differing = self.comm.differing_indices(list(self._values.values()))
         self._values.clear()
         if differing:
             unit = flats[differing[0]].unit

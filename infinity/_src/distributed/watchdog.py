@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from infinity._src.distributed.heartbeat import Heartbeat, Host, Process, Record, start_time_of
+from infinity._src.distributed.heartbeat import Heartbeat, Host, PeerProcess, RankRecord, start_time_of
 from infinity._src.distributed.topology import Topology
 from infinity.errors import RankFailed, RanksDiverged
 
@@ -71,29 +71,29 @@ class Watchdog:
         self._closed = False
         self._host = Host.this()
         self._pid = os.getpid()
-        self._processes: dict[int, Process] = {}
-        self._far: set[int] = set()
+        self._processes: dict[int, PeerProcess] = {}
+        self._remote: set[int] = set()
         self._gone: set[int] = set()
         self._silent_s: dict[int, float] = {}
         self._beats: dict[int, int] = {}
         self._unheard_s = 0.0
         self._said_read = False
-        self._board: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         if topology.world == 1:
             return
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._board = Heartbeat(
+        self._heartbeat = Heartbeat(
             topology.rank,
             topology.world,
             PrefixStore(f"infinity/{name}", store),
             interval_s=INTERVAL_S,
             quiet_s=min(5.0, timeout_s / 4),
-            news=self._turn_now,
+            on_exchange=self._turn_now,
         )
         host = (self._host.name, self._host.boot_id, self._host.network, self._host.pids)
-        self._board.say(host=host, pid=self._pid, start_time=start_time_of(self._pid))
+        self._heartbeat.publish(host=host, pid=self._pid, start_time=start_time_of(self._pid))
         self._thread = threading.Thread(target=self._run, name=f"infinity-watch-{name}", daemon=True)
-        self._board.start()
+        self._heartbeat.start()
         self._thread.start()
         atexit.register(self._exits)
 
@@ -107,7 +107,7 @@ class Watchdog:
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
-    def number(self, what: str = "") -> int:
+    def next_number(self, what: str = "") -> int:
         """The number of the collective that this rank's main thread now submits; they count from 1.
 
         Does not block, except after `raised`: then until all ranks are known to have broken off at the same place. (Otherwise
@@ -120,42 +120,42 @@ class Watchdog:
         self._number += 1
         what = what[-_NAME_MAX:]
         self._recent = (*self._recent[1 - _RECENT_MAX :], (self._number, what))
-        if self._board is not None:
-            self._board.say(urgent=False, number=self._number, last=what, recent=())
+        if self._heartbeat is not None:
+            self._heartbeat.publish(urgent=False, number=self._number, last=what, recent=())
         return self._number
 
-    def meet(self) -> None:
+    def wait_for_all_ranks(self) -> None:
         """Block until all ranks are known: one that dies before would be missed by the timeout only. Raises: RankFailed."""
         waited_s, before_s = 0.0, time.monotonic()
-        while self._board is not None and len(self._processes.keys() | self._far) < self.topology.world - 1:
+        while self._heartbeat is not None and len(self._processes.keys() | self._remote) < self.topology.world - 1:
             self.check()
             if waited_s > self.timeout_s:
                 self._over(self._late("the beginning", None))
             time.sleep(INTERVAL_S / 25)
-            self._board.refresh(INTERVAL_S)
+            self._heartbeat.refresh(INTERVAL_S)
             self._turn_now()
             now_s = time.monotonic()
             waited_s, before_s = waited_s + min(now_s - before_s, _TURN_MAX_S), now_s
 
-    def raised(self, where: str, error: BaseException) -> None:
+    def report_exception(self, where: str, error: BaseException) -> None:
         """This rank's forward or backward broke off. A peer that waits for a later collective learns so, unless it broke off at
         the same place: then training may go on, and this rank's next collective waits for that. Does not block."""
         if self._number not in self._raised:
-            self._raised[self._number] = cut(f"{type(error).__name__} in {where}: {error}")
+            self._raised[self._number] = shorten(f"{type(error).__name__} in {where}: {error}")
             for old in list(self._raised)[:-_RAISED_MAX]:
                 del self._raised[old]
-        if self._board is not None:
+        if self._heartbeat is not None:
             self._unagreed = True
-            self._board.say(raised=tuple(self._raised.items()), number=self._number)
+            self._heartbeat.publish(raised=tuple(self._raised.items()), number=self._number)
 
-    def fail(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """This rank cannot go on: peers that wait for it raise RankFailed with this message, and so does all that follows here.
         Does not block."""
         if isinstance(error, RankFailed):
             self._over(error)
             return
         rank = self.topology.rank
-        failure = RankFailed(cut(f"rank {rank} failed: {type(error).__name__}: {error}"), rank=rank)
+        failure = RankFailed(shorten(f"rank {rank} failed: {type(error).__name__}: {error}"), rank=rank)
         failure.__cause__ = error
         self._over(failure)
 
@@ -170,8 +170,8 @@ class Watchdog:
             self.check()
             if done.wait(min(_POLL_S, self.timeout_s)):
                 break
-            if waited_s == 0.0 and number is not None and self._board is not None:
-                self._board.say(recent=self._recent)
+            if waited_s == 0.0 and number is not None and self._heartbeat is not None:
+                self._heartbeat.publish(recent=self._recent)
             now_s = time.monotonic()
             turn_s = min(now_s - before_s, _TURN_MAX_S)
             waited_s, before_s = waited_s + turn_s, now_s
@@ -186,7 +186,7 @@ class Watchdog:
                     self._over(found)
         self.check()
 
-    def blame(self, error: BaseException, what: str, number: int | None) -> RankFailed | None:
+    def find_culprit(self, error: BaseException, what: str, number: int | None) -> RankFailed | None:
         """Whose failure an error of a collective is, after waiting a little for a sign; None if it looks like this rank's own.
 
         Blocks for a second or two. Where the connection broke somebody broke it: up to ten seconds, by which a dying process of
@@ -195,16 +195,16 @@ class Watchdog:
         broken = bool(_CONNECTION.search(str(error)))
         limit_s = 3 * INTERVAL_S
         if broken:
-            limit_s = max(_DYING_S, 2 * self._silence_s if self._far else 0.0)
+            limit_s = max(_DYING_S, 2 * self._silence_s if self._remote else 0.0)
         end_s = time.monotonic() + limit_s
-        while not self._known.wait(INTERVAL_S / 5) and time.monotonic() < end_s and self._board is not None:
+        while not self._known.wait(INTERVAL_S / 5) and time.monotonic() < end_s and self._heartbeat is not None:
             if found := self._not_coming(what, number):
                 self._over(found)
-        if self._failure is None and broken and self._board is not None:
+        if self._failure is None and broken and self._heartbeat is not None:
             text = (
-                f"a connection to another rank broke in {named(what, number)}, and no rank says why: {error}"
+                f"a connection to another rank broke in {describe_collective(what, number)}, and no rank says why: {error}"
             )
-            self._over(RankFailed(cut(text)))
+            self._over(RankFailed(shorten(text)))
         return self._failure
 
     def close(self, ok: bool = True) -> None:
@@ -215,23 +215,23 @@ class Watchdog:
             rank = self.topology.rank
             self._over(RankFailed(f"rank {rank} closed its engine after an error", rank=rank))
         self._closed = True
-        if self._board is None:
+        if self._heartbeat is None:
             return
         atexit.unregister(self._exits)
         if self._pid == os.getpid():
             self._leave("closed", linger_s=_LINGER_S)
 
-    def ends(self) -> None:
+    def report_exit(self) -> None:
         """This process ends without close(): a failure for all who wait for it. Does not block."""
         if self._failure is None and not self._closed:
             rank = self.topology.rank
             broke = self._raised.get(self._number)  # and nothing came after it
             why = f"; it had broken off ({broke})" if broke else ""
-            self._over(RankFailed(cut(f"rank {rank} has ended without closing its engine{why}"), rank=rank))
+            self._over(RankFailed(shorten(f"rank {rank} has ended without closing its engine{why}"), rank=rank))
 
     def _agree(self) -> None:
         """Block until every rank is known to have broken off where this one did."""
-        assert self._board is not None
+        assert self._heartbeat is not None
         here, waited_s, before_s = self._number, 0.0, time.monotonic()
         text = f"this rank ({self.topology.rank}) broke off ({self._raised[here]})"
         while True:
@@ -239,7 +239,7 @@ class Watchdog:
             records = self._others()
             for rank, record in records.items():
                 if here not in dict(record.raised) and (record.number > here or record.left):
-                    self._over(RankFailed(cut(f"{text}, and rank {rank} went on"), rank=self.topology.rank))
+                    self._over(RankFailed(shorten(f"{text}, and rank {rank} went on"), rank=self.topology.rank))
             lacking = [rank for rank in range(self.topology.world) if rank != self.topology.rank]
             lacking = [
                 rank for rank in lacking if rank not in records or here not in dict(records[rank].raised)
@@ -249,35 +249,35 @@ class Watchdog:
             now_s = time.monotonic()
             waited_s, before_s = waited_s + min(now_s - before_s, _TURN_MAX_S), now_s
             if waited_s > self.timeout_s:
-                text = f"{text}, and {ranks_of(lacking)} did not within {self.timeout_s:g} s"
-                self._over(RankFailed(cut(text), rank=lacking[0], ranks=tuple(lacking)))
+                text = f"{text}, and {describe_ranks(lacking)} did not within {self.timeout_s:g} s"
+                self._over(RankFailed(shorten(text), rank=lacking[0], ranks=tuple(lacking)))
             time.sleep(_POLL_S / 10)
-            self._board.refresh(_POLL_S)
+            self._heartbeat.refresh(_POLL_S)
 
     def _exits(self) -> None:
         """At the interpreter's exit, without close()."""
         if not self._closed and self._pid == os.getpid():
-            self.ends()
+            self.report_exit()
             self._closed = True
             self._leave("ended", linger_s=0.0)
 
     def _leave(self, how: str, *, linger_s: float) -> None:
-        board = self._board
-        assert board is not None
-        board.say(left=how, number=self._number)
-        answers = board.refresh(2 * _LINGER_S)
+        heartbeat = self._heartbeat
+        assert heartbeat is not None
+        heartbeat.publish(left=how, number=self._number)
+        answers = heartbeat.refresh(2 * _LINGER_S)
         # Rank 0 may take the store with it: the others should have read first that it left in order.
         end_s = time.monotonic() + linger_s
         while answers and self.topology.rank == 0 and not self._all_know() and time.monotonic() < end_s:
-            answers = board.refresh(INTERVAL_S)
+            answers = heartbeat.refresh(INTERVAL_S)
             time.sleep(INTERVAL_S / 25)
-        board.stop(_LINGER_S)
+        heartbeat.stop(_LINGER_S)
         self._turn_now()
         self._thread.join(_LINGER_S)
 
     def _all_know(self) -> bool:
-        assert self._board is not None
-        for rank, record in enumerate(self._board.records):
+        assert self._heartbeat is not None
+        for rank, record in enumerate(self._heartbeat.records):
             if rank == self.topology.rank or rank in self._gone:
                 continue
             process = self._processes.get(rank)
@@ -293,26 +293,26 @@ class Watchdog:
                 return
             self._failure = failure
         log.debug("%s: %s", self._name, failure)
-        if self._board is not None:
-            self._board.say(failed=(failure.rank, str(failure)))
+        if self._heartbeat is not None:
+            self._heartbeat.publish(failed=(failure.rank, str(failure)))
             self._turn_now()
         self._known.set()
 
     def _late(self, what: str, number: int | None) -> RankFailed:
         """The failure that it is to have waited for `timeout_s`, from records as fresh as can be had."""
-        fresh = self._board is None or self._board.refresh(2 * INTERVAL_S)
+        fresh = self._heartbeat is None or self._heartbeat.refresh(2 * INTERVAL_S)
         if found := self._failure or self._not_coming(what, number):
             return found
         others = [rank for rank in range(self.topology.world) if rank != self.topology.rank]
-        return late(others, self._others(), what, number, timeout_s=self.timeout_s, fresh=fresh)
+        return timeout_error(others, self._others(), what, number, timeout_s=self.timeout_s, fresh=fresh)
 
     def _not_coming(self, what: str, number: int | None) -> RankFailed | None:
         """The failure that it is to wait for this collective, as far as is known now."""
-        return not_coming(self._others(), self._raised, what, number, dict(self._recent))
+        return find_failure(self._others(), self._raised, what, number, dict(self._recent))
 
-    def _others(self) -> dict[int, Record]:
+    def _others(self) -> dict[int, RankRecord]:
         """What is known of the other ranks."""
-        records = self._board.records if self._board is not None else []
+        records = self._heartbeat.records if self._heartbeat is not None else []
         return {rank: record for rank, record in enumerate(records) if record and rank != self.topology.rank}
 
     def _turn_now(self) -> None:
@@ -326,7 +326,7 @@ class Watchdog:
         poll.register(self._wake, select.POLLIN)
         rounds = 0
         called = False
-        assert self._board is not None
+        assert self._heartbeat is not None
         while True:
             for fd, _ in poll.poll(INTERVAL_S * 1000):
                 if fd == self._wake:
@@ -337,7 +337,7 @@ class Watchdog:
                 break
             now_s = time.monotonic()
             turn_s, before_s = min(now_s - before_s, _TURN_MAX_S), now_s
-            heard, rounds = self._board.rounds - rounds, self._board.rounds
+            heard, rounds = self._heartbeat.rounds - rounds, self._heartbeat.rounds
             self._meet(poll)
             if self._failure is None:
                 self._look(heard > 0, turn_s)
@@ -357,55 +357,55 @@ class Watchdog:
     def _meet(self, poll: select.poll) -> None:
         """Ranks whose first record has come: how is each of them watched?"""
         for rank, record in self._others().items():
-            if rank in self._processes or rank in self._far:
+            if rank in self._processes or rank in self._remote:
                 continue
             host = Host(*record.host)
             if self._host.sees(host):
-                process = self._processes[rank] = Process(record.pid, record.start_time)
+                process = self._processes[rank] = PeerProcess(record.pid, record.start_time)
                 if process.fd >= 0:
                     poll.register(process.fd, select.POLLIN)
             if host.node != self._host.node or not self._host.sees(host):
-                self._far.add(rank)
-                assert self._board is not None
-                self._board.beating = True
+                self._remote.add(rank)
+                assert self._heartbeat is not None
+                self._heartbeat.beating = True
 
     def _look(self, heard: bool, turn_s: float) -> None:
         """One turn: deaths that can be seen, then what ranks say of themselves, then silence."""
         dead = [
             rank for rank, process in self._processes.items() if rank not in self._gone and process.ended()
         ]
-        assert self._board is not None
+        assert self._heartbeat is not None
         if dead:
-            self._board.refresh(2 * INTERVAL_S)  # it may have said why, or that all is well
+            self._heartbeat.refresh(2 * INTERVAL_S)  # it may have said why, or that all is well
         records = self._others()
         for rank in dead:
             self._gone.add(rank)
             record = records[rank]
             if record.left != "closed" and record.failed is None:
-                self._over(died(rank, record, f"its process {record.pid} is gone"))
+                self._over(death_error(rank, record, f"its process {record.pid} is gone"))
                 return
         for rank, record in records.items():
             if record.failed is not None:
-                self._over(told(self.topology.rank, rank, *record.failed))
+                self._over(relayed_error(self.topology.rank, rank, *record.failed))
                 return
         for rank, record in records.items():
             if record.left == "ended":
-                self._over(died(rank, record, "without closing its engine"))
+                self._over(death_error(rank, record, "without closing its engine"))
                 return
         if 0 in records and records[0].left == "closed":
             if not self._said_read:
                 self._said_read = True
-                self._board.say(read=True)
-        elif self._board.lost:
-            text = f"the store of the default group, which rank 0 hosts, is lost: {self._board.lost}"
+                self._heartbeat.publish(read=True)
+        elif self._heartbeat.lost:
+            text = f"the store of the default group, which rank 0 hosts, is lost: {self._heartbeat.lost}"
             self._over(RankFailed(text, rank=0))
             return
         self._listen(records, heard, turn_s)
 
-    def _listen(self, records: dict[int, Record], heard: bool, turn_s: float) -> None:
+    def _listen(self, records: dict[int, RankRecord], heard: bool, turn_s: float) -> None:
         """Count the silence of the ranks of other hosts, and of the store if another host has it."""
         self._unheard_s += turn_s
-        if 0 in self._far and self._unheard_s > self._silence_s and records[0].left != "closed":
+        if 0 in self._remote and self._unheard_s > self._silence_s and records[0].left != "closed":
             text = f"the store of the default group, which rank 0 hosts, has not answered for {self._silence_s:g} s"
             self._over(RankFailed(text, rank=0))
             return
@@ -413,22 +413,22 @@ class Watchdog:
             return
         # Silence is counted only where it was listened, and once per exchange.
         listened_s, self._unheard_s = min(self._unheard_s, _TURN_MAX_S), 0.0
-        for rank in self._far:
+        for rank in self._remote:
             record = records[rank]
             if record.beat != self._beats.get(rank) or record.left:
                 self._beats[rank], self._silent_s[rank] = record.beat, 0.0
                 continue
             self._silent_s[rank] += listened_s
             if self._silent_s[rank] > self._silence_s:
-                self._over(died(rank, record, f"no sign of life for {self._silence_s:g} s"))
+                self._over(death_error(rank, record, f"no sign of life for {self._silence_s:g} s"))
                 return
 
 
 _MESSAGE_MAX = 500
 
 
-def not_coming(
-    others: Mapping[int, Record],
+def find_failure(
+    others: Mapping[int, RankRecord],
     raised: Container[int],
     what: str,
     number: int | None,
@@ -455,9 +455,9 @@ def not_coming(
             left = "has closed its engine" if record.left == "closed" else "has ended"
             why = f"{why}, and {left}" if why else f"rank {rank} {left}"
         if why:
-            return RankFailed(cut(f"{named(what, number)} cannot complete: {why}"), rank=rank)
+            return RankFailed(shorten(f"{describe_collective(what, number)} cannot complete: {why}"), rank=rank)
         if number is not None and (why := _apart(rank, record.names, names, number)):
-            return RanksDiverged(cut(f"{named(what, number)} cannot complete: {why}"), rank=rank)
+            return RanksDiverged(shorten(f"{describe_collective(what, number)} cannot complete: {why}"), rank=rank)
     return None
 
 
@@ -474,9 +474,9 @@ def _apart(rank: int, theirs: Mapping[int, str], mine: Mapping[int, str], waits_
     return f"{where}; all ranks must run the same modules in the same order, and call what is collective together"
 
 
-def late(
+def timeout_error(
     ranks: Iterable[int],
-    others: Mapping[int, Record],
+    others: Mapping[int, RankRecord],
     what: str,
     number: int | None,
     *,
@@ -487,17 +487,17 @@ def late(
 
     fresh: whether the store still answers.
     """
-    text = f"{named(what, number)} has not completed within {timeout_s:g} s"
+    text = f"{describe_collective(what, number)} has not completed within {timeout_s:g} s"
     missing = [rank for rank in ranks if rank not in others]
     if missing:
-        return RankFailed(f"{text}: {ranks_of(missing)} never began", rank=missing[0], ranks=tuple(missing))
+        return RankFailed(f"{text}: {describe_ranks(missing)} never began", rank=missing[0], ranks=tuple(missing))
     behind = [rank for rank, record in others.items() if number is not None and record.number < number]
     if behind:
         last = [
-            f"rank {rank} last came to {named(others[rank].last, others[rank].number)}" for rank in behind
+            f"rank {rank} last came to {describe_collective(others[rank].last, others[rank].number)}" for rank in behind
         ]
-        text = f"{text}: {ranks_of(behind)} did not come ({'; '.join(last)})"
-        return RankFailed(cut(text), rank=behind[0], ranks=tuple(behind))
+        text = f"{text}: {describe_ranks(behind)} did not come ({'; '.join(last)})"
+        return RankFailed(shorten(text), rank=behind[0], ranks=tuple(behind))
     if not fresh:
         text = f"{text}, and the store of the default group, which rank 0 hosts, does not answer"
         return RankFailed(text, rank=0)
@@ -505,45 +505,45 @@ def late(
         return RankFailed(f"{text}, and it is not known which rank has not come")
     past = [rank for rank, record in others.items() if number not in record.names]
     if past:
-        last = [f"rank {rank} has come to {named(others[rank].last, others[rank].number)}" for rank in past]
+        last = [f"rank {rank} has come to {describe_collective(others[rank].last, others[rank].number)}" for rank in past]
         text = f"{text}, though no rank is behind ({'; '.join(last)})"
         return RankFailed(
-            cut(f"{text}: a connection or a drive is stuck, ranks diverged long ago, or the timeout is too short")
+            shorten(f"{text}: a connection or a drive is stuck, ranks diverged long ago, or the timeout is too short")
         )
     return RankFailed(
         f"{text}, though every rank has come to it: a connection or a drive is stuck, or the timeout too short"
     )
 
 
-def died(rank: int, record: Record, how: str) -> RankFailed:
+def death_error(rank: int, record: RankRecord, how: str) -> RankFailed:
     """The failure that it is that `rank` is gone."""
     text = f"rank {rank} on {record.host[0]} has ended: {how}"
     if record.raised:
         text += f"; it had broken off ({record.raised[-1][1]})"
-    return RankFailed(cut(text), rank=rank)
+    return RankFailed(shorten(text), rank=rank)
 
 
-def told(me: int, teller: int, culprit: int | None, text: str) -> RankFailed:
+def relayed_error(me: int, teller: int, culprit: int | None, text: str) -> RankFailed:
     """The failure that rank `teller` tells of."""
     if culprit == me:
-        return RankFailed(cut(f"rank {teller} gave up on this rank ({me}): {text}"), rank=teller)
+        return RankFailed(shorten(f"rank {teller} gave up on this rank ({me}): {text}"), rank=teller)
     if culprit != teller and "(found by rank" not in text:
         text = f"{text} (found by rank {teller})"
     return RankFailed(text, rank=culprit)
 
 
-def named(what: str, number: int | None) -> str:
+def describe_collective(what: str, number: int | None) -> str:
     """A collective, as messages name it."""
     if number == 0:
         return "no collective yet"
     return what if number is None else f"{what}, collective {number}"
 
 
-def ranks_of(ranks: list[int]) -> str:
+def describe_ranks(ranks: list[int]) -> str:
     """Ranks, as messages name them."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
-def cut(text: str) -> str:
+def shorten(text: str) -> str:
     """A message short enough for a record."""
     return text if len(text) <= _MESSAGE_MAX else f"{text[:_MESSAGE_MAX]} ..."

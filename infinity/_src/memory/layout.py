@@ -24,7 +24,7 @@ from infinity.aio.plan import (
     Section,
 )
 
-__all__ = ["ALIGN_BYTES", "ChunkSpan", "FlatLayout", "Section", "plan_flat", "run_bytes", "sections_of"]
+__all__ = ["ALIGN_BYTES", "ChunkSpan", "FlatLayout", "Section", "aligned_section_bytes", "plan_flat", "sections_of"]
 
 ALIGN_BYTES = 256
 
@@ -36,7 +36,7 @@ def sections_of(state_format: Format, param_itemsize: int) -> tuple[Section, ...
     return state_format.sections
 
 
-def run_bytes(section: Section, numel: int) -> int:
+def aligned_section_bytes(section: Section, numel: int) -> int:
     """Bytes that `numel` elements of a section take in a run: every section starts 4096-aligned."""
     return round_up(section.size_bytes(numel), ALIGNMENT_BYTES)
 

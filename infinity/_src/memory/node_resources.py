@@ -36,10 +36,10 @@ DEPTH_MIN = 8
 
 
 @contextlib.contextmanager
-def sharing(comm: Comm, policy: Policy) -> Iterator[NodeResources]:
+def open_node_resources(comm: Comm, policy: Policy) -> Iterator[NodeResources]:
     """The meeting of ranks that offload a model; over with `NodeResources.agree`. Collective. Left when the model is closed."""
-    with Rendezvous(comm, "inf.offload") as meeting:
-        found = NodeResources(comm, policy, meeting)
+    with Rendezvous(comm, "inf.offload") as rendezvous:
+        found = NodeResources(comm, policy, rendezvous)
         try:
             yield found
         finally:
@@ -54,12 +54,12 @@ class NodeResources:
     before any rank took some.
     """
 
-    def __init__(self, comm: Comm, policy: Policy, meeting: Rendezvous) -> None:
+    def __init__(self, comm: Comm, policy: Policy, rendezvous: Rendezvous) -> None:
         self._comm = comm
-        self._meeting: Rendezvous | None = meeting
+        self._rendezvous: Rendezvous | None = rendezvous
         self.closed = False
         seen = memory_seen()
-        everyone = meeting.exchange({"machine": machine(), "memory": seen, "rules": policy.rules})
+        everyone = rendezvous.all_gather_object({"machine": machine(), "memory": seen, "rules": policy.rules})
         _check_rules([told["rules"] for told in everyone])
         self._neighbours = [rank for rank, told in enumerate(everyone) if told["machine"] == machine()]
         self.number, self.ranks = self._neighbours.index(comm.rank), len(self._neighbours)
@@ -68,7 +68,7 @@ class NodeResources:
             found = resolve(policy.directories, rank=comm.rank, local_rank=self._local_rank())
             policy = dataclasses.replace(policy, nvme=found)
         drives = {path.resolve(): _drive(path) for path in policy.directories if path.is_dir()}
-        everyone = meeting.exchange({"drives": sorted(set(drives.values()))})
+        everyone = rendezvous.all_gather_object({"drives": sorted(set(drives.values()))})
         self._sharers = {
             path: sum(drive in everyone[rank]["drives"] for rank in self._neighbours) for path, drive in drives.items()
         }
@@ -91,8 +91,8 @@ class NodeResources:
         together. Collective."""
         if self._comm.world == 1:
             return
-        assert self._meeting is not None
-        everyone = self._meeting.exchange({"size": size_bytes, "memory": memory_seen()})
+        assert self._rendezvous is not None
+        everyone = self._rendezvous.all_gather_object({"size": size_bytes, "memory": memory_seen()})
         for limit in {limit: None for told in everyone for limit in told["memory"]}:
             ranks = [rank for rank, told in enumerate(everyone) if limit in told["memory"]]
             wanted = sum(everyone[rank]["size"] for rank in ranks)
@@ -107,7 +107,7 @@ class NodeResources:
     def check_room(self, files: Sequence[SwapFile], sizes: Sequence[int]) -> None:
         """Raises SwapFullError on all ranks where what some want of one file system, `sizes` more bytes in this rank's files, is
         more than it has. Collective while ranks meet, which is when all take room at once; else each takes what it finds."""
-        if self._comm.world == 1 or self._meeting is None:
+        if self._comm.world == 1 or self._rendezvous is None:
             return
         wants: dict[str, int] = {}
         free: dict[str, tuple[int, str]] = {}
@@ -115,7 +115,7 @@ class NodeResources:
             system = str(os.fstat(file.fd).st_dev)
             wants[system] = wants.get(system, 0) + size
             free[system] = (file.free_bytes(), file.path)
-        everyone = self._meeting.exchange({"machine": machine(), "wants": wants, "free": free})
+        everyone = self._rendezvous.all_gather_object({"machine": machine(), "wants": wants, "free": free})
         systems = {(told["machine"], system): None for told in everyone for system in told["wants"]}
         for where, system in systems:
             ranks = [rank for rank, told in enumerate(everyone) if told["machine"] == where and system in told["wants"]]
@@ -131,27 +131,27 @@ class NodeResources:
                     length=wanted,
                 )
 
-    def agree(self) -> None:
+    def end_rendezvous(self) -> None:
         """The meeting is over, well on all ranks. Collective. Raises: PeerFailed."""
-        if self._meeting is not None and self._comm.world > 1:
-            self._meeting.end()
-        self._meeting = None
+        if self._rendezvous is not None and self._comm.world > 1:
+            self._rendezvous.end()
+        self._rendezvous = None
 
     @contextlib.contextmanager
-    def together(self, what: str, alike: Sequence[str] = ()) -> Iterator[Callable[[], None]]:
+    def open_rendezvous(self, what: str, alike: Sequence[str] = ()) -> Iterator[Callable[[], None]]:
         """Inside, ranks do the same, and call no collective but `check_room`; what comes with it says that all went well here,
         and raises PeerFailed unless it did everywhere. Collective. Raises: ValueError where `alike` is not the same on all ranks.
         """
         if self.closed:  # nobody else may come to say so
             yield lambda: None
             return
-        with Rendezvous(self._comm, what) as meeting:
-            self._meeting = meeting
+        with Rendezvous(self._comm, what) as rendezvous:
+            self._rendezvous = rendezvous
             try:
-                _check_alike(what, [told["alike"] for told in meeting.exchange({"alike": [*alike]})])
-                yield self.agree
+                _check_alike(what, [told["alike"] for told in rendezvous.all_gather_object({"alike": [*alike]})])
+                yield self.end_rendezvous
             finally:
-                self._meeting = None
+                self._rendezvous = None
 
     def _local_rank(self) -> int:
         """This rank's number within its node; within its machine where one node may stand for several that are unequal."""
@@ -195,4 +195,4 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-__all__ = ["DEPTH_MIN", "NodeResources", "sharing"]
+__all__ = ["DEPTH_MIN", "NodeResources", "open_node_resources"]

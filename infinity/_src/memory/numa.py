@@ -21,7 +21,7 @@ _ROOT = Path("/")
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class NumaChoice:
     """place: the node for a device, None where nothing is to be bound; `reason` says why, in either case."""
 
     place: Place | None
@@ -62,26 +62,26 @@ def pci_address(device: torch.device) -> str:
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
-def find_place(pci: str | None, *, number: int, ranks: int, root: Path = _ROOT) -> Found:
+def choose_node(pci: str | None, *, number: int, ranks: int, root: Path = _ROOT) -> NumaChoice:
     """Where memory and threads of a rank belong. pci: the address of its device, None: it computes on the CPU; number: of the
     machine's `ranks` ranks."""
     nodes = read_nodes(root)
     if len(nodes) < 2:
-        return Found(None, "one node: nothing is bound")
+        return NumaChoice(None, "one node: nothing is bound")
     if pci is not None:
         node = node_of_pci(pci, root)
         place = next((place for place in nodes if place.node == node), None)
         where = "no node that is known" if node is None else f"node {node}" + ("" if place else ", which has no CPUs")
-        return Found(place, f"{len(nodes)} nodes, {pci} is on {where}")
+        return NumaChoice(place, f"{len(nodes)} nodes, {pci} is on {where}")
     if ranks < len(nodes):
-        return Found(None, f"{len(nodes)} nodes, and {ranks} rank{'s' if ranks > 1 else ''} on the CPU: each may use all")
+        return NumaChoice(None, f"{len(nodes)} nodes, and {ranks} rank{'s' if ranks > 1 else ''} on the CPU: each may use all")
     place = nodes[number * len(nodes) // ranks]
-    return Found(place, f"{len(nodes)} nodes, rank {number} of {ranks} on the CPU has node {place.node}")
+    return NumaChoice(place, f"{len(nodes)} nodes, rank {number} of {ranks} on the CPU has node {place.node}")
 
 
-def bind(device: torch.device, *, number: int, ranks: int) -> Found:
+def bind(device: torch.device, *, number: int, ranks: int) -> NumaChoice:
     """Let this process's slabs and native threads, from now on, be on the node of the device that computes."""
-    found = find_place(pci_address(device) if device.type == "cuda" else None, number=number, ranks=ranks)
+    found = choose_node(pci_address(device) if device.type == "cuda" else None, number=number, ranks=ranks)
     choose(found.place)
     return found
 

@@ -28,8 +28,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from infinity._src.memory.layout import FlatLayout, Section, sections_of
-from infinity._src.memory.layout import run_bytes as section_run_bytes
+from infinity._src.memory.layout import FlatLayout, Section, aligned_section_bytes, sections_of
 from infinity._src.perf.roofline import passes
 from infinity._src.sizes import format_size, round_size, round_up
 from infinity.aio.plan import Format, piece_count
@@ -99,7 +98,7 @@ class FlatNeed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
+class StepLoad:
     """What a step does, as far as the worth of a resident byte depends on it.
 
     bandwidths: (read, write) bytes per second of the drives, in any unit: only their ratio counts.
@@ -115,7 +114,7 @@ def chunk_bytes(need: FlatNeed, chunk: int, mask: int) -> int:
     return _bytes_of(need.sections, need.numels[chunk], mask)
 
 
-def run_bytes(need: FlatNeed, chunk: int, mask: int) -> int:
+def aligned_chunk_bytes(need: FlatNeed, chunk: int, mask: int) -> int:
     """As `chunk_bytes`, in a run on a drive or in a slot, where every section starts at a multiple of 4096."""
     return _run_bytes_of(need.sections, need.numels[chunk], mask)
 
@@ -128,10 +127,10 @@ def _bytes_of(sections: tuple[Section, ...], numel: int, mask: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _run_bytes_of(sections: tuple[Section, ...], numel: int, mask: int) -> int:
-    return sum(section_run_bytes(section, numel) for index, section in enumerate(sections) if mask >> index & 1)
+    return sum(aligned_section_bytes(section, numel) for index, section in enumerate(sections) if mask >> index & 1)
 
 
-def traffic(need: FlatNeed, section: int, load: Load) -> tuple[int, int]:
+def traffic(need: FlatNeed, section: int, load: StepLoad) -> tuple[int, int]:
     """How often a step reads and writes a section that rests on NVMe."""
     count = passes(load.update, load.micro_batches)
     if need.kind(section) == "grad":
@@ -145,7 +144,7 @@ WINDOW_COUNT = 3
 """Staging windows: one whose unit is in backward, one that is being written, one that is read ahead or written late."""
 
 
-def spread(count: int) -> list[int]:
+def van_der_corput_order(count: int) -> list[int]:
     """0 .. count - 1 in the van der Corput order: every prefix is spread evenly over the range."""
     bits = max(count - 1, 0).bit_length()
     return sorted(range(count), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2) if bits else 0)
@@ -163,7 +162,7 @@ def choose_spill(
     members = [flat for flat, is_able in enumerate(able) if is_able]
     for window in sorted({sizes[flat][1] for flat in members}):
         small = [flat for flat in members if sizes[flat][1] <= window]
-        order = [small[place] for place in spread(len(small))]
+        order = [small[place] for place in van_der_corput_order(len(small))]
         ram = sum(sizes[flat][0] for flat in members if sizes[flat][1] > window)
         best = None
         for kept in range(len(order)):  # all of them in RAM is no way to spill
@@ -179,7 +178,7 @@ def choose_spill(
             yield tuple(flat in gone for flat in range(len(sizes)))
 
 
-__all__ = ["FlatNeed", "Load", "Plan", "chunk_bytes", "plan_placement", "step_bytes"]
+__all__ = ["FlatNeed", "PlacementPlan", "StepLoad", "chunk_bytes", "plan_placement", "step_bytes"]
 
 # Slots for each drive: 8 chunks of states in flight (36 MiB: at 7 GB/s five milliseconds, many times a drive's latency), and 16
 # of parameters alone (see bench/README.md). More gained nothing; a budget's bytes are worth more as resident sections.
@@ -199,7 +198,7 @@ RAM_PARTS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PlacementPlan:
     """Where everything rests. `nvme_masks[flat][chunk]` has a bit for each section on NVMe; the rest is resident.
 
     formats: of each flat, with a `grad` section where its gradients spill. grad_bytes: gradients in RAM; spilled_bytes: on
@@ -254,7 +253,7 @@ def name_parts(holder: object) -> dict[str, int]:
     return {name: size for field, name in RAM_PARTS.items() if (size := getattr(holder, field))}
 
 
-def step_bytes(needs: Sequence[FlatNeed], plan: Plan, load: Load = Load()) -> tuple[int, int]:
+def step_bytes(needs: Sequence[FlatNeed], plan: PlacementPlan, load: StepLoad = StepLoad()) -> tuple[int, int]:
     """Bytes that a step reads from NVMe and writes there under a plan. Turning points that save a read are not counted."""
     read = written = 0
     for need, state_format, row in zip(needs, plan.formats, plan.nvme_masks, strict=True):
@@ -278,12 +277,12 @@ def plan_placement(
     scratch_bytes: int = 0,
     pools: tuple[int, int] | None = None,
     resident: Mapping[str, float | int] | None = None,
-    load: Load = Load(),
+    load: StepLoad = StepLoad(),
     spill: Sequence[bool] | None = None,
     small_bytes: int = 0,
     held_bytes: int = 0,
     advice: str = "",
-) -> Plan:
+) -> PlacementPlan:
     """Place every chunk of `needs` under `ram_bytes` (None: the least that works); `scratch_bytes` is held besides.
 
     drive_count: NVMe drives; each wants slots of its own, or they would wait for each other.
@@ -309,7 +308,7 @@ def plan_placement(
     return _spilled(given, ram_bytes, unspilled, advice)
 
 
-def _spilled(given: _Given, ram_bytes: int, unspilled: _Layout, advice: str) -> Plan:
+def _spilled(given: _Given, ram_bytes: int, unspilled: _Layout, advice: str) -> PlacementPlan:
     """The best plan under a budget that does not hold all gradients. Raises: BudgetError.
 
     What a way of spilling leaves goes to sections that are worth no more than gradients: so a budget that holds one more
@@ -336,7 +335,7 @@ class _Given:
     scratch_bytes: int
     pools: tuple[int, int] | None
     resident: dict[str, float | int]
-    load: Load
+    load: StepLoad
     small_bytes: int
     held_bytes: int
 
@@ -378,8 +377,8 @@ class _Layout:
         for need in self._needs:
             mask = need.nvme_mask()
             for chunk in range(len(need.numels)):
-                small = max(small, run_bytes(need, chunk, mask & 1))
-                large = max(large, run_bytes(need, chunk, mask))
+                small = max(small, aligned_chunk_bytes(need, chunk, mask & 1))
+                large = max(large, aligned_chunk_bytes(need, chunk, mask))
         return (small, large if large > small else 0)
 
     def _keep_given(self) -> None:
@@ -407,7 +406,7 @@ class _Layout:
     def _take(masks: list[list[int]], candidates: list[tuple[int, int, int, int]], limit: int) -> tuple[int, bool]:
         """Take candidates in the spread order while they fit. Returns the bytes taken, and whether all were."""
         used = 0
-        for place in spread(len(candidates)):
+        for place in van_der_corput_order(len(candidates)):
             flat, chunk, mask, size = candidates[place]
             if used + size > limit:
                 return used, False
@@ -446,7 +445,7 @@ class _Layout:
         read, write = self._given.load.bandwidths
         return count.grads_read / read + count.grads_written / write
 
-    def everything(self) -> Plan | None:
+    def everything(self) -> PlacementPlan | None:
         """All of it in RAM, without pools; None where `resident` or spilled gradients keep something on NVMe."""
         masks = [list(row) for row in self._masks]
         for flat, row in enumerate(masks):
@@ -463,7 +462,7 @@ class _Layout:
         whole = self.everything()
         return self.least if whole is None else min(self.least, whole.ram_bytes)
 
-    def finish(self, ram_bytes: int | None, unspilled_least: int, advice: str) -> Plan:
+    def finish(self, ram_bytes: int | None, unspilled_least: int, advice: str) -> PlacementPlan:
         """The plan under a budget. Raises: BudgetError."""
         if ram_bytes is None:
             return self._plan(self._masks, self._slots, unspilled_least)
@@ -486,7 +485,7 @@ class _Layout:
         self._fill(masks, ram_bytes - self.least)
         return self._plan(masks, self._slots, unspilled_least)
 
-    def saved(self, plan: Plan) -> float:
+    def saved(self, plan: PlacementPlan) -> float:
         """What the RAM of a plan saves per step, in time: to compare plans of different ways to spill."""
         read, write = step_bytes(self._given.needs, plan, self._given.load)
         speeds = self._given.load.bandwidths
@@ -510,7 +509,7 @@ class _Layout:
             if not all_taken:
                 return
 
-    def _plan(self, masks: list[list[int]], slots: tuple[int, int], min_bytes: int) -> Plan:
+    def _plan(self, masks: list[list[int]], slots: tuple[int, int], min_bytes: int) -> PlacementPlan:
         needs = self._needs
         small, large = slots
         nvme = sum(
@@ -518,7 +517,7 @@ class _Layout:
             for need, row in zip(needs, masks, strict=True)
             for chunk, mask in enumerate(row)
         )
-        return Plan(
+        return PlacementPlan(
             nvme_masks=tuple(tuple(row) for row in masks),
             formats=tuple(need.format for need in needs),
             small_count=self._counts[0] if small else 0,

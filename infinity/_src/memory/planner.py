@@ -20,7 +20,7 @@ from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.proxy import NORM_PIECE_NUMEL
 from infinity._src.hooks.activation_store import CHUNK_BYTES
 from infinity._src.memory.ledger import LEDGER, budget_bytes, describe_budget, describe_others
-from infinity._src.memory.placement import FlatNeed, Load, Plan, plan_placement
+from infinity._src.memory.placement import FlatNeed, PlacementPlan, StepLoad, plan_placement
 from infinity._src.params.delayed_params import DelayedParams
 from infinity._src.params.unit import Flat
 from infinity.aio.plan import Format, GradSection, Master, Moments, chunk_numel
@@ -50,10 +50,10 @@ def chunk_numel_of(state: str, dtype: torch.dtype) -> int:
     return chunk_numel(state_format(state, dtype) or Format.RAW)
 
 
-class Saved(NamedTuple):
+class SavedPlacement(NamedTuple):
     """What a placement is made with and what came of it."""
 
-    plan: Plan
+    plan: PlacementPlan
     spilled: frozenset[Flat] | None
     scratch_bytes: int
     staging_bytes: int
@@ -86,11 +86,11 @@ class PlacementPlanner:
         self._default_bytes = default_bytes
         self._pools: tuple[int, int] | None = None
         self._spilled: frozenset[Flat] | None = None
-        self._plan: Plan | None = None
+        self._plan: PlacementPlan | None = None
         self.scratch_bytes = 0  # of optimizers that compute in Python; counted from the next plan on
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> PlacementPlan:
         """The plan in force."""
         assert self._plan is not None
         return self._plan
@@ -104,7 +104,7 @@ class PlacementPlanner:
         """How states of a flat rest once an optimizer with so many moments holds it; RAW for a dtype that has none."""
         return state_format(self._policy.state, flat.dtype, moments) or Format.RAW
 
-    def first(self) -> Plan:
+    def first(self) -> PlacementPlan:
         """The placement before an optimizer exists: parameters only, but pools for the step that may come.
 
         Raises: BudgetError when the parameters alone do not fit; a budget too small for training is a warning.
@@ -122,7 +122,7 @@ class PlacementPlanner:
         self._pools = (plan.small_bytes, plan.large_bytes)
         return self._enforce(plan)
 
-    def _settle_first(self, formats: Mapping[Flat, Format]) -> Plan:
+    def _settle_first(self, formats: Mapping[Flat, Format]) -> PlacementPlan:
         """Decide what spills and how large pools are."""
         if self._policy.update != "backward" or self._policy.speculates:
             plan = self._make(formats, stores_gradients=True)
@@ -137,7 +137,7 @@ class PlacementPlanner:
         self._pools = (max(plan.small_bytes, later.small_bytes), max(plan.large_bytes, later.large_bytes))
         return self._make(formats, stores_gradients=False)
 
-    def replan(self, formats: Mapping[Flat, Format], *, stores_gradients: bool = True) -> Plan:
+    def replan(self, formats: Mapping[Flat, Format], *, stores_gradients: bool = True) -> PlacementPlan:
         """The placement of flats with states in these formats, in force from now on; `restore` takes it back.
 
         stores_gradients: they wait in RAM (or spill) for the step; not so under update="backward" without accumulation.
@@ -154,11 +154,11 @@ class PlacementPlanner:
             self._spilled = self._spilled_of(plan)
         return self._enforce(plan)
 
-    def saved(self) -> Saved:
+    def saved(self) -> SavedPlacement:
         """What `restore` brings back."""
-        return Saved(self.plan, self._spilled, self.scratch_bytes, self._staged)
+        return SavedPlacement(self.plan, self._spilled, self.scratch_bytes, self._staged)
 
-    def restore(self, saved: Saved, *, resident_bytes: int, gradient_bytes: int) -> None:
+    def restore(self, saved: SavedPlacement, *, resident_bytes: int, gradient_bytes: int) -> None:
         """Put a former plan in force again. resident_bytes: what rests in RAM now; gradient_bytes: memory of gradients, and of
         the parameters that compute, which a later plan will find there. What is more than planned is reserved, too.
         """
@@ -173,12 +173,12 @@ class PlacementPlanner:
         """Give the budget back."""
         LEDGER.release(self._owner)
 
-    def _enforce(self, plan: Plan) -> Plan:
+    def _enforce(self, plan: PlacementPlan) -> PlacementPlan:
         LEDGER.reserve(self._owner, plan.ram_bytes, plan.min_bytes)
         self._plan, self._staged = plan, self._staging_bytes()
         return plan
 
-    def _make(self, formats: Mapping[Flat, Format], *, stores_gradients: bool) -> Plan:
+    def _make(self, formats: Mapping[Flat, Format], *, stores_gradients: bool) -> PlacementPlan:
         policy = self._policy
         needs = [self._need(flat, formats.get(flat), stores_gradients) for flat in self._flats]
         largest = max((param.numel for flat in formats for param in flat.params), default=0)
@@ -194,7 +194,7 @@ class PlacementPlanner:
             resident=self._resident(),
             # What a resident byte saves is valued for a step of one micro-batch: how many there will be nobody knows at placement
             # (`infinity plan` is told).
-            load=Load(update="deferred" if policy.speculates else policy.update, bandwidths=self._bandwidths()),
+            load=StepLoad(update="deferred" if policy.speculates else policy.update, bandwidths=self._bandwidths()),
             spill=spill,
             small_bytes=CHUNK_BYTES if policy.activations == "nvme" else 0,
             held_bytes=LEDGER.others_bytes(self._owner) if isinstance(policy.ram, int) else 0,
@@ -243,5 +243,5 @@ class PlacementPlanner:
         known = self._policy.io_settings.bandwidths.values()
         return (sum(pair[0] for pair in known), sum(pair[1] for pair in known)) if known else (1.0, 1.0)
 
-    def _spilled_of(self, plan: Plan) -> frozenset[Flat]:
+    def _spilled_of(self, plan: PlacementPlan) -> frozenset[Flat]:
         return frozenset(flat for flat, gone in zip(self._flats, plan.spilled, strict=True) if gone)

@@ -31,7 +31,7 @@ _UNIT = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class SwapExtent:
     """Bytes [offset, offset + size) of a swap file of one drive, the one of `layer`."""
 
     drive: int
@@ -40,14 +40,14 @@ class Place:
     layer: int = 0
 
 
-class Want(NamedTuple):
+class ExtentRequest(NamedTuple):
     """So many bytes in a file of `layer`; 0: none."""
 
     size_bytes: int
     layer: int = 0
 
 
-class Turns:
+class WeightedRoundRobin:
     """Whose turn it is, so that drives get bytes in proportion to `shares`.
 
     Every drive earns its share of each chunk as credit; the one with the most takes the chunk and pays for it. Over any
@@ -67,7 +67,7 @@ class Turns:
         """What part of the bytes each drive gets."""
         return tuple(weight / sum(self._weights) for weight in self._weights)
 
-    def take(self, size_bytes: int) -> int:
+    def next_drive(self, size_bytes: int) -> int:
         """The drive for the next chunk."""
         for drive, weight in enumerate(self._weights):
             self.credits[drive] += weight * size_bytes
@@ -95,7 +95,7 @@ class SwapSpace:
         try:
             for directory in directories:
                 self.files.append(SwapFile.create(directory))
-            self._turns = Turns([1.0] * max(len(self.files), 1))
+            self._turns = WeightedRoundRobin([1.0] * max(len(self.files), 1))
             if shares is not None:
                 self.shares = tuple(shares)
         except BaseException:
@@ -136,29 +136,29 @@ class SwapSpace:
     def shares(self, shares: Sequence[float]) -> None:
         if len(shares) != len(self.files):
             raise ValueError(f"shares={list(shares)}: there are {len(self.files)} swap directories")
-        self._turns = Turns(shares)
+        self._turns = WeightedRoundRobin(shares)
 
     @property
     def size_bytes(self) -> int:
         """Bytes preallocated on all drives."""
         return sum(file.size_bytes for layer in self.layers for file in layer)
 
-    def reserve(self, sizes: Sequence[int]) -> list[Place]:
+    def reserve(self, sizes: Sequence[int]) -> list[SwapExtent]:
         """Places in layer 0 for chunks of `sizes` bytes (multiples of 4096); see `reserve_together`. Raises: SwapFullError."""
-        return [place for group in self.reserve_together([(Want(size),) for size in sizes]) for place in group if place]
+        return [place for group in self.reserve_together([(ExtentRequest(size),) for size in sizes]) for place in group if place]
 
-    def reserve_together(self, groups: Sequence[Sequence[Want]]) -> list[list[Place | None]]:
+    def reserve_together(self, groups: Sequence[Sequence[ExtentRequest]]) -> list[list[SwapExtent | None]]:
         """Places for what each group wants, on one drive, the drives in proportion to the shares; grows the files first.
 
         Raises: SwapFullError that names the directory and says how much is missing there; then nothing was reserved, and
         no file has grown. Other drives do not take what one has no room for: they would be the slower for it.
         """
-        found: list[list[Place | None]] = []
+        found: list[list[SwapExtent | None]] = []
         credits_before = list(self._turns.credits)
         lengths_before = [[file.size_bytes for file in files] for files in self.layers]
         try:
             for wants in groups:
-                drive = self._turns.take(max(want.size_bytes for want in wants))
+                drive = self._turns.next_drive(max(want.size_bytes for want in wants))
                 found.append([])
                 for want in wants:
                     found[-1].append(self._allocate(drive, want))
@@ -171,9 +171,9 @@ class SwapSpace:
             raise
         return found
 
-    def reserve_on(self, drives: Sequence[int], wants: Sequence[Want]) -> list[Place]:
+    def reserve_on(self, drives: Sequence[int], wants: Sequence[ExtentRequest]) -> list[SwapExtent]:
         """A place for each of `wants`, none of 0 bytes, on the drive beside it. Raises: SwapFullError, as `reserve_together`."""
-        found: list[Place] = []
+        found: list[SwapExtent] = []
         lengths = [[file.size_bytes for file in files] for files in self.layers]
         try:
             for drive, want in zip(drives, wants, strict=True):
@@ -189,7 +189,7 @@ class SwapSpace:
         return found
 
     @contextlib.contextmanager
-    def at_once(self) -> Iterator[None]:
+    def grow_together(self) -> Iterator[None]:
         """Places that are reserved inside are there afterwards: the files grow at its end, all or none, and `room` is asked once
         before, also where they need not. What was reserved stays so if they cannot: the caller gives it back.
 
@@ -225,19 +225,19 @@ class SwapSpace:
                 if layer not in self._frozen:
                     file.shrink(length)
 
-    def _allocate(self, drive: int, want: Want) -> Place | None:
+    def _allocate(self, drive: int, want: ExtentRequest) -> SwapExtent | None:
         if not want.size_bytes:
             return None
         assert want.layer not in self._frozen, f"layer {want.layer} is somebody else's too"
         offset = self._extents[want.layer].allocate(want.size_bytes, drive=drive)[1]
-        return Place(drive, offset, want.size_bytes, want.layer)
+        return SwapExtent(drive, offset, want.size_bytes, want.layer)
 
-    def free(self, place: Place) -> None:
+    def free(self, place: SwapExtent) -> None:
         """Give a place back; its file keeps its length, for the next."""
         if place.layer not in self._frozen:
             self._extents[place.layer].free(place.drive, place.offset)
 
-    def release(self, places: Sequence[Place]) -> None:
+    def release(self, places: Sequence[SwapExtent]) -> None:
         """Give places back, and to the file system what the files then hold at their ends for nobody."""
         for place in places:
             self.free(place)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity._src.distributed.collectives import Comm, digest, named
+from infinity._src.distributed.collectives import Comm, digest, fingerprinted
 from infinity._src.grads.proxy import SlotState
 from infinity._src.kernels.codec import decode_sections, encode_sections
 from infinity._src.params.chunk_buffer import ChunkBuffer, Span, spans_of
@@ -69,7 +69,7 @@ class States:
 
         Raises: RanksDiverged.
         """
-        self._comm.meet(lambda: what if tensor is None else named(what, digest(tensor)))
+        self._comm.check_same_collective(lambda: what if tensor is None else fingerprinted(what, digest(tensor)))
 
     # -- states ------------------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class States:
         """The whole of what the ranks hold parts of, fp32 [param.shape]."""
         _, element, _ = param.flat.layout.shard_range(param.slot_index, self.rank)
         mine = torch.cat([piece.reshape(-1) for piece in part]) if part else torch.empty(0)
-        return self._comm.assemble(mine, element, param.numel).view(param.shape)
+        return self._comm.all_gather_vector(mine, element, param.numel).view(param.shape)
 
 
 class OptimizerState(MutableMapping[str, Any]):

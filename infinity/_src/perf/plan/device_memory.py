@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from infinity._src.engine import LEAVING_UNITS
+from infinity._src.engine import OFFLOAD_UNITS
 from infinity._src.hooks.activation_offload import HELD_CALLS, LEAVING_BYTES
 from infinity._src.optim.backward_update import UNITS_AHEAD
 from infinity._src.optim.device_update import AHEAD_CHUNKS
@@ -81,7 +81,7 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     largest = float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world))
     early = job.update == "backward" and not job.speculates
     if machine.gpus:
-        waiting = 1 + (WINDOW_UNITS if early else LEAVING_UNITS)
+        waiting = 1 + (WINDOW_UNITS if early else OFFLOAD_UNITS)
     else:
         waiting = UNITS_AHEAD if early else 1
     parts = {

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from infinity._src.distributed.exchange import GRADIENT_BITS, GROUP_NUMEL, WEIGHT_BITS
+from infinity._src.distributed.exchange import GRADIENT_BITS, SCALE_GROUP_NUMEL, WEIGHT_BITS
 from infinity._src.kernels.comm_codec import wire_bytes
 from infinity._src.memory.layout import FlatLayout, plan_flat
 from infinity._src.perf.pcie import Copied, Copies
@@ -120,13 +120,13 @@ def _plain(flat: FlatShape, numel: int) -> float:
 
 def _weight_bytes(job: Job) -> _OfShard:
     """Bytes of a shard's values on the wire."""
-    return (lambda _flat, numel: float(wire_bytes(numel, WEIGHT_BITS, GROUP_NUMEL))) if job.qwz else _plain
+    return (lambda _flat, numel: float(wire_bytes(numel, WEIGHT_BITS, SCALE_GROUP_NUMEL))) if job.qwz else _plain
 
 
 def _grad_bytes(job: Job) -> _OfShard:
     """Bytes of a shard's gradients on the wire."""
     if job.qgz:
-        return lambda _flat, numel: float(wire_bytes(numel, GRADIENT_BITS, GROUP_NUMEL))
+        return lambda _flat, numel: float(wire_bytes(numel, GRADIENT_BITS, SCALE_GROUP_NUMEL))
     return lambda flat, numel: float(numel * job.grad_itemsize(flat.dtype))
 
 

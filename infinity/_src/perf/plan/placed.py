@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from infinity._src.grads.proxy import NORM_PIECE_NUMEL
 from infinity._src.memory.layout import FlatLayout, plan_flat
-from infinity._src.memory.placement import FlatNeed, Load, Plan, plan_placement
+from infinity._src.memory.placement import FlatNeed, PlacementPlan, StepLoad, plan_placement
 from infinity._src.memory.planner import state_format
 from infinity._src.optim.grad_windows import WINDOW_UNITS, window_bytes
 from infinity._src.perf.plan.job import Job
@@ -65,7 +65,7 @@ def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str,
     return {name: size for name, size in found.items() if size}
 
 
-def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[list[FlatNeed], Plan]:
+def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[list[FlatNeed], PlacementPlan]:
     """The needs of one rank and their placement under its `budget` of bytes; where that is too small, the placement that
     takes least, so `ram_bytes` of it is above the budget. What `beside_placement` has is in neither."""
     fine = _needs(shape, machine, job, 1, least=True)
@@ -74,9 +74,9 @@ def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[l
 
     staging = _staging_bytes(shape, machine, job)
     bandwidths = machine.read_bytes_per_s, machine.write_bytes_per_s
-    load = Load("deferred" if job.speculates else job.update, job.micro_batches, bandwidths)
+    load = StepLoad("deferred" if job.speculates else job.update, job.micro_batches, bandwidths)
 
-    def plan(which: Sequence[FlatNeed], ram_bytes: int | None, spill: Sequence[bool] | None = None) -> Plan:
+    def plan(which: Sequence[FlatNeed], ram_bytes: int | None, spill: Sequence[bool] | None = None) -> PlacementPlan:
         return plan_placement(
             which,
             ram_bytes,
@@ -88,7 +88,7 @@ def place(shape: ModelShape, machine: Machine, job: Job, budget: int) -> tuple[l
             advice="",
         )
 
-    def chunked(found: Plan) -> Plan:
+    def chunked(found: PlacementPlan) -> PlacementPlan:
         """With the pools that the engine's chunks want."""
         if not found.pool_bytes:
             return found
@@ -121,7 +121,7 @@ def _staging_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
     return WINDOW_UNITS * max(windows, default=0)
 
 
-def _with_pools(plan: Plan, fine: Plan) -> Plan:
+def _with_pools(plan: PlacementPlan, fine: PlacementPlan) -> PlacementPlan:
     """A plan of coarse pieces with the pools that the engine's chunks want."""
     return dataclasses.replace(
         plan,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from infinity._src.memory.placement import Plan
+from infinity._src.memory.placement import PlacementPlan
 from infinity._src.perf.pcie import UPDATES_ON, Copied, Copies, Held, Link, Spent, copies, dram_s
 from infinity._src.perf.plan.device_memory import Need, gpu_need, least_need, ways_to_fit
 from infinity._src.perf.plan.exchanges import Exchanges, exchanges
@@ -349,7 +349,7 @@ def _spent(
 # -- what is needed ----------------------------------------------------------------------------------------------------------
 
 
-def _ram(plan: Plan, machine: Machine, beside: Mapping[str, float], waiting: float) -> Need:
+def _ram(plan: PlacementPlan, machine: Machine, beside: Mapping[str, float], waiting: float) -> Need:
     ranks = machine.ranks
     found = {name: float(ranks * size) for name, size in {**plan.ram_parts, **beside}.items() if size}
     if waiting:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from infinity._src.memory.layout import run_bytes
-from infinity._src.memory.placement import FlatNeed, Plan
+from infinity._src.memory.layout import aligned_section_bytes
+from infinity._src.memory.placement import FlatNeed, PlacementPlan
 from infinity._src.perf.plan.device_memory import gathered_bytes
 from infinity._src.perf.plan.job import Job
 from infinity._src.perf.plan.machine import Machine
@@ -63,7 +63,7 @@ def stages(shape: ModelShape, machine: Machine, job: Job) -> list[RankBytes]:
     return found
 
 
-def _states(shape: ModelShape, machine: Machine, job: Job, needs: Sequence[FlatNeed], plan: Plan) -> dict[str, Tiers]:
+def _states(shape: ModelShape, machine: Machine, job: Job, needs: Sequence[FlatNeed], plan: PlacementPlan) -> dict[str, Tiers]:
     cpu = dict.fromkeys(("params", "optim", "grads"), 0.0)
     nvme = dict(cpu)
     for need, placed, row in zip(needs, plan.formats, plan.nvme_masks, strict=True):
@@ -74,7 +74,7 @@ def _states(shape: ModelShape, machine: Machine, job: Job, needs: Sequence[FlatN
             versions = 1 if spilled else need.versions
             for numel, mask in zip(need.numels, row, strict=True):
                 if mask >> index & 1:
-                    nvme[kind] += versions * run_bytes(section, numel)
+                    nvme[kind] += versions * aligned_section_bytes(section, numel)
                 else:
                     cpu[kind] += versions * section.size_bytes(numel)
     stays = job.whole_params(machine.world)
