@@ -1,11 +1,12 @@
-"""What a policy makes of several ranks: the parts of the engine that one rank does not have.
+"""Setup of several ranks by policy: the parts of the engine that one rank does not have.
 
     stage   parameters                 gradients                          optimizer states
     1       whole, on the device       whole sums, then this rank's shard  this rank's shard
     2       whole, on the device       this rank's shard                   this rank's shard
     3       this rank's shard          this rank's shard                   this rank's shard
 
-Source: Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5; the switches of ZeRO++ (arXiv 2306.10209).
+Source: Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5; the switches of ZeRO++ (arXiv
+2306.10209).
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.unit import Flat, Unit
 
 _ENGINES: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
-"""Numbers the engines of each default process group; all its ranks make theirs in one order."""
+"""Counters of the engines of each default process group; all its ranks make theirs in one order."""
 
 
 class RankSetup:
-    """The ranks of one model, and what the policy wants of them. Opening it is collective, and blocks."""
+    """Ranks of one model: their communicator, and the parts that the policy wants for them.
+
+    The constructor is collective, and blocks.
+    """
 
     def __init__(self, policy: Policy, device: torch.device, undo: contextlib.ExitStack) -> None:
         self._policy = policy
@@ -48,20 +52,25 @@ class RankSetup:
         undo.callback(self.comm.close)
 
     def note(self, flat: Flat, values: torch.Tensor) -> None:
-        """The model has these values [layout.numel] for a flat on this rank."""
+        """Note a digest of a flat's values [layout.numel] on this rank, for `check_values`."""
         if self.several:
             self._values[flat] = digest(values)
 
     def check_values(self) -> None:
-        """Collective, blocks. Raises: ValueError when the ranks began with different values, of which each would keep a part."""
+        """Check that all ranks began with the same values. Collective; blocks. Raises: ValueError.
+
+        Each rank keeps its part of the values: of different ones the whole would be no rank's.
+        """
         flats = list(self._values)
         differing = self.comm.differing_indices(list(self._values.values()))
         self._values.clear()
         if differing:
             unit = flats[differing[0]].unit
             raise ValueError(
-                f"the parameters of {unit.name} are not the same on all ranks, and each rank would keep its part of them: seed "
-                "all ranks alike before the model is built, broadcast its values from one rank, or give load= the same source"
+                f"the parameters of {unit.name} are not the same on all ranks, and each rank would "
+                "keep its part of them: seed "
+                "all ranks alike before the model is built, broadcast its values from one rank, or "
+                "give load= the same source"
             )
 
     @property
@@ -70,7 +79,8 @@ class RankSetup:
         return self._policy.params == "device" and (self._policy.zero < 3 or not self.several)
 
     def staging(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> Callable[[], int]:
-        """What tells the CPU memory that these parts take: all of it from the start, and more after parameters were thawed."""
+        """What tells the CPU memory that these parts take: all of it from the start, and more after
+        parameters were thawed."""
         if not self.several:
             return lambda: 0
         return functools.partial(self._ram_bytes, flats, dtype_of)
@@ -120,7 +130,8 @@ class RankSetup:
         return reducer
 
     def kept(self, units: Sequence[Unit], device: Device) -> SecondaryShards | None:
-        """The shards that stay where gathers take them from, until weights change. The residency closes it."""
+        """Secondary shards, which gathers read until weights change; None without. The caller
+        closes them."""
         if not self.several or self._policy.zero < 3:
             return None
         kept = None
@@ -132,7 +143,7 @@ class RankSetup:
         return kept
 
     def figures(self) -> dict[str, int]:
-        """What `infinity._src.stats.Stats` tells of several ranks."""
+        """Fields of `infinity._src.stats.Stats` that several ranks have."""
         gather, reduce = self.comm.volume("gather"), self.comm.volume("reduce")
         return {
             "comm_gather_inside_bytes": gather.inside,

@@ -1,10 +1,12 @@
-"""What a model's states are placed by: its flats as the planner sees them, the process's budget, the plan in force.
+"""Placement of one model's states: builds the planner's input, reserves the budget, keeps the plan
+in force.
 
-    first plan        at offload, for the step that may come: pools and what spills are settled here, once
-    plan per hold     when an optimizer takes parameters: their state formats, and room for their gradients
+    first plan    at offload, for the steps to come: chooses pools and spilled gradients, once
+    later plans   when an optimizer registers parameters: their formats, and room for gradients
 
-Pools are allocated once and which gradients spill is decided once, both for all parameters that require a gradient when
-the model is offloaded. An optimizer that holds fewer leaves budget, which goes to resident sections.
+Pools are allocated once, and spilled gradients are chosen once, both for all parameters that
+require a gradient when the model is offloaded. An optimizer that holds fewer leaves budget, which
+goes to resident sections.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ _GRADS = {
 
 
 def state_format(state: str, dtype: torch.dtype, moments: int = 2) -> Format | None:
-    """How `Policy.state` keeps parameters of a dtype with so many moments; None for a dtype without states."""
+    """Choose the format of states by `Policy.state`, dtype and moments; None for a dtype without
+    states."""
     if dtype not in _MASTERS:
         return None
     master = Master.SPLIT8 if state == "compact" and dtype is torch.bfloat16 else _MASTERS[dtype]
@@ -46,12 +49,13 @@ def state_format(state: str, dtype: torch.dtype, moments: int = 2) -> Format | N
 
 
 def chunk_numel_of(state: str, dtype: torch.dtype) -> int:
-    """Elements per chunk of flats that may get states: as for two moments, chosen before an optimizer exists."""
+    """Elements per chunk of flats that may get states: as for two moments, chosen before an
+    optimizer exists."""
     return chunk_numel(state_format(state, dtype) or Format.RAW)
 
 
 class SavedPlacement(NamedTuple):
-    """What a placement is made with and what came of it."""
+    """Snapshot of a `PlacementPlanner`, which `restore` takes."""
 
     plan: PlacementPlan
     spilled: frozenset[Flat] | None
@@ -60,10 +64,12 @@ class SavedPlacement(NamedTuple):
 
 
 class PlacementPlanner:
-    """The placement of one model's flats. `plan` is the one in force; `ledger_owner` is whose its RAM is.
+    """Planner of one model's placement; `plan` is the one in force.
 
-    staging_bytes: what gradients need on their way to where they wait; more after parameters were thawed.
-    Formats are those of states without gradients; `plan.formats` says which flats have a section for theirs.
+    ledger_owner: key of the model's entry in the RAM ledger.
+    staging_bytes: returns the RAM of buffers between autograd and the gradients' place; it grows
+    when parameters are unfrozen. Formats are those of states without gradients; `plan.formats` has
+    a section for those that spill.
     """
 
     def __init__(
@@ -82,32 +88,36 @@ class PlacementPlanner:
         self._staging_bytes = staging_bytes
         self._staged = 0  # bytes of that in the plan in force
         self._owner = ledger_owner
-        # Once: what is left shrinks as this model takes its share, and must not be halved again for the optimizer.
+        # Once: what is left shrinks as this model takes its share, and must not be halved again for
+        # the optimizer.
         self._default_bytes = default_bytes
         self._pools: tuple[int, int] | None = None
         self._spilled: frozenset[Flat] | None = None
         self._plan: PlacementPlan | None = None
-        self.scratch_bytes = 0  # of optimizers that compute in Python; counted from the next plan on
+        self.scratch_bytes = 0  # of optimizers in Python; counted from the next plan on
 
     @property
     def plan(self) -> PlacementPlan:
-        """The plan in force."""
+        """Plan in force."""
         assert self._plan is not None
         return self._plan
 
     @property
     def spilled(self) -> list[Flat]:
-        """The flats whose gradients spill under the plan in force."""
+        """Flats whose gradients spill under the plan in force."""
         return [flat for flat, gone in zip(self._flats, self.plan.spilled, strict=True) if gone]
 
     def state_format(self, flat: Flat, moments: int = 2) -> Format:
-        """How states of a flat rest once an optimizer with so many moments holds it; RAW for a dtype that has none."""
+        """Choose the format of a flat's states with so many moments; RAW for a dtype that has none.
+        """
         return state_format(self._policy.state, flat.dtype, moments) or Format.RAW
 
     def first(self) -> PlacementPlan:
-        """The placement before an optimizer exists: parameters only, but pools for the step that may come.
+        """Plan for the time before an optimizer exists: parameters only, but pools for the steps to
+        come.
 
-        Raises: BudgetError when the parameters alone do not fit; a budget too small for training is a warning.
+        Raises: BudgetError when the parameters alone do not fit; a budget too small for training is
+            a warning.
         """
         trainable = {flat: self.state_format(flat) for flat in self._flats if flat.trainable}
         formats = {flat: found for flat, found in trainable.items() if found is not Format.RAW}
@@ -123,13 +133,14 @@ class PlacementPlanner:
         return self._enforce(plan)
 
     def _settle_first(self, formats: Mapping[Flat, Format]) -> PlacementPlan:
-        """Decide what spills and how large pools are."""
+        """Choose the gradients that spill, and the size of the pools."""
         if self._policy.update != "backward" or self._policy.speculates:
             plan = self._make(formats, stores_gradients=True)
             self._spilled = self._spilled_of(plan)
             return plan
         plan = self._make(formats, stores_gradients=False)
-        try:  # micro-batches may accumulate one day: the pools are large enough for that, if the budget is
+        # Micro-batches may accumulate one day: pools are large enough for that, if the budget is.
+        try:
             later = self._make(formats, stores_gradients=True)
         except BudgetError:
             return plan
@@ -138,16 +149,21 @@ class PlacementPlanner:
         return self._make(formats, stores_gradients=False)
 
     def replan(self, formats: Mapping[Flat, Format], *, stores_gradients: bool = True) -> PlacementPlan:
-        """The placement of flats with states in these formats, in force from now on; `restore` takes it back.
+        """Plan for flats with states in these formats, in force from now on; `restore` takes it
+        back.
 
-        stores_gradients: they wait in RAM (or spill) for the step; not so under update="backward" without accumulation.
-        Raises: BudgetError; ValueError when the pools that exist are too small. Then the plan in force stays.
+        stores_gradients: they wait in RAM (or spill) for the step; not so under update="backward"
+            without accumulation.
+        Raises: BudgetError; ValueError when the pools that exist are too small. Then the plan in
+            force stays.
         """
         plan = self._make(formats, stores_gradients=stores_gradients)
         if (plan.small_bytes, plan.large_bytes) != self._pools:
             raise ValueError(
-                "the optimizer holds parameters that required no gradient when the model was offloaded, or whose "
-                "states did not fit the budget then, or three moments each; call requires_grad_() before inf.offload, raise "
+                "the optimizer holds parameters that required no gradient when the model was "
+                "offloaded, or whose "
+                "states did not fit the budget then, or three moments each; call requires_grad_() "
+                "before inf.offload, raise "
                 "Policy(ram=...), or rest three moments in RAM: Policy(optim='cpu')"
             )
         if self._spilled is None and stores_gradients:
@@ -155,17 +171,21 @@ class PlacementPlanner:
         return self._enforce(plan)
 
     def saved(self) -> SavedPlacement:
-        """What `restore` brings back."""
+        """Take a snapshot for `restore`."""
         return SavedPlacement(self.plan, self._spilled, self.scratch_bytes, self._staged)
 
     def restore(self, saved: SavedPlacement, *, resident_bytes: int, gradient_bytes: int) -> None:
-        """Put a former plan in force again. resident_bytes: what rests in RAM now; gradient_bytes: memory of gradients, and of
-        the parameters that compute, which a later plan will find there. What is more than planned is reserved, too.
+        """Put a former plan in force again.
+
+        resident_bytes: states in RAM now. gradient_bytes: memory of gradients, and of the
+        parameters that compute, which a later plan will find there. Bytes beyond the plan are
+        reserved, too.
         """
         plan, self._spilled, self.scratch_bytes, self._staged = saved
         more = max(resident_bytes - plan.resident_bytes, 0)
         more += max(gradient_bytes - plan.grad_bytes - plan.shadow_bytes, 0)
-        more += max(self._staging_bytes() - self._staged, 0)  # of what was thawed since: made, or when its first gradient comes
+        # Buffers of parameters unfrozen since: they exist, or will with the first gradient.
+        more += max(self._staging_bytes() - self._staged, 0)
         LEDGER.reserve(self._owner, plan.ram_bytes + more, plan.min_bytes)
         self._plan = plan
 
@@ -192,8 +212,8 @@ class PlacementPlanner:
             scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + self.scratch_bytes + self._staging_bytes(),
             pools=self._pools,
             resident=self._resident(),
-            # What a resident byte saves is valued for a step of one micro-batch: how many there will be nobody knows at placement
-            # (`infinity plan` is told).
+            # What a resident byte saves is valued for a step of one micro-batch: how many there
+            # will be nobody knows at placement (`infinity plan` is told).
             load=StepLoad(update="deferred" if policy.speculates else policy.update, bandwidths=self._bandwidths()),
             spill=spill,
             small_bytes=CHUNK_BYTES if policy.activations == "nvme" else 0,
@@ -212,7 +232,8 @@ class PlacementPlanner:
         shadow = DelayedParams.shard_bytes(flat) if delayed else 0
         if not stores_gradients:
             return FlatNeed(flat.layout, held_format, *tiers, shadow_bytes=shadow, versions=self._policy.generations)
-        # Without an explicit size the budget is a share of what happens to be free, and nothing spills for that.
+        # Without an explicit size the budget is a share of what happens to be free, and nothing
+        # spills for that.
         spills = self._policy.grads == "nvme" and isinstance(self._policy.ram, int)
         return FlatNeed(
             flat.layout,
@@ -226,7 +247,7 @@ class PlacementPlanner:
         )
 
     def _spill_advice(self) -> str:
-        """How gradients could spill, where they do not."""
+        """Say how gradients could spill, where they do not."""
         if self._policy.grads != "nvme":
             return ", let gradients spill with Policy(grads='nvme') and a size for ram"
         return "" if isinstance(self._policy.ram, int) else ", give ram a size (gradients spill only past an explicit one)"

@@ -1,7 +1,13 @@
-"""Swap space over one or several drives: each chunk whole on one of them, the drives in proportion to their shares.
+"""Swap space over one or several drives, striped by their bandwidth.
 
-Chunks that follow one another are read one after another, so every stretch of them has to be in proportion, not only
-the whole: smooth weighted round robin, over bytes.
+Each chunk is whole on one drive. Chunks that follow one another are read one after another, so
+every stretch of them has to be in proportion, not only the whole: smooth weighted round robin, over
+bytes.
+
+Shares of the drives are in proportion to their bandwidth, so that a slow drive does not hold up a
+fast one. Bandwidths are given (a sweep of `infinity.bench`), or measured when the space is set up:
+on all drives at once, since they may share a bus; reading about as much as writing, since training
+does; and through an executor of the backend and seam that will run.
 """
 
 from __future__ import annotations
@@ -27,12 +33,12 @@ from infinity.aio.swap_file import SwapFile
 from infinity.errors import DeviceFailedError
 
 _UNIT = 1 << 20
-"""Shares are kept in millionths, about."""
+"""Sum of the whole-number weights of the drives: shares are kept to about a millionth."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SwapExtent:
-    """Bytes [offset, offset + size) of a swap file of one drive, the one of `layer`."""
+    """Bytes [offset, offset + size) of the swap file of `layer` on one drive."""
 
     drive: int
     offset: int
@@ -41,17 +47,18 @@ class SwapExtent:
 
 
 class ExtentRequest(NamedTuple):
-    """So many bytes in a file of `layer`; 0: none."""
+    """Request for bytes in a file of `layer`; 0 bytes: no extent."""
 
     size_bytes: int
     layer: int = 0
 
 
 class WeightedRoundRobin:
-    """Whose turn it is, so that drives get bytes in proportion to `shares`.
+    """Smooth weighted round robin: gives chunks to drives in proportion to `shares`, by bytes.
 
-    Every drive earns its share of each chunk as credit; the one with the most takes the chunk and pays for it. Over any
-    stretch of chunks, what each of n drives gets is off by n chunks of the largest size at most.
+    Every drive earns its share of each chunk as credit. The drive with the most credit takes the
+    chunk and pays for it. Over any stretch of chunks, the bytes of each of n drives are off by n
+    chunks of the largest size at most.
     """
 
     def __init__(self, shares: Sequence[float]) -> None:
@@ -64,11 +71,11 @@ class WeightedRoundRobin:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """What part of the bytes each drive gets."""
+        """Share of the bytes that each drive gets."""
         return tuple(weight / sum(self._weights) for weight in self._weights)
 
     def next_drive(self, size_bytes: int) -> int:
-        """The drive for the next chunk."""
+        """Choose the drive for the next chunk, and charge it."""
         for drive, weight in enumerate(self._weights):
             self.credits[drive] += weight * size_bytes
         drive = max(range(len(self.credits)), key=lambda index: (self.credits[index], -index))
@@ -77,14 +84,16 @@ class WeightedRoundRobin:
 
 
 class SwapSpace:
-    """Swap files in `directories`, and what of them is in use: in layers of one file on each drive.
+    """Swap files in `directories`, and the extents in use: in layers of one file on each drive.
 
-    Layer 0 is ephemeral: its files have no name, so nothing stays behind however the process ends. Others are added, as files
-    that their owner made; a layer's number is that of its files in an executor.
-    shares: what part of the bytes each drive gets, in any unit (None: the same); set before the first `reserve`.
-    room: raises SwapFullError when these files cannot grow by so many bytes each, beside what other ranks want of the same
-    drives; `at_once` asks it.
-    Raises: what SwapFile raises for a directory that is missing, read-only, full or on tmpfs.
+    Layer 0 is ephemeral: its files have no name, so nothing stays behind however the process ends.
+    Other layers are added, of files that their owner made. A layer's number is that of its files in
+    an executor.
+    shares: share of the bytes that each drive gets, in any unit (None: the same); set before the
+    first `reserve`.
+    room: raises SwapFullError when these files cannot grow by so many bytes each, beside the growth
+    that other ranks want on the same drives; `grow_together` asks it.
+    Raises: the errors of SwapFile for a directory that is missing, read-only, full or on tmpfs.
     """
 
     def __init__(self, directories: Sequence[Path], shares: Sequence[float] | None = None) -> None:
@@ -105,23 +114,28 @@ class SwapSpace:
 
     @property
     def files(self) -> list[SwapFile]:
-        """The files of layer 0, by drive."""
+        """Files of layer 0, by drive."""
         return self.layers[0]
 
     def add_layer(self, files: Sequence[SwapFile]) -> int:
-        """A new layer of empty files, one on each drive, which are closed with the others. Returns its number."""
+        """Add a layer of empty files, one on each drive. Returns its number; `close` closes the
+        files."""
         assert len(files) == len(self.files)
-        layer = next((index for index, held in enumerate(self.layers) if index and not held), len(self.layers))
+        layer = next(
+            (index for index, held in enumerate(self.layers) if index and not held),
+            len(self.layers),
+        )
         self.layers[layer:] = [list(files), *self.layers[layer + 1 :]]
         self._extents[layer:] = [ExtentAllocator(len(files)), *self._extents[layer + 1 :]]
         return layer
 
     def freeze_layer(self, layer: int) -> None:
-        """From now on nothing is reserved in a layer, and its files keep what they hold: somebody else has them too."""
+        """Reserve and shrink nothing in a layer any more: its files are also those of a saved run.
+        """
         self._frozen.add(layer)
 
     def remove_layer(self, layer: int) -> None:
-        """Close the files of a layer in which nobody has a place any more. Its number may be another's then."""
+        """Close the files of a layer without extents in use. Its number may be given again."""
         for file in self.layers[layer]:
             file.close()
         self.layers[layer] = []
@@ -129,7 +143,7 @@ class SwapSpace:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The part of the bytes that each drive gets; they add up to 1."""
+        """Share of the bytes that each drive gets; shares add up to 1."""
         return self._turns.shares
 
     @shares.setter
@@ -144,14 +158,26 @@ class SwapSpace:
         return sum(file.size_bytes for layer in self.layers for file in layer)
 
     def reserve(self, sizes: Sequence[int]) -> list[SwapExtent]:
-        """Places in layer 0 for chunks of `sizes` bytes (multiples of 4096); see `reserve_together`. Raises: SwapFullError."""
-        return [place for group in self.reserve_together([(ExtentRequest(size),) for size in sizes]) for place in group if place]
+        """Reserve extents in layer 0 for chunks of `sizes` bytes (multiples of 4096).
 
-    def reserve_together(self, groups: Sequence[Sequence[ExtentRequest]]) -> list[list[SwapExtent | None]]:
-        """Places for what each group wants, on one drive, the drives in proportion to the shares; grows the files first.
+        Raises: SwapFullError; see `reserve_together`.
+        """
+        return [
+            place
+            for group in self.reserve_together([(ExtentRequest(size),) for size in sizes])
+            for place in group
+            if place
+        ]
 
-        Raises: SwapFullError that names the directory and says how much is missing there; then nothing was reserved, and
-        no file has grown. Other drives do not take what one has no room for: they would be the slower for it.
+    def reserve_together(
+        self, groups: Sequence[Sequence[ExtentRequest]]
+    ) -> list[list[SwapExtent | None]]:
+        """Reserve extents for groups of requests, each group on one drive, and grow the files.
+
+        Groups go to drives in proportion to the shares.
+        Raises: SwapFullError that names the directory and says how much is missing there. Then
+        nothing was reserved, and no file has grown. Other drives do not take a chunk that one has
+        no room for: they would be the slower for it.
         """
         found: list[list[SwapExtent | None]] = []
         credits_before = list(self._turns.credits)
@@ -172,7 +198,11 @@ class SwapSpace:
         return found
 
     def reserve_on(self, drives: Sequence[int], wants: Sequence[ExtentRequest]) -> list[SwapExtent]:
-        """A place for each of `wants`, none of 0 bytes, on the drive beside it. Raises: SwapFullError, as `reserve_together`."""
+        """Reserve an extent for each of `wants`, none of 0 bytes, on the given drive, and grow the
+        files.
+
+        Raises: SwapFullError, as `reserve_together`.
+        """
         found: list[SwapExtent] = []
         lengths = [[file.size_bytes for file in files] for files in self.layers]
         try:
@@ -190,9 +220,11 @@ class SwapSpace:
 
     @contextlib.contextmanager
     def grow_together(self) -> Iterator[None]:
-        """Places that are reserved inside are there afterwards: the files grow at its end, all or none, and `room` is asked once
-        before, also where they need not. What was reserved stays so if they cannot: the caller gives it back.
+        """Grow the files once, at the end of this context, for all extents reserved inside: all or
+        none.
 
+        `room` is asked once before, also where no file needs to grow: it is collective. If they
+        cannot grow, the extents stay reserved, and the caller gives them back.
         Raises: SwapFullError.
         """
         self._grows_later = True
@@ -233,12 +265,12 @@ class SwapSpace:
         return SwapExtent(drive, offset, want.size_bytes, want.layer)
 
     def free(self, place: SwapExtent) -> None:
-        """Give a place back; its file keeps its length, for the next."""
+        """Give an extent back; its file keeps its length for the next one."""
         if place.layer not in self._frozen:
             self._extents[place.layer].free(place.drive, place.offset)
 
     def release(self, places: Sequence[SwapExtent]) -> None:
-        """Give places back, and to the file system what the files then hold at their ends for nobody."""
+        """Give extents back, and the unused ends of the files to the file system."""
         for place in places:
             self.free(place)
         self._shrink(
@@ -258,15 +290,18 @@ class SwapSpace:
 
 log = logging.getLogger("infinity")
 
+# -- shares by bandwidth ------------------------------------------------------------------------
+
 MEASURE_S = 0.2
 _WARM_UP_S = 0.05
 _ANSWER_S = 10.0
-"""A drive that has hardly moved anything by then is taken for dead."""
+"""Time after which a drive that has hardly moved anything is taken for dead."""
 _CHUNK_BYTES = MIB // 2
 _CHUNKS = 32
 _WAVE = 4
 _WAVES = 4
-"""Waves in flight per drive: 16 requests, half of them writes. Shorter than training's, so that a slow drive ends more."""
+"""Waves in flight per drive: 16 requests, half of them writes. Shorter than training's, so that a
+slow drive ends more."""
 
 
 def choose_shares(
@@ -276,18 +311,22 @@ def choose_shares(
     backend: str = "auto",
     seam: aio.Seam | None = None,
 ) -> tuple[float, ...]:
-    """The share of each drive, from `bandwidths` (absolute directory -> (read, write) bytes/s) if it has them all.
+    """Choose the share of each drive by its bandwidth, and log it.
 
-    Else measured, with two drives or more; blocks for about a quarter of a second after writing 16 MiB to each. The result
-    is logged.
+    bandwidths: absolute directory -> (read, write) in bytes/s. Where it lacks a drive, and there
+    are two or more, all are measured; that blocks for about a quarter of a second after writing 16
+    MiB to each.
     Raises: SwapFullError, AioError that names the path that fails.
     """
     if len(files) < 2:
         return (1.0,) * len(files)
     by_place = {Path(directory).resolve(): pair for directory, pair in bandwidths.items()}
-    known = [by_place[place] for file in files if (place := Path(file.directory).resolve()) in by_place]
+    known = [
+        by_place[place] for file in files if (place := Path(file.directory).resolve()) in by_place
+    ]
     buffered = [file for file in files if not file.direct]
     if len(known) == len(files):
+        # Harmonic mean: time for as many bytes read as written.
         source, speeds = "given", tuple(2 / (1 / read + 1 / write) for read, write in known)
     elif buffered:
         # The page cache answers for the drive, so that measuring tells nothing.
@@ -297,12 +336,17 @@ def choose_shares(
         )  # fmt: skip
         return (1 / len(files),) * len(files)
     else:
-        source = "measured" if not bandwidths else "measured (the settings do not have all of these directories)"
+        source = (
+            "measured"
+            if not bandwidths
+            else "measured (the settings do not have all of these directories)"
+        )
         speeds = measure_shares(files, backend=backend, seam=seam)
     total = sum(speeds)
     shares = tuple(speed / total for speed in speeds)
     parts = ", ".join(
-        f"{file.path} {share:.1%} ({format_size(speed)}/s)" for file, share, speed in zip(files, shares, speeds, strict=True)
+        f"{file.path} {share:.1%} ({format_size(speed)}/s)"
+        for file, share, speed in zip(files, shares, speeds, strict=True)
     )
     log.info("striping over %d drives by their bandwidth, %s: %s", len(files), source, parts)
     return shares
@@ -311,9 +355,9 @@ def choose_shares(
 def measure_shares(
     files: Sequence[aio.SwapFile], *, backend: str = "auto", seam: aio.Seam | None = None
 ) -> tuple[float, ...]:
-    """Bytes per second of each drive, read and written in about equal parts, all drives at once. Blocks as `choose_shares` does.
+    """Measure bytes per second of each drive, all at once, read and written in about equal parts.
 
-    The files' contents are lost; their lengths stay. Faults of the seam are left for the executor that will train.
+    Blocks as `choose_shares` does. The files' contents are lost; their lengths stay.
     Raises: SwapFullError, AioError that names the path that fails.
     """
     lengths = [file.size_bytes for file in files]
@@ -326,6 +370,7 @@ def measure_shares(
             small=aio.PoolSpec(0, 0),
             large=slots,
             backend=backend,
+            # Faults of the seam are meant for the executor that will train.
             seam=dataclasses.replace(seam, fault=None) if seam is not None else None,
         )
         try:
@@ -357,9 +402,10 @@ class _Measurement:
         self._flying: list[deque[aio.Ticket]] = [deque() for _ in files]
         self._turn = [0] * len(files)
         self._seen: list[list[tuple[float, int]]] = [[(0.0, 0)] for _ in files]
-        """When each drive was seen to have moved how many bytes."""
+        """Observations of each drive: (time, bytes moved until then)."""
 
     def run(self) -> tuple[float, ...]:
+        """Return bytes per second of each drive. Blocks."""
         self._fill()
         for drive in range(len(self._files)):
             for _ in range(_WAVES):
@@ -370,32 +416,39 @@ class _Measurement:
         start = time.monotonic()
         while True:
             self._feed(MEASURE_S)
-            # From completion to completion: a slow drive has so few that the time before and after would count.
+            # From completion to completion: a slow drive has so few of them that the time before
+            # the first and after the last would count.
             if all(len(seen) > 2 for seen in self._seen):
                 pairs = [(seen[1], seen[-1]) for seen in self._seen]
-                return tuple((size - earlier) / (end - begin) for (begin, earlier), (end, size) in pairs)
+                return tuple(
+                    (size - earlier) / (end - begin) for (begin, earlier), (end, size) in pairs
+                )
             if time.monotonic() - start > _ANSWER_S:
                 path = self._files[[len(seen) > 2 for seen in self._seen].index(False)].path
                 text = f"the drive moved next to nothing in {_ANSWER_S:.0f} s"
                 raise DeviceFailedError(text, errno=errno.ETIMEDOUT, path=path, op="read")
 
     def _fill(self) -> None:
-        """Random bytes onto the fresh extents. Untimed: a first write there is slower than all later ones."""
+        """Write random bytes onto the fresh extents, untimed: a first write is slower than later
+        ones."""
         with aio.Slab(2 * _CHUNK_BYTES) as source:
             words = source.array(np.uint64)
             words[:] = np.random.default_rng().integers(0, 2**64, size=len(words), dtype=np.uint64)
             jobs = self._jobs(self._ids.reshape(-1), aio.JobKind.STORE, 1)
             # Each from another byte on, so that no two chunks are equal.
-            jobs["ptr"][:, 0] = np.uint64(source.address) + np.arange(len(jobs), dtype=np.uint64) * np.uint64(4096 + 64)
+            jobs["ptr"][:, 0] = np.uint64(source.address) + np.arange(
+                len(jobs), dtype=np.uint64
+            ) * np.uint64(4096 + 64)
             ticket = self._executor.submit(jobs, priority=aio.Priority.DEMAND)
             try:
                 ticket.wait()
             except BaseException:
-                self._executor.close(drain=False)  # before the source goes
+                # Before the source is unmapped, which jobs in flight still read.
+                self._executor.close(drain=False)
                 raise
 
     def _feed(self, seconds: float) -> None:
-        """Keep every drive busy for a while."""
+        """Keep every drive busy for so many seconds."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for drive, flying in enumerate(self._flying):
@@ -409,7 +462,7 @@ class _Measurement:
             time.sleep(0.0005)
 
     def _send(self, drive: int) -> None:
-        """A wave: reads from one half of the chunks, writes to the other."""
+        """Submit a wave to a drive: reads from one half of its chunks, writes to the other."""
         half = _CHUNKS // 2
         picks = (np.arange(_WAVE // 2) + self._turn[drive]) % half
         self._turn[drive] += _WAVE // 2
