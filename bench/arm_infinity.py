@@ -49,7 +49,7 @@ def build(workload: r1.Workload, policy: inf.Policy, *, always: bool = False) ->
     if always:
         if not policy.speculates:
             raise ValueError("--speculate=always is for update=backward with generations=2")
-        handle._mode._updates.history = Always()
+        handle.parts.mode.history = Always()
     batches = r1.micro_batches(workload)
     clips = policy.update != "backward" or policy.speculates
 
@@ -82,9 +82,9 @@ def counters(handle: Any) -> dict[str, float]:
 
 def must_move(handle: Any, workload: r1.Workload) -> dict[str, Any]:
     """What a step has to move, by update mode, from what rests on NVMe: without what withdrawn updates moved in vain."""
-    plan, params, optim, grads = handle._placing.plan, 0, 0, 0
-    for flat, state_format, masks in zip(handle._flats, plan.formats, plan.nvme_masks, strict=True):
-        for numel, mask in zip(handle._rest[flat].records["numel"], masks, strict=True):
+    plan, params, optim, grads = handle.parts.tiers.planner.plan, 0, 0, 0
+    for flat, state_format, masks in zip(handle.parts.split.flats, plan.formats, plan.nvme_masks, strict=True):
+        for numel, mask in zip(handle.parts.tiers.store[flat].records["numel"], masks, strict=True):
             for index, section in enumerate(state_format.sections):
                 size = section.size_bytes(int(numel)) if mask >> index & 1 else 0
                 if section.name == "grad":

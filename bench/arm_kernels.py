@@ -36,12 +36,22 @@ def _in_parts(numel: int, threads: int, part: Callable[[int, int], Update]) -> U
     return lambda: [done.result() for done in [pool.submit(update) for update in updates]]
 
 
+def _encoded(kind: Any, master: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """The sections of states with these masters, rounded to nearest."""
+    import torch
+
+    from infinity._src.kernels.state_codec import encode_sections
+
+    values = torch.from_numpy(master)
+    return [section.numpy().copy() for section in encode_sections(kind, values, [values * 0.01, values.square() * 1e-4])]
+
+
 def ours(state: str, numel: int, threads: int) -> Update:
     """inf_update on sections in memory; `verified`: the executor's pass, with checksums before and after, on `exact`."""
-    from infinity._src.kernels.adamw import hyper_row
-    from infinity._src.kernels.codec import encode_sections
+    from infinity._src.kernels.hyper import hyper_row_adamw
     from infinity._src.native import ffi, lib
-    from infinity.aio.plan import Format, GradDtype, Master, Moments
+    from infinity.aio import Format, GradDtype
+    from infinity.aio._records import Master, Moments
 
     formats = {
         "exact": Format.SPLIT,
@@ -51,9 +61,9 @@ def ours(state: str, numel: int, threads: int) -> Update:
     }
     kind = formats[state]
     master = _noise(numel)
-    sections = encode_sections(kind, master, [master * np.float32(0.01), np.square(master) * np.float32(1e-4)])
+    sections = _encoded(kind, master)
     grad = (master[::-1].copy().view(np.uint32) >> 16).astype(np.uint16)
-    row = hyper_row(lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=DECAY, step=10, key=1)
+    row = hyper_row_adamw(lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=DECAY, step=10, key=1)
 
     def part(low: int, high: int) -> Update:
         places = [
@@ -70,15 +80,15 @@ def ours(state: str, numel: int, threads: int) -> Update:
 
 def verified(numel: int, threads: int) -> Update:
     """What the executor runs on `exact` states: verify, update, sum anew, piece by piece."""
-    from infinity._src.kernels.adamw import hyper_row
-    from infinity._src.kernels.codec import encode_sections
+    from infinity._src.kernels.hyper import hyper_row_adamw
     from infinity._src.native import ffi, lib
-    from infinity.aio.plan import CHUNK, CHUNK_NUMEL, PIECE_NUMEL, SEG, Format, GradDtype, piece_count
+    from infinity.aio import CHUNK, SEG, Format, GradDtype
+    from infinity.aio._records import CHUNK_NUMEL, PIECE_NUMEL, piece_count
 
     master = _noise(numel)
-    sections = encode_sections(Format.SPLIT, master, [master * np.float32(0.01), np.square(master) * np.float32(1e-4)])
+    sections = _encoded(Format.SPLIT, master)
     grad = (master.view(np.uint32) >> 16).astype(np.uint16)
-    hypers = hyper_row(lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=DECAY, step=10).reshape(1)
+    hypers = hyper_row_adamw(lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=DECAY, step=10).reshape(1)
 
     def chunk(low: int, high: int) -> Update:
         record, seg = np.zeros((), CHUNK), np.zeros(1, SEG)

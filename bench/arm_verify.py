@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity import aio
-from infinity.aio.plan import CHUNK_NUMEL, PIECE_NUMEL, piece_count
+from infinity.aio._records import CHUNK_NUMEL, PIECE_NUMEL, piece_count
 
 ITEMSIZES = tuple(section.itemsize for section in aio.Format.SPLIT.sections)
 CHUNK_BYTES = CHUNK_NUMEL * sum(ITEMSIZES)
@@ -123,7 +123,7 @@ def run(directory: Path, size: int, verify: str) -> dict[str, Any]:
         executor = aio.open_executor(
             [file], small=aio.PoolSpec(0, 0), large=aio.PoolSpec(SLOTS, CHUNK_BYTES), verify=verify
         )
-        stack.callback(executor.close, drain=False)
+        stack.callback(executor.close, wait=False)
         passes = Pass(executor, count, memory.address)
         passes.run(aio.JobKind.STORE)
         figures = {

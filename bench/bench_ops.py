@@ -29,12 +29,12 @@ import numpy as np
 import torch
 
 from infinity._src.kernels import choice
-from infinity._src.kernels import loss_tiles as heads
+from infinity._src.kernels import linear_cross_entropy as heads
 from infinity._src.kernels import tile_matmul as tiles
-from infinity._src.kernels.adamw import hyper_row
-from infinity._src.kernels.chunk_update import UpdatePlan
+from infinity._src.kernels.hyper import hyper_row_adamw
 from infinity._src.kernels.quantize import Quantized, dequantize, quantize
-from infinity.aio.plan import HYPER, QUANT_GROUP, SEG, Format, Master, Moments, chunk_numel
+from infinity._src.kernels.update import UpdatePlan
+from infinity.aio._records import HYPER, QUANT_GROUP, SEG, Format, Master, Moments, chunk_numel
 
 FLUSH_BYTES = 256 << 20
 """Written before each measurement: more than the L2 cache of any GPU there is."""
@@ -152,7 +152,7 @@ def update(device: torch.device, smoke: bool) -> Iterator[Case]:
         "bf16": Format(Master.SPLIT, Moments.BF16, 2),
         "compact": Format(Master.SPLIT8, Moments.Q8, 2),
     }
-    rows = [hyper_row(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=5, key=key) for key in (1, 2)]
+    rows = [hyper_row_adamw(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=5, key=key) for key in (1, 2)]
     hypers = np.array(rows, HYPER)
     for name, state_format in formats.items():
         numel = 4096 if smoke else chunk_numel(state_format)

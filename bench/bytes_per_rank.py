@@ -108,8 +108,8 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
     handle: Any = inf.handle(model)
     found: dict[str, Tiers] = defaultdict(Tiers)
     sections, extents = 0, 0
-    for flat in handle._flats:
-        rest = handle._rest[flat]
+    for flat in handle.parts.split.flats:
+        rest = handle.parts.tiers.store[flat]
         for record in rest.records:
             for index, section in enumerate(rest.sections):
                 name = "gradients" if index >= rest.format.written_count else "optimizer states" if index else "parameters at rest"
@@ -122,18 +122,18 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
                     sections += -(-size // 64) * 64
         extents += sum(place.size_bytes for place in rest.places)
     # What the records say is what slabs and swap files have been asked for.
-    assert sections == handle._rest.resident_bytes, (sections, handle._rest.resident_bytes)
-    assert extents == handle._rest.nvme_bytes, (extents, handle._rest.nvme_bytes)
-    files = handle._storage.space.files if handle._storage.space is not None else []
+    assert sections == handle.parts.tiers.store.resident_bytes, (sections, handle.parts.tiers.store.resident_bytes)
+    assert extents == handle.parts.tiers.store.nvme_bytes, (extents, handle.parts.tiers.store.nvme_bytes)
+    files = handle.parts.tiers.storage.space.files if handle.parts.tiers.storage.space is not None else []
     assert sum(os.fstat(file.fd).st_blocks * 512 for file in files) >= extents
     assert sum(size.nvme for size in found.values()) == extents
-    found["gradients"] += Tiers(cpu=handle._gradients.size_bytes)
-    live = sum(flat.tensor.untyped_storage().nbytes() for flat in handle._flats)
+    found["gradients"] += Tiers(cpu=handle.parts.tiers.buffers.size_bytes)
+    live = sum(flat.tensor.untyped_storage().nbytes() for flat in handle.parts.split.flats)
     if policy.zero < 3:
         found["parameters on the device"] = Tiers(device=live)
     else:
         found["parameters gathered, at most"] = Tiers(device=handle.stats().gathered_bytes_peak)
-    drain, kept = handle._drain, handle.residency._fills.kept
+    drain, kept = handle.parts.grads.reducer, handle.residency._fills.kept
     if drain._local is not None:
         found["whole sums of gradients"] = Tiers(cpu=sum(slab.size_bytes for slab in drain._local._slabs))
     if kept is not None:

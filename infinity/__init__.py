@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         load_deepspeed,
         load_safetensors,
     )
-    from infinity._src.kernels.tiling import tile_linears, tile_loss
+    from infinity._src.kernels.tiling.tile_model import tile_linears, tile_loss
     from infinity._src.optim.adamw import AdamW
     from infinity._src.optim.elementwise import Elementwise
     from infinity._src.optim.lion import Lion
@@ -42,8 +42,8 @@ _HOMES = {
     "load_deepspeed": "infinity._src.interchange",
     "load_safetensors": "infinity._src.interchange",
     "save": "infinity._src.save_restore",
-    "tile_linears": "infinity._src.kernels.tiling",
-    "tile_loss": "infinity._src.kernels.tiling",
+    "tile_linears": "infinity._src.kernels.tiling.tile_model",
+    "tile_loss": "infinity._src.kernels.tiling.tile_model",
     "restore": "infinity._src.save_restore",
     "Save": "infinity._src.save_restore",
     "Restored": "infinity._src.save_restore",

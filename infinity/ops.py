@@ -1,4 +1,4 @@
-"""Tensor operations with a torch reference each; of those that users call, the names load lazily."""
+"""Public tensor operators, `inf.ops`; each has a torch reference, and its name loads lazily."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity._src.kernels.tiled_embedding import TiledEmbedding
-    from infinity._src.kernels.tiled_linear import TiledLinear
-    from infinity._src.kernels.tiled_loss import LinearCrossEntropy, linear_cross_entropy
+    from infinity._src.kernels.tiling.tiled_embedding import TiledEmbedding
+    from infinity._src.kernels.tiling.tiled_linear import TiledLinear
+    from infinity._src.kernels.tiling.tiled_loss import LinearCrossEntropy, linear_cross_entropy
 
 _HOMES = {
-    "LinearCrossEntropy": "infinity._src.kernels.tiled_loss",
-    "TiledEmbedding": "infinity._src.kernels.tiled_embedding",
-    "TiledLinear": "infinity._src.kernels.tiled_linear",
-    "linear_cross_entropy": "infinity._src.kernels.tiled_loss",
+    "LinearCrossEntropy": "infinity._src.kernels.tiling.tiled_loss",
+    "TiledEmbedding": "infinity._src.kernels.tiling.tiled_embedding",
+    "TiledLinear": "infinity._src.kernels.tiling.tiled_linear",
+    "linear_cross_entropy": "infinity._src.kernels.tiling.tiled_loss",
 }
 
 __all__ = ["LinearCrossEntropy", "TiledEmbedding", "TiledLinear", "linear_cross_entropy"]

@@ -38,7 +38,8 @@ LIMITED_API = "0x030A0000"
 """Python 3.10: one abi3 file serves every later version."""
 
 REQUIRES = ("cffi>=1.17",)
-ZIGLANG = "ziglang>=0.15"
+ZIGLANG = "ziglang>=0.17"
+"""clang 22: with the clang of older ones, zig refuses AVX-512 in functions of a baseline build."""
 
 GLIBC = "2.28"
 """The oldest glibc that what zig links must run on: torch's own wheels ask for that one."""

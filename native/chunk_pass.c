@@ -170,10 +170,10 @@ static int update_plan_valid(const inf_chunk *chunk, uint8_t *const section[INF_
 }
 
 static int64_t verify_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], piece_range piece,
-                            int32_t verify, uint32_t given_mask) {
+                            int32_t verify, uint32_t in_memory_mask) {
     if (!piece_verified(chunk, piece.index, verify)) return INF_OK;
     for (int32_t s = 0; s < chunk->section_count; s++) {
-        if (!section_summed(chunk, s) || (given_mask >> s & 1u)) continue;
+        if (!section_summed(chunk, s) || (in_memory_mask >> s & 1u)) continue;
         if (piece_sum(chunk, s, piece, section[s]) != section_sums(chunk, s)[piece.index]) {
             return s * inf_piece_count(chunk) + piece.index;
         }
@@ -226,11 +226,11 @@ static int update_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTI
 
 /* The checksums that a piece has after its update, into `sums_new`: those of what it holds now. */
 static void sum_piece(const inf_chunk *chunk, const inf_chunk *to, uint8_t *const section[INF_SECTION_MAX], piece_range piece,
-                      int touched, uint32_t given_mask, uint32_t *sums_new) {
+                      int touched, uint32_t in_memory_mask, uint32_t *sums_new) {
     const int64_t piece_count = inf_piece_count(chunk);
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!section_summed(chunk, s)) continue;
-        const int changed = s != grad_section(chunk) && (to != chunk || touched || (given_mask >> s & 1u));
+        const int changed = s != grad_section(chunk) && (to != chunk || touched || (in_memory_mask >> s & 1u));
         sums_new[s * piece_count + piece.index] =
             changed ? piece_sum(to, s, piece, section[s]) : section_sums(chunk, s)[piece.index];
     }
@@ -276,25 +276,25 @@ static void copy_out(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_
 
 int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to, uint8_t *const section[INF_SECTION_MAX],
                               const inf_seg *segs, int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
-                              int32_t verify, uint32_t given_mask, uint32_t *sums_scratch, uint8_t *undo) {
+                              int32_t verify, uint32_t in_memory_mask, uint32_t *sums_scratch, uint8_t *undo) {
     if (!update_plan_valid(chunk, section, segs, seg_count, hypers, hyper_count, sums_scratch)) return INF_BAD_PLAN;
     const int64_t piece_count = inf_piece_count(chunk);
     int32_t unread_count = 0; /* sections that no read could bring back */
     for (int32_t s = 0; s < chunk->section_count; s++) {
-        unread_count += inf_section_resident(chunk, s) || (given_mask >> s & 1u);
+        unread_count += inf_section_resident(chunk, s) || (in_memory_mask >> s & 1u);
     }
     const int fallible = verify != INF_VERIFY_OFF && chunk->sums_ptr != 0 && unread_count < chunk->section_count;
     const int verify_ahead = fallible && unread_count > 0 && undo == NULL;
     const int keeps = fallible && unread_count > 0 && undo != NULL;
     for (int64_t k = 0; verify_ahead && k < piece_count; k++) {
-        const int64_t bad = verify_piece(chunk, section, piece_at(chunk, k), verify, given_mask);
+        const int64_t bad = verify_piece(chunk, section, piece_at(chunk, k), verify, in_memory_mask);
         if (bad != INF_OK) return bad;
     }
     seg_cursor cursor = {segs, seg_count, 0};
     for (int64_t k = 0; k < piece_count; k++) {
         const piece_range piece = piece_at(chunk, k);
         if (fallible && !verify_ahead) {
-            const int64_t bad = verify_piece(chunk, section, piece, verify, given_mask);
+            const int64_t bad = verify_piece(chunk, section, piece, verify, in_memory_mask);
             for (int64_t back = 0; bad != INF_OK && keeps && back < k; back++) {
                 undo_copy(chunk, section, piece_at(chunk, back), undo, 1);
             }
@@ -302,7 +302,7 @@ int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to, uint8
         }
         if (keeps) undo_copy(chunk, section, piece, undo, 0);
         const int touched = update_piece(chunk, section, piece, &cursor, hypers);
-        sum_piece(chunk, to, section, piece, touched, given_mask, sums_scratch);
+        sum_piece(chunk, to, section, piece, touched, in_memory_mask, sums_scratch);
         if (out0 != NULL && !keeps) copy_out(chunk, section, piece, out0);
     }
     /* Later where the caller's memory may be what was given, and is wanted again after a mismatch. */
@@ -313,7 +313,7 @@ int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to, uint8
 
 int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
                          int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
-                         int32_t verify, uint32_t given_mask, uint32_t *sums_scratch) {
-    return inf_chunk_update_undo(chunk, chunk, section, segs, seg_count, hypers, hyper_count, out0, verify, given_mask,
+                         int32_t verify, uint32_t in_memory_mask, uint32_t *sums_scratch) {
+    return inf_chunk_update_undo(chunk, chunk, section, segs, seg_count, hypers, hyper_count, out0, verify, in_memory_mask,
                                  sums_scratch, NULL);
 }

@@ -103,7 +103,7 @@ static int32_t pools_make(struct inf_executor *ex, char *why, size_t why_bytes) 
                                       i == 0 ? config->small_bytes : config->large_bytes, base);
         if (error != 0) return error;
     }
-    return inf_ahead_make(ex);
+    return inf_prefetch_make(ex);
 }
 
 static int32_t drives_make(struct inf_executor *ex, const inf_drive_config *configs) {
@@ -188,12 +188,12 @@ void inf_executor_shut(inf_executor *ex, int32_t cancel) {
     inf_gates_escape(ex, UINT64_MAX);
     for (int32_t d = 0; d < ex->config.drive_count && cancel; d++) inf_drive_cancel(&ex->drives[d]);
     inf_pump(ex);
-    inf_ahead_drop_all(ex); /* what no job of before has taken over, none will */
+    inf_prefetch_drop_all(ex); /* what no job of before has taken over, none will */
     inf_pump(ex);
     pthread_mutex_unlock(&ex->lock);
 }
 
-bool inf_idle(const struct inf_executor *ex) { return ex->pending == 0 && ex->ahead_reading == 0; }
+bool inf_idle(const struct inf_executor *ex) { return ex->pending == 0 && ex->prefetch_reading == 0; }
 
 int32_t inf_executor_wait_idle(inf_executor *ex, int64_t timeout_ns) {
     struct timespec deadline;
@@ -229,7 +229,7 @@ static void executor_destroy(struct inf_executor *ex) {
     for (int32_t d = 0; d < ex->config.drive_count && ex->drives != NULL; d++) free(ex->drives[d].requests);
     for (int32_t c = 0; c < ex->chunk_count; c++) free(ex->chunks[c]);
     free(ex->drives);
-    free(ex->aheads);
+    free(ex->prefetches);
     free(ex->chunks);
     free(ex->chunks_free);
     inf_pool_free(&ex->pools[0]);
@@ -268,7 +268,7 @@ int32_t inf_executor_registered(const inf_executor *ex) { return ex->registered;
 void inf_executor_stats(inf_executor *ex, inf_exec_stats *stats, inf_drive_stats *drives) {
     pthread_mutex_lock(&ex->lock);
     *stats = ex->stats;
-    stats->reads_ahead_live = (uint64_t)(ex->pools[0].ahead_count + ex->pools[1].ahead_count);
+    stats->reads_ahead_live = (uint64_t)(ex->pools[0].prefetch_count + ex->pools[1].prefetch_count);
     for (int32_t d = 0; d < ex->config.drive_count; d++) {
         inf_meter_tick(&ex->drives[d], inf_now_ns());
         drives[d] = ex->drives[d].stats;

@@ -83,7 +83,7 @@ typedef struct {
     int64_t bytes;
 } inf_span;
 
-/* See aio/executor.py Seam and Fault. fault_kind: 0 none, 1 errno, 2 short, 3 zero, 4 bitflip. */
+/* See aio/testing.py, Seam and Fault. fault_kind: 0 none, 1 errno, 2 short, 3 zero, 4 bitflip. */
 typedef struct {
     uint64_t seed;
     int64_t delay_us_max;
@@ -172,7 +172,7 @@ void inf_executor_stop(inf_executor *ex);
 /* After stop. The memory goes with the last ticket or gate, which may be released later. */
 void inf_executor_free(inf_executor *ex);
 
-/* Chunks were checked by the caller (aio/checks.py). 0, or a negative errno: none is defined then. */
+/* Chunks were checked by the caller (aio/_validate.py). 0, or a negative errno: none is defined then. */
 int32_t inf_executor_define(inf_executor *ex, const void *chunks, int32_t count, int32_t *ids);
 /* 0; -EBUSY when jobs are pending on one, -EINVAL for an unknown id: none is dropped then. */
 int32_t inf_executor_drop(inf_executor *ex, const int32_t *ids, int32_t count);
@@ -197,9 +197,9 @@ int32_t inf_executor_invalid(inf_executor *ex, const int32_t *ids, int32_t count
 inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_count, const void *segs,
                                 int32_t seg_count, const void *hypers, int32_t hyper_count, int32_t priority,
                                 inf_gate *gate, int64_t *error);
-/* Reads chunks ahead of their next UPDATE where slots are idle; `given`: section 0 will be given, and is not read. How many
+/* Reads chunks ahead of their next UPDATE where slots are idle; `param_in_memory`: section 0 is not read. How many
  * were accepted. */
-int32_t inf_executor_preread(inf_executor *ex, const int32_t *ids, int32_t count, int32_t given);
+int32_t inf_executor_prefetch(inf_executor *ex, const int32_t *ids, int32_t count, int32_t param_in_memory);
 /* Takes the marks off the drives and writes again what failed writes kept; as submit. */
 inf_ticket *inf_executor_recover(inf_executor *ex, int64_t *error);
 /* Makes the device known whose memory INF_MASK_DEVICE is about, once, before such jobs come, and pins the slab. 0, a negative errno, or the driver's

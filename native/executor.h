@@ -3,7 +3,7 @@
  *   submit -> chunk FIFO -> [gate] -> slot -> read -> compute -> write -> done
  *                                          drive    workers    drive
  *
- * Slots that are idle read ahead, for UPDATEs at closed gates (executor_ahead.c).
+ * Slots that are idle read ahead, for UPDATEs at closed gates (executor_prefetch.c).
  *
  * One mutex guards everything. At 1 MiB a block and 10 GB/s that is 20,000 short critical sections a second, which is
  * nothing beside what they order; and there is no lock order to get wrong. Threads: per drive one (io_uring) or several
@@ -29,7 +29,7 @@
 
 #include "infinity.h"
 
-#pragma GCC visibility push(default) /* aio/native_quick.py looks some of them up by name */
+#pragma GCC visibility push(default) /* aio/_handles.py looks some of them up by name */
 #include "executor.cdef.h"
 #pragma GCC visibility pop
 
@@ -49,11 +49,11 @@
 /* In a job's mask: move the slot as it is; no copy, no checksum. For measuring drives. */
 #define INF_MASK_MOVE_ONLY 0x80000000u
 /* In an UPDATE's mask: section 0 is not read but copied from ptr[1]; without effect on a resident section 0. */
-#define INF_MASK_GIVEN 0x40000000u
+#define INF_MASK_PARAM_IN_MEMORY 0x40000000u
 /* In a job's mask: ptr[] are addresses in device memory. */
 #define INF_MASK_DEVICE 0x20000000u
 /* The kind of a read ahead's own job; nobody submits it. */
-#define INF_JOB_AHEAD 5
+#define INF_JOB_PREFETCH 5
 
 enum { INF_OP_READ = 0, INF_OP_WRITE = 1, INF_OP_COUNT = 2 };
 enum {
@@ -87,7 +87,7 @@ typedef enum {
 typedef struct inf_run inf_run;
 typedef struct inf_submission inf_submission;
 typedef struct inf_drive inf_drive;
-typedef struct inf_ahead inf_ahead;
+typedef struct inf_prefetch inf_prefetch;
 
 typedef struct {
     inf_run *head;
@@ -127,9 +127,9 @@ typedef struct {
     inf_chunk plan;
     inf_run *fifo_head;
     inf_run *fifo_tail;
-    inf_slot kept;      /* of a write that failed: the only copy of its sections */
-    uint32_t kept_mask; /* 0 = nothing is kept */
-    inf_ahead *ahead;   /* what was, or will be, read for its next UPDATE; NULL = nothing */
+    inf_slot failed_write;      /* of a write that failed: the only copy of its sections */
+    uint32_t failed_write_mask; /* 0 = nothing is kept */
+    inf_prefetch *prefetch;   /* what was, or will be, read for its next UPDATE; NULL = nothing */
     uint32_t invalid;   /* sections whose contents are lost */
     uint32_t committed_invalid; /* and those of the committed place */
     inf_place place;
@@ -147,7 +147,7 @@ struct inf_run {
     inf_chunk_record *chunk;
     inf_run *hint_next; /* UPDATEs behind closed gates that want to be read ahead, by gate */
     inf_run *hint_previous;
-    inf_ahead *ahead; /* whose read it waits for */
+    inf_prefetch *prefetch; /* whose read it waits for */
     inf_slot slot;
     inf_job job;
     inf_state state;
@@ -162,33 +162,33 @@ struct inf_run {
     bool faulted;
     bool reread;
     bool hinted; /* on the list of those that want to be read ahead */
-    bool brought; /* what the device has of it is here */
+    bool copied_in; /* what the device has of it is here */
     int32_t direction; /* of its copy to or from the device */
-    bool unlucky; /* its read ahead failed: it reads for itself */
+    bool prefetch_failed; /* its read ahead failed: it reads for itself */
     uint64_t order; /* of arrival, at the slots or the workers */
     int64_t start_ns;
     inf_fault fault;
 };
 
-typedef enum { INF_AHEAD_WANTED, INF_AHEAD_READING, INF_AHEAD_HELD } inf_ahead_state;
+typedef enum { INF_PREFETCH_WANTED, INF_PREFETCH_READING, INF_PREFETCH_HELD } inf_prefetch_state;
 
-/* A read ahead of an UPDATE: see executor_ahead.c. */
-struct inf_ahead {
+/* A read ahead of an UPDATE: see executor_prefetch.c. */
+struct inf_prefetch {
     inf_run run;             /* what a drive moves; it is in no FIFO and has no submission */
     inf_chunk_record record; /* the run's chunk, a copy: the real one may be dropped while a drive reads */
     inf_chunk_record *chunk; /* NULL: nobody wants what is being read any more */
     inf_run *taker;          /* the UPDATE that waits for the read */
-    inf_ahead *next;         /* free, or of one state, oldest first */
-    inf_ahead *previous;
+    inf_prefetch *next;         /* free, or of one state, oldest first */
+    inf_prefetch *previous;
     uint32_t have;           /* sections that it reads, or has, as they are on the drive */
-    bool asked;              /* by inf_executor_preread, not for a job at a gate */
-    inf_ahead_state state;
+    bool asked;              /* by inf_executor_prefetch, not for a job at a gate */
+    inf_prefetch_state state;
 };
 
 typedef struct {
-    inf_ahead *head;
-    inf_ahead *tail;
-} inf_ahead_list;
+    inf_prefetch *head;
+    inf_prefetch *tail;
+} inf_prefetch_list;
 
 struct inf_ticket {
     uint32_t words[4];
@@ -294,8 +294,8 @@ typedef struct {
     int32_t *held;                          /* [drive] */
     int32_t *passed;                        /* [drive]: grants since its fair turn, which each has for itself */
     int32_t waiting_count;
-    int32_t ahead_count; /* slots with reads ahead that no job has taken over */
-    int32_t asked_count; /* reads ahead that inf_executor_preread asked for */
+    int32_t prefetch_count; /* slots with reads ahead that no job has taken over */
+    int32_t asked_count; /* reads ahead that inf_executor_prefetch asked for */
 } inf_pool;
 
 /* A backend moves blocks: it takes requests with inf_drive_take and gives them back with inf_drive_done. */
@@ -357,11 +357,11 @@ struct inf_executor {
     int32_t compute_count;
     int64_t active; /* jobs past their FIFO and gate, not done */
     int64_t pending;
-    inf_ahead *aheads; /* [slots] */
-    inf_ahead *aheads_free;
-    inf_ahead_list wanted;       /* by inf_executor_preread, without a slot */
-    inf_ahead_list with_slot;    /* reading or held */
-    int32_t ahead_reading;       /* of these, how many a drive works on */
+    inf_prefetch *prefetches; /* [slots] */
+    inf_prefetch *prefetches_free;
+    inf_prefetch_list wanted;       /* by inf_executor_prefetch, without a slot */
+    inf_prefetch_list with_slot;    /* reading or held */
+    int32_t prefetch_reading;       /* of these, how many a drive works on */
     inf_run *hint_first;
     inf_run *hint_last;
     int64_t idle_since_ns;
@@ -413,7 +413,7 @@ static inline inf_chunk_record *inf_chunk_of(const struct inf_executor *ex, int3
 }
 
 /* Slots that reads ahead leave to others. */
-static inline int32_t inf_ahead_spared(const inf_pool *pool) { return pool->count < 4 ? 1 : (pool->count + 3) / 4; }
+static inline int32_t inf_prefetch_spared(const inf_pool *pool) { return pool->count < 4 ? 1 : (pool->count + 3) / 4; }
 
 /* Where a section lies on the drive, at the live place or the other one. */
 static inline int64_t inf_section_file_at(const inf_chunk *chunk, int32_t section, bool other) {
@@ -476,24 +476,24 @@ void inf_slot_put_back(struct inf_executor *ex, inf_slot *slot); /* ... and agai
 int32_t inf_held_max(const struct inf_executor *ex, const inf_pool *pool); /* the most slots that one drive may hold */
 bool inf_slot_take(struct inf_executor *ex, inf_slot *slot); /* beside the queues; false: there is none */
 
-/* executor_ahead.c, all [locked] */
-int32_t inf_ahead_make(struct inf_executor *ex);
-void inf_ahead_begin(struct inf_executor *ex);                 /* reads ahead as far as slots are idle */
-bool inf_ahead_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool, bool given); /* false: one too many */
-bool inf_ahead_yield(struct inf_executor *ex, int32_t pool);   /* a job wants a slot: false, there is none to give up */
-bool inf_ahead_take(struct inf_executor *ex, inf_run *run);    /* an UPDATE begins; true: it goes on with what was read */
-void inf_ahead_moved(struct inf_executor *ex, inf_run *run);   /* the last block of a read ahead came back */
-void inf_ahead_promote(struct inf_executor *ex, inf_ahead *ahead, int32_t class);
-void inf_ahead_written(struct inf_executor *ex, inf_chunk_record *chunk, uint32_t mask); /* these will be others than were read */
-void inf_ahead_drop(struct inf_executor *ex, inf_chunk_record *chunk); /* nobody wants it any more */
-void inf_ahead_drop_all(struct inf_executor *ex);
-void inf_ahead_hint(struct inf_executor *ex, inf_run *run);    /* an UPDATE, first in its FIFO, waits at a closed gate */
-void inf_ahead_unhint(struct inf_executor *ex, inf_run *run);
+/* executor_prefetch.c, all [locked] */
+int32_t inf_prefetch_make(struct inf_executor *ex);
+void inf_prefetch_begin(struct inf_executor *ex);                 /* reads ahead as far as slots are idle */
+bool inf_prefetch_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool, bool param_in_memory); /* false: one too many */
+bool inf_prefetch_yield(struct inf_executor *ex, int32_t pool);   /* a job wants a slot: false, there is none to give up */
+bool inf_prefetch_take(struct inf_executor *ex, inf_run *run);    /* an UPDATE begins; true: it goes on with what was read */
+void inf_prefetch_moved(struct inf_executor *ex, inf_run *run);   /* the last block of a read ahead came back */
+void inf_prefetch_promote(struct inf_executor *ex, inf_prefetch *prefetch, int32_t class);
+void inf_prefetch_written(struct inf_executor *ex, inf_chunk_record *chunk, uint32_t mask); /* these will be others than were read */
+void inf_prefetch_drop(struct inf_executor *ex, inf_chunk_record *chunk); /* nobody wants it any more */
+void inf_prefetch_drop_all(struct inf_executor *ex);
+void inf_prefetch_hint(struct inf_executor *ex, inf_run *run);    /* an UPDATE, first in its FIFO, waits at a closed gate */
+void inf_prefetch_unhint(struct inf_executor *ex, inf_run *run);
 
-/* executor_kept.c, all [locked] */
-bool inf_run_keep(struct inf_executor *ex, inf_run *run); /* after a failed write; false: it was something else */
-void inf_run_take_kept(struct inf_executor *ex, inf_run *run);
-void inf_chunk_drop_kept(struct inf_executor *ex, inf_chunk_record *chunk);
+/* executor_failed_writes.c, all [locked] */
+bool inf_run_keep_failed_write(struct inf_executor *ex, inf_run *run); /* after a failed write; false: it was something else */
+void inf_run_take_failed_write(struct inf_executor *ex, inf_run *run);
+void inf_chunk_drop_failed_write(struct inf_executor *ex, inf_chunk_record *chunk);
 bool inf_run_refused(const struct inf_executor *ex, inf_run *run); /* its drive is marked: it has failed */
 
 /* executor_meter.c, all [locked] */

@@ -8,10 +8,10 @@ static uint8_t *pointer(uint64_t address) { return (uint8_t *)(uintptr_t)address
 
 /* Where a section is worked on: a resident one that has another version, there, once it was copied (`bring`). */
 uint8_t *inf_section_address(const inf_run *run, int32_t section) {
-    const inf_slot *kept = &run->chunk->kept;
+    const inf_slot *failed_write = &run->chunk->failed_write;
     const inf_chunk *chunk = &run->chunk->plan;
     if (run->slot.section_at[section] >= 0) return run->slot.memory + run->slot.section_at[section];
-    if (run->chunk->kept_mask >> section & 1u) return kept->memory + kept->section_at[section];
+    if (run->chunk->failed_write_mask >> section & 1u) return failed_write->memory + failed_write->section_at[section];
     bool other = run->moves && chunk->other_ptr[section] != 0;
     return pointer(other ? chunk->other_ptr[section] : chunk->section_ptr[section]);
 }
@@ -20,7 +20,7 @@ uint8_t *inf_section_address(const inf_run *run, int32_t section) {
 static void bring(const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
     for (int32_t s = 0; run->moves && s < chunk->section_count; s++) {
-        bool is_there = run->brought && run->job.kind == INF_JOB_STORE && (run->job.mask >> s & 1u);
+        bool is_there = run->copied_in && run->job.kind == INF_JOB_STORE && (run->job.mask >> s & 1u);
         if (chunk->other_ptr[s] == 0 || is_there) continue;
         memcpy(pointer(chunk->other_ptr[s]), pointer(chunk->section_ptr[s]), (size_t)inf_section_bytes(chunk, s));
     }
@@ -52,7 +52,7 @@ static int64_t compute_store(const inf_run *run) {
         bool given = run->job.mask >> s & 1u;
         uint8_t *at = inf_section_address(run, s);
         const inf_chunk *view = inf_grad_mask(chunk) >> s & 1u ? chunk : &to; /* gradients have no versions */
-        if (given || (run->reads >> s & 1u)) inf_section_store(view, s, given && !run->brought ? pointer(run->job.ptr[s]) : at, at);
+        if (given || (run->reads >> s & 1u)) inf_section_store(view, s, given && !run->copied_in ? pointer(run->job.ptr[s]) : at, at);
     }
     return INF_OK;
 }
@@ -86,7 +86,7 @@ static int64_t compute_update(inf_worker *worker, const inf_run *run) {
     const inf_chunk to = run->moves ? inf_chunk_other(chunk) : *chunk;
     for (int32_t s = 0; s < chunk->section_count; s++) sections[s] = inf_section_address(run, s);
     uint32_t unread = inf_sections_all(chunk) & ~run->reads;
-    if ((unread & 1u) && !run->brought) { /* given; again in a redo: the pass spoils the slot */
+    if ((unread & 1u) && !run->copied_in) { /* given; again in a redo: the pass spoils the slot */
         memcpy(sections[0], pointer(run->job.ptr[1]), (size_t)inf_section_bytes(chunk, 0));
     }
     const inf_submission *submission = run->submission;

@@ -120,9 +120,9 @@ static int32_t pieces_of(const inf_run *run, piece pieces[INF_SECTION_MAX]) {
 
 /* Whether the job's pass must wait for something from the device. */
 bool inf_device_brings(const inf_run *run) {
-    if (!(run->job.mask & INF_MASK_DEVICE) || run->brought) return false;
+    if (!(run->job.mask & INF_MASK_DEVICE) || run->copied_in) return false;
     if (run->job.kind == INF_JOB_STORE) return true;
-    return run->job.kind == INF_JOB_UPDATE && (run->job.mask & INF_MASK_GIVEN) && !(run->reads & 1u);
+    return run->job.kind == INF_JOB_UPDATE && (run->job.mask & INF_MASK_PARAM_IN_MEMORY) && !(run->reads & 1u);
 }
 
 /* Whether what the pass has left goes to the device. */
@@ -221,7 +221,7 @@ static void landed(inf_copies *copies, const flight *flown) {
     } else if (run->faulted) {
         inf_run_finish(ex, run);
     } else {
-        run->brought = true;
+        run->copied_in = true;
         inf_run_queue_compute(ex, run);
     }
 }

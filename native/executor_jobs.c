@@ -54,7 +54,7 @@ void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32
 
 /* What the chunk keeps in memory is not read from the drive. */
 static void plan_slot(inf_run *run) {
-    inf_slot_plan(&run->slot, &run->chunk->plan, sections_used(run) & ~run->chunk->kept_mask, run->reads, inf_run_written(run),
+    inf_slot_plan(&run->slot, &run->chunk->plan, sections_used(run) & ~run->chunk->failed_write_mask, run->reads, inf_run_written(run),
                   run->moves);
 }
 
@@ -77,10 +77,10 @@ void inf_run_consider(struct inf_executor *ex, inf_run *run) {
     const inf_submission *submission = run->submission;
     if (run->state != INF_WAITING || run->chunk->fifo_head != run) return;
     if (submission->gate != NULL && submission->gate->state == INF_GATE_CLOSED && !submission->escaped) {
-        if (run->job.kind == INF_JOB_UPDATE) inf_ahead_hint(ex, run);
+        if (run->job.kind == INF_JOB_UPDATE) inf_prefetch_hint(ex, run);
         return;
     }
-    inf_ahead_unhint(ex, run);
+    inf_prefetch_unhint(ex, run);
     run->state = INF_STARTING;
     ex->active++;
     inf_queue_push(&ex->starting, run);
@@ -94,12 +94,12 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
         return;
     }
     if (run->job.kind == INF_JOB_REWRITE) {
-        if (run->chunk->kept_mask == 0) {
+        if (run->chunk->failed_write_mask == 0) {
             inf_run_finish(ex, run);
             return;
         }
-        inf_ahead_written(ex, run->chunk, run->chunk->kept_mask);
-        inf_run_take_kept(ex, run);
+        inf_prefetch_written(ex, run->chunk, run->chunk->failed_write_mask);
+        inf_run_take_failed_write(ex, run);
         run->state = INF_WRITING;
         inf_drive_queue_run(ex, run, INF_OP_WRITE);
         return;
@@ -126,10 +126,10 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
         inf_run_finish(ex, run);
         return;
     }
-    assert(run->job.kind == INF_JOB_FETCH || (run->chunk->kept_mask & sections_used(run)) == 0);
+    assert(run->job.kind == INF_JOB_FETCH || (run->chunk->failed_write_mask & sections_used(run)) == 0);
     plan_slot(run);
-    if (run->job.kind == INF_JOB_UPDATE && inf_ahead_take(ex, run)) return;
-    inf_ahead_written(ex, run->chunk, inf_run_written(run));
+    if (run->job.kind == INF_JOB_UPDATE && inf_prefetch_take(ex, run)) return;
+    inf_prefetch_written(ex, run->chunk, inf_run_written(run));
     inf_run_want_slot(ex, run);
 }
 
@@ -167,7 +167,7 @@ static void pool_dispatch(struct inf_executor *ex, int32_t index) {
     inf_run *run;
     do {
         while (!ex->cancelled && (run = inf_slot_next(ex, pool)) != NULL) inf_run_with_slot(ex, run);
-    } while (!ex->cancelled && pool->waiting_count > 0 && inf_ahead_yield(ex, index));
+    } while (!ex->cancelled && pool->waiting_count > 0 && inf_prefetch_yield(ex, index));
     if (!ex->cancelled && pool->count > 0) return;
     while ((run = inf_slot_waiting(pool, ex->config.drive_count)) != NULL) no_slot(ex, run);
 }
@@ -187,7 +187,7 @@ void inf_pump(struct inf_executor *ex) {
         if (ex->starting.head != NULL) continue;
         if (!gates_may_flow(ex) || !inf_gate_escape_oldest(ex)) break;
     }
-    inf_ahead_begin(ex);
+    inf_prefetch_begin(ex);
 }
 
 static bool fetch_computes(const struct inf_executor *ex, const inf_run *run) {
@@ -212,8 +212,8 @@ void inf_run_moved(struct inf_executor *ex, inf_run *run) {
         int32_t op = reading ? INF_OP_READ : INF_OP_WRITE;
         inf_span_add(ex, run, reading ? INF_TRACK_READ : INF_TRACK_WRITE, run->start_ns, run_bytes(run, op));
     }
-    if (run->job.kind == INF_JOB_AHEAD) {
-        inf_ahead_moved(ex, run);
+    if (run->job.kind == INF_JOB_PREFETCH) {
+        inf_prefetch_moved(ex, run);
         return;
     }
     bool refused = reading && !run->faulted && inf_run_refused(ex, run);
@@ -280,7 +280,7 @@ void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad) {
         /* A transfer gone wrong is mended by another one; what lies wrong on the drive is not. All of it: the pass may have
          * spoilt what it had verified, and part of the slot may have been read ahead. */
         run->reread = true;
-        run->brought = false;
+        run->copied_in = false;
         ex->stats.rereads++;
         plan_slot(run);
         run->state = INF_READING;
@@ -303,7 +303,7 @@ static void chunk_settle(struct inf_executor *ex, inf_run *run) {
         if (run->moves) inf_chunk_flip(chunk);
         return;
     }
-    if (inf_run_keep(ex, run) || run->job.kind == INF_JOB_REWRITE) return;
+    if (inf_run_keep_failed_write(ex, run) || run->job.kind == INF_JOB_REWRITE) return;
     if (run->job.kind == INF_JOB_FETCH || run->fault.kind == INF_FAULT_PLAN) return;
     /* Also after an update that did not begin: nobody may take the values before it for those after it. */
     chunk->invalid |= inf_run_written(run);
@@ -355,9 +355,9 @@ void inf_run_finish(struct inf_executor *ex, inf_run *run) {
     inf_submission *submission = run->submission;
     assert(run->chunk->fifo_head == run || run->fault.kind == INF_FAULT_CANCELLED);
     assert(run->state != INF_DONE && run->blocks_in_flight == 0);
-    inf_ahead_unhint(ex, run);
+    inf_prefetch_unhint(ex, run);
     /* An UPDATE that ends before it takes what was read for it: a mark, or an earlier fault. */
-    if (run->job.kind == INF_JOB_UPDATE && run->state == INF_STARTING) inf_ahead_drop(ex, run->chunk);
+    if (run->job.kind == INF_JOB_UPDATE && run->state == INF_STARTING) inf_prefetch_drop(ex, run->chunk);
     chunk_settle(ex, run);
     run->state = INF_DONE;
     inf_slot_release(ex, &run->slot);

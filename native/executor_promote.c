@@ -7,7 +7,7 @@ static void run_promote(struct inf_executor *ex, inf_run *run) {
     inf_queue *from = NULL;
     inf_queue *to = NULL;
     if (priority == 0 || run->state == INF_DONE) return;
-    if (run->ahead != NULL) inf_ahead_promote(ex, run->ahead, 0);
+    if (run->prefetch != NULL) inf_prefetch_promote(ex, run->prefetch, 0);
     if (inf_slot_unwait(ex, run)) {
         run->priority = 0;
         inf_slot_wait(ex, run);

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* What is wrong with a job; aio/native_executor.py has the sentences. */
+/* What is wrong with a job; aio/_validate.py has the sentences. */
 enum { BAD_CHUNK = 1, BAD_KIND, BAD_MASK, BAD_BASE, BAD_SEGS, BAD_STORE_GATE, BAD_SIZE, BAD_FORMAT, BAD_GIVEN, BAD_DEVICE, BAD_COPY };
 
 /* ---- chunks ---- */
@@ -67,8 +67,8 @@ int32_t inf_executor_drop(inf_executor *ex, const int32_t *ids, int32_t count) {
     }
     for (int32_t i = 0; i < count && error == 0; i++) {
         if (ex->chunks[ids[i]] == NULL) continue; /* named twice */
-        inf_ahead_drop(ex, ex->chunks[ids[i]]);
-        inf_chunk_drop_kept(ex, ex->chunks[ids[i]]);
+        inf_prefetch_drop(ex, ex->chunks[ids[i]]);
+        inf_chunk_drop_failed_write(ex, ex->chunks[ids[i]]);
         free(ex->chunks[ids[i]]);
         ex->chunks[ids[i]] = NULL;
         ex->chunks_free[ex->chunk_free_count++] = ids[i];
@@ -125,7 +125,7 @@ static int32_t job_wrong(const struct inf_executor *ex, const inf_job *job, int3
     uint32_t flags = INF_MASK_MOVE_ONLY | INF_MASK_DEVICE;
     uint32_t known = inf_sections_all(chunk) | flags;
     bool update = job->kind == INF_JOB_UPDATE;
-    if ((job->mask & INF_MASK_GIVEN) && (!update || job->ptr[1] == 0)) return BAD_GIVEN;
+    if ((job->mask & INF_MASK_PARAM_IN_MEMORY) && (!update || job->ptr[1] == 0)) return BAD_GIVEN;
     if (!update && ((job->mask & ~known) != 0 || (job->mask & ~flags) == 0)) return BAD_MASK;
     if (job->base < -1 || (job->base >= 0 && !gated)) return BAD_BASE;
     if (job->kind == INF_JOB_STORE && job->base >= 0) return BAD_STORE_GATE;
@@ -138,7 +138,7 @@ static int32_t job_wrong(const struct inf_executor *ex, const inf_job *job, int3
     return bytes > 0 && pool_for(ex, bytes) < 0 ? BAD_SIZE : 0;
 }
 
-int32_t inf_executor_preread(inf_executor *ex, const int32_t *ids, int32_t count, int32_t given) {
+int32_t inf_executor_prefetch(inf_executor *ex, const int32_t *ids, int32_t count, int32_t param_in_memory) {
     int32_t accepted = 0;
     pthread_mutex_lock(&ex->lock);
     for (int32_t i = 0; i < count && accepted >= 0; i++) {
@@ -147,7 +147,7 @@ int32_t inf_executor_preread(inf_executor *ex, const int32_t *ids, int32_t count
     while (accepted >= 0 && accepted < count && !ex->shut) {
         inf_chunk_record *chunk = inf_chunk_of(ex, ids[accepted]);
         const inf_job update = {.kind = INF_JOB_UPDATE};
-        if (!inf_ahead_want(ex, chunk, pool_for(ex, slot_bytes(&chunk->plan, &update)), given != 0)) break;
+        if (!inf_prefetch_want(ex, chunk, pool_for(ex, slot_bytes(&chunk->plan, &update)), param_in_memory != 0)) break;
         accepted++;
     }
     inf_pump(ex);
@@ -180,7 +180,7 @@ static void fifo_insert(inf_run *run) {
  * gradients only if one of its segments has its there. */
 static uint32_t update_reads(const inf_chunk *chunk, const inf_job *job, const inf_seg *segs) {
     uint32_t reads = inf_sections_all(chunk) & ~inf_grad_mask(chunk);
-    if ((job->mask & INF_MASK_GIVEN) && !inf_section_resident(chunk, 0)) reads &= ~1u;
+    if ((job->mask & INF_MASK_PARAM_IN_MEMORY) && !inf_section_resident(chunk, 0)) reads &= ~1u;
     for (int32_t i = 0; i < job->seg_count; i++) {
         if (segs[job->seg_first + i].grad_dtype == INF_GRAD_SECTION) reads |= inf_grad_mask(chunk);
     }
@@ -309,7 +309,7 @@ static inf_job *rewrites(const struct inf_executor *ex, int32_t *count) {
     inf_job *jobs = calloc(ex->stats.kept_chunks + 1, sizeof *jobs);
     *count = 0;
     for (int32_t c = 0; c < ex->chunk_count && jobs != NULL; c++) {
-        if (ex->chunks[c] == NULL || ex->chunks[c]->kept_mask == 0) continue;
+        if (ex->chunks[c] == NULL || ex->chunks[c]->failed_write_mask == 0) continue;
         jobs[(*count)++] = (inf_job){.chunk = c, .kind = INF_JOB_REWRITE, .base = -1};
     }
     return jobs;

@@ -109,8 +109,8 @@ static void go_back(struct inf_executor *ex, inf_chunk_record *chunk) {
     uint32_t grad = inf_grad_mask(&chunk->plan); /* has no versions */
     if (chunk->place == INF_PLACE_FREE) return;
     if (chunk->place == INF_PLACE_MOVED) {
-        inf_ahead_drop(ex, chunk);
-        inf_chunk_drop_kept(ex, chunk);
+        inf_prefetch_drop(ex, chunk);
+        inf_chunk_drop_failed_write(ex, chunk);
         swap(&chunk->plan, chunk->plan.other_generation);
     }
     chunk->place = INF_PLACE_COMMITTED;

@@ -1,6 +1,6 @@
 /* infinity: shared declarations of the native extension `infinity._native`.
  *
- * The structs mirror the numpy dtypes of aio/plan.py byte for byte (tests/unit/native/test_plan_layout.py compares
+ * The structs mirror the numpy dtypes of aio/_records.py byte for byte (tests/unit/native/test_records_layout.py compares
  * every offset). They hold no padding: wide members come first. Addresses travel as uint64_t so that a numpy
  * array is a plan. Little-endian machines only: sections are read by integer offsets and go to drives as they lie.
  */
@@ -19,7 +19,7 @@
 
 #define INF_QUANT_GROUP 64 /* elements that share a quantisation scale */
 
-/* A state format: master | moments << 8 | count << 16 | grad << 24; class Format of aio/plan.py says what they are. */
+/* A state format: master | moments << 8 | count << 16 | grad << 24; class Format of aio/_records.py says what they are. */
 enum { INF_MASTER_RAW = 0, INF_MASTER_SPLIT = 1, INF_MASTER_SPLIT8 = 2, INF_MASTER_FP32 = 3, INF_MASTER_FP16 = 4 };
 enum { INF_MOMENTS_FP32 = 0, INF_MOMENTS_BF16 = 1, INF_MOMENTS_Q8 = 2 };
 enum { INF_GRAD_SECTION_NONE = 0, INF_GRAD_SECTION_BF16 = 1, INF_GRAD_SECTION_FP32 = 2, INF_GRAD_SECTION_FP16 = 3 };
@@ -209,7 +209,7 @@ void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *f
 /* UPDATE: one fused pass: verify a piece of every section -> kernel on segments that meet it -> new checksum.
  *
  * section[s]: where the sections lie now (the run's buffer, or section_ptr when resident); all in place. out0: where
- * section 0 is copied to after the update, or NULL. given_mask: bit s = section s did not come from the drive but from the
+ * section 0 is copied to after the update, or NULL. in_memory_mask: bit s = section s did not come from the drive but from the
  * caller's memory (it is not verified; its checksums are set anew, since the drive gets it). sums_scratch:
  * uint32_t[section_count * piece_count], unused when sums_ptr is 0.
  * The `grad` section is verified as the others are, and neither written nor summed anew.
@@ -221,14 +221,14 @@ void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *f
  * A piece that no segment meets keeps its checksum. */
 int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
                          int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
-                         int32_t verify, uint32_t given_mask, uint32_t *sums_scratch);
+                         int32_t verify, uint32_t in_memory_mask, uint32_t *sums_scratch);
 
 /* The same in one pass also over a chunk that mixes read sections with others: `undo`, inf_undo_bytes(chunk) of them, keeps
  * what resident sections were. After a mismatch these are as before; given ones are not, but the memory behind out0 is, so that
  * it may be where they were given. */
 int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to, uint8_t *const section[INF_SECTION_MAX],
                               const inf_seg *segs, int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
-                              int32_t verify, uint32_t given_mask, uint32_t *sums_scratch, uint8_t *undo);
+                              int32_t verify, uint32_t in_memory_mask, uint32_t *sums_scratch, uint8_t *undo);
 size_t inf_undo_bytes(const inf_chunk *chunk);
 
 /* ---- kernels (update.c) ----------------------------------------------------------------------------------------- */

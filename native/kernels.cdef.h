@@ -77,10 +77,10 @@ int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t
 void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to);
 int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[6], const inf_seg *segs, int32_t seg_count,
                          const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0, int32_t verify,
-                         uint32_t given_mask, uint32_t *sums_scratch);
+                         uint32_t in_memory_mask, uint32_t *sums_scratch);
 int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to, uint8_t *const section[6], const inf_seg *segs, int32_t seg_count,
                               const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0, int32_t verify,
-                              uint32_t given_mask, uint32_t *sums_scratch, uint8_t *undo);
+                              uint32_t in_memory_mask, uint32_t *sums_scratch, uint8_t *undo);
 size_t inf_undo_bytes(const inf_chunk *chunk);
 
 const char *inf_isa(void);

@@ -1,4 +1,4 @@
-/* Updates on pointers: one body (update_body.h) per instruction set, chosen at run time.
+/* Updates on pointers: one body (optimizer_kernels.h) per instruction set, chosen at run time.
  *
  * The file is compiled for the ABI's baseline; the wider versions sit in `#pragma GCC target` regions that run only
  * after cpu.h said yes. No inline function crosses a region: those are always_inline and scalar.
@@ -13,7 +13,7 @@
 
 #define INF_BLOCK_NUMEL 256 /* fp32 of a block: 1 KiB of stack each, stays in L1 from decoding to encoding */
 
-/* Companding of 8-bit moments (infinity/_src/kernels/codec.py): number = sign(c) * c^2 / 127^2 * scale, or c^4 / 255^4 * scale. */
+/* Companding of 8-bit moments (infinity/_src/kernels/state_codec.py): number = sign(c) * c^2 / 127^2 * scale, or c^4 / 255^4 * scale. */
 #define INF_SQUARE_STEP (1.0f / 16129.0f)
 #define INF_FOURTH_STEP (1.0f / 4228250625.0f)
 #define INF_SCALE_LEAST 0x1080u /* bf16 bits of 2^-94: then 255^4 / scale is finite, and code 1 above zero */
@@ -64,7 +64,7 @@ INF_INLINE float inf_fourth_code(uint8_t code, float scale) {
     return ((square * square) * INF_FOURTH_STEP) * scale;
 }
 
-#define INF_BODY "update_body.h"
+#define INF_BODY "optimizer_kernels.h"
 #include "each_isa.h"
 
 /* ---- dispatch -------------------------------------------------------------------------------------------------- */

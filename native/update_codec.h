@@ -1,6 +1,6 @@
 /* How states come out of their sections and go back: the part of update.c that knows encodings, once per instruction set.
  *
- * No include guard (see update_body.h). infinity/_src/kernels/codec.py does the same in numpy, bit for bit, and says why it is done so.
+ * No include guard (see optimizer_kernels.h). infinity/_src/kernels/state_codec.py does the same in numpy, bit for bit, and says why it is done so.
  * All work on a block of at most INF_BLOCK_NUMEL elements, in L1, that starts where a quantisation group does.
  */
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src.engine import Handle
+from infinity._src.engine import Handle, offload
 from infinity.aio import Seam
 from tests import models
 from tests.harness import Training
@@ -52,7 +52,7 @@ class DelayedReference(ReferenceAdamW):
 
 
 def opened(training: Training, chosen: inf.Policy, seam: Seam | None = None) -> tuple[nn.Module, Any, Handle]:
-    model = inf.engine.offload(training.model(), chosen, _seam=seam)
+    model = offload(training.model(), chosen, _seam=seam)
     return model, training.make_optimizer(model), inf.handle(model)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity._src import engine
+from infinity._src import build
 from infinity._src.memory import device as module
 from infinity._src.memory.device import Device, GradOffload
 from infinity._src.params.residency import Unsharder
@@ -59,7 +59,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, delay_us: int =
     monkeypatch.setattr(Unsharder, "idle", idled)
     monkeypatch.setattr(module.Device, "copy", copied)
     monkeypatch.setattr(GradOffload, "_free", gone)
-    monkeypatch.setattr(engine, "open_device", opened)
+    monkeypatch.setattr(build, "open_device", opened)
     try:
         yield device
         assert device.races() == []

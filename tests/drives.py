@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infinity.aio.stats import DriveStats, ExecutorStats, Window
+from infinity.aio import DriveStats, ExecutorStats
+from infinity.aio._stats import Window
 
 
 def drive_stats(windows: Sequence[Window] = (), *, written: int = 0, path: str = "/mnt/nvme0") -> DriveStats:

@@ -17,7 +17,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.engine import offload
-from infinity._src.kernels.tiles import whole_name
+from infinity._src.kernels.tiling.tiled_module import whole_name
 from infinity.aio import Seam
 from tests import models
 from tests.reference import ReferenceAdamW, ReferenceLion, ReferenceScaler, ReferenceSGD, ReferenceTorch

@@ -125,9 +125,9 @@ static void store(actor *me, int32_t chunk, uint32_t mask) {
     CHECK(end(me, ticket) == 0);
 }
 
-static void preread(actor *me) {
+static void prefetch(actor *me) {
     int32_t count = (int32_t)(next(me) % (CHUNKS_EACH + 1));
-    int32_t accepted = inf_executor_preread(me->ex, me->ids, count, (int32_t)(next(me) & 1));
+    int32_t accepted = inf_executor_prefetch(me->ex, me->ids, count, (int32_t)(next(me) & 1));
     CHECK(accepted >= 0 && accepted <= count);
 }
 
@@ -160,7 +160,7 @@ static void update(actor *me, int32_t chunk) {
     if (next(me) & 1) { /* sometimes where the result goes */
         uint16_t *given = !gated && (next(me) & 1) ? me->out : me->given;
         memcpy(given, me->model[chunk].hi, sizeof me->given);
-        job.mask = INF_MASK_GIVEN;
+        job.mask = INF_MASK_PARAM_IN_MEMORY;
         job.ptr[1] = (uint64_t)(uintptr_t)given;
     }
     inf_ticket *ticket = submit(me, &job, &seg, gate);
@@ -193,7 +193,7 @@ static void *act(void *argument) {
             case 0: store(me, chunk, next(me) & 1 ? ALL : 16); break;
             case 1: define_again(me, chunk); break;
             case 2: case 3: case 4: update(me, chunk); break;
-            case 5: case 6: preread(me); break;
+            case 5: case 6: prefetch(me); break;
             default: fetch(me, chunk); break;
         }
     }
@@ -218,7 +218,7 @@ static void *look(void *argument) {
         inf_executor_hold_gates(ex, 0);
         inf_executor_release_gates(ex);
         int32_t id = stats.reads_ahead % THREADS_MAX;
-        CHECK(inf_executor_preread(ex, &id, 1, 0) >= -EINVAL);
+        CHECK(inf_executor_prefetch(ex, &id, 1, 0) >= -EINVAL);
         int64_t error = 0;
         inf_ticket *ticket = inf_executor_recover(ex, &error);
         CHECK(ticket != NULL);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 import os
 import re
 import subprocess
@@ -18,8 +19,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.engine import offload
-from infinity.aio import Seam
-from infinity.aio.executor import Fault
+from infinity.aio import Fault, Seam
 from infinity.errors import (
     AioError,
     BudgetError,
@@ -541,13 +541,13 @@ def test_close_frees_everything_after_an_error_at_the_end_of_backward(
 def test_every_step_of_closing_is_taken_and_the_first_error_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for also in ("pipeline.wait", "_lifecycle.detach", "_executor.drain", "_gradients.close"):
+    for also in ("pipeline.wait", "parts.lifecycle.detach", "parts.tiers.executor.wait_all", "parts.tiers.buffers.close"):
         model = inf.offload(llama(), nvme(tmp_path))
         optimizer, handle = inf.AdamW(model.parameters(), lr=1e-2), inf.handle(model)
         train(model, optimizer, 1)
-        part, name = also.split(".")
+        part, _, name = also.rpartition(".")
         with monkeypatch.context() as patches:
-            patches.setattr(getattr(handle, part), name, failing(also))
+            patches.setattr(operator.attrgetter(part)(handle), name, failing(also))
             patches.setattr(handle.residency, "close", failing("residency.close"))
             first, second = sorted((also, "residency.close"), key=ORDER.index)
             with pytest.raises(AioError, match=first):
@@ -559,4 +559,10 @@ def test_every_step_of_closing_is_taken_and_the_first_error_raised(
         handle.close()
 
 
-ORDER = ["pipeline.wait", "_lifecycle.detach", "_executor.drain", "residency.close", "_gradients.close"]
+ORDER = [
+    "pipeline.wait",
+    "parts.lifecycle.detach",
+    "parts.tiers.executor.wait_all",
+    "residency.close",
+    "parts.tiers.buffers.close",
+]

@@ -14,7 +14,7 @@ import torch
 
 import infinity as inf
 from infinity._src.params.unit import Unit
-from infinity.aio.plan import Format
+from infinity.aio import Format
 from infinity.errors import BudgetError, DeviceFailedError
 from tests import forks, harness, models
 from tests.test_memory import fill, peak_rss_bytes

@@ -21,8 +21,7 @@ import infinity as inf
 from infinity._src.checkpoint.directory import read_generation
 from infinity._src.checkpoint.verify import Damage, Verifying
 from infinity._src.engine import offload
-from infinity.aio import Seam
-from infinity.aio.executor import Fault
+from infinity.aio import Fault, Seam
 from infinity.errors import AioError, ChecksumError, StateInvalid, SwapFullError
 from tests.test_checkpoint import PLAIN, TIERS, Run, policy
 

@@ -11,8 +11,7 @@ import pytest
 
 import infinity as inf
 from infinity._src.checkpoint.hardlink import Pinned
-from infinity.aio import Seam
-from infinity.aio.executor import Fault
+from infinity.aio import Fault, Seam
 from infinity.errors import (
     AioError,
     ChecksumError,

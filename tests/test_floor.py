@@ -32,7 +32,7 @@ from infinity._src.hooks.activation_offload import HELD_CALLS
 from infinity._src.params.unit import Unit
 from infinity._src.perf.roofline import AtRest, traffic, turning_bytes_max
 from infinity._src.sizes import round_up
-from infinity.aio.plan import ALIGNMENT_BYTES
+from infinity.aio._records import ALIGNMENT_BYTES
 from tests import forks, models
 
 KERNEL_SLACK_BYTES = 1 << 20
@@ -84,7 +84,7 @@ def on_nvme(handle: Any, units: Iterable[Unit]) -> AtRest:
     """What rests on NVMe by kind, each section of a chunk in whole blocks of 4096 bytes, from the engine's records."""
     found = AtRest()
     for flat in (flat for unit in units for flat in unit.flats):
-        rest = handle._rest[flat]
+        rest = handle.parts.tiers.store[flat]
         kinds = {"params": 0.0, "optim": 0.0, "grads": 0.0}
         for record in rest.records:
             for index, section in enumerate(rest.sections):
@@ -131,7 +131,7 @@ def measure(handle: Any, model: torch.nn.Module, optimizer: Any, micro_batches: 
             last = index == len(batches) - 1
             with contextlib.nullcontext() if last else handle.no_sync():
                 (models.loss_of(model, batch) / len(batches)).backward()
-        handle._executor.hold_gates(True)  # forward goes on holding them, and its end lets go
+        handle.parts.tiers.executor.hold_gates(True)  # forward goes on holding them, and its end lets go
         optimizer.step()
         optimizer.zero_grad()
 

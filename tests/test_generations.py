@@ -12,8 +12,7 @@ import torch
 import infinity as inf
 from infinity._src.engine import offload
 from infinity._src.optim.speculative_update import History
-from infinity.aio import Seam
-from infinity.aio.executor import Fault
+from infinity.aio import Fault, Seam
 from infinity.errors import NonFiniteGradient, StepUndone
 from tests import harness, models
 from tests.harness import Training
@@ -189,7 +188,7 @@ def test_gradients_that_are_not_finite_leave_no_trace(tmp_path, batches, mode):
         if optimizer is pairs[1][1]:
             (models.loss_of(model, batches[3]) * float("nan")).backward()
             before = inf.handle(model).stats()
-            assert len(inf.handle(model)._mode._updates._ahead) == before.units  # all are written already
+            assert len(inf.handle(model).parts.mode._ahead) == before.units  # all are written already
             if mode == "raise":
                 with pytest.raises(NonFiniteGradient, match="no state was touched"):
                     optimizer.step()
@@ -291,7 +290,7 @@ def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batche
     for batch in batches[:2]:
         stepped(probe, optimizer, batch)
     inf.handle(probe).flush()
-    before = sum(drive.writes for drive in inf.handle(probe)._executor.stats().drives)
+    before = sum(drive.writes for drive in inf.handle(probe).parts.tiers.executor.stats().drives)
     inf.handle(probe).close()
 
     seam = Seam(fault=Fault("write", before + nth))
@@ -344,7 +343,7 @@ def test_what_the_user_writes_is_not_undone_behind_his_back(tmp_path, batches):
     optimizer = inf.AdamW(probe.parameters(), lr=1e-2)
     stepped(probe, optimizer, batches[0])
     inf.handle(probe).flush()
-    writes = sum(drive.writes for drive in inf.handle(probe)._executor.stats().drives)
+    writes = sum(drive.writes for drive in inf.handle(probe).parts.tiers.executor.stats().drives)
     inf.handle(probe).close()
     model = offload(small(), slow, _seam=Seam(fault=Fault("write", writes + 4), write_bytes_per_s=5e6))
     ours = run(model, inf.AdamW(model.parameters(), lr=1e-2))

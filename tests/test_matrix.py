@@ -48,7 +48,7 @@ def train(
         try:
             optimizer = getattr(inf, optimizer_name)(model.parameters(), **OPTIMIZERS[optimizer_name])
             if factory is wide_llama and policy.unit_bytes_max is None:
-                assert sum(len(flat.layout.chunks) > 1 for flat in handle._flats) >= 2  # both layers
+                assert sum(len(flat.layout.chunks) > 1 for flat in handle.parts.split.flats) >= 2  # both layers
             batches = iter(models.token_batches(STEPS * MICRO_BATCHES, rows=1, length=6))
             losses = []
             for _ in range(STEPS):

@@ -231,7 +231,7 @@ def test_a_read_that_fails_is_a_typed_error(tmp_path: Path) -> None:
         return model, inf.AdamW(model.parameters())
 
     model, optimizer = begun(None)
-    reads = inf.handle(model)._executor.stats().drives[0].reads
+    reads = inf.handle(model).parts.tiers.executor.stats().drives[0].reads
     inf.handle(model).close()
     model, optimizer = begun(Seam(fault=Fault("read", reads, persistent=True)))
     state = inf.handle(model).optimizer_state(next(model.parameters()))

@@ -221,7 +221,7 @@ def test_a_fault_in_a_generic_step_is_raised_by_it_and_stays(op: str, tmp_path: 
         return model, optimizer
 
     model, _ = begun(None)
-    drive = inf.handle(model)._executor.stats().drives[0]
+    drive = inf.handle(model).parts.tiers.executor.stats().drives[0]
     inf.handle(model).close()
     nth = (drive.reads if op == "read" else drive.writes) + 2
     model, optimizer = begun(Seam(fault=Fault(op=op, nth=nth, persistent=True)))

@@ -17,9 +17,8 @@ from infinity._src.engine import offload
 from infinity._src.grads import spill
 from infinity._src.memory.ledger import LEDGER
 from infinity._src.params.unit import Unit
-from infinity.aio import Seam
-from infinity.aio.executor import Fault
-from infinity.aio.plan import Format, GradSection, Master, Moments
+from infinity.aio import Fault, Format, Seam
+from infinity.aio._records import GradSection, Master, Moments
 from infinity.errors import AioError, BudgetError, StateInvalid, SwapFullError
 from tests import harness, models
 from tests.unit.params.test_state_store import fetched, make_flat, make_rest
@@ -65,7 +64,7 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def masks_of(model: nn.Module) -> dict[str, list[list[int]]]:
     """What rests on NVMe of each unit."""
     handle = inf.handle(model)
-    return {unit.name: [handle._rest._masks_of(flat) for flat in unit.flats] for unit in handle.units}
+    return {unit.name: [handle.parts.tiers.store._masks_of(flat) for flat in unit.flats] for unit in handle.units}
 
 
 @dataclasses.dataclass
@@ -81,25 +80,25 @@ class Placed:
 def requests_of(handle: Any) -> dict[str, int]:
     """Requests of the drives so far; nothing is pending then."""
     handle.flush()
-    handle._executor.drain()
-    drives = handle._executor.stats().drives
+    handle.parts.tiers.executor.wait_all()
+    drives = handle.parts.tiers.executor.stats().drives
     return {"read": sum(drive.reads for drive in drives), "write": sum(drive.writes for drive in drives)}
 
 
 def attempt(handle: Any, result: Placed, place: Any) -> None:
     """`place`; if a drive fails, what was in force has to be so after that."""
-    kept = {param: handle.read(param) for param in handle._params}
-    before, reserved = handle._placing.plan, LEDGER._reserved[id(handle)][0]
+    kept = {param: handle.read(param) for param in handle.parts.split.params}
+    before, reserved = handle.parts.tiers.planner.plan, LEDGER._reserved[id(handle)][0]
     begun = requests_of(handle)
     try:
         place()
     except (AioError, MemoryError):
         result.failed = True
-        plan = handle._placing.plan
-        rests = tuple(tuple(handle._rest._masks_of(flat)) for flat in handle._flats)
+        plan = handle.parts.tiers.planner.plan
+        rests = tuple(tuple(handle.parts.tiers.store._masks_of(flat)) for flat in handle.parts.split.flats)
         assert plan is before or plan.nvme_masks == rests  # it failed when all but gradients had moved
-        made = handle._gradients.size_bytes - before.grad_bytes
-        assert LEDGER._reserved[id(handle)][0] - reserved >= handle._rest.resident_bytes - before.resident_bytes + made
+        made = handle.parts.tiers.buffers.size_bytes - before.grad_bytes
+        assert LEDGER._reserved[id(handle)][0] - reserved >= handle.parts.tiers.store.resident_bytes - before.resident_bytes + made
         assert all(torch.equal(handle.read(param), value) for param, value in kept.items())
     result.requests = {op: range(begun[op], done) for op, done in requests_of(handle).items()}
 
@@ -129,7 +128,7 @@ def taken_later(how: str, chosen: inf.Policy, seam: Seam | None = None, *, early
                 attempt(handle, result, take_second)
                 if result.failed:
                     take_second()
-                spilled = {flat.unit.name for flat in handle._placing.spilled}
+                spilled = {flat.unit.name for flat in handle.parts.tiers.planner.spilled}
                 held = {parameter.infinity_link.param.unit.name for parameter in first}  # type: ignore[attr-defined]
                 result.moved = any(before[name] != row for name, row in masks_of(model).items() if name in spilled & held)
             for optimizer in optimizers:
@@ -258,7 +257,7 @@ def test_a_read_that_fails_while_gradients_get_memory_costs_that_call_only(tmp_p
 
 def test_a_full_drive_while_gradients_get_memory_costs_that_call_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(handle: Any) -> None:
-        space = handle._rest._space
+        space = handle.parts.tiers.store._space
         reserve = space.reserve_together
 
         def full(_sizes: Any) -> Any:

@@ -76,7 +76,7 @@ def test_a_group_added_in_mid_training_leaves_the_states_of_the_others_alone(
 ) -> None:
     probe = inf.offload(moe(), nvme(tmp_path))
     optimizer = inf.AdamW(probe.parameters())
-    needs = inf.handle(probe)._placing.plan
+    needs = inf.handle(probe).parts.tiers.planner.plan
     inf.handle(probe).close()
 
     ram = needs.min_bytes + int(share * needs.nvme_bytes)

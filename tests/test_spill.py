@@ -16,9 +16,8 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.engine import offload
-from infinity.aio import Seam
-from infinity.aio.executor import Fault
-from infinity.aio.plan import CHUNK_NUMEL
+from infinity.aio import Fault, Seam
+from infinity.aio._records import CHUNK_NUMEL
 from infinity.errors import AioError, BudgetError
 from tests import harness, models
 from tests.harness import Training

@@ -18,8 +18,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.engine import offload
-from infinity.aio import Seam
-from infinity.aio.executor import Fault
+from infinity.aio import Fault, Seam
 from infinity.errors import DeviceFailedError, EngineClosed, StateInvalid
 from tests import forks, models
 
@@ -118,7 +117,7 @@ def test_a_failed_update_that_forward_meets_first_says_what_helps(tmp_path: Path
         return model
 
     model = trained(None, 0)
-    set_up = inf.handle(model)._executor.stats().drives[0].writes
+    set_up = inf.handle(model).parts.tiers.executor.stats().drives[0].writes
     inf.handle(model).close()
     model = trained(Seam(fault=Fault("write", set_up + 3, persistent=persistent)), 20)
     with pytest.raises(StateInvalid):
@@ -143,11 +142,11 @@ def test_a_fault_in_the_background_is_raised_by_the_next_call_and_stays(tmp_path
         train(model, optimizer, 1)
         inf.handle(model).flush()
         models.loss_of(model, models.token_batches(1)[0]).backward()
-        inf.handle(model)._executor.drain()  # idle slots have read ahead
+        inf.handle(model).parts.tiers.executor.wait_all()  # idle slots have read ahead
         return model, optimizer
 
     model, _ = until_second_step(None)
-    drive = inf.handle(model)._executor.stats().drives[0]
+    drive = inf.handle(model).parts.tiers.executor.stats().drives[0]
     inf.handle(model).close()
     nth = drive.reads if op == "read" else drive.writes
 

@@ -13,8 +13,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.engine import offload
-from infinity.aio import Seam
-from infinity.aio.executor import Fault
+from infinity.aio import Fault, Seam
 from infinity.errors import BudgetError, NonFiniteGradient, StateInvalid
 from tests import harness, models
 from tests.harness import Training
@@ -238,7 +237,7 @@ def test_a_fault_in_an_early_update_is_sticky(tmp_path: Path) -> None:
     chosen = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min", update="backward")
     model = inf.offload(models.llama(layers=4).bfloat16(), chosen)
     inf.AdamW(model.parameters())
-    set_up = inf.handle(model)._executor.stats().drives[0].writes
+    set_up = inf.handle(model).parts.tiers.executor.stats().drives[0].writes
     inf.handle(model).close()
     torch.manual_seed(0)
     seam = Seam(fault=Fault("write", set_up + 2, persistent=True))

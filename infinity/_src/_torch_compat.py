@@ -86,7 +86,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 TESTED = ("2.10.0", "2.13.0", "2.15.0")
-"""Versions of torch that `make torch-matrix` has run: the floor of pyproject.toml, the pin, the newest."""
+"""Versions of torch that `make torch-matrix` has run: the floor of the metadata, pin, newest."""
 
 _C: Any = torch._C
 _TENSOR: Any = torch.Tensor
@@ -99,10 +99,13 @@ graph_task_id: Callable[[], int] = _C._current_graph_task_id
 """The id of the backward that this thread runs now; nested backwards have their own."""
 
 graph_is_kept: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
-"""Whether the backward that this thread runs now was told to retain its graph, which may then run once more."""
+"""Whether the backward that this thread runs now retains its graph, which may then run again."""
 
 sequence_number: Callable[[], int] = _C._autograd._get_sequence_nr
-"""The number that the next autograd node made by this thread gets. Backward runs higher numbers first."""
+"""The number that the next autograd node made by this thread gets.
+
+Backward runs higher numbers first.
+"""
 
 DisableTorchFunctionSubclass: Any = _C.DisableTorchFunctionSubclass
 """Context in which `__torch_function__` of subclasses is not called."""
@@ -121,21 +124,30 @@ def all_gather_single(whole: torch.Tensor, mine: torch.Tensor, *, group: Any) ->
 
 
 def profiled(name: str) -> contextlib.AbstractContextManager[object]:
-    """A range of that name in torch's profiler (and so in NVTX under `torch.autograd.profiler.emit_nvtx()`), while one runs."""
+    """A range of that name in torch's profiler, while one runs.
+
+    So also in NVTX, under `torch.autograd.profiler.emit_nvtx()`.
+    """
     if not _C._autograd._profiler_enabled():
         return contextlib.nullcontext()
     return torch.profiler.record_function(name)
 
 
 def resize_storage(tensor: torch.Tensor, size_bytes: int) -> None:
-    """Resize the storage that `tensor` and all its views share; 0 frees it. The contents are lost."""
+    """Resize the storage that `tensor` and all its views share; 0 frees it.
+
+    The contents are lost.
+    """
     storage = tensor.untyped_storage()
     if storage.size() != size_bytes:
         cast("Any", storage).resize_(size_bytes)
 
 
 def is_resizable(tensor: torch.Tensor) -> bool:
-    """Whether the storage may be resized. Exporting it once, to numpy for instance, forbids that for good."""
+    """Whether the storage may be resized.
+
+    Exporting it once, to numpy for instance, forbids that for good.
+    """
     return bool(cast("Any", tensor.untyped_storage()).resizable())
 
 
@@ -145,7 +157,10 @@ def storage_size(tensor: torch.Tensor) -> int:
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Set version counters. Backward compares the counter of a saved tensor with what it was when saved."""
+    """Set version counters.
+
+    Backward compares the counter of a saved tensor with what it was when saved.
+    """
     _C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
@@ -160,7 +175,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Run `callback` once when the backward that this thread runs now has ended well; never if it raises."""
+    """Run `callback` once when the backward of this thread has ended well; never if it raises."""
     engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
     engine.queue_callback(callback)
 
@@ -192,15 +207,16 @@ def _getters(names: Sequence[str]) -> set[Any]:
 
 
 _PROPERTIES = """
-    shape dtype device requires_grad grad is_leaf grad_fn layout ndim is_cuda is_cpu is_meta is_sparse is_sparse_csr
-    is_quantized is_mkldnn is_xpu is_mps is_xla is_ipu is_maia is_mtia is_vulkan is_ort is_hpu is_nested itemsize nbytes
-    output_nr name names retains_grad grad_dtype _version _grad_fn _grad _backward_hooks _post_accumulate_grad_hooks
-    _has_grad_dtype_override
+    shape dtype device requires_grad grad is_leaf grad_fn layout ndim is_cuda is_cpu is_meta
+    is_sparse is_sparse_csr is_quantized is_mkldnn is_xpu is_mps is_xla is_ipu is_maia is_mtia
+    is_vulkan is_ort is_hpu is_nested itemsize nbytes output_nr name names retains_grad grad_dtype
+    _version _grad_fn _grad _backward_hooks _post_accumulate_grad_hooks _has_grad_dtype_override
 """
 _METHODS = """
-    size stride dim ndimension numel nelement element_size is_contiguous is_floating_point is_complex is_signed is_conj
-    is_neg is_inference is_same_size storage_offset get_device __len__ dim_order has_names is_coalesced is_distributed
-    _is_view _is_zerotensor _has_symbolic_sizes_strides
+    size stride dim ndimension numel nelement element_size is_contiguous is_floating_point
+    is_complex is_signed is_conj is_neg is_inference is_same_size storage_offset get_device __len__
+    dim_order has_names is_coalesced is_distributed _is_view _is_zerotensor
+    _has_symbolic_sizes_strides
 """
 _FUNCTIONS = """
     numel is_floating_point is_complex is_conj is_neg is_inference is_signed is_same_size
@@ -213,7 +229,7 @@ METADATA: frozenset[Any] = frozenset(
     | {getattr(torch, name) for name in _FUNCTIONS.split()}
     | {_TENSOR.grad.__delete__, _TENSOR.grad_dtype.__set__}
 )
-"""Functions that ask a tensor for metadata only, as `__torch_function__` of a subclass without storage gets them."""
+"""Functions that ask for metadata only, as `__torch_function__` of a subclass gets them."""
 
 
 def separate_version(tensor: torch.Tensor) -> torch.Tensor:
@@ -223,7 +239,7 @@ def separate_version(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.data = value` past what a subclass makes of it: the object stays, its storage changes."""
+    """`tensor.data = value` past a subclass: the object stays, its storage changes."""
     _TENSOR.data.__set__(tensor, value)
 
 
@@ -240,12 +256,17 @@ def parse_to(
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """The address of the first element; 0 when the tensor has none (meta, fake, functorch-wrapped, empty, sparse)."""
+    """The address of the first element; 0 when there is none.
+
+    Meta, fake, functorch-wrapped, empty and sparse tensors have none.
+    """
     if type(tensor) is not torch.Tensor and not isinstance(tensor, torch.nn.Parameter):
         return 0
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # wrapped by a functorch transform, or sparse: no address, so no view of ours
+    except (
+        RuntimeError
+    ):  # wrapped by a functorch transform, or sparse: no address, so no view of ours
         return 0
 
 
@@ -256,7 +277,7 @@ def dynamo_disable(function: F) -> F:
 
 
 def calling_module_frame() -> FrameType | None:
-    """The Python frame of the `Module.__call__` that runs the hook that calls this; None when it cannot be told."""
+    """The frame of the `Module.__call__` that runs the hook that calls this; None if not found."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(10):
         if frame is None:
@@ -269,7 +290,9 @@ def calling_module_frame() -> FrameType | None:
 
 def is_running(wanted: FrameType, thread: int) -> bool:
     """Whether `wanted` is on the Python stack of `thread`."""
-    frame: FrameType | None = sys._getframe(1) if thread == get_ident() else sys._current_frames().get(thread)
+    frame: FrameType | None = (
+        sys._getframe(1) if thread == get_ident() else sys._current_frames().get(thread)
+    )
     while frame is not None:
         if frame is wanted:
             return True
@@ -285,7 +308,9 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CheckpointCall:
-    """A call of `torch.utils.checkpoint`, with gradients and outside of backward, whose inputs its graph keeps.
+    """A call of `torch.utils.checkpoint`, with gradients and outside of backward.
+
+    Its graph keeps its inputs.
 
     Holds no tensors. owner, label: for watchers to write on.
     """
@@ -299,7 +324,7 @@ class CheckpointCall:
         self._saved: Callable[[], list[Any]] = list
 
     def keeps(self, saved: Callable[[], list[Any]]) -> None:
-        """saved: gives what the graph keeps of the inputs as SavedTensors, in order; empty when it is gone."""
+        """saved: gives the SavedTensors of the inputs, in order; empty when the graph is gone."""
         self._saved = saved
 
     def inputs(self) -> list[torch.Tensor]:
@@ -307,19 +332,24 @@ class CheckpointCall:
         return [tensor for ref in self._inputs if (tensor := ref()) is not None]
 
     def pairs(self) -> list[tuple[torch.Tensor, Any]]:
-        """The inputs that live, each with the SavedTensor by which the graph keeps it (it has `register_hooks`)."""
+        """The inputs that live, each with its SavedTensor (it has `register_hooks`)."""
         saved = self._saved()
         if not saved:
             return []
         inputs = [ref() for ref in self._inputs]
-        return [(tensor, of) for tensor, of in zip(inputs, saved, strict=True) if tensor is not None]
+        return [
+            (tensor, of) for tensor, of in zip(inputs, saved, strict=True) if tensor is not None
+        ]
 
 
 class CheckpointWatcher(Protocol):
     """Who is told of checkpointed calls."""
 
     def checkpoint_begins(self, call: CheckpointCall) -> None:
-        """A call begins. Reentrant ones keep their inputs when they end, the others before their function runs."""
+        """A call begins.
+
+        Reentrant ones keep their inputs when they end, the others before their function runs.
+        """
 
     def checkpoint_saved(self, call: CheckpointCall) -> None:
         """The graph keeps the inputs now: `call.pairs()`."""
@@ -329,11 +359,11 @@ _watchers: list[CheckpointWatcher] = []
 
 
 def watch_checkpoints(watcher: CheckpointWatcher) -> Callable[[], None]:
-    """Tell `watcher` of every call of `torch.utils.checkpoint.checkpoint`, of both kinds; returns what ends that.
+    """Tell `watcher` of every call of `torch.utils.checkpoint.checkpoint`; returns a stop function.
 
-    Calls inside of other checkpoints, and under hooks of the user's own on saved tensors, are left out.
-    torch is as it was when nobody watches. Raises: ValueError when this torch keeps the inputs of
-    checkpoints in a way that is not known.
+    Calls of both kinds, reentrant or not, but for those inside of other checkpoints and under hooks
+    of the user's own on saved tensors. torch is as it was when nobody watches. Raises: ValueError
+    when this torch keeps the inputs of checkpoints in a way that is not known.
     """
     if not _watchers:
         _stop_telling.append(_tell_of_checkpoints())
@@ -364,8 +394,9 @@ def _tell_of_checkpoints() -> Callable[[], None]:
         end_plain = _tell_of_savers(saver_class)
     else:
         raise ValueError(
-            f"activations=: torch {torch.__version__} keeps the inputs of checkpoints in a way that is not "
-            f"known here; tested are torch {', '.join(TESTED)}: install one of them, or leave activations= out"
+            f"activations=: torch {torch.__version__} keeps the inputs of checkpoints in "
+            f"a way that is not known here; tested are torch {', '.join(TESTED)}: install one of "
+            "them, or leave activations= out"
         )
     end_reentrant = _tell_of_reentrant(checkpoint.CheckpointFunction)
 
@@ -394,7 +425,11 @@ def _tell_of_frames(frame_class: Any) -> Callable[[], None]:
 
         def saved() -> list[Any]:
             found = alive()
-            return [arg for arg in found.saved_args if isinstance(arg, _C._autograd.SavedTensor)] if found is not None else []
+            return (
+                [arg for arg in found.saved_args if isinstance(arg, _C._autograd.SavedTensor)]
+                if found is not None
+                else []
+            )
 
         call = CheckpointCall(args)
         call.keeps(saved)
@@ -408,7 +443,7 @@ def _tell_of_frames(frame_class: Any) -> Callable[[], None]:
 
 
 def _tell_of_savers(saver_class: Any) -> Callable[[], None]:
-    """Checkpoints that are not reentrant: a node that never runs saves the inputs of a call, behind a dummy."""
+    """Checkpoints that are not reentrant: a node that never runs saves a dummy and the inputs."""
     plain_apply = saver_class.apply
 
     def apply(dummy: torch.Tensor, kwargs: dict[str, Any], *args: Any) -> Any:
@@ -434,7 +469,7 @@ def _tell_of_savers(saver_class: Any) -> Callable[[], None]:
 
 
 def _tell_of_reentrant(function_class: Any) -> Callable[[], None]:
-    """Reentrant checkpoints: a call is an autograd function, and its node saves the inputs when it ends."""
+    """Reentrant checkpoints: a call is an autograd function, whose node saves the inputs."""
     plain_apply = function_class.apply
 
     def apply(run_function: Any, preserve_rng_state: bool, *args: Any) -> Any:
@@ -445,7 +480,14 @@ def _tell_of_reentrant(function_class: Any) -> Callable[[], None]:
             watcher.checkpoint_begins(call)
         outputs = plain_apply(run_function, preserve_rng_state, *args)
         several = outputs if isinstance(outputs, tuple) else (outputs,)
-        node = next((out.grad_fn for out in several if isinstance(out, torch.Tensor) and out.grad_fn is not None), None)
+        node = next(
+            (
+                out.grad_fn
+                for out in several
+                if isinstance(out, torch.Tensor) and out.grad_fn is not None
+            ),
+            None,
+        )
         if node is not None:
             call.keeps(lambda: list(node._raw_saved_tensors))  # type: ignore[attr-defined]
             for watcher in tuple(_watchers):
@@ -467,7 +509,7 @@ def _keeps_plainly() -> bool:
 
 
 def dcp_storage_info(relative_path: str, offset: int, length: int) -> Any:
-    """Where a tensor lies, as FileSystemWriter of torch.distributed.checkpoint notes it in `.metadata`."""
+    """The place of a tensor, as torch.distributed.checkpoint notes it in `.metadata`."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(relative_path, offset, length)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from infinity._src.sizes import parse_size
-from infinity.aio.directories import check_pattern, is_pattern
-from infinity.aio.settings import IoSettings
+from infinity.aio import IoSettings
+from infinity.aio._swap_file import check_directory_pattern, is_directory_pattern
 
 TIERS = ("device", "cpu", "nvme")
 _OF_ALL_RANKS = (
@@ -322,8 +322,8 @@ class Policy:
             raise ValueError(f"nvme={self.nvme!r}: give a directory, or a list of directories, none of them empty")
         paths = tuple(Path(path) for path in given)
         for path in paths:
-            check_pattern(path)
-        if self.durable and paths and is_pattern(paths[0]):
+            check_directory_pattern(path)
+        if self.durable and paths and is_directory_pattern(paths[0]):
             raise ValueError(
                 f"nvme={[str(path) for path in paths]}: a durable run keeps the manifests of all ranks in the first directory: "
                 "name one there that is the same on every rank; the others may differ"

@@ -1,6 +1,6 @@
 """The engine: `offload` takes a model apart into units at rest, `Handle` is what the user holds of it.
 
-offload = find units -> place -> fill, unit by unit -> attach hooks        (this module only wires)
+offload = find units -> place -> fill, unit by unit -> attach hooks        (`infinity._src.build` wires)
 
 model.parameters() --- at rest --->  Rest (chunks: RAM, NVMe)  <--- Pipeline (opt.step)
          |                                  ^
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import logging
 import os
 import warnings
@@ -21,42 +20,22 @@ from typing import Any
 
 import torch
 
-from infinity._src.checkpoint.durable import DurableRun
-from infinity._src.checkpoint.save import Saving
+from infinity._src.build import build_engine
 from infinity._src.cleanup import run_all
 from infinity._src.config import Policy
-from infinity._src.distributed.setup import RankSetup
-from infinity._src.grads.buffers import GradBuffers
-from infinity._src.grads.proxy import GradRegistry
-from infinity._src.grads.reducer import GradReducer
-from infinity._src.hooks.forward import Lifecycle, attach
 from infinity._src.hooks.gather_window import chosen_params
 from infinity._src.hooks.install import part
 from infinity._src.hooks.state_dict import check_copies
-from infinity._src.memory.device import Device, GradOffload, compute_device, open_device
-from infinity._src.memory.heap import Heap
-from infinity._src.memory.node_resources import open_node_resources
-from infinity._src.memory.planner import PlacementPlanner, chunk_numel_of
-from infinity._src.optim.registry import OptimizerRegistry
-from infinity._src.optim.state_access import OptimizerState, States
-from infinity._src.optim.step import StepPipeline
-from infinity._src.optim.transaction import Transaction
-from infinity._src.optim.update_mode import open_mode, staging_bytes
-from infinity._src.params.discover import build, find_units
-from infinity._src.params.materialize import Source, fill_unit, open_source
-from infinity._src.params.residency import Unsharder
-from infinity._src.params.too_large import check_gatherable, device_memory_bytes
-from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.memory.device import compute_device
+from infinity._src.optim.state_access import OptimizerState
+from infinity._src.params.materialize import Source
+from infinity._src.params.unit import Param
 from infinity._src.stats import Stats
-from infinity._src.storage import Storage, check_activations
 from infinity._src.telemetry import Timeline
 from infinity.aio import Seam
 from infinity.errors import EngineClosed
 
 log = logging.getLogger("infinity")
-
-OFFLOAD_UNITS = 2
-"""Fresh gradients of so many of the largest units may be on their way from the device; then backward waits."""
 
 _HANDLE = "_infinity_handle"  # where a model keeps its handle: a table here would keep closed models alive
 _OPEN: set[Handle] = set()
@@ -123,155 +102,24 @@ class Handle:
         load: Source | None,
         seam: Seam | None,
     ) -> None:
-        self.policy = policy
-        self.on_nonfinite = policy.on_nonfinite
         self.timeline = Timeline(spans_max=200_000)
-        self.durable: DurableRun | None = None
-        self._closed = False
-        self._undo = contextlib.ExitStack()
-        with contextlib.ExitStack() as undo:
-            self._build(model, device, load, seam, undo)
-            self._undo = undo.pop_all()
-
-    def _build(
-        self,
-        model: torch.nn.Module,
-        device: torch.device,
-        load: Source | None,
-        seam: Seam | None,
-        undo: contextlib.ExitStack,
-    ) -> None:
-        policy = self.policy
-        ranks = self._ranks = RankSetup(policy, device, undo)
-        self.comm = ranks.comm
-        self._node_resources = undo.enter_context(open_node_resources(self.comm, policy))
-        policy = self.policy = self._node_resources.policy
-        self.rank, alone = self.comm.rank, not ranks.several
-        specs = find_units(model, units=policy.units, unit_bytes_max=int(policy.unit_bytes_max), nested=alone)
-        check_gatherable(model, specs, int(policy.unit_bytes_max), device, device_memory_bytes(device))
-        self.units: list[Unit] = build(model, specs, device, self.comm.world, lambda dtype: chunk_numel_of(policy.state, dtype))
-        for unit in self.units:
-            unit.engine = self
-        self._flats: list[Flat] = [flat for unit in self.units for flat in unit.flats]
-        self._params: list[Param] = [param for unit in self.units for param in unit.params]
-        there = open_device(device)
-        check_activations(policy, there)
-        source, self._gradients = open_source(model, load), GradBuffers(self.rank, policy.grad_dtype, there)
-        early = functools.partial(staging_bytes, policy, self.units, there, self._gradients.dtype)
-        staging = ranks.staging(self._flats, self._gradients.dtype)
-        share = {"default_bytes": self._node_resources.default_bytes, "ledger_owner": id(self)}
-        self._placing = PlacementPlanner(policy, self._flats, self._gradients, staging_bytes=lambda: early() + staging(), **share)
-        undo.callback(self._placing.close)
-        plan = self._placing.first()
-        self._storage = Storage(policy, plan, seam, undo, device=there, node_resources=self._node_resources, rank=self.rank)
-        self._executor, self._rest = self._storage.executor, self._storage.rest
-        self._rest.create(self._flats, plan.nvme_masks)
-        for unit in self.units:
-            fill_unit(unit, source, self._store_flat)
-        source.fill_buffers(device)
-        self._node_resources.end_rendezvous()
-        ranks.check_values()
-        self._build_gradients(there, undo)
-        self.residency = Unsharder(
-            self.units,
-            rest=self._rest,
-            executor=self._executor,
-            gradients=self._drain,
-            comm=self.comm,
-            keep=ranks.whole_params,
-            timeline=self.timeline,
-            device=there,
-            qwz=policy.qwz,
-            kept=ranks.kept(self.units, there),
-        )
-        self.residency.on_demand, self.residency.on_write = self._on_demand, self._wait
-        self._heap = Heap.for_units((unit.size_bytes for unit in self.units), device.type)
-        self.residency.on_evict = self._heap.freed
-        self.residency.clock.activations = self._storage.activations_moved
-        self._build_step(model, undo)
-        self._lifecycle: Lifecycle = attach(
-            model,
-            self.units,
-            self.residency,
-            where=lambda _param: policy.params,
-            check_state_dict=self._check_state_dict,
-            activations=self._storage.open_activations(model, self.units, self.timeline, undo),
-        )
-
-    def _build_gradients(self, there: Device, undo: contextlib.ExitStack) -> None:
-        """Where gradients go when backward makes them."""
-        self._book = GradRegistry(self.comm.all_reduce_sum if self.comm.world > 1 else None)
-        if there.copies:
-            self._book.grad_offload = GradOffload(there, OFFLOAD_UNITS * max((unit.size_bytes for unit in self.units), default=0))
-            undo.callback(self._book.grad_offload.close)
-            # The parts of several ranks come back when they are added to.
-            self._gradients.grad_offload = self._book.grad_offload if not self._ranks.several else None
-        undo.callback(self._book.release)
-        parts = self._ranks.gradient_parts(self._flats, self._gradients, undo)
-        self._drain = GradReducer(self.units, gradients=self._gradients, book=self._book, comm=self.comm, **parts)
-
-    def _build_step(self, model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
-        """What updates: the pipeline, what optimizers hold, and when updates are submitted."""
-        policy = self.policy
-        self.pipeline = StepPipeline(self.units, rest=self._rest, executor=self._executor, residency=self.residency, comm=self.comm)
-        if policy.generations > 1:
-            self.pipeline.transaction = Transaction(
-                self.units, rest=self._rest, executor=self._executor, residency=self.residency
-            )
-        self._holding = OptimizerRegistry(
-            policy,
-            self._flats,
-            placing=self._placing,
-            rest=self._rest,
-            executor=self._executor,
-            gradients=self._gradients,
-            book=self._book,
-            residency=self.residency,
-            pipeline=self.pipeline,
-            rank=self.rank,
-            check_open=self.check_open,
-            together=self._node_resources.open_rendezvous,
-        )
-        self._mode = open_mode(
-            policy,
-            self.units,
-            pipeline=self.pipeline,
-            residency=self.residency,
-            drain=self._drain,
-            rest=self._rest,
-            executor=self._executor,
-            rank=self.rank,
-            holder_of=self._holding.holder_of,
-            make_gradients=self._holding.make_gradients,
-        )
-        self._holding.mode = self._mode
-        undo.callback(self._mode.close)
-        self.pipeline.on_step = self._step_begins
-        self.pipeline.plan(self._flats)
-        self.states = States(self._rest, self.residency, self.comm, wait=self._wait)
-        parts: dict[str, Any] = {"holder_of": self._holding.holder_of, "mode": self._mode, "units": self.units}
-        self.saving = Saving(self.states, executor=self._executor, comm=self.comm, policy=policy, **parts)
         self.extra: Any = None  # what durable runs and saves keep for the user
-        run, space = self._storage.run, self._storage.space
-        if run is not None and space is not None:
-            self.durable = DurableRun(run, space, model, self.saving, self.pipeline, extra=lambda: self.extra)
-            undo.callback(self.durable.close)
-
-    def _step_begins(self, steps: int) -> None:
-        """Forwards and backwards of a step are done, and its update begins. `steps`: those before it."""
-        self._heap.restart()
-        self._storage.step_begins(steps)
+        self.on_nonfinite = policy.on_nonfinite
+        with contextlib.ExitStack() as undo:
+            parts = build_engine(
+                model, policy, device, load=load, seam=seam, owner=self, timeline=self.timeline, undo=undo
+            )
+            self._undo = undo.pop_all()
+        self.parts = parts
+        self.policy, self.units, self.comm = parts.split.policy, parts.split.units, parts.split.comm
+        self.rank = self.comm.rank
+        self.residency, self.durable = parts.unsharder, parts.durable
+        self.pipeline, self.states = parts.optimizer.pipeline, parts.optimizer.states
+        self.saving = parts.optimizer.saving
 
     def hold(self, optimizer: Any, params: list[Param]) -> None:
-        """Give parameters the states that `optimizer.moments_of` names (called by optimizers); see `infinity._src.optim.registry`."""
-        self._holding.hold(optimizer, params)
-
-    def _store_flat(self, flat: Flat, values: torch.Tensor) -> None:
-        """Write a whole flat [layout.numel] to rest; this rank's shard of it. Blocks."""
-        self._ranks.note(flat, values)
-        start = self.rank * flat.layout.shard_numel
-        shard = values[start : start + flat.layout.shard_numel].contiguous()
-        self._rest.store(flat, 0, shard.data_ptr()).wait()
+        """Give parameters the states that `optimizer.moments_of` names (called by optimizers)."""
+        self.parts.optimizer.registry.hold(optimizer, params)
 
     # -- what the user calls -------------------------------------------------------------------------------------------
 
@@ -284,7 +132,7 @@ class Handle:
         Raises: ValueError for a parameter of another model.
         """
         self.check_open()
-        return self._lifecycle.gather(params)
+        return self.parts.lifecycle.gather(params)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -295,7 +143,7 @@ class Handle:
         Raises: BudgetError when update="backward" has no room for gradients, at the first time.
         """
         self.check_open()
-        with self._drain.accumulating(), self._mode.no_sync():
+        with self.parts.grads.reducer.accumulating(), self.parts.mode.no_sync():
             yield
 
     def optimizer_state(self, param: torch.nn.Parameter) -> OptimizerState:
@@ -305,7 +153,7 @@ class Handle:
         """
         self.check_open()
         found = self._one(param)
-        holder = self._holding.holder_of(found)
+        holder = self.parts.optimizer.registry.holder_of(found)
         if holder is None:
             raise ValueError(f"no optimizer holds {found.name}; build inf.AdamW(model.parameters()) first, and keep it")
         return OptimizerState(found, holder, self.states)
@@ -331,7 +179,7 @@ class Handle:
         self.states.set_full_grad(self._one(param), grad)
 
     def _one(self, param: torch.nn.Parameter) -> Param:
-        found = chosen_params(self._lifecycle, param) if isinstance(param, torch.Tensor) else []
+        found = chosen_params(self.parts.lifecycle, param) if isinstance(param, torch.Tensor) else []
         if len(found) != 1:
             raise ValueError(
                 f"this wants one parameter of the offloaded model, as model.parameters() yields it, not a {type(param).__name__}"
@@ -340,29 +188,29 @@ class Handle:
 
     def read(self, param: Param) -> torch.Tensor:
         """The current value of one parameter as an ordinary CPU tensor; waits for pending updates of its unit."""
-        self._lifecycle.recover()
+        self.parts.lifecycle.recover()
         return self.residency.read(param)
 
     def stats(self) -> Stats:
         """Counters since `offload`; `infinity._src.stats.Stats` says what each means. Raises: EngineClosed."""
-        if self._closed:
+        if self.parts.access.closed:
             raise EngineClosed("handle.stats(): the engine of this model was closed; ask before close()")
         return Stats.collect(
-            executor=self._storage.observe(self.pipeline.steps),
-            endurance=self._storage.endurance,
+            executor=self.parts.tiers.storage.observe(self.pipeline.steps),
+            endurance=self.parts.tiers.storage.endurance,
             residency=self.residency,
             pipeline=self.pipeline,
-            placement=self._placing.plan,
-            param_numel=sum(param.numel for param in self._params),
+            placement=self.parts.tiers.planner.plan,
+            param_numel=sum(param.numel for param in self.parts.split.params),
             unit_count=len(self.units),
-            backend_reason=self._executor.backend_reason,
+            backend_reason=self.parts.tiers.executor.backend_reason,
             update=self.policy.update if self.policy.update_on == "cpu" else None,
             bandwidths=self.policy.io_settings.bandwidths,
-            activations=self._storage.activation_figures(),
-            ranks=self._ranks.figures(),
-            fresh_grad_bytes_peak=max(self._drain.fresh_bytes_peak, self._mode.fresh_bytes_peak),
-            heap_spare_bytes=self._heap.spare_bytes,
-            frozen_bytes=self._storage.frozen_bytes(self._flats),
+            activations=self.parts.tiers.storage.activation_figures(),
+            ranks=self.parts.split.ranks.figures(),
+            fresh_grad_bytes_peak=max(self.parts.grads.reducer.fresh_bytes_peak, self.parts.mode.fresh_bytes_peak),
+            heap_spare_bytes=self.parts.heap.spare_bytes,
+            frozen_bytes=self.parts.tiers.storage.frozen_bytes(self.parts.split.flats),
         )
 
     def trace(self, path: str | os.PathLike[str]) -> int:
@@ -370,7 +218,7 @@ class Handle:
 
         Tracks: waits of training, reads, writes, updates, copies; the newest of each are kept.
         """
-        self.timeline.add_native_spans(self._executor.take_spans())
+        self.timeline.add_native_spans(self.parts.tiers.executor.take_spans())
         return self.timeline.write(path)
 
     def flush(self) -> None:
@@ -378,12 +226,8 @@ class Handle:
 
         In a durable run the last step is committed then; on several ranks of one all call it.
         """
-        self._wait()
+        self.parts.access.before_write()
         self.pipeline.settle()
-
-    def _wait(self) -> None:
-        self.check_open()
-        self.pipeline.wait()
 
     def close(self) -> None:
         """Flush, free everything, and leave the parameters unreadable (they raise). Idempotent. A durable run commits its last
@@ -395,12 +239,12 @@ class Handle:
 
     def end(self, *, commit: bool) -> None:
         """As `close`. commit: the last step of a durable run, if it is not yet."""
-        if self._closed:
+        if self.parts.access.closed:
             return
-        if self._lifecycle.windows:
+        if self.parts.lifecycle.windows:
             raise RuntimeError("handle.close() inside handle.gather(): the writes of the block would be lost; leave it first")
-        steps = (self._lifecycle.detach, self._executor.drain, self.residency.close, lambda: part(self._params))
-        with run_all(self._forget, *steps, self._gradients.close, self._undo.close):
+        steps = (self.parts.lifecycle.detach, self.parts.tiers.executor.wait_all, self.residency.close, lambda: part(self.parts.split.params))
+        with run_all(self._forget, *steps, self.parts.tiers.buffers.close, self._undo.close):
             self.saving.settle()
             self.pipeline.wait()
             self.saving.raise_fault()
@@ -408,30 +252,22 @@ class Handle:
                 self.pipeline.settle()
 
     def _forget(self) -> None:
-        self._closed = True
+        self.parts.access.closed = True
         _OPEN.discard(self)
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._closed
+        return self.parts.access.closed
 
     def check_open(self) -> None:
         """Raise after close, and the sticky fault of a background update."""
-        if self._closed:
-            raise EngineClosed("the engine of this model was closed; build the model anew and offload that")
-        self.pipeline.raise_fault()
-        self.saving.raise_fault()
-        self.comm.check()
+        self.parts.access.check_open()
 
-    def _on_demand(self, unit: Unit) -> None:
+    def check_state_dict(self, size_bytes: int) -> None:
+        """Raise where a `state_dict()` of so many bytes cannot be made."""
         self.check_open()
-        self.pipeline.before_read(unit)
-        self._storage.observe_sometimes()
-
-    def _check_state_dict(self, size_bytes: int) -> None:
-        self.check_open()
-        self._lifecycle.recover()
+        self.parts.lifecycle.recover()
         check_copies(size_bytes)
 
 

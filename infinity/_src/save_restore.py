@@ -38,7 +38,7 @@ def save(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str], *,
     of = handle(model)
     of.flush()
     kept = extra if extra is not None else of.extra
-    return of.saving.begin(model, opt, directory, step=of.pipeline.steps, extra=kept)
+    return of.saving.begin(model, opt, directory, step=of.pipeline.steps, extra=kept, run=of.durable)
 
 
 def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str]) -> Restored:

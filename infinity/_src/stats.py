@@ -15,7 +15,7 @@ from infinity._src.perf.step_report import StepTerms
 from infinity._src.sizes import format_size
 from infinity._src.telemetry import PhaseFigures
 from infinity.aio import DriveStats, ExecutorStats
-from infinity.aio.endurance import Endurance, recent_bytes_per_s
+from infinity.aio._endurance import Endurance, recent_bytes_per_s
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from infinity._src.checkpoint.run_files import RunFiles
 from infinity._src.config import Policy
 from infinity._src.hooks.activation_offload import ActivationFigures, Activations
 from infinity._src.hooks.activation_store import DriveShelf, HostShelf
+from infinity._src.hooks.frames import FrameStack
 from infinity._src.memory import numa
 from infinity._src.memory.device import Device
 from infinity._src.memory.node_resources import NodeResources
@@ -21,9 +22,8 @@ from infinity._src.memory.swap_space import SwapSpace, choose_shares
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
 from infinity._src.telemetry import Timeline
-from infinity.aio import Executor, ExecutorStats, PoolSpec, Seam, open_executor
-from infinity.aio.endurance import Endurance
-from infinity.aio.plan import Format
+from infinity.aio import Executor, ExecutorStats, Format, PoolSpec, Seam, open_executor
+from infinity.aio._endurance import Endurance
 
 OBSERVE_S = 15.0
 """How often the drives are looked at within a step: an executor remembers 64 seconds."""
@@ -57,10 +57,9 @@ class Storage:
         self._device = device
         undo.callback(device.close)
         settings = policy.io_settings
-        space = SwapSpace(policy.directories) if policy.directories else None
+        space = SwapSpace(policy.directories, room=node_resources.check_room) if policy.directories else None
         if space is not None:
             undo.callback(space.close)
-            space.room = node_resources.check_room
             space.shares = choose_shares(
                 space.files, bandwidths=settings.bandwidths, backend=policy.io_backend, seam=seam
             )
@@ -89,7 +88,7 @@ class Storage:
             depth=node_resources.depths(space.files) if space is not None else settings.depth,
             seam=seam,
         )
-        undo.callback(self.executor.close, drain=False)
+        undo.callback(self.executor.close, wait=False)
         device.attach(self.executor)
         self.executor.spans(True)
         for layer in layers if self.run is not None else ():
@@ -107,13 +106,18 @@ class Storage:
         )
         undo.callback(self.rest.close)
         # Before its memory goes, if an interrupt left jobs in flight.
-        undo.callback(self.executor.close, drain=False)
+        undo.callback(self.executor.close, wait=False)
         self.endurance = Endurance()
         self._steps = 0
         self._observed_s = time.monotonic()
 
     def open_activations(
-        self, model: torch.nn.Module, units: Sequence[Unit], timeline: Timeline, undo: contextlib.ExitStack
+        self,
+        model: torch.nn.Module,
+        units: Sequence[Unit],
+        timeline: Timeline,
+        frames: FrameStack,
+        undo: contextlib.ExitStack,
     ) -> Activations | None:
         """What takes the model's boundary activations away; None where they stay on the device.
 
@@ -128,7 +132,9 @@ class Storage:
             assert self.space is not None, "Policy sees to it that there are directories"
             sums_on = self._policy.verify != "off"
             self._shelf = DriveShelf(self.executor, self.space, sums_on=sums_on, device=self._device)
-        self._activations = Activations(self._shelf, model, units, timeline, self._device.torch_device)
+        self._activations = Activations(
+            self._shelf, model, units, timeline, self._device.torch_device, frames=frames
+        )
         undo.callback(self._activations.close)
         return self._activations
 

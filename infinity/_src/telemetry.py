@@ -328,15 +328,20 @@ class PhaseClock:
     """Divides the time of a run into phases, and what is counted meanwhile. One thread uses it.
 
     marks: reads the engine's counters; called at every edge (tens of microseconds). activations: (read, written) bytes of
-    activations, set once something takes these away. A phase is entered by name; `enter("idle")` ends it. Times of steps are
+    activations, where something takes these away. A phase is entered by name; `enter("idle")` ends it. Times of steps are
     taken from the end of the first step to the end of the last one, since the first one traces and fills pools: `steady`,
     over `steady_steps` steps.
     """
 
-    def __init__(self, timeline: Timeline, marks: Callable[[], Marks]) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        marks: Callable[[], Marks],
+        activations: Callable[[], tuple[int, int]] | None = None,
+    ) -> None:
         self._timeline = timeline
         self._marks = marks
-        self.activations: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._activations = activations
         self._phase = "idle"
         self._since_ns = now_ns()
         self._at = self.marks()
@@ -350,7 +355,7 @@ class PhaseClock:
 
     def marks(self) -> Marks:
         """The engine's counters at this moment."""
-        read, written = self.activations()
+        read, written = self._activations() if self._activations is not None else (0, 0)
         return self._marks()._replace(activations_read=read, activations_written=written)
 
     def enter(self, phase: str, *, quiet: bool = False) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import infinity as inf
 from infinity.aio import Seam
-from infinity.aio.executor import Fault
+from infinity.aio import Fault
 from infinity._src.distributed import collectives
 from infinity._src.engine import offload
 from infinity.errors import AioError, RankFailed

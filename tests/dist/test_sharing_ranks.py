@@ -55,7 +55,7 @@ def by_pattern(rank: int, place: Path) -> tuple[list[str], list[str], list[torch
     policy = {"nvme": [place / "drive{rank}", place / "local{local_rank}"], "io": {"bandwidths": {}}}
     model = offloaded(**policy)
     handle = inf.handle(model)
-    files = [file.directory for file in handle._storage.space.files]
+    files = [file.directory for file in handle.parts.tiers.storage.space.files]
     values = trained(model, rank)
     handle.close()
     return files, [str(path) for path in handle.policy.directories], values
@@ -83,9 +83,9 @@ def shared(rank: int, place: Path) -> dict[str, Any]:
     handle = inf.handle(model)
     found = {
         "bandwidths": handle.policy.io.bandwidths[str(place)],
-        "depth": handle._executor.stats().drives[0].depth,
-        "default": handle._node_resources.default_bytes,
-        "place": (handle._node_resources.number, handle._node_resources.ranks),
+        "depth": handle.parts.tiers.executor.stats().drives[0].depth,
+        "default": handle.parts.split.resources.default_bytes,
+        "place": (handle.parts.split.resources.number, handle.parts.split.resources.ranks),
     }
     handle.close()
     return found
@@ -206,7 +206,7 @@ def test_after_close_a_rank_is_told_so_and_waits_for_nobody(results: list[Any]) 
 
 def depth_of(rank: int, place: Path) -> int:
     model = offloaded(nvme=place)
-    depth = inf.handle(model)._executor.stats().drives[0].depth
+    depth = inf.handle(model).parts.tiers.executor.stats().drives[0].depth
     inf.handle(model).close()
     return depth
 
@@ -328,7 +328,7 @@ class InCgroup:
             model, inf.Policy(params="nvme", optim="nvme", nvme=place), load=lambda _name, tensor: tensor.fill_(0.01)
         )
         inf.AdamW(model.parameters())
-        held = inf.handle(model).stats().ram_bytes, inf.handle(model)._node_resources.default_bytes
+        held = inf.handle(model).stats().ram_bytes, inf.handle(model).parts.split.resources.default_bytes
         inf.handle(model).close()
         more = outcome(lambda: offloaded_beyond(place))
         dist.barrier()

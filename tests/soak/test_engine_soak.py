@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import plan
+from infinity.aio import _records as records
 from infinity.errors import AioError, DeviceFailedError
 from tests.unit.aio.child import run_python
 from tests.unit.aio.rig import (
@@ -78,7 +78,7 @@ def test_demands_are_served_beside_saturated_write_back(backend, tmp_path):
     )
     assert p99 < queue_s / 4
     assert moved / took > alone / 20
-    rig.executor.close(drain=False)
+    rig.executor.close(wait=False)
     rig.close()
 
 
@@ -125,8 +125,8 @@ def test_a_submission_beside_a_busy_thread_is_quick(backend, tmp_path):
     times = []
     thread.start()
     target = np.zeros(NUMEL, np.uint16)
-    jobs = np.zeros(1, dtype=plan.JOB)  # made before: numpy itself lets go of the GIL for an allocation
-    jobs["chunk"], jobs["kind"], jobs["mask"], jobs["base"] = rig.ids[0], plan.JobKind.FETCH, 1, -1
+    jobs = np.zeros(1, dtype=records.JOB)  # made before: numpy itself lets go of the GIL for an allocation
+    jobs["chunk"], jobs["kind"], jobs["mask"], jobs["base"] = rig.ids[0], records.JobKind.FETCH, 1, -1
     jobs["ptr"][0, 0] = target.ctypes.data
     for _ in range(300):
         start = time.perf_counter()
@@ -177,7 +177,7 @@ def test_a_long_run_with_delays_and_busy_drives_is_bitwise_right(backend, tmp_pa
             given_up, _ = rig.fetch(range(24), priority=1)
             given_up.cancel()
             for i, grad in grads.items():
-                adamw(plan.Format.SPLIT, values[i], grad, hyper_record(step)[0])
+                adamw(records.Format.SPLIT, values[i], grad, hyper_record(step)[0])
         assert all(same(rig.read(i), values[i]) for i in values)
         assert rig.executor.fault() is None
         rig.close()

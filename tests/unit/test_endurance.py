@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from infinity import aio
-from infinity.aio.endurance import (
+from infinity.aio._endurance import (
     CLASS_EDGES,
     SLOW_SAMPLES,
     SUSTAINED_SAMPLES,
@@ -24,7 +24,7 @@ from infinity.aio.endurance import (
     Notice,
     recent_bytes_per_s,
 )
-from infinity.aio.stats import Window
+from infinity.aio._stats import Window
 from tests.drives import drive_stats, executor_stats
 
 GB = 10**9

@@ -18,7 +18,7 @@ from infinity._src.hooks.activation_offload import HELD_CALLS
 from infinity._src.perf.roofline import Moved
 from infinity._src.sizes import format_size
 from infinity._src.stats import DriveFigures, drive_figures
-from infinity.aio.endurance import Endurance
+from infinity.aio._endurance import Endurance
 from infinity.errors import BudgetError
 from tests import models
 
@@ -39,14 +39,14 @@ def test_every_drive_has_its_line_and_json_takes_it_all(tmp_path: Path) -> None:
     optimizer = inf.AdamW(model.parameters())
     handle = inf.handle(model)
     endurance = Endurance()
-    before = handle._executor.stats()
+    before = handle.parts.tiers.executor.stats()
     endurance.observe(before, steps=0)
     for batch in models.token_batches(3):
         models.loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
     handle.flush()
-    after = handle._executor.stats()
+    after = handle.parts.tiers.executor.stats()
     endurance.observe(after, steps=3)
     found = drive_figures(after, endurance)
     stats = handle.stats()
@@ -78,7 +78,7 @@ def test_bandwidth_of_the_last_seconds_is_what_was_moved_in_them(tmp_path: Path)
     model = inf.offload(
         models.llama(layers=4).bfloat16(), inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
     )
-    executor = inf.handle(model)._executor
+    executor = inf.handle(model).parts.tiers.executor
     # The second in which it was written must be over.
     end_s = time.monotonic() + 1.1
     while time.monotonic() < end_s:

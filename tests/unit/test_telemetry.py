@@ -111,8 +111,7 @@ def test_an_unknown_log_level_names_the_variable() -> None:
 
 def test_a_phase_clock_has_what_gradients_and_activations_moved_of_the_same_steps() -> None:
     now, away = Marks(), (0, 0)
-    clock = PhaseClock(Timeline(), lambda: now)
-    clock.activations = lambda: away
+    clock = PhaseClock(Timeline(), lambda: now, lambda: away)
     for factor in (1000, 1, 3):
         clock.enter("backward")
         now = now._replace(grads_read=now.grads_read + 2 * factor, grads_written=now.grads_written + 5 * factor)

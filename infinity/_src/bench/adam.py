@@ -21,15 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity._src import native
-from infinity.aio.plan import (
-    CHUNK,
-    HYPER,
-    PIECE_NUMEL,
-    SEG,
-    Format,
-    GradDtype,
-    piece_count,
-)
+from infinity.aio import CHUNK, HYPER, SEG, Format, GradDtype
+from infinity.aio._records import PIECE_NUMEL, piece_count
 
 CACHE_NUMEL = 2 * PIECE_NUMEL
 MEMORY_NUMEL = 16 << 20
@@ -165,7 +158,7 @@ class _States:
 
 
 def _hyper_row() -> npt.NDArray[np.void]:
-    """As `infinity._src.kernels.adamw.hyper_row`, which needs torch."""
+    """As `infinity._src.kernels.hyper.hyper_row_adamw`, which needs torch."""
     row = np.zeros((), HYPER)
     row["decay"] = 1.0 - _LR * _DECAY
     row["beta1"], row["one_minus_beta1"] = _BETAS[0], 1.0 - _BETAS[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from infinity.aio.swap_file import file_system_type
+from infinity.aio._file_system import file_system_type
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 

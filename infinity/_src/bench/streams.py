@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity import aio
-from infinity.aio import plan
-from infinity.aio.native_executor import RING_BLOCK_BYTES
-from infinity.aio.plan import piece_count
+from infinity.aio import _records as records
+from infinity.aio._executor import RING_BLOCK_BYTES
+from infinity.aio._records import piece_count
 
-CHUNK_BYTES = plan.CHUNK_BYTES
+CHUNK_BYTES = records.CHUNK_BYTES
 """What a full chunk of the `exact` state takes (393,216 elements of 12 bytes), and so what one slot moves."""
 
 _PIECE_BYTES = 65_536
@@ -117,7 +117,7 @@ class Streams:
 
     def close(self) -> None:
         """End the executor; what has not started does not run."""
-        self.executor.close(drain=False)
+        self.executor.close(wait=False)
 
     def __enter__(self) -> Streams:
         return self

@@ -31,7 +31,7 @@ from infinity._src.bench.figures import KINDS, PhaseFigures, SwapFigures
 from infinity._src.bench.limits import Limit, check_limit, open_limit
 from infinity._src.bench.streams import CHUNK_BYTES, Chunks, Sample, Streams
 from infinity._src.sizes import format_size
-from infinity.aio.plan import ALIGNMENT_BYTES
+from infinity.aio._records import ALIGNMENT_BYTES
 from infinity.errors import AioError
 
 CHECKSUMS = ("off", "sample", "full")

@@ -30,8 +30,8 @@ from infinity._src.checkpoint.run_files import check_no_run
 from infinity._src.checkpoint.writer import NewPart, commit_part, remove_others, remove_part, write_part
 from infinity._src.memory.layout import FlatLayout, plan_flat
 from infinity._src.memory.planner import chunk_numel_of, state_format
-from infinity.aio import Slab, Ticket
-from infinity.aio.plan import CHUNK_NUMEL, Format, Master
+from infinity.aio import Format, Slab, Ticket
+from infinity.aio._records import CHUNK_NUMEL, Master
 from infinity.errors import AioError, SwapFullError
 
 

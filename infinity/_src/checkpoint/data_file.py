@@ -16,9 +16,19 @@ import numpy.typing as npt
 from infinity._src.checkpoint.directory import check_length
 from infinity._src.checkpoint.manifest import PIECE_BYTES, ROW, FileEntry, FlatEntry, pieces_of, section_bytes
 from infinity._src.checkpoint.pieces import Chunks
-from infinity.aio import Executor, PoolSpec, Priority, Ticket, open_executor
-from infinity.aio.plan import CHUNK, JOB, PIECE_NUMEL, SECTION_MAX, Format, JobKind
-from infinity.aio.swap_file import SwapFile
+from infinity.aio import (
+    CHUNK,
+    JOB,
+    Executor,
+    Format,
+    JobKind,
+    PoolSpec,
+    Priority,
+    SwapFile,
+    Ticket,
+    open_executor,
+)
+from infinity.aio._records import PIECE_NUMEL, SECTION_MAX
 
 SLOTS = 8
 """Sections in flight for a file."""
@@ -77,7 +87,7 @@ class DataWriter:
             self._file.grow(self.entry.size_bytes)
             pool = PoolSpec(SLOTS, int(sizes.max(initial=4096)))
             self._executor = open_executor([self._file], small=PoolSpec(0, 0), large=pool, backend=backend)
-            undo.callback(self._executor.close, drain=False)
+            undo.callback(self._executor.close, wait=False)
             self._chunks = _Chunks(self._executor, rows, flats, self.sums)
             self._undo = undo.pop_all()
 
@@ -93,7 +103,7 @@ class DataWriter:
 
     def finish(self) -> None:
         """Return when all is on the drive; then `rows` and `sums` are what a manifest says. Raises what a write met."""
-        self._executor.drain()
+        self._executor.wait_all()
         self.check()
         self._file.fsync()
         for s in range(SECTION_MAX):
@@ -131,7 +141,7 @@ class DataReader:
             largest = np.where(rows["padded"] != 0, sizes.max(axis=1), rows["run_bytes"])
             pool = PoolSpec(SLOTS, int(largest.max(initial=4096)))
             self._executor = open_executor([opened], small=PoolSpec(0, 0), large=pool, backend=backend)
-            undo.callback(self._executor.close, drain=False)
+            undo.callback(self._executor.close, wait=False)
             self._chunks = _Chunks(self._executor, rows, flats, sums)
             self._undo = undo.pop_all()
 
@@ -144,7 +154,7 @@ class DataReader:
 
     def close(self) -> None:
         """Wait for what is in flight, and close the file."""
-        self._executor.drain()
+        self._executor.wait_all()
         self._undo.close()
 
 

@@ -79,7 +79,6 @@ class DurableRun:
         extra: Callable[[], Any],
     ) -> None:
         assert pipeline.transaction is not None, "Policy sees to it that there are two generations"
-        pipeline.transaction.durable = self
         self.files = files
         self._policy = policy = saving.policy
         self._model = model
@@ -98,7 +97,6 @@ class DurableRun:
         self._written = -1  # `StateStore.writes` at the last commit
         self._pinned = Pinned(files, space, self._rest, self._executor)
         self._linked = False  # on all ranks, as soon as it is on one
-        saving.link = self.link
         self._stepped = False
         self._cleaned = False
         self._layout: tuple[tuple[Any, ...], Layout] | None = None  # and the formats that it was made for

@@ -22,10 +22,11 @@ from infinity._src.checkpoint.metadata import read_buffers
 from infinity._src.checkpoint.reader import Bytes, Checkpoint, ChunkRef, SavedParam, StateReader
 from infinity._src.checkpoint.reshard import CHUNKS_KEPT, STAGES, slice_of
 from infinity._src.checkpoint.safetensors import WeightFiles, group_units, shard_name
-from infinity._src.kernels.codec import decode_sections
-from infinity._src.kernels.tiles import tile_index, whole_name
+from infinity._src.kernels.state_codec import decode_sections
+from infinity._src.kernels.tiling.tiled_module import tile_index, whole_name
 from infinity._src.sizes import round_up
-from infinity.aio.plan import Format, Master, Moments
+from infinity.aio import Format
+from infinity.aio._records import Master, Moments
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -204,8 +205,9 @@ class Exporting:
         flat = saved.flat
         held = flat.state_format
         if self._has_master(saved):
-            given = [slice_of(flat.sections[s], arrays[s], start, numel) for s in range(held.master_count)]
-            found = torch.from_numpy(decode_sections(Format(held.master, Moments.FP32, 0), given)[0])
+            sections = range(held.master_count)
+            given = [torch.from_numpy(slice_of(flat.sections[s], arrays[s], start, numel)) for s in sections]
+            found = decode_sections(Format(held.master, Moments.FP32, 0), given)[0]
         else:
             found = torch.from_numpy(slice_of(flat.sections[0], arrays[0], start, numel)).view(dtype_of(flat.dtype))
         return found.to(dtype)

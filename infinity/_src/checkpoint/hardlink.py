@@ -24,7 +24,7 @@ from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat
 from infinity.aio import Executor
-from infinity.aio.checks import FILE_MAX
+from infinity.aio._validate import FILE_MAX
 
 _CANNOT = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP})
 """Why a file gets no second name: another file system, one without links, too many of them."""

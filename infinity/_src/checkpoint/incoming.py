@@ -17,7 +17,7 @@ from infinity._src.optim.state_access import States
 from infinity._src.params.materialize import find_buffers
 from infinity._src.params.residency import Unsharder
 from infinity._src.params.unit import Param, Unit
-from infinity.aio.plan import Format
+from infinity.aio import Format
 
 _LISTED_MAX = 5  # names in a message
 

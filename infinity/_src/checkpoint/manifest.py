@@ -26,7 +26,8 @@ import xxhash
 
 from infinity._src.checkpoint.json_values import dtype_of
 from infinity._src.memory.layout import sections_of
-from infinity.aio.plan import ALIGNMENT_BYTES, PIECE_NUMEL, SECTION_MAX, Format, Section
+from infinity.aio import Format
+from infinity.aio._records import ALIGNMENT_BYTES, PIECE_NUMEL, SECTION_MAX, Section
 from infinity.errors import AioError, ChecksumError
 
 VERSION: Final = 1

@@ -9,7 +9,7 @@ from typing import Any
 from infinity._src.checkpoint.json_values import dtype_name, from_json
 from infinity._src.checkpoint.manifest import OptimizerEntry
 from infinity._src.checkpoint.reader import Checkpoint, SavedParam
-from infinity._src.kernels.tiles import whole_name
+from infinity._src.kernels.tiling.tiled_module import whole_name
 from infinity._src.optim.base import Optimizer
 from infinity._src.params.unit import Param
 

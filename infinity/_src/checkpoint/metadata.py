@@ -14,7 +14,7 @@ from infinity._src.config import Policy
 from infinity._src.optim.base import Optimizer
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
-from infinity.aio.plan import GradSection
+from infinity.aio._records import GradSection
 
 NUMERICS = ("state", "seed", "update", "grad_dtype", "reduce_dtype")
 """Fields of the policy that decide about numbers."""

@@ -14,8 +14,8 @@ import torch
 
 from infinity._src.checkpoint.pieces import Piece
 from infinity._src.checkpoint.reader import Bytes, ChunkRef, SavedParam, StateReader
-from infinity._src.kernels.codec import decode_sections, encode_sections
-from infinity.aio.plan import Format, GradSection, Master, Moments, Section
+from infinity._src.kernels.state_codec import decode_sections, encode_sections
+from infinity.aio._records import Format, GradSection, Master, Moments, Section
 
 CHUNKS_KEPT = 8
 """Saved chunks in memory: those that are read ahead, and those that the next chunk wants as well."""
@@ -76,11 +76,11 @@ def convert(
     if states and source is target:
         return list(given)
     if states and source.master is not Master.RAW:
-        master, moments = decode_sections(source, given)
+        master, moments = decode_sections(source, [torch.from_numpy(array) for array in given])
     else:
-        master = torch.from_numpy(given[0].copy()).view(dtype).float().numpy()
-        moments = [np.zeros_like(master) for _ in range(target.count)]
-    return [array.view(np.uint8).reshape(-1) for array in encode_sections(target, master, moments)]
+        master = torch.from_numpy(given[0].copy()).view(dtype).float()
+        moments = [torch.zeros_like(master) for _ in range(target.count)]
+    return [values.numpy().view(np.uint8) for values in encode_sections(target, master, moments)]
 
 
 def rounding(source: Format, target: Format) -> str:

@@ -31,8 +31,8 @@ from infinity._src.checkpoint.directory import (
     typed_errors,
 )
 from infinity._src.checkpoint.manifest import Manifest
-from infinity.aio.swap_file import SwapFile
-from infinity.aio.swap_owner import lock
+from infinity.aio import SwapFile
+from infinity.aio._swap_owner import lock
 from infinity.errors import AioError
 
 RUN_DIRECTORY = "infinity-run"

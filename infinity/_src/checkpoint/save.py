@@ -17,7 +17,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +103,13 @@ class Save:
         return f"Save({str(self.directory)!r}, step={self.step}, {state})"
 
 
+class Linkable(Protocol):
+    """A durable run, whose files a checkpoint may share (`infinity._src.checkpoint.durable`)."""
+
+    def link(self, directory: Path, generation: int) -> Placed | None:
+        """Give the newest generation's files second names in `directory`. None: it cannot be. Raises: AioError."""
+
+
 class Saving:
     """The saves of one model. One thread uses it at a time; the states are copied by another."""
 
@@ -125,10 +132,7 @@ class Saving:
         self.mode = mode
         self.executor = executor
         self._aside: Comm | None = None
-        self._copy: Copy | None = None
         self._last: Save | None = None
-        self.link: Callable[[Path, int], Placed | None] = lambda _directory, _generation: None
-        states.rest.before_write = self._before_write
 
     @property
     def flats(self) -> list[Flat]:
@@ -143,9 +147,18 @@ class Saving:
         self.mode.check_whole()
 
     def begin(
-        self, model: torch.nn.Module, given: object, directory: str | os.PathLike[str], *, step: int, extra: Any
+        self,
+        model: torch.nn.Module,
+        given: object,
+        directory: str | os.PathLike[str],
+        *,
+        step: int,
+        extra: Any,
+        run: Linkable | None = None,
     ) -> Save:
         """Capture everything small and start copying. No update may be pending. Waits for the save before.
+
+        run: the durable run whose files may be linked instead.
 
         Raises: ValueError, RuntimeError; what the save before met, if nobody was told; MemoryError.
         """
@@ -170,9 +183,17 @@ class Saving:
                 raise problem
             if agreed[2]:
                 raise AioError("another rank cannot save, and its error says why", path=str(target), op="write")
-            return self._start(captured, target, agreed, step, held)
+            return self._start(captured, target, agreed, step, held, run)
 
-    def _start(self, captured: _Captured, target: Path, agreed: Sequence[float], step: int, held: contextlib.ExitStack) -> Save:
+    def _start(
+        self,
+        captured: _Captured,
+        target: Path,
+        agreed: Sequence[float],
+        step: int,
+        held: contextlib.ExitStack,
+        run: Linkable | None,
+    ) -> Save:
         """Start copying. agreed: the generation's number and the save's. held: what is closed when the save has ended."""
         if self._aside is None:
             self._aside = self.comm.fork()
@@ -181,21 +202,16 @@ class Saving:
         line = ProgressLine(f"saving step {step}", size, shown=self.comm.rank == 0)
         rests = [self.states.rest[flat] for flat in self.flats]
         copy = Copy(self.executor, rests, flats, captured.rows, order=self._order(), progress=line.advance)
-        linked, refused = self._try_link(target, int(agreed[0]))
+        linked, refused = _try_link(run, target, int(agreed[0]))
         copies = linked is None and refused is None
         save = Save(target, step=step, generation=int(agreed[0]), size_bytes=size, copied_bytes=size if copies else 0)
-        self._copy, self._last = copy if copies else None, save
+        self._last = save
+        if copies:
+            self.states.rest.guard(copy)
         work = _Work(save, captured, copy, linked, refused, self._aside, int(agreed[1]), self.policy.io_backend)
         undo = held.pop_all()
         threading.Thread(target=self._run, args=(work, line, undo), name="infinity-save").start()
         return save
-
-    def _try_link(self, target: Path, generation: int) -> tuple[Placed | None, Exception | None]:
-        """What needs no copying; and what went wrong, to be raised where all ranks agree."""
-        try:
-            return self.link(target, generation), None
-        except Exception as error:  # noqa: BLE001 - raised by `_Work.run`: the other ranks wait for this one
-            return None, error
 
     def _capture(self, model: torch.nn.Module, given: object, extra: Any) -> _Captured:
         self.check_between_steps("inf.save()")
@@ -223,13 +239,8 @@ class Saving:
             work.copy.end()
             line.end()
             held.close()
-            self._copy = None
+            self.states.rest.guard(None)
             work.save.end(error)
-
-    def _before_write(self, flats: Sequence[Flat]) -> None:
-        copy = self._copy
-        if copy is not None:
-            copy.before_write(flats)
 
     def settle(self) -> None:
         """Block until no save is under way, however the last one ended."""
@@ -246,6 +257,16 @@ class Saving:
         if self._last is not None and self._last.done and not self._last.told:
             self._last.told = True
             self._last.wait()
+
+
+def _try_link(run: Linkable | None, target: Path, generation: int) -> tuple[Placed | None, Exception | None]:
+    """The files that need no copying; and what went wrong, to be raised where all ranks agree."""
+    if run is None:
+        return None, None
+    try:
+        return run.link(target, generation), None
+    except Exception as error:  # noqa: BLE001 - raised by `_Work.run`: the other ranks wait for this one
+        return None, error
 
 
 @dataclasses.dataclass(frozen=True)

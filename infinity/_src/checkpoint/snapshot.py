@@ -21,8 +21,7 @@ from infinity._src.checkpoint.manifest import FlatEntry, section_bytes
 from infinity._src.params.shard_records import ShardRecords
 from infinity._src.params.unit import Flat
 from infinity._src.sizes import round_up
-from infinity.aio import Executor, Priority, Slab, Ticket
-from infinity.aio.plan import JOB, JobKind
+from infinity.aio import JOB, Executor, JobKind, Priority, Slab, Ticket
 from infinity.errors import AioError
 
 STAGES = 4

@@ -27,7 +27,7 @@ from infinity._src.checkpoint.manifest import (
     section_bytes,
 )
 from infinity.aio import Slab, Ticket
-from infinity.aio.plan import PIECE_NUMEL, sum_seed
+from infinity.aio._records import PIECE_NUMEL, sum_seed
 from infinity.errors import AioError, ChecksumError
 
 AHEAD = 4

@@ -23,9 +23,8 @@ from infinity._src.bench import hardware
 from infinity._src.memory.placement import LARGE_COUNT, SMALL_COUNT
 from infinity._src.sizes import GIB, format_size
 from infinity.aio import PoolSpec
-from infinity.aio.memory_limits import cgroup_limit_bytes, memory_left_bytes
-from infinity.aio.plan import CHUNK_NUMEL
-from infinity.aio.probe import (
+from infinity.aio._memory_limits import cgroup_limit_bytes, memory_left_bytes
+from infinity.aio._probe import (
     BLOCK_BYTES,
     DEPTH,
     DirectoryProbe,
@@ -35,6 +34,7 @@ from infinity.aio.probe import (
     probe_engine,
     probe_executor,
 )
+from infinity.aio._records import CHUNK_NUMEL
 from infinity.errors import DeviceCopyError
 
 _PACKAGES = ("torch", "numpy", "cffi", "liburing", "safetensors", "transformers", "triton")
@@ -252,7 +252,7 @@ def _gpu() -> Finding:
 
 def _copies_fail(device_count: int) -> str:
     """Why models cannot be offloaded from these GPUs; empty where they can."""
-    from infinity.aio.device import DeviceDriver
+    from infinity.aio import DeviceDriver
 
     try:
         native.load()

@@ -27,7 +27,7 @@ from infinity._src.perf.plan.predict import predict
 from infinity._src.perf.plan.ranks import stages
 from infinity._src.perf.plan.shape import ModelShape, shape_of
 from infinity._src.sizes import parse_size
-from infinity.aio.settings import IoSettings
+from infinity.aio import IoSettings
 
 SEQUENCE = 4096
 DTYPES = ("bfloat16", "float16", "float32")

@@ -43,7 +43,7 @@ from infinity._src.memory.planner import state_format
 from infinity._src.perf.roofline import AtRest, Drives
 from infinity._src.sizes import MIB
 from infinity._src.telemetry import configure_logging
-from infinity.aio.directories import resolve
+from infinity.aio._swap_file import resolve_directories
 from infinity.errors import InfinityError
 
 SCHEMA = "infinity.train/1"
@@ -204,7 +204,7 @@ class _Run:
             options.out.mkdir(parents=True, exist_ok=True)
         self.metrics = _Metrics(options.out / "metrics.jsonl" if ranks.first else Path(os.devnull))
         stack.callback(self.metrics.close)
-        self.directories = resolve(self.policy.directories, rank=ranks.rank, local_rank=ranks.local_rank)
+        self.directories = resolve_directories(self.policy.directories, rank=ranks.rank, local_rank=ranks.local_rank)
         self.drives = self._measure_drives()
         torch.manual_seed(options.seed + ranks.rank)  # as with DDP, ranks draw dropout of their own
         self._say(f"loading {options.model}")

@@ -12,7 +12,6 @@ Source: Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5; the switches o
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -42,8 +41,14 @@ class RankSetup:
 
     def __init__(self, policy: Policy, device: torch.device, undo: contextlib.ExitStack) -> None:
         self._policy = policy
-        name = f"engine {next(_ENGINES.setdefault(dist.group.WORLD, itertools.count()))}" if dist.is_initialized() else ""
-        self.comm = Comm.open(mesh=policy.mesh, device=device, timeout_s=policy.rank_timeout_s, name=name)
+        name = (
+            f"engine {next(_ENGINES.setdefault(dist.group.WORLD, itertools.count()))}"
+            if dist.is_initialized()
+            else ""
+        )
+        self.comm = Comm.open(
+            mesh=policy.mesh, device=device, timeout_s=policy.rank_timeout_s, name=name
+        )
         self.several = self.comm.world > 1
         self._values: dict[Flat, int] = {}
         self._secondary_bytes = 0
@@ -78,14 +83,11 @@ class RankSetup:
         """Whether this rank keeps all parameters on its device."""
         return self._policy.params == "device" and (self._policy.zero < 3 or not self.several)
 
-    def staging(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> Callable[[], int]:
-        """What tells the CPU memory that these parts take: all of it from the start, and more after
-        parameters were thawed."""
+    def staging_bytes(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
+        """CPU memory of the buffers that several ranks need; it grows when parameters are unfrozen.
+        """
         if not self.several:
-            return lambda: 0
-        return functools.partial(self._ram_bytes, flats, dtype_of)
-
-    def _ram_bytes(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
+            return 0
         topology, learning = self.comm.topology, [flat for flat in flats if flat.learns]
         size_bytes = 0
         if self._policy.accumulates_locally:
@@ -96,25 +98,25 @@ class RankSetup:
             size_bytes += ReduceScatter.error_bytes(learning, topology.nodes, topology.local_world)
         return size_bytes
 
-    def gradient_parts(
+    def local_sums(
         self, flats: Sequence[Flat], gradients: GradBuffers, undo: contextlib.ExitStack
-    ) -> dict[str, Any]:
-        """What `GradReducer` has of several ranks."""
-        learning = [flat for flat in flats if flat.learns]
-        self._reduces, self._local = self._reducer(learning, gradients, undo), self._local_sums(learning, gradients, undo)
-        return {"reducer": self._reduces, "local": self._local}
+    ) -> UnreducedGrads | None:
+        """Make the buffers in which micro-batches add up inside `no_sync`; None where shards do.
 
-    def _local_sums(self, flats: Sequence[Flat], gradients: GradBuffers, undo: contextlib.ExitStack) -> UnreducedGrads | None:
-        """Where micro-batches inside `no_sync` add up, if not in the shards."""
+        Called once.
+        """
         if not (self.several and self._policy.accumulates_locally):
             return None
         local = UnreducedGrads(gradients.dtype)
         undo.callback(local.close)
         local.allocate(flats)
+        self._local = local
         return local
 
-    def _reducer(self, flats: Sequence[Flat], gradients: GradBuffers, undo: contextlib.ExitStack) -> ReduceScatter | None:
-        """What reduces gradients."""
+    def reduce_scatter(
+        self, flats: Sequence[Flat], gradients: GradBuffers, undo: contextlib.ExitStack
+    ) -> ReduceScatter | None:
+        """Make the reduction of these flats' gradients; None on one rank. Called once."""
         if not self.several:
             return None
         policy = self._policy
@@ -127,6 +129,7 @@ class RankSetup:
             error_feedback=policy.error_feedback,
         )
         undo.callback(reducer.close)
+        self._reduces = reducer
         return reducer
 
     def kept(self, units: Sequence[Unit], device: Device) -> SecondaryShards | None:

@@ -23,7 +23,14 @@ from infinity.aio import Slab
 class GradBuffers:
     """Gradient storage of a model on this rank. Elements are of `grad_dtype`, or of the parameter's dtype."""
 
-    def __init__(self, rank: int, grad_dtype: torch.dtype | None, device: Device | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        grad_dtype: torch.dtype | None,
+        device: Device | None = None,
+        *,
+        grad_offload: GradOffload | None = None,
+    ) -> None:
         self._rank = rank
         self._device = device or Device(torch.device("cpu"))
         self._grad_dtype = grad_dtype
@@ -32,7 +39,7 @@ class GradBuffers:
         self._spilled: SpilledGradients | None = None
         self._settled: set[Param] = set()  # whose slots rest in what was allocated
         self.size_bytes = 0
-        self.grad_offload: GradOffload | None = None  # where the device has memory of its own, and adds gradients up
+        self.grad_offload = grad_offload  # where the device has memory of its own, and adds gradients up
         self._back: dict[Unit, bool] = {}  # whose sums were wanted back on the device, and whether a Use of the unit has ended
 
     def dtype(self, flat: Flat) -> torch.dtype:
@@ -108,7 +115,7 @@ class GradBuffers:
             else:
                 slot.move_to(self.of(param), None)
         except BaseException:
-            slot.home, slot.tensor = home, before  # no window could be had: the values wait where they are
+            slot.stay(before, home)  # no window could be had: the values wait where they are
             raise
         self._settled.add(param)
 

@@ -26,9 +26,17 @@ __all__ = ["LOG_MAX", "NORM_PIECE_NUMEL", "GradProxy", "GradRegistry", "GradSlot
 class GradRegistry(SlotBook):
     """The gradient slots of one model, each with its stand-in."""
 
-    def add(self, name: str, shape: torch.Size, tensor: torch.Tensor, device: torch.device) -> GradSlot:
-        """Make the slot of one parameter; all ranks add the same parameters in the same order."""
-        slot = GradSlot(self, name, shape, tensor)
+    def add(
+        self,
+        name: str,
+        shape: torch.Size,
+        tensor: torch.Tensor,
+        device: torch.device,
+        *,
+        on_zero: Callable[[], None] | None = None,
+    ) -> GradSlot:
+        """Make the slot of one parameter; all ranks add the same parameters in the same order. on_zero: see `GradSlot`."""
+        slot = GradSlot(self, name, shape, tensor, on_zero=on_zero)
         slot.stand_in = GradProxy.of(slot, device)
         self.slots.append(slot)
         return slot

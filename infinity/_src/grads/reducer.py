@@ -13,7 +13,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -23,6 +23,7 @@ from infinity._src.grads.proxy import GradRegistry, GradSlot
 from infinity._src.grads.reduce_scatter import PendingReduce, ReduceScatter
 from infinity._src.grads.unreduced import UnreducedGrads
 from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.update_hooks import UpdateHooks
 
 REDUCING_UNITS = 2
 """Gradients of so many units may be under way between the ranks; then backward waits."""
@@ -32,8 +33,7 @@ class GradReducer:
     """The gradients of one model. One thread uses it at a time.
 
     reducer: on several ranks. local: where micro-batches inside of `no_sync` add up, if not in the shards.
-    take: what is done with a complete gradient (this rank's part of it); `accumulate` by default.
-    on_taken: told when all that came of a unit was taken.
+    mode: gets each complete gradient (this rank's part of it), and is told when all that came of a unit was taken.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class GradReducer:
         gradients: GradBuffers,
         book: GradRegistry,
         comm: Comm,
+        mode: UpdateHooks,
         reducer: ReduceScatter | None = None,
         local: UnreducedGrads | None = None,
     ) -> None:
@@ -51,7 +52,7 @@ class GradReducer:
         self._local = local
         self._accumulates = False  # inside no_sync, with `local`
         self._under_way: deque[PendingReduce] = deque()
-        self.on_taken: Callable[[Unit], None] = lambda _unit: None
+        self._mode = mode
         self._gradients = gradients
         self._book = book
         self._comm = comm
@@ -59,8 +60,6 @@ class GradReducer:
         self._fresh_bytes = 0
         self.wait_s = 0.0  # for reductions
         self.fresh_bytes_peak = 0  # the most that autograd's gradients took here at once
-        self.take: Callable[[Param, torch.Tensor], None] = self.accumulate
-        self.before_assign: Callable[[Param], None] = lambda _param: None  # raises where it would come too late
 
     def dtype(self, flat: Flat) -> torch.dtype:
         """The dtype in which gradients of this flat wait."""
@@ -70,11 +69,13 @@ class GradReducer:
         """The gradient slot of a parameter; made when it is first wanted."""
         if param.grad is None:
             param.grad = self._book.add(
-                param.name, param.shape, self._gradients.of(param), param.flat.tensor.device
+                param.name,
+                param.shape,
+                self._gradients.of(param),
+                param.flat.tensor.device,
+                on_zero=functools.partial(self._local.zero, param) if self._local is not None else None,
             )
             self._gradients.take_in(param)
-            if self._local is not None:
-                param.grad.on_zero = functools.partial(self._local.zero, param)
             if param.grad.stand_in.dtype is not param.dtype:
                 param.at_rest.grad_dtype = param.grad.stand_in.dtype  # what torch lets `.grad` be
         return param.grad
@@ -91,7 +92,7 @@ class GradReducer:
         """Take one fresh gradient [param.shape]; on several ranks it waits until its unit is reduced."""
         if self._comm.world == 1:
             self.fresh_bytes_peak = max(self.fresh_bytes_peak, grad.numel() * grad.element_size())
-            self.take(param, grad)
+            self._mode.grad_ready(param, grad)
             return
         fresh = self._fresh.setdefault(param.unit, {})
         if param in fresh:  # several drains in one backward
@@ -111,9 +112,9 @@ class GradReducer:
         self.replace(param, grad)
 
     def replace(self, param: Param, part: torch.Tensor) -> None:
-        """Make `part` (this rank's) the whole gradient; on several ranks all do. Raises: what `before_assign` raises, and then
+        """Make `part` (this rank's) the whole gradient; on several ranks all do. Raises: what the mode's `before_assign` raises; then
         the gradient is as it was."""
-        self.before_assign(param)
+        self._mode.before_assign(param)
         param.at_rest.grad = None
         self.accumulate(param, part)
         self.slot(param).arrive()  # it is the loop's tensor, which may change it from here on
@@ -264,9 +265,10 @@ class GradReducer:
             for param, part in shards:
                 if param.grad is not None and param.grad.unreduced:
                     param.grad.unreduced = False
-                self.take(param, part)
+                self._mode.grad_ready(param, part)
             self._gradients.unit_done(reduction.unit)
-            self.on_taken(reduction.unit)
+            if reduction.unit.refs == 0:  # it went idle before this: the mode is told again
+                self._mode.unit_released(reduction.unit)
 
 
 def sizes(gradients: Mapping[Param, torch.Tensor]) -> int:

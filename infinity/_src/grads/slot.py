@@ -15,6 +15,7 @@ slot's dtype, because a sum cannot be scaled afterwards by a factor that was mea
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from infinity._src.grads.norms import NORM_PIECE_NUMEL, LogEntry, norm_there, re
 from infinity._src.memory.device import GradOffload
 from infinity._src.params.quiet import quiesce
 from infinity.aio import Ticket
+from infinity.errors import AioError
 
 if TYPE_CHECKING:
     from infinity._src.grads.registry import SlotBook
@@ -52,18 +54,52 @@ class GradBacking(Protocol):
         """As `bring`, before they are written; what an empty slot gets is undefined. Blocks. Raises: AioError."""
 
 
+class SlotReader(Protocol):
+    """An update that reads the storage of a slot, or stands on what lies there."""
+
+    def before_write(self, slot: GradSlot, /) -> None:
+        """Return when the slot may be written. Blocks for as long as that takes."""
+
+
+class ReadByUpdate:
+    """The reader is an update under way. One of it serves all slots that the update reads."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+
+    def before_write(self, _slot: GradSlot) -> None:
+        """Block until the update is done."""
+        wait_through(self._ticket)
+
+
+def wait_through(ticket: Ticket) -> None:
+    """Block until an update is done, well or not."""
+    if not ticket.done:
+        # Its fault is raised elsewhere, once: `StepPipeline.raise_fault` finds the failed ticket.
+        with contextlib.suppress(AioError):
+            ticket.wait()
+
+
 class GradSlot:
     """Where the accumulated gradient of one parameter rests, and what the loop did to it.
 
     `tensor` is the slot's storage, 1-D CPU, of the gradient dtype: this rank's part of the parameter (all of it on
-    one rank, nothing where the shard holds none). `before_mutation`, if set, is called before `tensor` is written; the
-    pipeline uses it to let a pending update read the gradient first. `home`, if set, has the values instead: `tensor` asks it
+    one rank, nothing where the shard holds none). `guard` names who reads `tensor` and is asked before it is
+    written, so that a pending update has read the gradient first. `home`, if set, has the values instead: `tensor` asks it
     each time; pending updates of a step read elsewhere, and nobody waits for them.
     """
 
     stand_in: torch.Tensor  # what `p.grad` is while the slot holds a gradient
 
-    def __init__(self, book: SlotBook, name: str, shape: torch.Size, tensor: torch.Tensor) -> None:
+    def __init__(
+        self,
+        book: SlotBook,
+        name: str,
+        shape: torch.Size,
+        tensor: torch.Tensor,
+        *,
+        on_zero: Callable[[], None] | None = None,
+    ) -> None:
         self.book = book
         self.name = name
         self.shape = shape
@@ -71,7 +107,7 @@ class GradSlot:
         self.tensor = tensor
         self.state = SlotState.EMPTY
         self.log: list[LogEntry] = []
-        self.before_mutation: Callable[[], None] | None = None
+        self._reader: SlotReader | None = None
         self._arriving: Ticket | None = None  # the copy from the device that fills the storage
         self._left_in = -1  # the backward in which a gradient last left the device
         self._back: tuple[Ticket, torch.Tensor] | None = None  # on its way back to the device, to be added to there
@@ -82,7 +118,7 @@ class GradSlot:
         self._drains = 0  # since the slot was last empty
         self._drains_before = 1  # the count the slot reached when it was last emptied
         self.unreduced = False  # this rank's whole sum waits for a reduction, besides what the slot holds
-        self.on_zero: Callable[[], None] | None = None  # called when the loop has set that sum to zeros
+        self._on_zero = on_zero  # sets that sum to zeros, when the loop has
         self._lost = False  # emptied while somebody may still have the stand-in
 
     @property
@@ -101,6 +137,15 @@ class GradSlot:
         self.whole = self.numel == self.shape.numel()  # this rank holds all of the gradient
         self._own_shaped = tensor.view(self.shape) if self.whole else tensor
         self._small = self.numel <= _SMALL_NUMEL
+
+    @property
+    def guarded(self) -> bool:
+        """Whether somebody is asked before the storage is written."""
+        return self._reader is not None
+
+    def guard(self, reader: SlotReader | None) -> None:
+        """Ask `reader` before the storage is written, from now on; None: nobody."""
+        self._reader = reader
 
     @property
     def storage(self) -> torch.Tensor:
@@ -122,6 +167,10 @@ class GradSlot:
         self.home, self.tensor = home, tensor
         if values is not None:
             (tensor if home is None else home.bring_to_write(self)).copy_(values)
+
+    def stay(self, tensor: torch.Tensor, home: GradBacking | None) -> None:
+        """Rest where the values still are: moving away has failed."""
+        self.home, self.tensor = home, tensor
 
     def arrive(self) -> None:
         """Return when a gradient that is on its way from the device is here. Raises: DeviceCopyError."""
@@ -288,8 +337,8 @@ class GradSlot:
         if self.unreduced:
             self.unreduced = False
             self.state = SlotState.HELD
-            if self.on_zero is not None:
-                self.on_zero()
+            if self._on_zero is not None:
+                self._on_zero()
         if self.state is SlotState.EMPTY:
             return
         self._require_held("zero_")
@@ -398,8 +447,8 @@ class GradSlot:
             )
 
     def _will_mutate(self) -> None:
-        if self.before_mutation is not None:
-            self.before_mutation()
+        if self._reader is not None:
+            self._reader.before_write(self)
         if self.home is not None:
             self.home.bring_to_write(self)
 

@@ -25,7 +25,7 @@ from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.sizes import round_up
 from infinity.aio import Priority, Slab, Ticket
-from infinity.aio.plan import ALIGNMENT_BYTES
+from infinity.aio._records import ALIGNMENT_BYTES
 from infinity.errors import AioError
 
 

@@ -19,8 +19,8 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -82,10 +82,18 @@ class ActivationFigures:
         )
 
 
+class RunningForward(Protocol):
+    """The forwards of one model (`infinity._src.hooks.frames`)."""
+
+    @property
+    def running_here(self) -> bool:
+        """Whether one runs in this thread."""
+
+
 class Activations:
     """The boundary activations of one model.
 
-    shelf: where they rest. units: what `model` was taken apart into.
+    shelf: where they rest. units: what `model` was taken apart into. frames: tells whether a forward of it runs.
     Raises: ValueError when this torch keeps the inputs of checkpoints in a way that is not known.
     """
 
@@ -96,9 +104,12 @@ class Activations:
         units: Sequence[Unit],
         timeline: Timeline,
         device: torch.device | None = None,
+        *,
+        frames: RunningForward,
     ) -> None:
         self._device = device or torch.device("cpu")
-        self.running: Callable[[], bool] = lambda: False  # whether a forward of the model runs in this thread
+        self._frames = frames
+        self._mark = object()  # in calls whose inputs these activations take
         self._shelf = shelf
         self._names = {module: name for name, module in model.named_modules()}
         self._flats = [flat for unit in units for flat in unit.flats]
@@ -128,12 +139,12 @@ class Activations:
     def checkpoint_begins(self, call: CheckpointCall) -> None:
         """See `CheckpointWatcher`."""
         self._here.call = call
-        if call.owner is None and self.running():
-            call.owner = self
+        if call.owner is None and self._frames.running_here:
+            call.owner = self._mark
 
     def checkpoint_saved(self, call: CheckpointCall) -> None:
         """See `CheckpointWatcher`. Outside of a forward, a module of the model must have been entered, or be next."""
-        if call.owner is self:
+        if call.owner is self._mark:
             self._take(call)
 
     def entered(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -146,9 +157,9 @@ class Activations:
             here = {id(tensor) for tensor in tensors.in_arguments(args, kwargs)}
             if here.isdisjoint(map(id, call.inputs())):
                 return
-            call.owner, call.label = self, self._names.get(module, "")
+            call.owner, call.label = self._mark, self._names.get(module, "")
             self._take(call)  # nothing yet, if it is a reentrant one
-        elif call.owner is self:
+        elif call.owner is self._mark:
             call.label = self._names.get(module, "")
 
     # -- forward -----------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ import torch
 from infinity._src.memory.device import Device
 from infinity._src.memory.swap_space import SwapExtent, SwapSpace
 from infinity._src.sizes import round_up
-from infinity.aio import Executor, Priority, Slab, Ticket
-from infinity.aio.plan import ALIGNMENT_BYTES, CHUNK, CHUNK_NUMEL, JOB, JobKind
+from infinity.aio import CHUNK, JOB, Executor, JobKind, Priority, Slab, Ticket
+from infinity.aio._records import ALIGNMENT_BYTES, CHUNK_NUMEL
 from infinity.errors import AioError
 
 CHUNK_BYTES = 2 * CHUNK_NUMEL
@@ -143,7 +143,7 @@ class DriveShelf:
 
     def settle(self) -> None:
         """See `Shelf.settle`."""
-        self._executor.drain()
+        self._executor.wait_all()
 
     def _collect(self) -> None:
         """Take what was given back and no longer moves: into the free list, or out of the books after a fault."""

@@ -11,12 +11,9 @@ active Uses, active frames and open windows.
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,50 +25,20 @@ from infinity._src._torch_compat import (
     calling_module_frame,
     dynamo_disable,
     graph_task_id,
-    is_running,
     register_post_accumulate,
     sequence_number,
 )
 from infinity._src.hooks import tensors
 from infinity._src.hooks.activation_offload import Activations
 from infinity._src.hooks.backward import Backward, BackwardUse
+from infinity._src.hooks.frames import Frame, FrameStack
 from infinity._src.hooks.gather_window import Gatherable, open_windows
 from infinity._src.hooks.install import Installed, install, uninstall
 from infinity._src.hooks.state_dict import Check, hook_state_dict
 from infinity._src.hooks.unit_refs import UnitRefs, Window
-from infinity._src.kernels.tiles import keep_uncompiled
+from infinity._src.kernels.tiling.tiled_module import keep_uncompiled
 from infinity._src.params.unit import Param, Residency, Unit
 from infinity.errors import EngineClosed, ParameterReleased
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Frame:
-    """A hooked module whose forward is running."""
-
-    module: torch.nn.Module
-    caller: FrameType | None  # the Python frame of its __call__; tells whether it still runs
-    thread: int
-    first_node: int  # sequence number of the first autograd node that it can make
-    outermost: bool
-    held: list[UnitRefs] = dataclasses.field(default_factory=list)
-    use: BackwardUse | None = None
-    handled: BaseException | None = dataclasses.field(default_factory=lambda: sys.exc_info()[1])  # before it began
-
-    @property
-    def alive(self) -> bool:
-        """Whether it still runs, in whatever thread. KeyboardInterrupt leaves frames behind."""
-        return self.caller is None or is_running(self.caller, self.thread)
-
-    @property
-    def raised(self) -> BaseException | None:
-        """The exception that leaves it now, in its post hook."""
-        error = sys.exc_info()[1]
-        return None if error is self.handled else error
-
-    @property
-    def running_here(self) -> bool:
-        """Whether it still runs, in this thread."""
-        return self.thread == threading.get_ident() and self.alive
 
 
 class Hook:
@@ -103,6 +70,7 @@ class Lifecycle:
         where: Callable[[Param], str] | None = None,
         check_state_dict: Check | None = None,
         activations: Activations | None = None,
+        frames: FrameStack | None = None,
     ) -> None:
         self.model = model
         self.units = units
@@ -110,12 +78,10 @@ class Lifecycle:
         self.closed = False
         self.windows: dict[Param, Window] = {}
         self._activations = activations
-        if activations is not None:
-            activations.running = lambda: bool(self._frames) and self._frames[-1].running_here
         self._where = where
         self._device = next((flat.tensor.device for unit in units for flat in unit.flats), torch.device("cpu"))
         self._lock = threading.RLock()
-        self._frames: list[Frame] = []
+        self._frames = frames if frames is not None else FrameStack()
         self._backward = Backward(residency, self._lock)
         self._drained: set[Param] = set()
         self._installed: Installed = install(model, units, self)
@@ -137,7 +103,7 @@ class Lifecycle:
         keep_uncompiled(model)
         self._handles: list[RemovableHandle] = self._hook_modules()
         self._handles += hook_state_dict(
-            model, self._installed.owned, (param for unit in units for param in unit.params), residency, check_state_dict
+            model, self._installed.owned, (param for unit in units for param in unit.params), check_state_dict
         )
 
     # -- what the engine and users call --------------------------------------------------------------------------------
@@ -383,7 +349,8 @@ class Lifecycle:
     def _reset(self) -> None:
         if self._frames or self._backward.running:
             self.residency.broke("forward or backward", RuntimeError("it was interrupted"))
-        frames, self._frames = self._frames, []
+        frames = list(self._frames)
+        self._frames.clear()  # the same list: activations look at it
         for frame in reversed(frames):
             self._leave_units(frame, check=False)
         self._backward.reset()
@@ -412,14 +379,21 @@ def attach(
     where: Callable[[Param], str] | None = None,
     check_state_dict: Check | None = None,
     activations: Activations | None = None,
+    frames: FrameStack | None = None,
 ) -> Lifecycle:
     """Replace the parameters of `units` in `model` by parameters at rest, and run their life cycle with hooks.
 
     The residency must already hold the values: the original parameters are dropped here. Sets `at_rest` and `gathered`
     of every Param. where: names the tier of a parameter in errors. check_state_dict: see `runtime.state_dict.Check`.
-    activations: is told of every hooked module's forward.
+    activations: is told of every hooked module's forward, and looks at the same `frames`.
     Raises: ValueError when a parameter already has a gradient.
     """
     return Lifecycle(
-        model, units, residency, where=where, check_state_dict=check_state_dict, activations=activations
+        model,
+        units,
+        residency,
+        where=where,
+        check_state_dict=check_state_dict,
+        activations=activations,
+        frames=frames,
     )

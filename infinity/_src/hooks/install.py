@@ -54,7 +54,7 @@ def install(model: torch.nn.Module, units: list[Unit], lifecycle: Lifecycle) -> 
         installed.modules_of[unit] = modules
         for module in modules:
             if module not in installed.owned:
-                installed.owned[module] = ModuleParameters(module._parameters, in_forward)
+                installed.owned[module] = ModuleParameters(module._parameters, in_forward, lifecycle.residency.read)
                 module.__dict__["_parameters"] = installed.owned[module]
     return installed
 
@@ -69,8 +69,7 @@ def _install_unit(
     first = {param: _original(param) for param in unit.params}
     gathered.bind(unit, requires_grad={param: original.requires_grad for param, original in first.items()})
     for param, original in first.items():
-        at_rest = ShardedParameter(param, param.flat.tensor.device, original.requires_grad)
-        at_rest.infinity_link.owner = lifecycle
+        at_rest = ShardedParameter(param, param.flat.tensor.device, original.requires_grad, lifecycle)
         hooks = _carry_over(original, at_rest, param)
         if hooks:
             installed.post_accumulate[param] = hooks
@@ -141,7 +140,7 @@ def part(params: Iterable[Param]) -> None:
     for param in params:
         if param.grad is not None:
             param.grad.empty()
-            param.grad.before_mutation = None
+            param.grad.guard(None)
             param.grad.move_to(torch.empty(0, dtype=param.grad.dtype), None)
             param.at_rest.grad = None
         for leaf in (param.gathered, param.at_rest):

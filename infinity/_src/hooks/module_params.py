@@ -28,16 +28,17 @@ put = dict.__setitem__
 class ModuleParameters(dict[str, Any]):
     """A module's parameters by attribute name (see the module's docstring)."""
 
-    __slots__ = ("at_rest", "load_next", "on_demand", "save_next")
+    __slots__ = ("at_rest", "load_next", "on_demand", "read", "save_next")
 
-    def __init__(self, slots: dict[str, Any], on_demand: OnDemand) -> None:
+    def __init__(self, slots: dict[str, Any], on_demand: OnDemand, read: Read) -> None:
         super().__init__(slots)
         self.on_demand = on_demand  # the gathered parameter inside forward; None elsewhere
+        self.read = read  # a CPU copy of a parameter's value
         self.at_rest: dict[str, ShardedParameter] = {
             name: value for name, value in slots.items() if isinstance(value, ShardedParameter)
         }
         # One-shot: the next iteration is torch's, over what to save or to load.
-        self.save_next: Read | None = None
+        self.save_next = False
         self.load_next = False
 
     # -- what modules and their users see ----------------------------------------------------------------------------
@@ -60,9 +61,9 @@ class ModuleParameters(dict[str, Any]):
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
         """(name, parameter at rest); once after `save_next` was set, (name, CPU copy)."""
         outside = self._outside()
-        read, self.save_next = self.save_next, None
-        if read is not None:
-            outside.update({name: read(value.infinity_link.param) for name, value in self.at_rest.items()})
+        saves, self.save_next = self.save_next, False
+        if saves:
+            outside.update({name: self.read(value.infinity_link.param) for name, value in self.at_rest.items()})
         if self.load_next:
             self.load_next = False
             for value in self.at_rest.values():

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity._src.hooks.module_params import ModuleParameters
 from infinity._src.memory.ledger import memory_left_bytes
-from infinity._src.params.unit import Param, Residency
+from infinity._src.params.unit import Param
 from infinity._src.sizes import format_size
 
 Check = Callable[[int], None]
@@ -37,7 +37,6 @@ def hook_state_dict(
     model: torch.nn.Module,
     owned: dict[torch.nn.Module, ModuleParameters],
     params: Iterable[Param],
-    residency: Residency,
     check: Check | None,
 ) -> list[RemovableHandle]:
     """Install the hooks on the modules that own offloaded parameters. Returns their handles."""
@@ -54,7 +53,7 @@ def hook_state_dict(
     handles.append(model.register_state_dict_pre_hook(before_root))
     handles.append(model.register_load_state_dict_pre_hook(before_root_load))
     for module, parameters in owned.items():
-        handles.extend(_hook_module(module, parameters, residency, check))
+        handles.extend(_hook_module(module, parameters, check))
     return handles
 
 
@@ -67,7 +66,7 @@ def _refuse_assign(local_metadata: dict[str, Any]) -> None:
 
 
 def _hook_module(
-    module: torch.nn.Module, parameters: ModuleParameters, residency: Residency, check: Check | None
+    module: torch.nn.Module, parameters: ModuleParameters, check: Check | None
 ) -> list[RemovableHandle]:
     own_bytes = sum(
         value.infinity_link.param.numel * value.dtype.itemsize for value in parameters.at_rest.values()
@@ -83,7 +82,7 @@ def _hook_module(
             return
         if check is not None:
             check(own_bytes)
-        parameters.save_next = residency.read
+        parameters.save_next = True
 
     def after_save(_module: torch.nn.Module, destination: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for name, param in tied.items():

@@ -1,11 +1,15 @@
-"""Which implementation of an operation runs, torch's or Triton's: a fixed rule, never a measurement of the moment.
+"""Choice of the implementation of an operation, torch's or Triton's: a fixed rule, never a
+measurement of the moment.
 
-    forced      INFINITY_OPS="triton", "torch", or "group_quantize=triton,tile_matmul=torch"; `forced(...)` inside a block
-    measured    MEASURED: what `bench/gpu.sh` measured on a kind of device, beside torch's best, written down here by hand
+    forced      INFINITY_OPS="triton", "torch", or "group_quantize=triton,tile_matmul=torch";
+                `forced(...)` inside a block
+    measured    MEASURED: the figures of `bench/gpu.sh` for a kind of device, beside torch's best,
+                written down here by hand
     else        torch
 
-Where the two do not round alike, the choice is part of the numerics (it is recorded, and `infinity doctor` shows it), so it
-must not change from one run to the next. On the CPU Triton runs in its interpreter only (TRITON_INTERPRET=1), for tests.
+Where the two do not round alike, the choice is part of the numerics (it is recorded, and `infinity
+doctor` shows it). So it must not change from one run to the next. On the CPU Triton runs in its
+interpreter only (TRITON_INTERPRET=1), for tests.
 """
 
 from __future__ import annotations
@@ -23,7 +27,10 @@ IMPLEMENTATIONS = ("torch", "triton")
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """An operation with two implementations. about: what it does, in half a line; bitwise: the two give the same bits."""
+    """An operation with two implementations.
+
+    about: what it does, in half a line; bitwise: the two give the same bits.
+    """
 
     name: str
     about: str
@@ -35,25 +42,37 @@ OPS: Mapping[str, Op] = {
     for op in (
         Op("group_quantize", "values to int8 or int4 in groups with scales", bitwise=True),
         Op("group_dequantize", "and back", bitwise=True),
-        Op("wire_encode", "values to the bytes that collectives carry, with error feedback", bitwise=True),
+        Op(
+            "wire_encode",
+            "values to the bytes that collectives carry, with error feedback",
+            bitwise=True,
+        ),
         Op("wire_decode", "and the sum of such bytes in the order of ranks", bitwise=True),
         Op("ordered_sum", "the sum of plain pieces in the order of ranks", bitwise=True),
         Op("update", "the optimizer's pass over a chunk of states", bitwise=True),
-        Op("tile_matmul", "matmul that adds to what other tiles summed, with the bias", bitwise=False),
+        Op(
+            "tile_matmul",
+            "matmul that adds to what other tiles summed, with the bias",
+            bitwise=False,
+        ),
         Op("linear_cross_entropy", "LM head and its loss, without the logits", bitwise=False),
     )
 }
 """The operations, by name."""
 
 MEASURED: Mapping[tuple[str, tuple[int, int]], float] = {}
-"""(operation, compute capability) -> torch's best time / Triton's. Above 1, Triton is the default there."""
+"""(operation, compute capability) -> torch's best time / Triton's.
+
+Above 1, Triton is the default there.
+"""
 
 _forced: list[dict[str, str]] = []
 
 
 @contextlib.contextmanager
 def forced(**choices: str) -> Iterator[None]:
-    """Inside, these operations run as said, in every thread: `forced(group_quantize="triton")`. For tests and benchmarks.
+    """Inside, these operations run as said, in every thread: `forced(group_quantize="triton")`. For
+    tests and benchmarks.
 
     Raises: ValueError for an operation or implementation that is not known.
     """
@@ -66,40 +85,50 @@ def forced(**choices: str) -> Iterator[None]:
 
 
 def implementation(name: str, device: torch.device) -> str:
-    """"torch" or "triton": what runs this operation on this device.
+    """ "torch" or "triton": what runs this operation on this device.
 
     Raises: ValueError where Triton is forced and cannot run.
     """
     chosen = _chosen(name)
     if chosen == "triton" and not interpreted() and device.type != "cuda":
         raise ValueError(
-            f"{VARIABLE} forces Triton for {name}, and its tensors are on {device.type}: there Triton runs in its interpreter "
-            "only; set TRITON_INTERPRET=1 before the start (slow, for tests), or leave the operation to torch"
+            f"{VARIABLE} forces Triton for {name}, and its tensors are on {device.type}: there "
+            "Triton runs in its interpreter "
+            "only; set TRITON_INTERPRET=1 before the start (slow, for tests), or leave the "
+            "operation to torch"
         )
     if chosen is not None:
         return chosen
     if device.type != "cuda":
         return "torch"
-    return "triton" if MEASURED.get((name, torch.cuda.get_device_capability(device)), 0.0) > 1.0 else "torch"
+    return (
+        "triton"
+        if MEASURED.get((name, torch.cuda.get_device_capability(device)), 0.0) > 1.0
+        else "torch"
+    )
 
 
 def why(name: str, device: torch.device) -> str:
-    """What decides for this operation on this device, for people."""
+    """Explain the choice for this operation on this device, for people."""
     if _chosen(name) is not None:
         return "forced"
     if device.type != "cuda":
         return "the CPU computes"
     ratio = MEASURED.get((name, torch.cuda.get_device_capability(device)))
-    return "not measured on such a device" if ratio is None else f"measured: torch's time is {ratio:.2f} of Triton's"
+    return (
+        "not measured on such a device"
+        if ratio is None
+        else f"measured: torch's time is {ratio:.2f} of Triton's"
+    )
 
 
 def interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter, on any tensor."""
+    """Tell whether Triton's kernels run in its interpreter, on any tensor."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 def _chosen(name: str) -> str | None:
-    """What is forced for an operation; the innermost `forced` first, then the environment."""
+    """Return the implementation forced by the innermost `forced`, else by the environment."""
     assert name in OPS, name
     for choices in reversed(_forced):
         if name in choices:
@@ -123,6 +152,11 @@ def _from_environment() -> dict[str, str]:
 def _check(choices: Mapping[str, str], where: str) -> None:
     for name, value in choices.items():
         if name not in OPS:
-            raise ValueError(f"{where}: there is no operation {name!r}; there are {', '.join(sorted(OPS)) }")
+            raise ValueError(
+                f"{where}: there is no operation {name!r}; there are {', '.join(sorted(OPS))}"
+            )
         if value not in IMPLEMENTATIONS:
-            raise ValueError(f"{where}: {name}={value!r} is not known; use {' or '.join(map(repr, IMPLEMENTATIONS))}")
+            raise ValueError(
+                f"{where}: {name}={value!r} is not known; use "
+                f"{' or '.join(map(repr, IMPLEMENTATIONS))}"
+            )

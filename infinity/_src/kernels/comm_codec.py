@@ -1,28 +1,34 @@
-"""What collectives carry: values in groups laid into flat bytes, and sums in the order of ranks.
+"""Codec of the collectives: values in groups laid into flat bytes, and sums in the order of ranks.
 
     wire = torch.empty(wire_bytes(shard.numel(), 8, 256), dtype=torch.uint8)
-    encode(shard, wire, bits=8, group_numel=256)                                    # qwZ: then all-gather the bytes
+    encode(shard, wire, bits=8, group_numel=256)                  # qwZ: then all_gather the bytes
     decode(wire, out, bits=8, group_numel=256)
 
-    encode(grad, wire, bits=4, group_numel=128, key=key, error=residual)            # qgZ: then all-to-all
+    encode(grad, wire, bits=4, group_numel=128, key=key, error=residual)   # qgZ: then all_to_all
     decode_sum(received, out, bits=4, group_numel=128, divisor=world)
-    sum_in_order(received, out, divisor=world)                                      # the same of pieces that are not quantized
+    sum_in_order(received, out, divisor=world)                    # pieces that are not quantized
 
-A wire is what infinity/_src/kernels/quantize.py says of symmetric groups, bit for bit, in one buffer:
+A wire holds symmetric groups (infinity/_src/kernels/quantize.py), bit for bit, in one buffer. Each
+part is padded to 64 bytes:
 
-    codes     int8 [numel], or int4 two to a byte, the element with the even number in the low half    padded to 64 bytes
-    scales    bf16 [groups]                                                                            padded to 64 bytes
+    codes     int8 [numel], or int4 two to a byte, the element with the even number in the low half
+    scales    bf16 [groups]
 
-Padding is zero, so the same values are the same bytes; and wires that follow each other start at multiples of 64 bytes.
+Padding is zero, so the same values are the same bytes; and wires that follow each other start at
+multiples of 64 bytes.
 
-**Sums** are fp32 additions in the order given, from the first on, then one division by `divisor`, then one rounding, to nearest,
-ties to even. So every rank that sums the same pieces gets the same bits, and one piece comes back as it is. Every NaN is
-written with the same bits. **Error feedback**: x = values + error is encoded, and what the wire does not say, x less what it
-decodes to, is the next call's error (rounded to its dtype). So errors do not add up: over many rounds the sum of what was
-decoded is the sum of the values, but for the last error. A group that is not finite has nothing to carry on: its error is zero.
+**Sums** are fp32 additions in the order given, from the first on, then one division by `divisor`,
+then one rounding, to nearest, ties to even. So every rank that sums the same pieces gets the same
+bits, and one piece comes back as it is. Every NaN is written with the same bits.
 
-On the CPU the kernels are native/wire.c: one pass, one thread, the caller's, without the GIL; torch where the extension is not
-built. On a GPU torch or Triton (infinity/_src/kernels/choice.py). All give the same bits; the torch code below defines them.
+**Error feedback**: x = values + error is encoded. The next call's error is x less the values that
+the wire decodes to, rounded to the error's dtype. So errors do not add up: over many rounds the sum
+of the decoded values is the sum of the values, but for the last error. A group that is not finite
+has nothing to carry on: its error is zero.
+
+On the CPU the kernels are native/wire.c: one pass in the caller's thread, without the GIL; torch
+where the extension is not built. On a GPU torch or Triton computes
+(infinity/_src/kernels/choice.py). All give the same bits; the torch code below defines them.
 
 All tensors are contiguous and 1-D; nothing allocates on the CPU, nothing waits on a GPU.
 
@@ -47,19 +53,26 @@ from infinity._src.kernels.quantize import (
     dequantize,
     quantize,
 )
-from infinity.aio.plan import GradDtype
+from infinity.aio import GradDtype
 
 ALIGN_BYTES = 64
 DIVISOR_MOST = 1 << 24
 """Up to here every whole number is an fp32."""
 _ERROR_DTYPES = (torch.bfloat16, torch.float32)
-_CODES = {torch.bfloat16: GradDtype.BF16, torch.float16: GradDtype.FP16, torch.float32: GradDtype.FP32}
+_CODES = {
+    torch.bfloat16: GradDtype.BF16,
+    torch.float16: GradDtype.FP16,
+    torch.float32: GradDtype.FP32,
+}
 
 log = logging.getLogger("infinity")
 
 
 def wire_bytes(numel: int, bits: int, group_numel: int) -> int:
-    """Bytes of a wire of `numel` values. Raises: ValueError for bits or groups that are not known."""
+    """Bytes of a wire of `numel` values.
+
+    Raises: ValueError for bits or groups that are not known.
+    """
     _check_groups(bits, group_numel)
     if numel < 0:
         raise ValueError(f"numel={numel}: a number of values is not negative")
@@ -83,10 +96,11 @@ def encode(
 ) -> None:
     """`values` as codes and scales into `wire`.
 
-    values: bf16, fp16 or fp32 [numel]. wire: uint8 [wire_bytes(numel)]. bits: 8 or 4. group_numel: a power of two, 64 to 1024.
-    key: of random rounding, element: the parameter's index of the first value then; without a key to nearest, ties to even.
-    error: bf16 or fp32 [numel], is added to the values and becomes what the wire does not say of the sum.
-    Raises: ValueError for what is none of these.
+    values: bf16, fp16 or fp32 [numel]. wire: uint8 [wire_bytes(numel)]. bits: 8 or 4. group_numel:
+    a power of two, 64 to 1024. key: of random rounding, element: the parameter's index of the first
+    value then; without a key to nearest, ties to even. error: bf16 or fp32 [numel], is added to the
+    values and becomes what the wire does not say of the sum. Raises: ValueError for what is none of
+    these.
     """
     _check_groups(bits, group_numel)
     _check_values("values", values, DTYPES)
@@ -106,7 +120,8 @@ def encode(
             cast("void *", values.data_ptr()), int(_CODES[values.dtype]),
             native.ffi.NULL if error is None else cast("void *", error.data_ptr()),
             0 if error is None else int(_CODES[error.dtype]),
-            cast("uint8_t *", wire.data_ptr()), values.numel(), bits, group_numel, int(key is not None), key or 0, element,
+            cast("uint8_t *", wire.data_ptr()), values.numel(), bits, group_numel,
+            int(key is not None), key or 0, element,
         )  # fmt: skip
         return
     with torch.no_grad():
@@ -127,12 +142,17 @@ def decode(wire: torch.Tensor, out: torch.Tensor, *, bits: int, group_numel: int
 
 
 def decode_sum(
-    wires: Sequence[torch.Tensor], out: torch.Tensor, *, bits: int, group_numel: int, divisor: int = 1
+    wires: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    *,
+    bits: int,
+    group_numel: int,
+    divisor: int = 1,
 ) -> None:
     """The sum of wires in their order, in fp32, / divisor, rounded once to the dtype of `out`.
 
-    wires: uint8 [wire_bytes(numel)] each, at least one. out: bf16, fp16 or fp32 [numel]. divisor: 1 to 2^24.
-    Raises: ValueError for what is none of these.
+    wires: uint8 [wire_bytes(numel)] each, at least one. out: bf16, fp16 or fp32 [numel]. divisor: 1
+    to 2^24. Raises: ValueError for what is none of these.
     """
     _check_groups(bits, group_numel)
     _check_values("out", out, DTYPES)
@@ -143,7 +163,8 @@ def decode_sum(
     if which == "native":
         addresses = native.ffi.new("uint64_t[]", [wire.data_ptr() for wire in wires])
         native.lib.inf_wire_decode_sum(
-            addresses, len(wires), native.ffi.cast("void *", out.data_ptr()), int(_CODES[out.dtype]), out.numel(),
+            addresses, len(wires), native.ffi.cast("void *", out.data_ptr()),
+            int(_CODES[out.dtype]), out.numel(),
             bits, group_numel, float(divisor),
         )  # fmt: skip
         return
@@ -159,14 +180,19 @@ def decode_sum(
 def sum_in_order(pieces: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int = 1) -> None:
     """The sum of tensors in their order, in fp32, / divisor, rounded once to the dtype of `out`.
 
-    pieces: [numel] each, all bf16, all fp16 or all fp32, at least one. out: bf16, fp16 or fp32 [numel]; may be one of the pieces,
-    but no part of one. divisor: 1 to 2^24. Raises: ValueError for what is none of these.
+    pieces: [numel] each, all bf16, all fp16 or all fp32, at least one. out: bf16, fp16 or fp32
+    [numel]; may be one of the pieces, but no part of one. divisor: 1 to 2^24. Raises: ValueError
+    for what is none of these.
     """
     _check_values("out", out, DTYPES)
     _check_sum(pieces, "pieces", divisor)
     for piece in pieces:
         _check_values("a piece", piece, DTYPES)
-        if piece.numel() != out.numel() or piece.device != out.device or piece.dtype is not pieces[0].dtype:
+        if (
+            piece.numel() != out.numel()
+            or piece.device != out.device
+            or piece.dtype is not pieces[0].dtype
+        ):
             raise ValueError(
                 f"a piece is {_of(piece)}, the first {_of(pieces[0])}, out {_of(out)}: "
                 "use pieces of one dtype and the size of out"
@@ -175,7 +201,8 @@ def sum_in_order(pieces: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: 
     if which == "native":
         addresses = native.ffi.new("uint64_t[]", [piece.data_ptr() for piece in pieces])
         native.lib.inf_sum_in_order(
-            addresses, len(pieces), int(_CODES[pieces[0].dtype]), native.ffi.cast("void *", out.data_ptr()),
+            addresses, len(pieces), int(_CODES[pieces[0].dtype]),
+            native.ffi.cast("void *", out.data_ptr()),
             int(_CODES[out.dtype]), out.numel(), float(divisor),
         )  # fmt: skip
         return
@@ -188,7 +215,7 @@ def sum_in_order(pieces: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: 
             sum_in_order_torch(pieces, out, divisor)
 
 
-# -- the reference, in torch; arguments as they were checked above -------------------------------------------------------
+# -- the reference, in torch; arguments as they were checked above ---------------------------------
 
 
 def encode_torch(
@@ -222,7 +249,9 @@ def decode_sum_torch(
     pieces = []
     for wire in wires:
         codes = wire[: numel if bits == 8 else -(-numel // 2)]
-        scales = wire[codes_bytes(numel, bits) :][: -(-numel // group_numel) * 2].view(torch.bfloat16)
+        scales = wire[codes_bytes(numel, bits) :][: -(-numel // group_numel) * 2].view(
+            torch.bfloat16
+        )
         codes = codes.view(torch.int8) if bits == 8 else codes
         q = Quantized(codes, scales, None, out.shape, torch.float32, bits, group_numel)
         pieces.append(dequantize(q, dtype=torch.float32))
@@ -242,11 +271,13 @@ def sum_in_order_torch(pieces: Sequence[torch.Tensor], out: torch.Tensor, diviso
     out.masked_fill_(missing, float("nan"))
 
 
-# -- what is refused, and who computes -----------------------------------------------------------------------------------
+# -- what is refused, and who computes -------------------------------------------------------------
 
 
 def _implementation(name: str, device: torch.device) -> str:
-    """ "native", "torch" or "triton": what choice.py leaves to torch on the CPU is the extension's, if there is one."""
+    """ "native", "torch" or "triton": what choice.py leaves to torch on the CPU is the extension's,
+    if there is one.
+    """
     which = choice.implementation(name, device)
     if which != "torch" or device.type != "cpu":
         return which
@@ -259,7 +290,8 @@ def _implementation(name: str, device: torch.device) -> str:
 @functools.cache
 def _say_that_torch_computes() -> None:
     log.warning(
-        "communication is quantized and summed by torch, with the same results, many times slower: %s",
+        "communication is quantized and summed by torch, with the same results, many times slower: "
+        "%s",
         native.reason(),
     )
 
@@ -277,14 +309,17 @@ def _check_groups(bits: int, group_numel: int) -> None:
         raise ValueError(f"bits={bits} is not known: use 8 or 4")
     if not GROUP_NUMEL_LEAST <= group_numel <= GROUP_NUMEL_MOST or group_numel & (group_numel - 1):
         raise ValueError(
-            f"group_numel={group_numel}: use a power of two from {GROUP_NUMEL_LEAST} to {GROUP_NUMEL_MOST}"
+            f"group_numel={group_numel}: use a power of two from {GROUP_NUMEL_LEAST} to "
+            f"{GROUP_NUMEL_MOST}"
         )
 
 
 def _check_values(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if tensor.dtype not in dtypes or tensor.dim() != 1 or not tensor.is_contiguous():
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{name} is {_of(tensor)}: use a contiguous tensor of one dimension, of {known}")
+        raise ValueError(
+            f"{name} is {_of(tensor)}: use a contiguous tensor of one dimension, of {known}"
+        )
 
 
 def _check_wire(wire: torch.Tensor, values: torch.Tensor, bits: int, group_numel: int) -> None:
@@ -292,11 +327,13 @@ def _check_wire(wire: torch.Tensor, values: torch.Tensor, bits: int, group_numel
     size_bytes = wire_bytes(values.numel(), bits, group_numel)
     if wire.numel() != size_bytes or wire.device != values.device:
         raise ValueError(
-            f"a wire is {_of(wire)}, but {values.numel()} values on {values.device} take {size_bytes} bytes there"
+            f"a wire is {_of(wire)}, but {values.numel()} values on {values.device} take "
+            f"{size_bytes} bytes there"
         )
     if wire.data_ptr() % 2:
         raise ValueError(
-            "a wire starts at an odd address, and holds 2-byte scales: cut buffers at multiples of 64 bytes"
+            "a wire starts at an odd address, and holds 2-byte scales: cut buffers at multiples of "
+            "64 bytes"
         )
 
 

@@ -1,27 +1,121 @@
-"""What the HYPER records of all algorithms share: the random-rounding key and the log of operations on the gradient."""
+"""HYPER records: the scalars of one parameter's update, for AdamW, SGD and Lion.
+
+    AdamW   p = p * (1 - lr * weight_decay)
+            m = m * beta1 + g * (1 - beta1);  v = v * beta2 + g * g * (1 - beta2)
+            p = p - step_size * m / (sqrt(v) / bc2_sqrt + eps)
+    SGD     g = g + p * weight_decay
+            b = b * momentum + g * (1 - dampening), in the first step b = g
+            p = p - lr * b, with nesterov p - lr * (g + b * momentum), without momentum p - lr * g
+    Lion    p = p * (1 - lr * weight_decay);  p = p - lr * sign(m * beta1 + g * (1 - beta1))
+            m = m * beta2 + g * (1 - beta2)
+
+SGD is torch.optim.SGD's, Lion that of Chen et al. 2023 ("Symbolic Discovery of Optimization
+Algorithms") with decoupled weight decay; the sign of zero is zero, that of NaN is NaN. Scalars are
+computed in double and rounded once to fp32, as torch rounds a Python float. Each operation of an
+update rounds once to fp32, in the order above: the bits of native/optimizer_kernels.h.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from infinity.aio.plan import HYPER, LOG_MAX, Algorithm, LogKind
+from infinity.aio._records import HYPER, LOG_MAX, Algorithm, HyperFlag, LogKind
 
 Log: TypeAlias = Sequence[tuple[LogKind | str, float]]
-"""Operations done to a gradient since it was drained, oldest first: ("mul" | "div" or a LogKind, factor)."""
+"""Operations done to a gradient since it was drained, oldest first: ("mul" | "div" or a LogKind,
+factor).
+"""
 
 
-def blank_row(algorithm: Algorithm, log: Log, key: int) -> npt.NDArray[np.void]:
+def hyper_row_adamw(
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    log: Log = (),
+    key: int = 0,
+) -> npt.NDArray[np.void]:
+    """Make the HYPER record of an AdamW step, shape (). step: 1 for the first. key: of random
+    rounding.
+
+    Raises: ValueError for a step below 1 or a log longer than the kernels replay.
+    """
+    if step < 1:
+        raise ValueError(f"step={step}: the first update is step 1")
+    beta1, beta2 = betas
+    row = _blank_row(Algorithm.ADAMW, log, key)
+    with np.errstate(over="ignore"):
+        row["decay"] = 1.0 - lr * weight_decay
+        row["beta1"] = beta1
+        row["one_minus_beta1"] = 1.0 - beta1
+        row["beta2"] = beta2
+        row["one_minus_beta2"] = 1.0 - beta2
+        row["eps"] = eps
+        row["bc2_sqrt"] = math.sqrt(1.0 - beta2**step)
+        row["step_size"] = lr / (1.0 - beta1**step)
+    return row
+
+
+def hyper_row_sgd(
+    *,
+    lr: float,
+    first: bool,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    log: Log = (),
+    key: int = 0,
+) -> npt.NDArray[np.void]:
+    """Make the HYPER record of an SGD step, shape (). first: the buffer is not there yet, and
+    becomes the gradient.
+
+    Raises: ValueError for what torch.optim.SGD refuses, or a log that is too long.
+    """
+    if nesterov and (momentum <= 0 or dampening != 0):
+        raise ValueError("nesterov needs a momentum and no dampening")
+    row = _blank_row(Algorithm.SGD, log, key)
+    row["beta1"], row["one_minus_beta1"] = momentum, 1.0 - dampening
+    row["step_size"], row["weight_decay"] = lr, weight_decay
+    row["flags"] = HyperFlag.NESTEROV * nesterov | HyperFlag.FIRST * first
+    return row
+
+
+def hyper_row_lion(
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    log: Log = (),
+    key: int = 0,
+) -> npt.NDArray[np.void]:
+    """Make the HYPER record of a Lion step, shape ().
+
+    Raises: ValueError for a log that is too long.
+    """
+    row = _blank_row(Algorithm.LION, log, key)
+    row["decay"], row["step_size"] = 1.0 - lr * weight_decay, lr
+    row["beta1"], row["one_minus_beta1"] = betas[0], 1.0 - betas[0]
+    row["beta2"], row["one_minus_beta2"] = betas[1], 1.0 - betas[1]
+    return row
+
+
+def _blank_row(algorithm: Algorithm, log: Log, key: int) -> npt.NDArray[np.void]:
     """A HYPER record, shape (), with everything but the algorithm's own scalars.
 
     Raises: ValueError for a log longer than the kernels replay.
     """
     if len(log) > LOG_MAX:
         raise ValueError(
-            f"{len(log)} operations were done to one gradient between two steps; at most {LOG_MAX} are replayed: "
+            f"{len(log)} operations were done to one gradient between two steps; at most {LOG_MAX} "
+            "are replayed: "
             "multiply the factors first, or call opt.step() more often"
         )
     row = np.zeros((), dtype=HYPER)
@@ -31,15 +125,3 @@ def blank_row(algorithm: Algorithm, log: Log, key: int) -> npt.NDArray[np.void]:
             row["log_kind"][index] = LogKind[kind.upper()] if isinstance(kind, str) else int(kind)
             row["log_value"][index] = factor
     return row
-
-
-def replay_log(grad: npt.NDArray[Any], row: Any) -> npt.NDArray[np.float32]:
-    """The gradient in fp32 with the log replayed, a new array. grad: fp32, fp16, or uint16 with the bits of bf16; [numel]."""
-    if grad.dtype == np.uint16:
-        g: npt.NDArray[np.float32] = (grad.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    else:
-        g = grad.astype(np.float32)
-    for index in range(int(row["log_count"])):
-        value = row["log_value"][index]
-        g = g * value if int(row["log_kind"][index]) == LogKind.MUL else g / value
-    return g

@@ -1,35 +1,44 @@
-"""Values as int8 or int4 codes in groups that share a scale, and back: ZeRO++'s blocked quantization.
+"""Values as int8 or int4 codes in groups that share a scale, and back: ZeRO++'s blocked
+quantization.
 
-    q = quantize(weight, bits=8, group_numel=256)               # qwZ: int8 for the all-gather of weights
-    q = quantize(grad, bits=4, group_numel=128, key=rounding_key(seed, step, name))      # qgZ: int4 for gradients
+    q = quantize(weight, bits=8, group_numel=256)               # qwZ: int8 weights to all_gather
+    key = rounding_key(seed, step, name)
+    q = quantize(grad, bits=4, group_numel=128, key=key)        # qgZ: int4 gradients
     values = dequantize(q, dtype=torch.bfloat16)
 
 Groups are consecutive elements of the flat (row-major) values; the last may be short. Per group
 
-    symmetric     code in -127 .. 127 (int8), -7 .. 7 (int4)    value = code * scale            2 bytes of scale
-    asymmetric    code in 0 .. 255, 0 .. 15                     value = (code - zero) * scale   and a byte of zero
+    symmetric     value = code * scale             code in -127 .. 127 (int8), -7 .. 7 (int4)
+    asymmetric    value = (code - zero) * scale    code in 0 .. 255, 0 .. 15
 
-**Scales are bf16**: half the bytes of fp32, and since a code (or a code less its zero) has 8 bits and a bf16 another 8, every
-product is exact in fp32. So `dequantize` rounds once, to its dtype; zero comes back as zero; every implementation gives the
-same bits. **Rounding of the scale** decides what else holds:
+with two bytes of scale, and a byte of zero where it is asymmetric.
 
-- to nearest, symmetric: the scale is the largest magnitude / 127 (7), rounded to the nearest bf16. That is at most 1/257 off, so
-  the largest has the code 127 (7) and is half a step off at most, like all others; and the same scale comes out again: the
-  fp32 values of a round trip, quantized once more, are the same codes and scales.
-- else the scale is rounded up: asymmetric, where the codes must span the range, and at random, where nothing may be clipped, or
-  the mean is wrong. Both at once spend one code on it: the range / 254 (14), and a zero that is rounded up. A second round
-  trip may then choose a finer scale.
+**Scales are bf16**: half the bytes of fp32, and since a code (or a code less its zero) has 8 bits
+and a bf16 another 8, every product is exact in fp32. So `dequantize` rounds once, to its dtype;
+zero comes back as zero; every implementation gives the same bits. **Rounding of the scale** decides
+what else holds:
 
-**Error**: half a step at most, |value - x| <= scale / 2 (within fp32's rounding of x / scale), one step with random
-rounding, before the last rounding to `dtype`. Scales are at least 2^-126, so what is below 2^-127 may become zero. Values
-never leave bf16's range: what would is its largest number.
+- to nearest, symmetric: the scale is the largest magnitude / 127 (7), rounded to the nearest bf16.
+  That is at most 1/257 off, so the largest has the code 127 (7) and is half a step off at most,
+  like all others; and the same scale comes out again: the fp32 values of a round trip, quantized
+  once more, are the same codes and scales.
+- else the scale is rounded up: asymmetric, where the codes must span the range, and at random,
+  where nothing may be clipped, or the mean is wrong. Both at once spend one code on it: the range /
+  254 (14), and a zero that is rounded up. A second round trip may then choose a finer scale.
 
-**Random rounding** (`key`) goes to one of the two neighbours, with the probabilities that keep the expected value (to 2^-24), and
-depends on nothing but (seed, step, parameter, element): infinity/_src/kernels/rounding.py.
+**Error**: half a step at most, |value - x| <= scale / 2 (within fp32's rounding of x / scale), one
+step with random rounding, before the last rounding to `dtype`. Scales are at least 2^-126, so what
+is below 2^-127 may become zero. Values never leave bf16's range: beyond it they are its largest
+number.
+
+**Random rounding** (`key`) goes to one of the two neighbours, with the probabilities that keep the
+expected value (to 2^-24), and depends on nothing but (seed, step, parameter, element):
+infinity/_src/kernels/rounding.py.
 
 **Not finite**: a group that holds infinity or NaN has the scale NaN and comes back as NaN wholly.
 
-Source: ZeRO++ (Wang et al. 2023), section 3.1 (blocks) and 3.3 (gradients); it does not say how it rounds, or what of NaN.
+Source: ZeRO++ (Wang et al. 2023), section 3.1 (blocks) and 3.3 (gradients); it says nothing of
+rounding and NaN.
 """
 
 from __future__ import annotations
@@ -39,7 +48,7 @@ import dataclasses
 import torch
 
 from infinity._src.kernels import choice
-from infinity._src.kernels.rounding import mix64
+from infinity._src.kernels.rounding import random_bits, shift_right
 
 GROUP_NUMEL_LEAST, GROUP_NUMEL_MOST = 64, 1024
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -47,16 +56,16 @@ VALUE_MOST = float.fromhex("0x1.fep127")
 """The largest bf16: no dequantized value is larger."""
 _SCALE_LEAST_BITS = 0x00800000
 _NAN_BITS = 0x7FC00000
-_MASK = 0xFFFFFFFF
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
     """Values in groups.
 
-    codes: [numel] int8 (symmetric) or uint8; int4: uint8 [ceil(numel / 2)], the element with the even number in the low half,
-    as two's complement when symmetric. scales: bf16 [groups]. zeros: uint8 [groups], or None when symmetric. shape, dtype: of
-    what was quantized. group_numel: elements per group.
+    codes: [numel] int8 (symmetric) or uint8; int4: uint8 [ceil(numel / 2)], the element with the
+    even number in the low half, as two's complement when symmetric. scales: bf16 [groups]. zeros:
+    uint8 [groups], or None when symmetric. shape, dtype: of what was quantized. group_numel:
+    elements per group.
     """
 
     codes: torch.Tensor
@@ -69,7 +78,7 @@ class Quantized:
 
     @property
     def symmetric(self) -> bool:
-        """Whether zero is the code 0 of every group."""
+        """True when zero is the code 0 of every group."""
         return self.zeros is None
 
     @property
@@ -95,15 +104,17 @@ def quantize(
 ) -> Quantized:
     """`values` in groups of int8 or int4.
 
-    values: bf16, fp16 or fp32, any shape and strides. bits: 8 or 4. group_numel: a power of two, 64 to 1024. key: of random
-    rounding (`rounding.rounding_key`), element: the parameter's index of the first value then; without a key to nearest, ties
-    to even. Raises: ValueError for what is none of these.
+    values: bf16, fp16 or fp32, any shape and strides. bits: 8 or 4. group_numel: a power of two, 64
+    to 1024. key: of random rounding (`rounding.rounding_key`), element: the parameter's index of
+    the first value then; without a key to nearest, ties to even. Raises: ValueError for what is
+    none of these.
     """
     if bits not in (4, 8):
         raise ValueError(f"bits={bits} is not known: use 8 or 4")
     if not GROUP_NUMEL_LEAST <= group_numel <= GROUP_NUMEL_MOST or group_numel & (group_numel - 1):
         raise ValueError(
-            f"group_numel={group_numel}: use a power of two from {GROUP_NUMEL_LEAST} to {GROUP_NUMEL_MOST}"
+            f"group_numel={group_numel}: use a power of two from {GROUP_NUMEL_LEAST} to "
+            f"{GROUP_NUMEL_MOST}"
         )
     if values.dtype not in DTYPES:
         raise ValueError(f"values are {values.dtype}: quantize bfloat16, float16 or float32")
@@ -114,9 +125,13 @@ def quantize(
         if choice.implementation("group_quantize", values.device) == "triton":
             from infinity._src.kernels.triton.quantize import quantize_triton
 
-            codes, scales, zeros = quantize_triton(values, bits, group_numel, symmetric, key, element)
+            codes, scales, zeros = quantize_triton(
+                values, bits, group_numel, symmetric, key, element
+            )
         else:
-            codes, scales, zeros = _quantize_torch(values, bits, group_numel, symmetric, key, element)
+            codes, scales, zeros = _quantize_torch(
+                values, bits, group_numel, symmetric, key, element
+            )
     return Quantized(codes, scales, zeros, values.shape, values.dtype, bits, group_numel)
 
 
@@ -125,16 +140,21 @@ def dequantize(
 ) -> torch.Tensor:
     """The values, in `out` or in a new tensor of `quantized.shape`.
 
-    dtype: bf16, fp16 or fp32; None: that of `out`, else what was quantized. out: any strides without overlap, on the same
-    device. Raises: ValueError for another dtype or shape.
+    dtype: bf16, fp16 or fp32; None: that of `out`, else what was quantized. out: any strides
+    without overlap, on the same device. Raises: ValueError for another dtype or shape.
     """
     if out is None:
-        out = torch.empty(quantized.shape, dtype=dtype or quantized.dtype, device=quantized.codes.device)
+        out = torch.empty(
+            quantized.shape, dtype=dtype or quantized.dtype, device=quantized.codes.device
+        )
     if out.dtype not in DTYPES or dtype not in (None, out.dtype):
-        raise ValueError(f"dtype={dtype}, out {out.dtype}: both the same of bfloat16, float16 and float32")
+        raise ValueError(
+            f"dtype={dtype}, out {out.dtype}: both the same of bfloat16, float16 and float32"
+        )
     if out.shape != quantized.shape or out.device != quantized.codes.device:
         raise ValueError(
-            f"out is {list(out.shape)} on {out.device}, and the values are {list(quantized.shape)} on {quantized.codes.device}"
+            f"out is {list(out.shape)} on {out.device}, and the values are {list(quantized.shape)} "
+            f"on {quantized.codes.device}"
         )
     with torch.no_grad():
         if choice.implementation("group_dequantize", out.device) == "triton":
@@ -151,11 +171,16 @@ def levels_of(bits: int, symmetric: bool) -> int:
     return (1 << bits - symmetric) - 1
 
 
-# -- the reference, in torch -------------------------------------------------------------------------------------------
+# -- the reference, in torch -----------------------------------------------------------------------
 
 
 def _quantize_torch(
-    values: torch.Tensor, bits: int, group_numel: int, symmetric: bool, key: int | None, element: int
+    values: torch.Tensor,
+    bits: int,
+    group_numel: int,
+    symmetric: bool,
+    key: int | None,
+    element: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Codes, scales, zeros; see `Quantized`."""
     numel, levels = values.numel(), float(levels_of(bits, symmetric))
@@ -165,7 +190,8 @@ def _quantize_torch(
     x = x.view(groups, group_numel)
     finite = torch.isfinite(x).all(dim=1)
     x = torch.where(finite[:, None], x, torch.zeros_like(x))
-    # Divisors are tensors: on a GPU torch divides by a number through its reciprocal, which rounds twice.
+    # Divisors are tensors: on a GPU torch divides by a number through its reciprocal, which rounds
+    # twice.
     divisor = torch.full((), levels if symmetric or key is None else levels - 1, device=x.device)
     if symmetric:
         exact = x.abs().amax(dim=1) / divisor
@@ -182,7 +208,8 @@ def _quantize_torch(
         code = (_rounded(y, key, element) + zero[:, None]).clamp(0, levels)
         code = torch.where(finite[:, None], code, torch.zeros_like(code))
         zeros = torch.where(finite, zero, torch.zeros_like(zero)).to(torch.uint8)
-    # On bits: torch's conversion of NaN to bf16 gives other bits in a vector loop than in a scalar one.
+    # On bits: torch's conversion of NaN to bf16 gives other bits in a vector loop than in a scalar
+    # one.
     bits16 = scale.view(torch.int32).masked_fill(~finite, _NAN_BITS) >> 16
     scales = bits16.to(torch.int16).view(torch.bfloat16)
     flat = code.reshape(-1)[:numel]
@@ -201,7 +228,9 @@ def _rounded(y: torch.Tensor, key: int | None, element: int) -> torch.Tensor:
     if key is None:
         return torch.round(y)
     below = torch.floor(y)
-    u = ((random_bits_torch(key, element, y.numel(), y.device) >> 9).to(torch.float32) + 0.5) * 2.0**-23
+    u = (
+        shift_right(random_bits(key, element, y.numel(), y.device), 9).to(torch.float32) + 0.5
+    ) * 2.0**-23
     return below + (u.view_as(y) < y - below).to(torch.float32)
 
 
@@ -226,19 +255,3 @@ def _dequantize_torch(quantized: Quantized) -> torch.Tensor:
         code = code - quantized.zeros.to(torch.int32)[group]
     values = code.to(torch.float32) * quantized.scales.to(torch.float32)[group]
     return values.clamp(-VALUE_MOST, VALUE_MOST)
-
-
-def random_bits_torch(key: int, element: int, numel: int, device: torch.device) -> torch.Tensor:
-    """`rounding.random_bits` on a device: int64 [numel], each 32 bits."""
-    parts = []
-    while numel > 0:
-        low = element & _MASK
-        count = min(numel, (1 << 32) - low)
-        mixed = mix64(key ^ ((element >> 32) * 0x9E3779B97F4A7C15 & (1 << 64) - 1))
-        h = torch.arange(count, dtype=torch.int64, device=device).add_((low + mixed) & _MASK).bitwise_and_(_MASK)
-        h = ((h ^ h >> 16) * 0x7FEB352D) & _MASK
-        h = ((h ^ h >> 15 ^ mixed >> 32) * 0x846CA68B) & _MASK
-        parts.append(h ^ h >> 16)
-        element += count
-        numel -= count
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)

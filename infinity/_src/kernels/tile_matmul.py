@@ -1,4 +1,5 @@
-"""The matmul behind tiled linears: a product that is added to what earlier tiles summed, and rounded once, with the bias.
+"""The matmul behind tiled linears: a product that is added to what earlier tiles summed, and
+rounded once, with the bias.
 
     out = round(accumulator + a @ b + bias)
 
@@ -6,8 +7,9 @@
     input gradient    a = dy [rows, out]        b = weight [out, in]         out [rows, in]
     weight gradient   a = dy.t() [out, rows]    b = x [rows, in]             out [out, in]
 
-Sums that several tiles contribute to are held in fp32 (fp64 for fp64 operands) and tiles are added in the order of the calls,
-so the result depends on how a linear was tiled and on nothing else. A sum of one tile alone is torch's own matmul.
+Sums that several tiles contribute to are held in fp32 (fp64 for fp64 operands) and tiles are added
+in the order of the calls, so the result depends on how a linear was tiled and on nothing else. A
+sum of one tile alone is torch's own matmul.
 Source: ZeRO-Infinity §5.1.3 (memory-centric tiling).
 """
 
@@ -35,13 +37,14 @@ def tile_matmul(
 ) -> None:
     """Write `accumulator + a @ b + bias`, rounded once to `out`'s dtype, into `out`.
 
-    a: [rows, inner] and b: [inner, columns], of one dtype (fp32, bf16, fp16; fp64 on the CPU), any strides, transposed views
-    included. out: [rows, columns], any strides (a slice of columns), of the operands' dtype or of `sum_dtype`. accumulator:
-    None, or [rows, columns] of `sum_dtype`; it may be `out` itself, else its contents are undefined afterwards. bias: [columns]
-    of any floating dtype, added before rounding. `out` overlaps neither operand. Records no graph.
+    a: [rows, inner] and b: [inner, columns], of one dtype (fp32, bf16, fp16; fp64 on the CPU), any
+    strides, transposed views included. out: [rows, columns], any strides (a slice of columns), of
+    the operands' dtype or of `sum_dtype`. accumulator: None, or [rows, columns] of `sum_dtype`; it
+    may be `out` itself, else its contents are undefined afterwards. bias: [columns] of any floating
+    dtype, added before rounding. `out` overlaps neither operand. Records no graph.
 
-    Runs torch or Triton as `choice.implementation("tile_matmul", device)` says; the two add products in another order within a
-    tile, so they round alike only where sums are exact.
+    Runs torch or Triton as `choice.implementation("tile_matmul", device)` says; the two add
+    products in another order within a tile, so they round alike only where sums are exact.
     """
     assert a.dtype == b.dtype, (a.dtype, b.dtype)
     assert out.dtype in (a.dtype, sum_dtype(a.dtype)), (a.dtype, out.dtype)
@@ -63,7 +66,10 @@ def reference(
     accumulator: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """`tile_matmul` with torch. On the CPU half-precision operands of a sum are raised to fp32, one tile at a time."""
+    """`tile_matmul` with torch.
+
+    On the CPU half-precision operands of a sum are raised to fp32, one tile at a time.
+    """
     if accumulator is None and out.dtype == a.dtype:
         if bias is None:
             torch.mm(a, b, out=out)

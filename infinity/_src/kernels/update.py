@@ -1,11 +1,25 @@
-"""Any algorithm on any state format, in numpy and torch: the reference of native/update.c, and what runs without it.
+"""Optimizer updates of chunks that lie on a device, in torch or in Triton: the same bits.
 
-States are decoded to fp32, updated, and encoded again (infinity/_src/kernels/codec.py). The update itself uses the fp32 moments,
-before they are rounded to what rests.
+    segs = [segs of chunk 0, of chunk 1, ...]
+    plan = UpdatePlan(format, segs, hypers, device=device, grad_dtype=torch.bfloat16)
+    for index in range(chunks):          # chunks come and go through the same few buffers
+        plan.run(index, sections, grad)
+
+native/update.c does the same to a chunk in RAM. Both implementations here take the records of
+infinity/aio/_records.py as they are. infinity/_src/kernels/choice.py says which one runs (`update`),
+and that changes no bit but of a NaN's payload in an fp32 section, which is nobody's value. All that
+a step's updates need besides the chunks is copied to the device once, when the plan is made.
+
+The torch implementation decodes a segment's states to fp32, updates them and encodes them again.
+Every line of it rounds once: products and sums are separate operations, and divisors are tensors,
+since by a number torch divides through its reciprocal on a GPU. Fused forms (`addcmul_`,
+`add_(alpha=)`) are avoided because they may contract to an FMA.
 """
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,76 +27,333 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity._src.kernels.adamw import adamw_fp32_, adamw_split_
-from infinity._src.kernels.codec import decode_sections, encode_sections
-from infinity._src.kernels.hyper import replay_log
-from infinity._src.kernels.lion import lion_
-from infinity._src.kernels.sgd import sgd_
-from infinity.aio.plan import QUANT_GROUP, Algorithm, Format, Moments
+from infinity._src import native
+from infinity._src.kernels import choice
+from infinity._src.kernels.rounding import sqrt_exact
+from infinity._src.kernels.state_codec import decode_sections, encode_sections
+from infinity.aio._records import (
+    QUANT_GROUP,
+    SEG,
+    Algorithm,
+    Format,
+    GradDtype,
+    GradSection,
+    HyperFlag,
+    LogKind,
+    Moments,
+)
 
+GRAD_DTYPES = {
+    GradDtype.BF16: torch.bfloat16,
+    GradDtype.FP32: torch.float32,
+    GradDtype.FP16: torch.float16,
+}
+_CODES = {dtype: code for code, dtype in GRAD_DTYPES.items()}
+_SECTION_GRADS = {
+    GradSection.BF16: GradDtype.BF16,
+    GradSection.FP32: GradDtype.FP32,
+    GradSection.FP16: GradDtype.FP16,
+}
 _MOMENT_COUNTS = {Algorithm.ADAMW: (2,), Algorithm.SGD: (0, 1), Algorithm.LION: (1,)}
+
+RESOLVED = np.dtype([*((name, SEG[name]) for name in SEG.names or ()), ("relative", "?")])
+"""SEG, and whether `grad` counts from the tensor or section that `run` is given."""
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Tell whether every element is finite.
+
+    values: bf16, fp16 or fp32, any shape and device. Blocks; the GIL is released.
+    """
+    # One native pass at memory speed; torch is 5 to 30 times slower on bf16.
+    code = _CODES.get(values.dtype)
+    if (
+        native.available()
+        and code is not None
+        and values.device.type == "cpu"
+        and values.is_contiguous()
+    ):
+        address = native.ffi.cast("void *", values.data_ptr())
+        return bool(native.lib.inf_all_finite(address, int(code), values.numel()))
+    return bool(torch.isfinite(values).all())
 
 
 def check_update(state_format: Format, row: Any) -> None:
-    """Raises ValueError unless the kernels know the format (without `grad`) with the row's algorithm."""
+    """Raises ValueError unless the kernels know the format (without `grad`) with the row's
+    algorithm.
+    """
     algorithm = Algorithm(int(row["algorithm"]))
     if state_format is Format.RAW or state_format.grad:
         raise ValueError(f"{state_format} has no optimizer states to update")
     bare_momentum = algorithm is Algorithm.SGD and state_format.count == 0 and row["beta1"] != 0
     if state_format.count not in _MOMENT_COUNTS[algorithm] or bare_momentum:
-        raise ValueError(f"{algorithm.name} does not update {state_format}: it has another number of moments")
+        raise ValueError(
+            f"{algorithm.name} does not update {state_format}: it has another number of moments"
+        )
 
 
-def update_numpy_sections(
+class UpdatePlan:
+    """The updates of one step on chunks of one format; `run` does a chunk's."""
+
+    def __init__(
+        self,
+        state_format: Format,
+        chunks: Sequence[npt.NDArray[np.void]],
+        hypers: npt.NDArray[np.void],
+        *,
+        device: torch.device,
+        grad_dtype: torch.dtype | None = None,
+    ) -> None:
+        """chunks: of each its SEG records; `start` and `element` are multiples of QUANT_GROUP where
+        moments are 8-bit.
+
+        hypers: HYPER records, that segs["hyper"] counts in. grad_dtype: of the tensor that `run` is
+        given; None: each segment says where its gradient lies, in the chunk's `grad` section, or at
+        an address that the device can read, and that stays valid until the device has done the
+        update. Copies to the device, without waiting for it; on a GPU in the current stream, which
+        that of `run` must wait for. The plan stays until the device is done with it. Raises:
+        ValueError for what the kernels do not know.
+        """
+        self.format = Format.of(state_format)
+        self.states = self.format.with_grad(GradSection.NONE)
+        self.device, self.grad_dtype = torch.device(device), grad_dtype
+        if grad_dtype not in (None, *GRAD_DTYPES.values()):
+            raise ValueError(f"gradients are {grad_dtype}: use bfloat16, float16 or float32")
+        _check(self.states, chunks, hypers)
+        self._hypers = hypers
+        self._chunks = [self._resolved(segs) for segs in chunks]
+        self._ends = [
+            int((segs["start"] + segs["numel"]).max()) if len(segs) else 0 for segs in self._chunks
+        ]
+        self._launches = None
+        if choice.implementation("update", self.device) == "triton":
+            from infinity._src.kernels.triton.update import Launches
+
+            self._launches = Launches(self.states, self._chunks, hypers, self.device)
+
+    def run(
+        self, index: int, sections: Sequence[torch.Tensor], grad: torch.Tensor | None = None
+    ) -> None:
+        """The update of chunk `index`, in place; elements that no segment has keep their bytes.
+        Does not wait for the device.
+
+        sections: one contiguous 1-D uint8 tensor per section of the format, on the plan's device,
+        from the chunk's first element on, at multiples of four bytes. grad: of the plan's
+        `grad_dtype`, contiguous; its element i is the gradient of the chunk's element i. Raises:
+        ValueError for sections or gradients that are not so.
+        """
+        end = self._ends[index]
+        _check_sections(self.format, sections, self.device, end)
+        self._check_grad(grad, end)
+        base = 0 if grad is None else grad.data_ptr()
+        if grad is None and self.format.grad is not GradSection.NONE:
+            base = sections[-1].data_ptr()
+        with torch.no_grad():
+            if self._launches is not None:
+                self._launches.run(index, sections, base)
+                return
+            for seg in self._chunks[index]:
+                start, numel = int(seg["start"]), int(seg["numel"])
+                gradient = _gradient(seg, base, self.device)
+                row, element = self._hypers[int(seg["hyper"])], int(seg["element"])
+                _update_torch(
+                    self.states, _parts(self.states, sections, start, numel), gradient, row, element
+                )
+
+    def _resolved(self, segs: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+        """The segments that have elements. Their dtype is never SECTION; `grad` is an address, or,
+        with `relative`, how many bytes after the start of the tensor or section that `run` is
+        given.
+        """
+        out: npt.NDArray[np.void] = np.zeros(int((segs["numel"] > 0).sum()), RESOLVED)
+        for name in SEG.names or ():
+            out[name] = segs[name][segs["numel"] > 0]
+        inside = out["grad_dtype"] == GradDtype.SECTION
+        if self.grad_dtype is not None:
+            code = _CODES[self.grad_dtype]
+            inside[:] = True
+        elif inside.any():
+            if self.format.grad is GradSection.NONE:
+                raise ValueError(
+                    f"a segment's gradient is in the section `grad`, and {self.format} has none"
+                )
+            code = _SECTION_GRADS[self.format.grad]
+        if inside.any():
+            out["grad_dtype"][inside] = int(code)
+            out["grad"][inside] = out["start"][inside].astype(np.uint64) * np.uint64(
+                GRAD_DTYPES[code].itemsize
+            )
+        out["relative"] = inside
+        return out
+
+    def _check_grad(self, grad: torch.Tensor | None, end: int) -> None:
+        if (grad is None) != (self.grad_dtype is None):
+            raise ValueError(
+                f"the plan's grad_dtype is {self.grad_dtype}: run() is given a gradient if there "
+                "is one, else none"
+            )
+        if grad is None:
+            return
+        if (
+            grad.dtype is not self.grad_dtype
+            or not grad.is_contiguous()
+            or grad.device != self.device
+        ):
+            raise ValueError(
+                f"grad is {grad.dtype} on {grad.device}: give {self.grad_dtype}, contiguous, on "
+                f"{self.device}"
+            )
+        if end > grad.numel():
+            raise ValueError(f"grad has {grad.numel()} elements, and segments go to {end}")
+
+
+def _check(states: Format, chunks: Sequence[npt.NDArray[Any]], hypers: npt.NDArray[Any]) -> None:
+    for segs in chunks:
+        if not len(segs):
+            continue
+        if segs["hyper"].min() < 0 or segs["hyper"].max() >= len(hypers):
+            raise ValueError(f"a segment names hyper {segs['hyper'].max()} of {len(hypers)}")
+        if segs["start"].min() < 0 or segs["numel"].min() < 0 or segs["element"].min() < 0:
+            raise ValueError("a segment starts, or ends, before its chunk or its parameter")
+        if states.moments is Moments.Q8 and ((segs["start"] | segs["element"]) % QUANT_GROUP).any():
+            raise ValueError(
+                f"start and element of every segment begin a group of {QUANT_GROUP} where moments "
+                "are 8-bit"
+            )
+    for index in sorted({int(hyper) for segs in chunks for hyper in np.unique(segs["hyper"])}):
+        check_update(states, hypers[index])
+
+
+def _check_sections(
+    kind: Format, sections: Sequence[torch.Tensor], device: torch.device, end: int
+) -> None:
+    if len(sections) != len(kind.sections):
+        raise ValueError(f"{kind} has {len(kind.sections)} sections, {len(sections)} were given")
+    for section, what in zip(sections, kind.sections, strict=True):
+        if (
+            section.dtype is not torch.uint8
+            or section.dim() != 1
+            or not section.is_contiguous()
+            or section.data_ptr() % 4
+        ):
+            raise ValueError(
+                "a section is a contiguous one-dimensional uint8 tensor at a multiple of four bytes"
+            )
+        if section.device != device:
+            raise ValueError(
+                f"the section {what.name} is on {section.device}, and the plan is for {device}"
+            )
+        if what.size_bytes(end) > section.numel():
+            raise ValueError(
+                f"the section {what.name} has {section.numel()} bytes, and segments go to element "
+                f"{end}"
+            )
+
+
+def _parts(
+    states: Format, sections: Sequence[torch.Tensor], start: int, numel: int
+) -> list[torch.Tensor]:
+    """Slice each section to the bytes of the elements [start, start + numel)."""
+    parts = []
+    # a section `grad` is left out
+    for section, what in zip(sections, states.sections, strict=False):
+        low = start // what.group_numel * what.itemsize
+        parts.append(section[low : low + what.size_bytes(numel)])
+    return parts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """Bytes on a GPU, for torch to see as a tensor without a copy."""
+
+    __cuda_array_interface__: dict[str, Any]
+
+
+def _gradient(seg: Any, base: int, device: torch.device) -> torch.Tensor:
+    """The segment's gradient, a view of where it lies."""
+    dtype = GRAD_DTYPES[GradDtype(int(seg["grad_dtype"]))]
+    address, size = (
+        int(seg["grad"]) + base * int(seg["relative"]),
+        int(seg["numel"]) * dtype.itemsize,
+    )
+    if device.type == "cuda":
+        described = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
+        return torch.as_tensor(_Memory(described), device=device).view(dtype)
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+# -- the torch implementation; the order of operations is native/optimizer_kernels.h's -------------------
+
+
+def _update_torch(
     state_format: Format,
-    sections: Sequence[npt.NDArray[Any]],
-    grad: npt.NDArray[Any],
-    hyper: Any,
-    element: int = 0,
+    sections: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    row: Any,
+    element: int,
 ) -> None:
-    """The update on numpy memory, in place: the kernel of an executor that has no native code.
+    """Update one segment in place.
 
-    sections: one writable contiguous 1-D array per section of the format, which has no `grad`, for [numel] elements (any
-    dtype of the section's itemsize, or bytes; the scales of all groups that begin). grad [numel]: fp32, fp16, or uint16 with
-    the bits of bf16. hyper: a HYPER record. element: the parameter's, at the first; in 8-bit formats a multiple of
-    QUANT_GROUP. Raises: ValueError for what the kernels do not know.
+    sections: the segment's bytes of each, uint8. grad: bf16, fp16 or fp32 [numel]. row: a HYPER
+    record. element: the parameter's, at the first.
     """
-    kind = Format.of(state_format)
-    check_update(kind, hyper)
-    if kind.moments is Moments.Q8 and element % QUANT_GROUP:
-        raise ValueError(f"element {element} does not start a group of {QUANT_GROUP}")
-    algorithm = Algorithm(int(hyper["algorithm"]))
-    if algorithm is Algorithm.ADAMW and kind is Format.SPLIT and grad.dtype != np.float16:
-        half = grad.dtype == np.uint16  # bits of bf16, which numpy has not
-        gradient = (
-            torch.from_numpy(grad.view(np.int16)).view(torch.bfloat16) if half else torch.from_numpy(grad)
-        )
-        hi, lo, *moments = (
-            torch.from_numpy(section.view(dtype))
-            for section, dtype in zip(sections, (np.int16, np.int16, np.float32, np.float32), strict=True)
-        )
-        adamw_split_(hi, lo, moments[0], moments[1], gradient, hyper)
-        return
-    _update_any(kind, sections, grad, hyper, element)
+    g = _replayed(grad, row)
+    p, m = decode_sections(state_format, sections)
+    algorithm = Algorithm(int(row["algorithm"]))
+    if algorithm is Algorithm.ADAMW:
+        p, m = _adamw(p, m[0], m[1], g, row)
+    elif algorithm is Algorithm.SGD:
+        p, m = _sgd(p, m, g, row)
+    else:
+        p, m = _lion(p, m[0], g, row)
+    encoded = encode_sections(state_format, p, m, key=int(row["key"]), element=element)
+    for section, values in zip(sections, encoded, strict=True):
+        section.copy_(values.view(torch.uint8))
 
 
-def _update_any(
-    kind: Format, sections: Sequence[npt.NDArray[Any]], grad: npt.NDArray[Any], hyper: Any, element: int
-) -> None:
-    """Decode, update, encode."""
-    master, moments = decode_sections(kind, sections)
-    with np.errstate(all="ignore"):
-        gradient = replay_log(grad, hyper)
-        algorithm = Algorithm(int(hyper["algorithm"]))
-        if algorithm is Algorithm.ADAMW:
-            done = hyper.copy()
-            done["log_count"] = 0
-            states = [torch.from_numpy(array) for array in (master, *moments)]
-            adamw_fp32_(states[0], states[1], states[2], torch.from_numpy(gradient), done)
-        elif algorithm is Algorithm.SGD:
-            sgd_(master, moments, gradient, hyper)
-        else:
-            lion_(master, moments, gradient, hyper)
-    encoded = encode_sections(kind, master, moments, key=int(hyper["key"]), element=element)
-    for target, source in zip(sections, encoded, strict=True):
-        target.view(np.uint8)[:] = source.view(np.uint8)
+def _scalar(value: Any, like: torch.Tensor) -> torch.Tensor:
+    return torch.full((), float(value), dtype=torch.float32, device=like.device)
+
+
+def _replayed(grad: torch.Tensor, row: Any) -> torch.Tensor:
+    g = grad.to(torch.float32)
+    for index in range(int(row["log_count"])):
+        value = _scalar(row["log_value"][index], g)
+        g = g * value if int(row["log_kind"][index]) == LogKind.MUL else g / value
+    return g
+
+
+def _adamw(
+    p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, row: Any
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    m = m * float(row["beta1"]) + g * float(row["one_minus_beta1"])
+    v = v * float(row["beta2"]) + (g * g) * float(row["one_minus_beta2"])
+    denom = sqrt_exact(v) / _scalar(row["bc2_sqrt"], v) + float(row["eps"])
+    return p * float(row["decay"]) - (m / denom) * float(row["step_size"]), [m, v]
+
+
+def _sgd(
+    p: torch.Tensor, moments: list[torch.Tensor], g: torch.Tensor, row: Any
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    flags, momentum = int(row["flags"]), float(row["beta1"])
+    if row["weight_decay"]:
+        g = g + p * float(row["weight_decay"])
+    if moments:
+        b = (
+            g
+            if flags & HyperFlag.FIRST
+            else moments[0] * momentum + g * float(row["one_minus_beta1"])
+        )
+        moments = [b]
+        g = g + b * momentum if flags & HyperFlag.NESTEROV else b
+    return p - g * float(row["step_size"]), moments
+
+
+def _lion(
+    p: torch.Tensor, m: torch.Tensor, g: torch.Tensor, row: Any
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    c = m * float(row["beta1"]) + g * float(row["one_minus_beta1"])
+    sign = torch.where(c.isnan(), c, torch.sign(c))  # torch's sign of NaN is zero
+    p = p * float(row["decay"]) - sign * float(row["step_size"])
+    return p, [m * float(row["beta2"]) + g * float(row["one_minus_beta2"])]

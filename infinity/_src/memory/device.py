@@ -18,8 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from infinity.aio import MASK_COPY_OUT, MASK_DEVICE, DeviceDriver, Executor, Priority, Slab, Ticket
-from infinity.aio.plan import JOB, JobKind
+from infinity.aio import (
+    JOB,
+    MASK_COPY_OUT,
+    MASK_DEVICE,
+    DeviceDriver,
+    Executor,
+    JobKind,
+    Priority,
+    Slab,
+    Ticket,
+)
 
 
 class Device:
@@ -116,6 +125,11 @@ class Device:
         if self.driver is not None:
             self.driver.close()
         self._pool = None
+
+
+OFFLOAD_UNITS = 2
+"""Limit of fresh gradients under way from the device, in sizes of the largest unit; then backward
+waits."""
 
 
 class GradOffload:

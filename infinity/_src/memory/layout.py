@@ -15,12 +15,12 @@ import dataclasses
 from collections.abc import Iterator
 
 from infinity._src.sizes import round_up
-from infinity.aio.plan import (
+from infinity.aio import Format
+from infinity.aio._records import (
     ALIGNMENT_BYTES,
     CHUNK_NUMEL,
     GROUP_NUMEL,
     QUANT_GROUP,
-    Format,
     Master,
     Section,
 )
@@ -66,8 +66,8 @@ class ChunkSpan:
 class FlatLayout:
     """Layout of one flat: offsets of its parameters, split over `world` ranks and into chunks.
 
-    chunk_numel: elements per chunk, a multiple of GROUP_NUMEL; `infinity.aio.plan.chunk_numel` of
-    the format that the flat may get.
+    chunk_numel: elements per chunk, a multiple of GROUP_NUMEL; `infinity.aio._records.chunk_numel`
+    of the format that the flat may get.
     """
 
     itemsize: int

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from infinity._src.sizes import format_size
-from infinity.aio.memory_limits import cgroup_limits, memory_left_bytes
+from infinity.aio._memory_limits import cgroup_limits, memory_left_bytes
 
 RAM_SHARE = 0.5
 """The default budget: this share of the memory that the cgroup or the machine leaves."""

@@ -30,9 +30,9 @@ from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.memory.ledger import RAM_SHARE, fair_share, machine, memory_seen
 from infinity._src.sizes import format_size
 from infinity.aio import SwapFile
-from infinity.aio.directories import is_pattern, resolve
-from infinity.aio.drive_limits import limits_of
-from infinity.aio.probe import BLOCK_BYTES
+from infinity.aio._file_system import limits_of
+from infinity.aio._probe import BLOCK_BYTES
+from infinity.aio._swap_file import is_directory_pattern, resolve_directories
 from infinity.errors import SwapFullError
 
 DEPTH_MIN = 8
@@ -80,8 +80,10 @@ class NodeResources:
         self.default_bytes = int(
             RAM_SHARE * fair_share(seen, [told["memory"] for told in everyone])
         )
-        if any(is_pattern(path) for path in policy.directories):
-            found = resolve(policy.directories, rank=comm.rank, local_rank=self._local_rank())
+        if any(is_directory_pattern(path) for path in policy.directories):
+            found = resolve_directories(
+                policy.directories, rank=comm.rank, local_rank=self._local_rank()
+            )
             policy = dataclasses.replace(policy, nvme=found)
         drives = {path.resolve(): _drive(path) for path in policy.directories if path.is_dir()}
         everyone = rendezvous.all_gather_object({"drives": sorted(set(drives.values()))})

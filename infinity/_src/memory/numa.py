@@ -4,7 +4,7 @@
     CPU     the ranks of a machine are spread over its nodes; one rank alone is bound to none
 
 Nodes are read from /sys, under a root that tests may write themselves. On a machine with one node
-nothing is chosen, and nothing is called. `infinity.aio.numa_node` carries the choice out.
+nothing is chosen, and nothing is called. `infinity.aio._numa_node` carries the choice out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from infinity.aio.numa_node import CPU_MAX, Place, choose
+from infinity.aio._numa_node import CPU_MAX, Place, choose
 
 _ROOT = Path("/")
 

@@ -40,7 +40,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from infinity._src.memory.layout import FlatLayout, Section, aligned_section_bytes, sections_of
 from infinity._src.perf.roofline import passes
 from infinity._src.sizes import format_size, round_size, round_up
-from infinity.aio.plan import Format, piece_count
+from infinity.aio import Format
+from infinity.aio._records import piece_count
 from infinity.errors import BudgetError
 
 

@@ -25,7 +25,8 @@ from infinity._src.memory.ledger import LEDGER, budget_bytes, describe_budget, d
 from infinity._src.memory.placement import FlatNeed, PlacementPlan, StepLoad, plan_placement
 from infinity._src.params.delayed_params import DelayedParams
 from infinity._src.params.unit import Flat
-from infinity.aio.plan import Format, GradSection, Master, Moments, chunk_numel
+from infinity.aio import Format
+from infinity.aio._records import GradSection, Master, Moments, chunk_numel
 from infinity.errors import BudgetError
 
 log = logging.getLogger("infinity")
@@ -145,10 +146,15 @@ class PlacementPlanner:
         except BudgetError:
             return plan
         self._spilled = self._spilled_of(later)
-        self._pools = (max(plan.small_bytes, later.small_bytes), max(plan.large_bytes, later.large_bytes))
+        self._pools = (
+            max(plan.small_bytes, later.small_bytes),
+            max(plan.large_bytes, later.large_bytes),
+        )
         return self._make(formats, stores_gradients=False)
 
-    def replan(self, formats: Mapping[Flat, Format], *, stores_gradients: bool = True) -> PlacementPlan:
+    def replan(
+        self, formats: Mapping[Flat, Format], *, stores_gradients: bool = True
+    ) -> PlacementPlan:
         """Plan for flats with states in these formats, in force from now on; `restore` takes it
         back.
 
@@ -209,16 +215,22 @@ class PlacementPlanner:
             needs,
             budget_bytes(policy.ram, self._owner, self._default_bytes),
             drive_count=len(policy.directories),
-            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + self.scratch_bytes + self._staging_bytes(),
+            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL)
+            + self.scratch_bytes
+            + self._staging_bytes(),
             pools=self._pools,
             resident=self._resident(),
             # What a resident byte saves is valued for a step of one micro-batch: how many there
             # will be nobody knows at placement (`infinity plan` is told).
-            load=StepLoad(update="deferred" if policy.speculates else policy.update, bandwidths=self._bandwidths()),
+            load=StepLoad(
+                update="deferred" if policy.speculates else policy.update,
+                bandwidths=self._bandwidths(),
+            ),
             spill=spill,
             small_bytes=CHUNK_BYTES if policy.activations == "nvme" else 0,
             held_bytes=LEDGER.others_bytes(self._owner) if isinstance(policy.ram, int) else 0,
-            advice=f"Policy(ram=...) is {describe_budget(policy.ram)}{describe_others(policy.ram, self._owner)}: raise it"
+            advice=f"Policy(ram=...) is {describe_budget(policy.ram)}"
+             f"{describe_others(policy.ram, self._owner)}: raise it"
             + self._spill_advice()
             + ", or let states rest on a lower tier",
         )
@@ -226,12 +238,20 @@ class PlacementPlanner:
     def _need(self, flat: Flat, held_format: Format | None, stores_gradients: bool) -> FlatNeed:
         tiers = (self._policy.params, self._policy.optim)
         if held_format is None:
-            return FlatNeed(flat.layout, Format.RAW, *tiers, versions=2 if self._policy.durable else 1)
+            return FlatNeed(
+                flat.layout, Format.RAW, *tiers, versions=2 if self._policy.durable else 1
+            )
         delayed = self._policy.update == "delayed"
         grads = self._gradients.shard_bytes(flat)
         shadow = DelayedParams.shard_bytes(flat) if delayed else 0
         if not stores_gradients:
-            return FlatNeed(flat.layout, held_format, *tiers, shadow_bytes=shadow, versions=self._policy.generations)
+            return FlatNeed(
+                flat.layout,
+                held_format,
+                *tiers,
+                shadow_bytes=shadow,
+                versions=self._policy.generations,
+            )
         # Without an explicit size the budget is a share of what happens to be free, and nothing
         # spills for that.
         spills = self._policy.grads == "nvme" and isinstance(self._policy.ram, int)
@@ -241,7 +261,9 @@ class PlacementPlanner:
             *tiers,
             grad_bytes=2 * grads if delayed else grads,
             shadow_bytes=shadow,
-            spill_format=held_format.with_grad(_GRADS[self._gradients.dtype(flat)]) if spills else None,
+            spill_format=held_format.with_grad(_GRADS[self._gradients.dtype(flat)])
+            if spills
+            else None,
             window_bytes=grads,
             versions=self._policy.generations,
         )
@@ -250,7 +272,11 @@ class PlacementPlanner:
         """Say how gradients could spill, where they do not."""
         if self._policy.grads != "nvme":
             return ", let gradients spill with Policy(grads='nvme') and a size for ram"
-        return "" if isinstance(self._policy.ram, int) else ", give ram a size (gradients spill only past an explicit one)"
+        return (
+            ""
+            if isinstance(self._policy.ram, int)
+            else ", give ram a size (gradients spill only past an explicit one)"
+        )
 
     def _resident(self) -> dict[str, float | int]:
         """What the policy wants resident; it has parsed sizes into bytes."""
@@ -262,7 +288,11 @@ class PlacementPlanner:
     def _bandwidths(self) -> tuple[float, float]:
         """(read, write) of all drives as the settings have them; equal where they do not."""
         known = self._policy.io_settings.bandwidths.values()
-        return (sum(pair[0] for pair in known), sum(pair[1] for pair in known)) if known else (1.0, 1.0)
+        return (
+            (sum(pair[0] for pair in known), sum(pair[1] for pair in known))
+            if known
+            else (1.0, 1.0)
+        )
 
     def _spilled_of(self, plan: PlacementPlan) -> frozenset[Flat]:
         return frozenset(flat for flat, gone in zip(self._flats, plan.spilled, strict=True) if gone)

@@ -28,8 +28,7 @@ import numpy.typing as npt
 
 from infinity import aio
 from infinity._src.sizes import MIB, format_size
-from infinity.aio.extents import ExtentAllocator
-from infinity.aio.swap_file import SwapFile
+from infinity.aio import ExtentAllocator, SwapFile
 from infinity.errors import DeviceFailedError
 
 _UNIT = 1 << 20
@@ -83,6 +82,10 @@ class WeightedRoundRobin:
         return drive
 
 
+Room = Callable[[Sequence[SwapFile], Sequence[int]], None]
+"""Raises SwapFullError when files cannot grow by so many bytes each."""
+
+
 class SwapSpace:
     """Swap files in `directories`, and the extents in use: in layers of one file on each drive.
 
@@ -96,9 +99,15 @@ class SwapSpace:
     Raises: the errors of SwapFile for a directory that is missing, read-only, full or on tmpfs.
     """
 
-    def __init__(self, directories: Sequence[Path], shares: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        shares: Sequence[float] | None = None,
+        *,
+        room: Room | None = None,
+    ) -> None:
         self.layers: list[list[SwapFile]] = [[]]
-        self.room: Callable[[Sequence[SwapFile], Sequence[int]], None] = lambda _files, _sizes: None
+        self._room = room
         self._frozen: set[int] = set()
         self._grows_later = False
         try:
@@ -237,7 +246,8 @@ class SwapSpace:
         for files, extents in zip(self.layers, self._extents, strict=True):
             for drive, file in enumerate(files):
                 more[drive] += max(extents.file_bytes(drive) - file.size_bytes, 0)
-        self.room(self.files, more)
+        if self._room is not None:
+            self._room(self.files, more)
         try:
             self._grow()
         except BaseException:
@@ -376,7 +386,7 @@ def measure_shares(
         try:
             return _Measurement(executor, files).run()
         finally:
-            executor.close(drain=False)
+            executor.close(wait=False)
     finally:
         for file, length in zip(files, lengths, strict=True):
             file.shrink(length)
@@ -444,7 +454,7 @@ class _Measurement:
                 ticket.wait()
             except BaseException:
                 # Before the source is unmapped, which jobs in flight still read.
-                self._executor.close(drain=False)
+                self._executor.close(wait=False)
                 raise
 
     def _feed(self, seconds: float) -> None:

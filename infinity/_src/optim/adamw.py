@@ -1,7 +1,7 @@
 """AdamW over states at rest.
 
 Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101); the order of operations is
-that of `infinity._src.kernels.adamw`, each rounded once in fp32.
+that of `infinity._src.kernels.hyper`, each rounded once in fp32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from infinity._src.kernels.adamw import hyper_row
+from infinity._src.kernels.hyper import hyper_row_adamw
 from infinity._src.optim.base import LogEntry, Optimizer, check_range, not_negative, two_betas
 from infinity._src.params.unit import Param
 
@@ -52,7 +52,7 @@ class AdamW(Optimizer):
     def hyper(self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]) -> npt.NDArray[Any]:
         """The scalars of one update."""
         group = self.group_of(param)
-        return hyper_row(
+        return hyper_row_adamw(
             lr=float(group["lr"]),
             betas=group["betas"],
             eps=group["eps"],

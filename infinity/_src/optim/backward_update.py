@@ -11,47 +11,31 @@ The scalars of the update are captured in backward, so they are set before it, a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from infinity._src._torch_compat import NO_TASK, graph_task_id
 from infinity._src.grads.proxy import SlotState
-from infinity._src.grads.reducer import GradReducer
-from infinity._src.kernels.finite import all_finite
+from infinity._src.kernels.update import all_finite
+from infinity._src.memory.device import Device
 from infinity._src.optim.grad_windows import LAG_UNITS, GradWindows
-from infinity._src.optim.step import StepPipeline, guard
-from infinity._src.optim.step_consensus import Grouped, values_of
+from infinity._src.optim.step import guard
+from infinity._src.optim.step_consensus import values_of
 from infinity._src.optim.update_jobs import Work
+from infinity._src.optim.update_mode import DeferredUpdate, Holder
 from infinity._src.params.prefetch_schedule import Phase
-from infinity._src.params.residency import Unsharder
-from infinity._src.params.unit import Param, Unit
+from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import Ticket
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid
 
 UNITS_AHEAD = 3
 """Fresh gradients of so many of the largest units may wait for the drives; then backward waits."""
-
-
-class Holder(Grouped, Protocol):
-    """What early updates need of the optimizer that holds a parameter."""
-
-    @property
-    def held(self) -> list[Param]:
-        """The parameters that it keeps states for."""
-
-    def take_groups(self) -> None:
-        """A step begins: find each parameter's group anew."""
-
-    def preview(self, params: Sequence[Param]) -> tuple[list[Work], list[dict[str, Any]]]:
-        """The work of a step that would be taken now, and the states it would leave. Changes nothing."""
-
-    def work_of(self, params: Sequence[Param]) -> list[Work]:
-        """The work of the step that is being taken for these parameters; counts it in their step numbers."""
 
 
 @dataclasses.dataclass
@@ -63,26 +47,21 @@ class _Flight:
     size_bytes: int
 
 
-class BackwardUpdate:
-    """Takes gradients as backward completes them. One thread uses it at a time.
+class BackwardUpdate(DeferredUpdate):
+    """Takes gradients as backward completes them. That of a parameter without an optimizer is accumulated as ever.
 
-    holder_of: the optimizer of a parameter, None without one (its gradient is then accumulated as ever).
+    dtype_of: in which gradients of a flat wait.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
         *,
-        pipeline: StepPipeline,
-        residency: Unsharder,
-        drain: GradReducer,
-        holder_of: Callable[[Param], Holder | None],
+        device: Device,
+        dtype_of: Callable[[Flat], torch.dtype],
         on_nonfinite: str,
     ) -> None:
-        self._pipeline = pipeline
-        self._residency = residency
-        self._drain = drain
-        self._holder_of = holder_of
+        super().__init__()
         self._on_nonfinite = on_nonfinite
         self._ready: dict[Unit, dict[Param, torch.Tensor | None]] = {}  # None: it has spilled
         self._fresh_bytes = 0  # of gradients outside of slots, waiting or in flight
@@ -90,31 +69,45 @@ class BackwardUpdate:
         self._flights: deque[_Flight] = deque()
         self._taken: set[Param] = set()  # updated since the last step
         self._captured: weakref.WeakKeyDictionary[Holder, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
-        self._staging = GradWindows(units, residency.device, drain.dtype) if residency.device.copies else None
-        self._deferred = pipeline.submit_all
-        self.accumulating = False
-        self.fresh_bytes_peak = 0
-        drain.take = self._take
-        drain.before_assign = self._check_assigned
-        residency.on_idle = self._idle
-        residency.on_backward_start = self._backward_start
-        residency.on_backward_end = self._backward_end
-        residency.on_reset = self._reset
-        pipeline.submit_all = self._end_step
-        pipeline.before_step = self._check_whole
+        self._staging = GradWindows(units, device, dtype_of) if device.copies else None
+        self._accumulating = False  # inside no_sync
+        self._accumulated = False  # ever: gradients have memory
+        self._fresh_bytes_peak = 0
 
     @property
-    def half_done(self) -> bool:
-        """Whether backward has updated something that no step has counted yet."""
-        return bool(self._taken)
+    def stores_gradients(self) -> bool:
+        """Once micro-batches were accumulated."""
+        return self._accumulated
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        # Where sums wait for a reduction none is taken here before, and they have memory of their own.
+        if not (self._accumulated or self._grads.waits_local):
+            self._accumulated = True
+            try:
+                self._make_gradients()
+            except BaseException:
+                self._accumulated = False
+                raise
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def check_whole(self) -> None:
+        if self._taken:
+            raise RuntimeError(
+                "between backward and opt.step(), with update='backward', some parameters are updated already: save and restore "
+                "after opt.step()"
+            )
 
     @property
-    def reduced_later(self) -> bool:
-        """Whether gradients that come now wait for a reduction, and none is taken here before."""
-        return self._drain.waits_local
+    def fresh_bytes_peak(self) -> int:
+        return self._fresh_bytes_peak
 
-    def allocate(self) -> None:
-        """Make what is held besides states and gradients fit what learns by now. Nothing may be pending."""
+    def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:  # noqa: ARG002 - windows are for all that learns
+        """Make the windows fit what learns by now. Nothing may be pending."""
         if self._staging is not None:
             self._staging.grow()
 
@@ -127,14 +120,14 @@ class BackwardUpdate:
 
     # -- gradients come ------------------------------------------------------------------------------------------------
 
-    def _take(self, param: Param, grad: torch.Tensor) -> None:
+    def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
         held = self._holder_of(param) is not None
-        if held and self.accumulating:
+        if held and self._accumulating:
             self._check_taken(param)
-        if not held or self.accumulating:
-            self._drain.accumulate(param, grad)
+        if not held or self._accumulating:
+            self._grads.accumulate(param, grad)
             return
-        slot = self._drain.slot(param)
+        slot = self._grads.slot(param)
         ready = self._ready.setdefault(param.unit, {})
         if param in ready:  # several drains in one backward: reentrant checkpointing
             if self._staging is not None and param.unit in self._staging:
@@ -158,7 +151,7 @@ class BackwardUpdate:
             fresh = grad.detach().reshape(-1).to(slot.dtype).contiguous()
             ready[param] = fresh
             self._fresh_bytes += fresh.numel() * fresh.element_size()
-            self.fresh_bytes_peak = max(self.fresh_bytes_peak, self._fresh_bytes)
+            self._fresh_bytes_peak = max(self._fresh_bytes_peak, self._fresh_bytes)
             slot.consume()
         param.at_rest.grad = slot.stand_in
 
@@ -166,23 +159,23 @@ class BackwardUpdate:
         if param in self._taken:
             raise _comes_twice(param)
 
-    def _check_assigned(self, param: Param) -> None:
+    def before_assign(self, param: Param) -> None:
         if param in self._taken or param in self._ready.get(param.unit, ()):
             raise _comes_late(param)
 
     # -- updates go ----------------------------------------------------------------------------------------------------
 
-    def _idle(self, unit: Unit) -> None:
+    def unit_released(self, unit: Unit) -> None:
         # Outside of backward (a state_dict after one that broke off) what waits here is not whole.
         leaves = self._staging is not None and unit in self._staging
-        if self._ready.get(unit) and not leaves and graph_task_id() != NO_TASK and self._residency.passes.all_ended(unit):
+        if self._ready.get(unit) and not leaves and graph_task_id() != NO_TASK and self._unsharder.passes.all_ended(unit):
             self._complete(unit)
 
-    def _backward_start(self) -> None:
-        if not self.accumulating:
+    def backward_begin(self) -> None:
+        if not self._accumulating:
             self._pipeline.read_ahead(Phase.BACKWARD, given=True)
 
-    def _backward_end(self) -> None:
+    def backward_end(self) -> None:
         for unit in list(self._ready):
             if self._ready[unit] and (self._staging is None or unit not in self._staging):
                 self._complete(unit)
@@ -208,13 +201,13 @@ class BackwardUpdate:
         self._capture(ready)
         del self._ready[unit]
         if None in ready.values():
-            self._drain.settle(unit)
+            self._grads.settle(unit)
         gradients = {param: grad for param, grad in ready.items() if grad is not None}
         self._taken.update(ready)  # from here on a step that breaks off is half done
         work = {item.param: item for item in self._work(list(ready))}
         fresh = [grad for param, grad in gradients.items() if _slot_state(param) is SlotState.CONSUMED]
-        in_place = self._residency.can_update_in_place(unit)
-        targets = self._residency.targets(unit) if in_place else ()
+        in_place = self._unsharder.can_update_in_place(unit)
+        targets = self._unsharder.targets(unit) if in_place else ()
         ticket = self._pipeline.start(unit, work, gradients, targets=targets)
         if self._staging is not None:
             self._staging.taken(unit, ticket)
@@ -224,7 +217,7 @@ class BackwardUpdate:
             if param.grad.state is SlotState.HELD:
                 guard([param], ticket)
                 param.grad.consume()
-        self._residency.updated(unit, ticket, in_place=in_place)
+        self._unsharder.updated(unit, ticket, in_place=in_place)
         self._make_room()
 
     def _capture(self, params: Iterable[Param]) -> None:
@@ -273,17 +266,17 @@ class BackwardUpdate:
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    def _check_whole(self) -> None:
-        """Called before `opt.step()` touches anything. Raises when the backward before it broke off, or runs, and when a gradient
-        would be applied besides the one that backward applied."""
-        if not self._residency.passes.in_backward:
+    def before_step(self) -> None:
+        """Raises when the backward before it broke off, or runs, and when a gradient would be applied besides the one that backward
+        applied."""
+        if not self._unsharder.passes.in_backward:
             # What torch puts into `p.grad` past the engine (a tensor of another class) is met here first.
             late = next((param for param in self._taken if _slot_state(param) is SlotState.HELD), None)
             if late is not None:
                 raise _comes_late(late)
             return
         lost = next((param for ready in self._ready.values() for param in ready if param.at_rest.grad is not None), None)
-        self._reset()
+        self.backward_aborted()
         self._pipeline.raise_fault()
         if lost is not None:
             raise RuntimeError(
@@ -291,9 +284,9 @@ class BackwardUpdate:
                 "gradients are not kept; call zero_grad() and run forward and backward again"
             )
 
-    def _end_step(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
-        """Called by `opt.step()`; by_unit: what backward did not take (gradients that the loop assigned, say)."""
-        self._residency.passes.step_taken()
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+        """by_unit: what backward did not take (gradients that the loop assigned, say)."""
+        self._unsharder.passes.step_taken()
         stepping: Any = self._pipeline.stepping
         captured = self._captured.pop(stepping, None)
         if captured is not None and captured != values_of(stepping):
@@ -306,10 +299,9 @@ class BackwardUpdate:
             self._pipeline.raise_fault()
         # What other optimizers hold waits for their step: without one, its next gradient raises.
         self._taken = {param for param in self._taken if self._holder_of(param) not in (None, stepping)}
-        self._deferred(by_unit)
+        super().submit(by_unit)
 
-    def _reset(self) -> None:
-        """A backward broke off."""
+    def backward_aborted(self) -> None:
         self._ready.clear()
         if self._staging is not None:
             self._staging.reset()

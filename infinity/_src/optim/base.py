@@ -24,7 +24,7 @@ from infinity._src.optim.update_jobs import Work
 from infinity._src.params.residency import Unsharder
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Flat, Param
-from infinity.aio.plan import Format
+from infinity.aio import Format
 
 MANIFEST_VERSION = 1
 

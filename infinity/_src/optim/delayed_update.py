@@ -17,46 +17,54 @@ last, which training computes with one step later: a training forward or backwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from infinity._src.grads.buffers import GradBuffers
-from infinity._src.grads.proxy import SlotState
-from infinity._src.optim.step import StepPipeline, slot_gradients
+from infinity._src.grads.slot import GradSlot, SlotState
+from infinity._src.memory.device import Device
+from infinity._src.optim.step import slot_gradients
 from infinity._src.optim.update_jobs import Work
+from infinity._src.optim.update_mode import DeferredUpdate
 from infinity._src.params.delayed_params import DelayedParams
-from infinity._src.params.residency import Unsharder
+from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 
 
-class DelayedUpdate:
-    """Submits updates that compute after the next step. Until `warmup` steps were taken it is the deferred update.
-
-    gradients: the second set of gradient memory.
-    """
+class DelayedUpdate(DeferredUpdate):
+    """Submits updates that compute after the next step. Until `warmup` steps were taken it is the deferred update."""
 
     def __init__(
         self,
         units: Sequence[Unit],
         *,
-        pipeline: StepPipeline,
-        residency: Unsharder,
-        shadow: DelayedParams,
-        gradients: GradBuffers,
+        rest: StateStore,
+        rank: int,
+        grad_dtype: torch.dtype | None,
+        device: Device,
         warmup: int,
     ) -> None:
+        super().__init__()
         self._units = list(units)
-        self._pipeline = pipeline
-        self._residency = residency
-        self._shadow = shadow
-        self._gradients = gradients
+        self._shadow = self.delayed_params = DelayedParams(rest)
+        self._gradients = GradBuffers(rank, grad_dtype, device)  # the second set
         self._warmup = warmup
-        self.taken = 0  # steps that updated something
+        self._taken = 0  # steps that updated something
         self._spare: dict[Param, torch.Tensor] = {}
-        self._deferred = pipeline.submit_all
-        pipeline.submit_all = self._submit
-        residency.shadow = shadow
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._shadow.memory_bytes + self._gradients.size_bytes
+
+    def restored(self, steps: int) -> None:
+        self._taken = steps
+
+    def backward_begin(self) -> None:
+        # While an update overlaps with the step after it, the drives are busy with that.
+        if not self._shadow.active:
+            super().backward_begin()
 
     def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:
         """Make room for these flats' second copies and second gradients; those of `spilled` rest on NVMe, once."""
@@ -64,44 +72,48 @@ class DelayedUpdate:
         self._gradients.allocate([flat for flat in flats if flat not in spilled])
 
     def close(self) -> None:
-        """Forget the memory that slots do not have at present. Nothing may be pending."""
+        """Free the second copies; the memory of gradients goes with the last slot that has it. Nothing may be pending."""
         self._spare.clear()
+        self._shadow.close()
+        self._gradients.close()
 
-    def _submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
-        """The updates before have ended: `StepPipeline.submit` has waited for them."""
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
         if not by_unit:
             return
-        self.taken += 1
-        if self.taken <= self._warmup:
-            self._deferred(by_unit)
+        self._taken += 1
+        if self._taken <= self._warmup:
+            super().submit(by_unit)
             return
         self._shadow.active = True
-        self._residency.on_backward_start = lambda: None  # the drives are busy with the update before
         for unit in self._pipeline.next_order(self._units):
             work = by_unit.get(unit)
-            if self._shadow.refresh(unit) or (work is not None and self._residency.shows_newest(unit)):
+            if self._shadow.refresh(unit) or (work is not None and self._unsharder.shows_newest(unit)):
                 unit.generation += 1
-                self._residency.renew(unit)
+                self._unsharder.renew(unit)
             if work is None:
                 continue
             self._pipeline.start(unit, work, slot_gradients(work))
             self._shadow.outdated(unit)
             for param in work:
                 assert param.grad is not None
-                param.grad.before_mutation = self._swaps(param) if param.grad.home is None else None
+                param.grad.guard(_Swap(self, param) if param.grad.home is None else None)
 
-    def _swaps(self, param: Param) -> Callable[[], None]:
-        """A function that gives the parameter's slot the other memory: the update reads the one that it has."""
+    def swap(self, param: Param, slot: GradSlot) -> None:
+        """Give the parameter's slot the other memory: the update reads the one that it has."""
+        slot.guard(None)
+        read = slot.tensor
+        written = self._spare.pop(param) if param in self._spare else self._gradients.of(param)
+        if slot.state is SlotState.HELD:
+            written.copy_(read)
+        slot.tensor = written
+        self._spare[param] = read
 
-        def swap() -> None:
-            slot = param.grad
-            assert slot is not None
-            slot.before_mutation = None
-            read = slot.tensor
-            written = self._spare.pop(param) if param in self._spare else self._gradients.of(param)
-            if slot.state is SlotState.HELD:
-                written.copy_(read)
-            slot.tensor = written
-            self._spare[param] = read
 
-        return swap
+class _Swap(NamedTuple):
+    """Reads a slot's storage while the next step writes elsewhere (`infinity._src.grads.slot.SlotReader`)."""
+
+    updates: DelayedUpdate
+    param: Param
+
+    def before_write(self, slot: GradSlot) -> None:
+        self.updates.swap(self.param, slot)

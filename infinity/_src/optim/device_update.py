@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from infinity._src.kernels.chunk_update import UpdatePlan
+from infinity._src.kernels.update import UpdatePlan
 from infinity._src.memory.device import Device
-from infinity._src.optim.step import StepPipeline, guard, slot_gradients
+from infinity._src.optim.step import guard, slot_gradients
 from infinity._src.optim.update_jobs import Submission, Work
-from infinity._src.params.residency import Unsharder
+from infinity._src.optim.update_mode import DeferredUpdate
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.sizes import round_up
-from infinity.aio import MASK_DEVICE, Executor, Priority, Ticket
-from infinity.aio.plan import JOB, GradDtype, GradSection, JobKind
+from infinity.aio import JOB, MASK_DEVICE, Executor, GradDtype, JobKind, Priority, Ticket
+from infinity.aio._records import GradSection
 
 AHEAD_CHUNKS = 4
 """Chunks that are read ahead of the one that is updated; as many may be on their way back."""
@@ -96,38 +96,36 @@ class Together:
         """Nothing: updates are never given up."""
 
 
-class DeviceUpdate:
-    """Updates units on the device. One thread uses it at a time."""
+class DeviceUpdate(DeferredUpdate):
+    """Updates units on the device, in `opt.step()`."""
 
-    def __init__(
-        self, *, pipeline: StepPipeline, residency: Unsharder, rest: StateStore, executor: Executor, device: Device
-    ) -> None:
-        self._pipeline = pipeline
-        self._residency = residency
+    def __init__(self, *, rest: StateStore, executor: Executor, device: Device) -> None:
+        super().__init__()
         self._rest = rest
         self._executor = executor
         self._device = device
         self._windows: deque[_Window] = deque()
-        pipeline.submit_all = self._submit
-        residency.on_backward_start = lambda: None  # what slots read ahead of an update, windows would read again
+
+    def backward_begin(self) -> None:
+        """Nothing is read ahead: what slots read ahead of an update, windows would read again."""
 
     def close(self) -> None:
         """Free the windows. Nothing may be pending."""
         self._windows.clear()
 
-    def _submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
         self._make_windows([flat for unit in by_unit for flat in unit.flats])
         for unit in self._pipeline.next_order(list(by_unit)):
             work = by_unit[unit]
             self._rest.will_write(unit.flats)
-            in_place = self._residency.can_update_in_place(unit)
+            in_place = self._unsharder.can_update_in_place(unit)
             submission = self._pipeline.plan_of(unit, work, slot_gradients(work))
             stored = list(self._update(self._chunks(unit, submission), in_place=in_place))
             if stored:
                 together = Together(stored)
                 self._pipeline.pend(together)
                 guard(work, together)
-            self._residency.rewritten(unit, in_place=in_place)
+            self._unsharder.rewritten(unit, in_place=in_place)
 
     def _chunks(self, unit: Unit, submission: Submission) -> Iterator[_Chunk]:
         """The chunks of a unit in which a parameter has work, in the order of the shard."""
@@ -167,7 +165,7 @@ class DeviceUpdate:
         if in_place:
             with torch.no_grad():
                 values = sections[0].view(chunk.flat.dtype)
-                self._residency.shard_of(chunk.flat)[chunk.start : chunk.start + chunk.numel].copy_(values)
+                self._unsharder.shard_of(chunk.flat)[chunk.start : chunk.start + chunk.numel].copy_(values)
         states = (1 << self._rest[chunk.flat].format.written_count) - 1
         window.stored = self._move(JobKind.STORE, chunk, window, states)
         return window.stored

@@ -27,7 +27,7 @@ from infinity._src.optim.step import half_done
 from infinity._src.params.chunk_buffer import ChunkBuffer, Span, spans_of
 from infinity._src.params.shard_records import ShardRecords
 from infinity._src.params.unit import Flat, Param
-from infinity.aio.plan import Format
+from infinity.aio import Format
 from infinity.errors import AioError
 
 STAGES = 4
@@ -176,7 +176,7 @@ class Elementwise(Optimizer):
         for unit in {param.unit: None for param in params}:
             unit.generation += 1
             engine.residency.discard(unit)
-        engine.pipeline.on_step(engine.pipeline.steps)
+        engine.pipeline.step_begins()
         try:
             self._run(engine, turns, numbers)
         except AioError as error:

@@ -1,7 +1,7 @@
 """Lion over states at rest: the sign of an interpolated momentum, one moment for each element.
 
 Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675), algorithm 2; the order of
-operations is that of `infinity._src.kernels.lion`, each rounded once in fp32:
+operations is that of `infinity._src.kernels.hyper`, each rounded once in fp32:
 
     u = sign(beta1 * m + (1 - beta1) * g)
     p = p * (1 - lr * weight_decay) - lr * u
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from infinity._src.kernels.lion import hyper_row_lion
+from infinity._src.kernels.hyper import hyper_row_lion
 from infinity._src.optim.base import LogEntry, Optimizer, check_range, not_negative, two_betas
 from infinity._src.params.unit import Param
 

@@ -23,18 +23,15 @@ from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param
-from infinity.aio import Executor
-from infinity.aio.plan import Format
+from infinity.aio import Executor, Format
 
 
 class OptimizerRegistry:
     """The optimizers of one model's parameters. One thread uses it at a time.
 
-    check_open: raises when nothing can be held any more. `mode` is set once it exists, before anything is held. together: see
+    check_open: raises when nothing can be held any more. together: see
     `infinity._src.memory.node_resources`: several ranks hold alike, and what one of them cannot do, none does.
     """
-
-    mode: UpdateMode
 
     def __init__(
         self,
@@ -48,6 +45,7 @@ class OptimizerRegistry:
         book: GradRegistry,
         residency: Unsharder,
         pipeline: StepPipeline,
+        mode: UpdateMode,
         rank: int,
         check_open: Callable[[], None],
         together: Callable[..., AbstractContextManager[Callable[[], None]]],
@@ -61,6 +59,7 @@ class OptimizerRegistry:
         self._book = book
         self._residency = residency
         self._pipeline = pipeline
+        self._mode = mode
         self._rank = rank
         self._check_open = check_open
         self._together = together
@@ -127,13 +126,13 @@ class OptimizerRegistry:
         """
         self._pipeline.wait()
         self._gradients.settle()
-        self._executor.drain()
+        self._executor.wait_all()
         before, formats_before = self._placing.saved(), self._formats
         try:
             yield
         except BaseException:
             self._formats = formats_before
-            made = self._gradients.size_bytes + self.mode.memory_bytes
+            made = self._gradients.size_bytes + self._mode.memory_bytes
             self._placing.restore(before, resident_bytes=self._rest.resident_bytes, gradient_bytes=made)
             raise
         finally:
@@ -184,7 +183,7 @@ class OptimizerRegistry:
     @property
     def _stores_gradients(self) -> bool:
         """Whether gradients have memory, or get it now. What has it keeps it: spilled ones lie in a section of their chunks."""
-        return self._has_gradient_memory or self.mode.stores_gradients
+        return self._has_gradient_memory or self._mode.stores_gradients
 
     def _place(self) -> None:
         """Plan for optimizer states of what is held, and move what has to move."""
@@ -195,7 +194,7 @@ class OptimizerRegistry:
     def _make_memory(self) -> None:
         """Room for the gradients of what is held, as planned, in RAM or on NVMe; and for what the mode wants besides."""
         plan, spilled = self._placing.plan, self._placing.spilled
-        self.mode.allocate(self._held, spilled)
+        self._mode.allocate(self._held, spilled)
         self._residency.gradients.allocate()
         if self._stores_gradients:
             self._gradients.allocate([flat for flat in self._held if flat not in spilled])

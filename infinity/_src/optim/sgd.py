@@ -1,6 +1,6 @@
 """SGD, with momentum if wanted, over states at rest.
 
-The update is that of `torch.optim.SGD` (Sutskever et al. 2013), each operation rounded once in fp32 (`infinity._src.kernels.sgd`):
+The update is that of `torch.optim.SGD` (Sutskever et al. 2013), each operation rounded once in fp32 (`infinity._src.kernels.hyper`):
 
     g = g + weight_decay * p
     m = g in the first step, else momentum * m + (1 - dampening) * g
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from infinity._src.kernels.sgd import hyper_row_sgd
+from infinity._src.kernels.hyper import hyper_row_sgd
 from infinity._src.optim.base import LogEntry, Optimizer, check_range, not_negative
 from infinity._src.params.unit import Param
 

@@ -14,22 +14,21 @@ update="deferred", until `MEMORY` steps in a row would have been right.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from infinity._src._torch_compat import NO_TASK, graph_task_id
-from infinity._src.grads.proxy import SlotState
-from infinity._src.grads.reducer import GradReducer
-from infinity._src.optim.backward_update import Holder
+from infinity._src.grads.slot import GradSlot, SlotState, wait_through
 from infinity._src.optim.grad_windows import LAG_UNITS
-from infinity._src.optim.step import StepPipeline, guard, slot_gradients, waits_for
+from infinity._src.optim.step import guard, slot_gradients
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import Work
+from infinity._src.optim.update_mode import DeferredUpdate, ModeParts
 from infinity._src.params.prefetch_schedule import Phase
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.unit import Param, Unit
 from infinity.aio import Ticket
 
@@ -67,26 +66,13 @@ class History:
             self.speculates = True
 
 
-class SpeculativeUpdate:
-    """Updates that run ahead of their step. One thread uses it at a time.
+class SpeculativeUpdate(DeferredUpdate):
+    """Updates that run ahead of their step. Gradients wait, as with update="deferred"."""
 
-    holder_of: the optimizer of a parameter, None without one.
-    """
+    _transaction: Transaction
 
-    def __init__(
-        self,
-        *,
-        pipeline: StepPipeline,
-        transaction: Transaction,
-        residency: Unsharder,
-        drain: GradReducer,
-        holder_of: Callable[[Param], Holder | None],
-    ) -> None:
-        self._pipeline = pipeline
-        self._transaction = transaction
-        self._residency = residency
-        self._drain = drain
-        self._holder_of = holder_of
+    def __init__(self) -> None:
+        super().__init__()
         self._ready: set[Unit] = set()  # units that got gradients in this backward
         self._due: deque[Unit] = deque()  # whose gradients are on their way from the device
         self._ahead: dict[Unit, _Ahead] = {}
@@ -96,51 +82,55 @@ class SpeculativeUpdate:
         self._counted = True  # in this backward: whether it is the first since gradients were cleared
         self._lasts = 0  # backwards since the last step that were taken for the last before it
         self._looked = False  # somebody looked at the states since the last backward began
-        self._deferred = pipeline.submit_all
+        self._accumulating = False  # inside no_sync
         self.history = History()
-        self.accumulating = False
-        drain.take = self._take
-        residency.on_idle = self._idle
-        residency.on_backward_start = self._backward_start
-        residency.on_backward_end = self._backward_end
-        residency.on_reset = self._reset
-        pipeline.submit_all = self._end_step
-        pipeline.withdraw, pipeline.before_read = self.withdraw, self._before_read
-        pipeline.on_undo = self._forget
+
+    def attach(self, parts: ModeParts) -> None:
+        super().attach(parts)
+        assert parts.pipeline.transaction is not None, "Policy sees to it that there are two generations"
+        self._transaction = parts.pipeline.transaction
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     @property
     def _is_last(self) -> bool:
         """Whether this backward is the last before opt.step(), as far as can be told."""
-        if self.accumulating:
+        if self._accumulating:
             return False
         return self._marked or self._backwards == self._expected
 
-    def _take(self, param: Param, grad: torch.Tensor) -> None:
+    def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
         if not self._counted:
             self._counted = True
             if param.at_rest.grad is None:  # a step that was left out (GradScaler) has cleared what was there
                 self._backwards = 1
-        self._drain.accumulate(param, grad)
+        super().grad_ready(param, grad)
         self._ready.add(param.unit)
 
-    def _backward_start(self) -> None:
+    def backward_begin(self) -> None:
         self.withdraw()
         self._looked = False
         self._ready.clear()
         self._due.clear()
         self._backwards += 1
         self._counted = False
-        self._marked = self._marked or self.accumulating
+        self._marked = self._marked or self._accumulating
         goes = self._is_last and self.history.speculates
-        later = self.accumulating or self._backwards < self._expected
+        later = self._accumulating or self._backwards < self._expected
         if goes:  # the first updates come in this backward
             self._pipeline.read_ahead(Phase.BACKWARD, given=True)
         elif not (later and self.history.speculates):  # those that the next forward wants first; else another backward reads
             self._pipeline.read_ahead(Phase.TRAIN, given=False)
 
-    def _backward_end(self) -> None:
+    def backward_end(self) -> None:
         while self._due:
             self._speculate(self._due.popleft())
         for unit in sorted(self._ready, key=lambda unit: unit.index):  # not of memory addresses, as a set: ranks must agree
@@ -148,12 +138,12 @@ class SpeculativeUpdate:
         self._ready.clear()
         self._lasts += self._is_last
 
-    def _idle(self, unit: Unit) -> None:
-        if unit in self._ready and graph_task_id() != NO_TASK and self._residency.passes.all_ended(unit):
+    def unit_released(self, unit: Unit) -> None:
+        if unit in self._ready and graph_task_id() != NO_TASK and self._unsharder.passes.all_ended(unit):
             self._ready.discard(unit)
             self._due.append(unit)
             # Waiting for the last one's gradients would let the device run dry.
-            while len(self._due) > (LAG_UNITS if self._residency.device.copies else 0):
+            while len(self._due) > (LAG_UNITS if self._unsharder.device.copies else 0):
                 self._speculate(self._due.popleft())
 
     def _speculate(self, unit: Unit) -> None:
@@ -166,42 +156,37 @@ class SpeculativeUpdate:
             return
         self._pipeline.begin()
         if any(param.grad is not None and param.grad.home is not None for param in params):
-            self._drain.settle(unit)
+            self._grads.settle(unit)
         holder.take_groups()
         work = {item.param: item for item in holder.preview(params)[0]}
-        in_place = self._residency.can_update_in_place(unit)
-        targets = self._residency.targets(unit) if in_place else ()
+        in_place = self._unsharder.can_update_in_place(unit)
+        targets = self._unsharder.targets(unit) if in_place else ()
         ahead = _Ahead({param: item.hyper.tobytes() for param, item in work.items()}, unit.generation)
         self._ahead[unit] = ahead  # first: an interrupt must not leave one that nobody knows of
         ahead.ticket = self._pipeline.start(unit, work, slot_gradients(work), targets=targets)
         for param in params:
             assert param.grad is not None
-            param.grad.before_mutation = self._withdraws(unit)
-        self._residency.updated(unit, ahead.ticket, in_place=in_place)
+            param.grad.guard(_TakenBack(self, unit))
+        self._unsharder.updated(unit, ahead.ticket, in_place=in_place)
 
     # -- back ----------------------------------------------------------------------------------------------------------
 
-    def _withdraws(self, unit: Unit) -> Callable[[], None]:
-        """A function that takes the unit's update back: its gradients are about to change."""
-
-        def withdraw() -> None:
-            self._looked = True
-            self._withdraw([unit])
-
-        return withdraw
+    def take_back(self, unit: Unit) -> None:
+        """Take the unit's update back: its gradients are about to change, or somebody looks at its values."""
+        self._looked = True
+        self._withdraw([unit])
 
     def withdraw(self) -> None:
-        """Take back all that ran ahead of its step: the states are those of the step before. Blocks until it has ended."""
         self._looked = True
         self._withdraw(list(self._ahead))
         self._pipeline.begun = False  # what is written until the step comes is no part of it
 
-    def _before_read(self, unit: Unit) -> None:
-        """Somebody wants the unit's values. Not this backward, if one runs, where its update ran ahead: a hook inside."""
-        if not self._residency.passes.in_backward:
+    def before_read(self, unit: Unit) -> None:
+        # Not this backward, if one runs, where the unit's update ran ahead: a hook inside.
+        if not self._unsharder.passes.in_backward:
             self.withdraw()
         elif unit in self._ahead:
-            self._withdraws(unit)()
+            self.take_back(unit)
 
     def _withdraw(self, units: Sequence[Unit]) -> None:
         gone = {unit: self._ahead[unit] for unit in units if unit in self._ahead}
@@ -209,10 +194,10 @@ class SpeculativeUpdate:
             return
         for ahead in gone.values():
             if ahead.ticket is not None:
-                waits_for(ahead.ticket)()
+                wait_through(ahead.ticket)
             for param in ahead.rows:
                 if param.grad is not None:
-                    param.grad.before_mutation = None
+                    param.grad.guard(None)
         self._pipeline.raise_fault()  # one that failed has undone all of them
         unchanged = [unit for unit, ahead in gone.items() if unit.generation == ahead.age + 1]
         self._transaction.withdraw(list(gone))
@@ -222,21 +207,18 @@ class SpeculativeUpdate:
             del self._ahead[unit]  # last: what an interrupt leaves is taken back by the next call
         self._pipeline.updates_withdrawn += len(gone)
 
-    def _forget(self) -> None:
-        """All that was written since the last commit is undone already."""
+    def undone(self) -> None:
         self._ahead.clear()
 
-    def _reset(self) -> None:
-        """A backward broke off."""
+    def backward_aborted(self) -> None:
         self._ready.clear()
         self._due.clear()
         self.withdraw()
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    def _end_step(self, by_unit: Mapping[Unit, dict[Param, Work]]) -> None:
-        """Called by `opt.step()` with the work that it asks for."""
-        self._residency.passes.step_taken()
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+        self._unsharder.passes.step_taken()
         left, wrong = dict(by_unit), []
         for unit, ahead in self._ahead.items():
             wanted = {param: item.hyper.tobytes() for param, item in by_unit.get(unit, {}).items()}
@@ -252,7 +234,18 @@ class SpeculativeUpdate:
             foreseen = self._lasts == 1 or not (self._lasts or self._expected)  # one that no step came for was in vain, too
             self.history.add(foreseen and not wrong and not self._looked and all(map(_is_untouched, by_unit)))
         self._expected, self._backwards, self._marked, self._lasts = self._backwards, 0, False, 0
-        self._deferred(left)
+        super().submit(left)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TakenBack:
+    """Reads a slot's storage until the loop changes that: then the update was of other gradients."""
+
+    updates: SpeculativeUpdate
+    unit: Unit
+
+    def before_write(self, _slot: GradSlot) -> None:
+        self.updates.take_back(self.unit)
 
 
 def _is_untouched(unit: Unit) -> bool:

@@ -18,12 +18,13 @@ import torch
 
 from infinity._src.distributed.collectives import Comm, digest, fingerprinted
 from infinity._src.grads.proxy import SlotState
-from infinity._src.kernels.codec import decode_sections, encode_sections
+from infinity._src.kernels.state_codec import decode_sections, encode_sections
 from infinity._src.params.chunk_buffer import ChunkBuffer, Span, spans_of
 from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Param
-from infinity.aio.plan import Format, GradSection, Moments
+from infinity.aio import Format
+from infinity.aio._records import GradSection, Moments
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -232,30 +233,31 @@ def span_sections(stage: ChunkBuffer, span: Span) -> list[Bytes]:
 
 def decode_values(form: Format, sections: Sequence[Bytes]) -> list[torch.Tensor]:
     """The master and the moments in fp32 [numel], fresh tensors. Values whose sections were not fetched are without meaning."""
-    master, moments = decode_sections(form.with_grad(GradSection.NONE), sections)
+    given = [torch.from_numpy(section) for section in sections]
+    master, moments = decode_sections(form.with_grad(GradSection.NONE), given)
     # Copies, for torch's alignment: what MKL computes may depend on it.
-    return [torch.from_numpy(array).clone() for array in (master, *moments)]
+    return [values.clone() for values in (master, *moments)]
 
 
 def encode_values(
     form: Format, values: Sequence[torch.Tensor], sections: Sequence[Bytes], *, key: int, element: int
 ) -> None:
     """Put the master and the moments, fp32 [numel], into their sections, rounded at random as an update does."""
-    master, *moments = (value.numpy() for value in values)
+    master, *moments = values
     coded = encode_sections(form.with_grad(GradSection.NONE), master, moments, key=key, element=element)
     for target, source in zip(sections, coded, strict=True):
-        target[:] = source.view(np.uint8)
+        target[:] = source.numpy().view(np.uint8)
 
 
 def encode_value(form: Format, value: int, tensor: torch.Tensor, sections: Sequence[Bytes]) -> None:
     """Put the master (value 0) or one moment (1, 2, 3) into its sections, rounded to nearest; other values keep their bits."""
     blank = torch.zeros_like(tensor)
     values = [tensor if index == value else blank for index in range(1 + form.count)]
-    master, *moments = (each.numpy() for each in values)
-    coded = encode_sections(form.with_grad(GradSection.NONE), master, moments)
+    master, *moments = values
+    coded = [section.numpy() for section in encode_sections(form.with_grad(GradSection.NONE), master, moments)]
     for index in sections_with(form, value):
         if value and index == form.master_count + form.count:  # scales: one column is this moment's
-            columns = sections[index].view(np.uint16).reshape(-1, form.count)
+            columns = sections[index].view(np.int16).reshape(-1, form.count)
             columns[:, value - 1] = coded[index].reshape(-1, form.count)[:, value - 1]
         else:
             sections[index][:] = coded[index].view(np.uint8)

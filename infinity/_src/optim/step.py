@@ -8,9 +8,9 @@
     next forward                  opens the gate of each unit with its buffers as targets
 
 Units are submitted in the order in which the next forward wants them. A gradient's memory belongs to the update until
-its ticket is done: whoever wants to change it earlier waits (`GradSlot.before_mutation`).
+its ticket is done: whoever wants to change it earlier waits (`GradSlot.guard`).
 
-That is update="deferred". `infinity._src.optim.backward_update` and `infinity._src.optim.delayed_update` submit at other times.
+That is update="deferred". Other modes submit at other times (`infinity._src.optim.update_mode`).
 
 A fault in the background is sticky: it is raised by the next call that meets the engine. Which parameters it left
 half written the executor knows per chunk, and refuses to read them. With two generations the step is undone instead
@@ -20,14 +20,16 @@ half written the executor knows per chunk, and refuses to read them. With two ge
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from infinity._src._torch_compat import profiled
 from infinity._src.distributed.collectives import Comm
+from infinity._src.grads.slot import ReadByUpdate
+from infinity._src.memory.heap import Heap
 from infinity._src.optim.step_consensus import Grouped, told_of_step
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import FlatJobs, Submission, Work, plan_flat, plan_unit
@@ -35,9 +37,8 @@ from infinity._src.params.prefetch_schedule import Phase
 from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
-from infinity.aio import Executor, Gate, Priority, Ticket
-from infinity.aio.executor import MASK_GIVEN
-from infinity.aio.plan import JobKind
+from infinity.aio import Executor, Gate, JobKind, Priority, Ticket
+from infinity.aio._records import MASK_PARAM_IN_MEMORY
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid, StepUndone
 
 READ_AHEAD_MAX = 64
@@ -48,17 +49,53 @@ PENDING_MIN = 16
 Gradients = Mapping[Param, torch.Tensor]
 
 
+class StepHooks(Protocol):
+    """The update mode as the pipeline sees it (`infinity._src.optim.update_mode.UpdateMode`)."""
+
+    def before_step(self) -> None:
+        """`opt.step()` has touched nothing yet. Raises: RuntimeError where no step can be taken."""
+
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+        """Do what `opt.step()` asks for."""
+
+    def withdraw(self) -> None:
+        """Take back all that ran ahead of its step."""
+
+    def undone(self) -> None:
+        """A fault undid all that was written since the last commit."""
+
+
+class StepWatch(Protocol):
+    """The watch over drives and activations (`infinity._src.storage`)."""
+
+    def step_begins(self, steps: int) -> None:
+        """Forwards and backwards of a step are done. steps: those before it."""
+
+
 class StepPipeline:
     """Submits updates and waits for them. One thread uses it at a time."""
 
     def __init__(
-        self, units: Sequence[Unit], *, rest: StateStore, executor: Executor, residency: Unsharder, comm: Comm
+        self,
+        units: Sequence[Unit],
+        *,
+        rest: StateStore,
+        executor: Executor,
+        residency: Unsharder,
+        comm: Comm,
+        mode: StepHooks,
+        transaction: Transaction | None,
+        heap: Heap,
+        watch: StepWatch,
     ) -> None:
         self._units = list(units)
         self._rest = rest
         self._executor = executor
         self._residency = residency
         self._comm = comm
+        self._mode = mode
+        self._heap = heap
+        self._watch = watch
         self._plans: dict[Flat, FlatJobs] = {}
         self._pending: list[Ticket] = []
         self._pending_max = PENDING_MIN
@@ -66,19 +103,10 @@ class StepPipeline:
         self._final = False  # and no rollback mends it
         self.update_wait_s = 0.0
         self.steps = 0
-        self.on_step: Callable[[int], object] = lambda _steps: None  # told the steps before each one
         self.stepping: Any = None  # the optimizer whose step is being submitted
-        self.transaction: Transaction | None = None
-        self.withdraw: Callable[[], None] = lambda: None  # takes back updates that ran ahead of their step
-        self.before_read: Callable[[Unit], None] = lambda _unit: None  # what ran ahead of its step is nobody's to see
-        self.on_undo: Callable[[], None] = lambda: None
+        self.transaction = transaction
         self.updates_ahead = self.updates_withdrawn = 0  # units updated ahead of their step, and kept or not
         self.begun = False  # updates of the step that comes were submitted
-        self.before_step: Callable[[], None] = lambda: None  # raises when no step can be taken now
-        self.submit_all: Callable[[dict[Unit, dict[Param, Work]]], None] = self._submit_deferred
-        # The first updates after a backward are those that the next forward wants first.
-        residency.on_backward_start = lambda: self.read_ahead(Phase.TRAIN, given=False)
-        residency.updates_pending = lambda: any(not ticket.done for ticket in self._pending)
 
     def plan(self, flats: Sequence[Flat]) -> None:
         """Prepare the jobs of every flat; call it again when formats or places changed."""
@@ -97,7 +125,7 @@ class StepPipeline:
         if fault is not None and self.transaction is not None and self._comm.world == 1 and not self._final:
             self._fault, self.begun = None, False
             self._pending.clear()
-            self.on_undo()
+            self._mode.undone()
             fault = self.transaction.undo(fault.__cause__ or fault)
             self._residency.updates_ended()
         if fault is not None:
@@ -122,7 +150,7 @@ class StepPipeline:
 
     def wait(self) -> None:
         """Block until no update is pending, and none has run ahead of its step. Raises the sticky fault."""
-        self.withdraw()
+        self._mode.withdraw()
         self._finish()
 
     def begin(self) -> None:
@@ -142,7 +170,7 @@ class StepPipeline:
 
     def drop(self) -> None:
         """The step that would have come is not taken: what ran ahead of it is taken back."""
-        self.withdraw()
+        self._mode.withdraw()
         self.begun = False
 
     def _finish(self) -> None:
@@ -183,7 +211,7 @@ class StepPipeline:
 
         Blocks until gradients that spill are written. Raises: AioError of a write that failed; no state was touched then.
         """
-        self.before_step()
+        self._mode.before_step()
         self._residency.gradients.check_reduced()
         busy = next((param.unit for param in params if param.unit.refs), None)
         if busy is not None:
@@ -208,11 +236,11 @@ class StepPipeline:
             self.begin()
         else:
             self.raise_fault()
-        self.on_step(self.steps)
+        self.step_begins()
         self.stepping = optimizer
         try:
             with profiled("infinity: step"):
-                self.submit_all(by_unit)
+                self._mode.submit(by_unit)
         except BaseException as error:
             if by_unit and not isinstance(error, StepUndone):
                 self.fail(half_done(error))
@@ -222,6 +250,11 @@ class StepPipeline:
         self.stepped()
         self._residency.prefetch_ahead()
         self._residency.clock.enter("idle")
+
+    def step_begins(self) -> None:
+        """Forwards and backwards of a step are done, and its update begins."""
+        self._heap.restart()
+        self._watch.step_begins(self.steps)
 
     def stepped(self) -> None:
         """A step was taken: count it."""
@@ -248,13 +281,14 @@ class StepPipeline:
             place.setdefault(index, len(place))
         return sorted(units, key=lambda unit: (place.get(unit.index, len(self._units)), unit.index))
 
-    def _submit_deferred(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
-        for unit in self.next_order(list(by_unit)):
-            work = by_unit[unit]
-            gate = self._executor.gate()
-            ticket = self.start(unit, work, slot_gradients(work), gate=gate)
-            guard(work, ticket)
-            self._residency.hand_over(unit, ticket, gate)
+    @property
+    def updates_pending(self) -> bool:
+        """Whether an update that was submitted is not done yet. Never blocks."""
+        return any(not ticket.done for ticket in self._pending)
+
+    def gate(self) -> Gate:
+        """A gate for `start`: closed until the unit is gathered."""
+        return self._executor.gate()
 
     def read_ahead(self, phase: Phase, *, given: bool) -> None:
         """Let idle slots read the states that the first updates will want: those of the first units of `phase`. given: these
@@ -271,7 +305,7 @@ class StepPipeline:
             if len(ids) >= READ_AHEAD_MAX:
                 break
         if ids:
-            self._executor.preread(np.array(ids[:READ_AHEAD_MAX], dtype=np.int32), given=given)
+            self._executor.prefetch(np.array(ids[:READ_AHEAD_MAX], dtype=np.int32), param_in_memory=given)
 
     def plan_of(self, unit: Unit, work: Mapping[Param, Work], gradients: Gradients) -> Submission:
         """The jobs that do `work` in a unit; see `plan_unit`."""
@@ -313,7 +347,7 @@ class StepPipeline:
             if targets:
                 jobs["ptr"][:, 0] += np.array(targets, dtype=np.uint64)[jobs["base"]]
                 jobs["ptr"][:, 1] = jobs["ptr"][:, 0]
-                jobs["mask"] |= MASK_GIVEN | self._residency.device.mask
+                jobs["mask"] |= MASK_PARAM_IN_MEMORY | self._residency.device.mask
             else:
                 jobs["ptr"][:, 0] = 0
             jobs["base"] = -1
@@ -335,25 +369,13 @@ def slot_gradients(work: Mapping[Param, Work]) -> dict[Param, torch.Tensor]:
     return gradients
 
 
-def waits_for(ticket: Ticket) -> Callable[[], None]:
-    """A function that blocks until the ticket is done; its fault is raised elsewhere, once, as the sticky one."""
-
-    def wait() -> None:
-        if not ticket.done:
-            try:
-                ticket.wait()
-            except AioError:
-                return  # sticky: Pipeline.raise_fault finds the failed ticket
-
-    return wait
-
-
 def guard(params: Iterable[Param], ticket: Ticket) -> None:
     """Let whoever changes gradients of these parameters wait for the update that reads them; not for spilled ones, which it
     reads elsewhere."""
+    reader = ReadByUpdate(ticket)
     for param in params:
         assert param.grad is not None
-        param.grad.before_mutation = waits_for(ticket) if param.grad.home is None else None
+        param.grad.guard(reader if param.grad.home is None else None)
 
 
 def half_done(error: BaseException) -> StateInvalid:

@@ -59,20 +59,24 @@ class Transaction:
         self._rest = rest
         self._executor = executor
         self._residency = residency
-        self.durable: Durable | None = None
+        self._durable: Durable | None = None
         self._forget_counts: list[Callable[[], None]] = []
         self._committing = False  # a commit has begun, and has not ended
         self.undone_steps = 0
         self.commit_s = 0.0
+
+    def attach(self, durable: Durable) -> None:
+        """From now on commits outlive the process. Called once, before the first step."""
+        self._durable = durable
 
     def begin(self) -> None:
         """Commit what was written so far. No update may be pending. Blocks for drives only in a durable run; collective there.
 
         Raises: ValueError, AioError and PeerFailed of a durable run; then nothing changed.
         """
-        if self.durable is not None:
-            self.durable.check()
-            if not (self._committing or self.durable.is_due()):
+        if self._durable is not None:
+            self._durable.check()
+            if not (self._committing or self._durable.is_due()):
                 return  # the step that comes overwrites the one before, and is undone together with it
         self._commit()
 
@@ -80,10 +84,10 @@ class Transaction:
         # Where this breaks off, a manifest may name what was just written, or a place may still be a checkpoint's: the next step
         # writes nothing before a commit has ended, due or not.
         self._committing = True
-        if self.durable is not None:
+        if self._durable is not None:
             start = time.perf_counter()
             try:
-                self.durable.commit()
+                self._durable.commit()
             finally:
                 self.commit_s += time.perf_counter() - start
         self._flip()
@@ -92,26 +96,26 @@ class Transaction:
         """What was written is what the executor calls committed."""
         self._executor.commit(self._ids(flat for unit in self._units for flat in unit.flats))
         self._forget_counts.clear()
-        if self.durable is not None:
-            self.durable.make_way()
+        if self._durable is not None:
+            self._durable.make_way()
         self._committing = False
 
     def settle(self) -> None:
         """Of a durable run: commit now, whether a commit is due or not, if anything may be committed. As `begin`."""
-        if self.durable is not None and not self.durable.waits:
+        if self._durable is not None and not self._durable.waits:
             self._commit()
 
     def replaced(self) -> None:
         """Flats have got other places or formats, with the values they had. As `begin`."""
-        if self.durable is not None:
+        if self._durable is not None:
             self._committing = True
-            self.durable.replaced()
+            self._durable.replaced()
             self._flip()
 
     def stepped(self) -> None:
         """A step was taken and counted."""
-        if self.durable is not None:
-            self.durable.stepped()
+        if self._durable is not None:
+            self._durable.stepped()
 
     def counted(self, forget: Callable[[], None]) -> None:
         """A step was counted: `forget` takes that back."""
@@ -124,15 +128,15 @@ class Transaction:
         not be brought to them either.
         """
         self._residency.stale(self._units)
-        self._executor.drain()
+        self._executor.wait_all()
         self._executor.rollback(self._ids(flat for unit in self._units for flat in unit.flats))
         recovery = self._executor.recover()
         for forget in reversed(self._forget_counts):
             forget()
         self._forget_counts.clear()
         self.undone_steps += 1
-        if self.durable is not None:
-            self.durable.undone()
+        if self._durable is not None:
+            self._durable.undone()
         try:
             recovery.wait()
         except AioError as error:
@@ -150,7 +154,7 @@ class Transaction:
         others read them."""
         self._residency.stale(units)
         ids = self._ids(flat for unit in units for flat in unit.flats)
-        self._executor.drain()
+        self._executor.wait_all()
         self._executor.rollback(ids)
 
     def _ids(self, flats: Iterable[Flat]) -> npt.NDArray[np.int32]:

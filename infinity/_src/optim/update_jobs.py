@@ -12,7 +12,7 @@ import torch
 
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
-from infinity.aio.plan import HYPER, JOB, SEG, Format, GradDtype, JobKind
+from infinity.aio import HYPER, JOB, SEG, Format, GradDtype, JobKind
 
 _GRAD_DTYPES = {torch.bfloat16: GradDtype.BF16, torch.float32: GradDtype.FP32, torch.float16: GradDtype.FP16}
 

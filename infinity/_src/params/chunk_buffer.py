@@ -17,8 +17,7 @@ from infinity._src.params.shard_records import ShardRecords
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Param
 from infinity._src.sizes import round_up
-from infinity.aio import Priority, Ticket
-from infinity.aio.plan import JobKind
+from infinity.aio import JobKind, Priority, Ticket
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from infinity._src.kernels.tiles import tile_modules
+from infinity._src.kernels.tiling.tiled_module import tile_modules
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params.unit import Flat, Param, Unit, keys_of, place_at
 from infinity._src.params.unsharded_param import empty_flat
-from infinity.aio.plan import CHUNK_NUMEL
+from infinity.aio._records import CHUNK_NUMEL
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are never called: hooks on them never run, so no unit can belong to one."""
@@ -313,17 +314,19 @@ def build(
     device: torch.device,
     world: int,
     chunk_numel: Callable[[torch.dtype], int] = lambda _dtype: CHUNK_NUMEL,
+    *,
+    engine: Any = None,
 ) -> list[Unit]:
     """Make the units of `specs`: their flats (one per dtype and `requires_grad`, evicted, on `device`) and parameters.
 
-    chunk_numel: elements per chunk of a trainable flat of a dtype. The at-rest and gathered parameters are not made here, and
+    chunk_numel: elements per chunk of a trainable flat of a dtype. engine: see `Unit`. The at-rest and gathered parameters are not made here, and
     the model is left as it is.
     """
     assert sum(len(spec.entries) for spec in specs) == len(find_parameters(model))
     units: list[Unit] = []
     count = 0
     for spec in specs:
-        unit = Unit(len(units), spec.name, tuple(spec.modules))
+        unit = Unit(len(units), spec.name, tuple(spec.modules), engine=engine)
         kinds = dict.fromkeys(
             (entry.parameter.dtype, entry.parameter.requires_grad) for entry in spec.entries
         )

@@ -23,7 +23,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from infinity._src.kernels.tiles import Place
+from infinity._src.kernels.tiling.tiled_module import Place
 from infinity._src.params.discover import find_parameters
 from infinity._src.params.unit import Flat, Param, Unit
 

@@ -18,6 +18,7 @@ from infinity._src._torch_compat import graph_is_kept, profiled
 from infinity._src.distributed.collectives import Comm, digest, fingerprinted
 from infinity._src.grads.reducer import GradReducer
 from infinity._src.memory.device import Device
+from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param as gathered
 from infinity._src.params.pending_unshards import PendingUnshards
 from infinity._src.params.prefetch_schedule import Phase
@@ -25,6 +26,7 @@ from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Param, Unit
 from infinity._src.params.unshard import AT_REST, Gathering, PendingUpdate
+from infinity._src.params.update_hooks import Access, UpdateHooks
 from infinity._src.telemetry import Marks, PhaseClock, Timeline
 from infinity.aio import Executor, Gate, Priority, Ticket
 
@@ -43,11 +45,15 @@ class Unsharder(Gathering):
         executor: Executor,
         gradients: GradReducer,
         comm: Comm,
+        mode: UpdateHooks,
+        access: Access,
+        heap: Heap,
         keep: bool,
         timeline: Timeline,
         device: Device | None = None,
         qwz: bool = False,
         kept: SecondaryShards | None = None,
+        activations_moved: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         super().__init__(
             units,
@@ -58,17 +64,15 @@ class Unsharder(Gathering):
             device=device or Device(torch.device("cpu")),
             fills=PendingUnshards(comm, kept=kept),
             coarse=qwz and comm.world > 1,
+            gradients=gradients,
+            mode=mode,
+            access=access,
+            heap=heap,
         )
         self.update_wait_s = 0.0  # told by the pipeline
         self._executor = executor
-        self.gradients = gradients
         self.use_left, self.slot = self.passes.use_left, gradients.slot
-        gradients.on_taken = self._taken
-        self.on_write: Callable[[], None] = lambda: None
-        # Of update="backward": told when a backward ended, and when one broke off.
-        self.on_backward_start = self.on_backward_end = self.on_reset = self.on_write
-        self.updates_pending: Callable[[], bool] = lambda: False
-        self.clock = PhaseClock(timeline, self._marks)
+        self.clock = PhaseClock(timeline, self._marks, activations_moved)
 
     # -- phases ----------------------------------------------------------------------------------------------------------
 
@@ -79,7 +83,7 @@ class Unsharder(Gathering):
             self.gradients.free_done()
             trains = torch.is_grad_enabled()
             self.passes.forward_start(trains=trains)
-            self.clock.enter("forward" if trains else "evaluation", quiet=trains and not self.updates_pending())
+            self.clock.enter("forward" if trains else "evaluation", quiet=trains and not self._mode.updates_pending)
             self.schedule.start(Phase.TRAIN if trains else Phase.EVAL)
             if self._updates:
                 self._executor.hold_gates(True)
@@ -97,7 +101,7 @@ class Unsharder(Gathering):
         self.passes.backward_start(kept=graph_is_kept())
         self.clock.enter("backward")
         self.schedule.start(Phase.BACKWARD)
-        self.on_backward_start()
+        self._mode.backward_begin()
 
     def backward_end(self) -> None:
         """A backward has ended: gradients that no Use claimed are reduced."""
@@ -105,7 +109,7 @@ class Unsharder(Gathering):
         try:
             self.schedule.end()
             self.gradients.backward_end()
-            self.on_backward_end()
+            self._mode.backward_end()
         except BaseException:
             self.passes.in_backward = True  # it has broken off, as what comes next is to know
             raise
@@ -118,7 +122,7 @@ class Unsharder(Gathering):
     def reset(self) -> None:
         """Forget what an interrupted forward or backward left."""
         if self.passes.in_backward:
-            self.on_reset()
+            self._mode.backward_aborted()
         self.passes.reset()
         self.gradients.reset()
         self._executor.hold_gates(False)
@@ -147,11 +151,6 @@ class Unsharder(Gathering):
         # Ranks reduce a unit once: what several of its modules gave it, or several calls of one, comes together.
         if self._comm.world == 1 or self.passes.all_ended(unit):
             self.gradients.unit_done(unit)
-
-    def _taken(self, unit: Unit) -> None:
-        """What came of the unit from all ranks was taken, perhaps after it went idle."""
-        if unit.refs == 0:
-            self.on_idle(unit)
 
     # -- updates -----------------------------------------------------------------------------------------------------------
 
@@ -216,7 +215,7 @@ class Unsharder(Gathering):
     @contextlib.contextmanager
     def borrowed(self, unit: Unit) -> Iterator[None]:
         """The unit is gathered inside, without a trace in the schedule."""
-        self.on_demand(unit)
+        self._access.before_read(unit)
         self._refill(unit, AT_REST)
         if unit not in self._held:
             self._start_fill(unit, Priority.DEMAND, AT_REST)
@@ -246,7 +245,7 @@ class Unsharder(Gathering):
 
     def write(self, param: Param, value: torch.Tensor) -> None:
         """Set the value, master included. value: [param.shape], any floating dtype (cast as copy_ does)."""
-        self.on_write()  # waits for all updates: one that fails later would take the value back together with its step
+        self._access.before_write()  # waits for all updates: one that fails later would take the value back together with its step
         flat_value = value.detach().to("cpu", param.dtype).reshape(-1).contiguous()
         assert flat_value.numel() == param.numel
         self._settle(param.unit)

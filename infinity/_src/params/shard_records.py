@@ -12,7 +12,8 @@ import numpy.typing as npt
 from infinity._src.memory.layout import Section, aligned_section_bytes, sections_of
 from infinity._src.memory.swap_space import ExtentRequest, SwapExtent
 from infinity._src.params.unit import Flat
-from infinity.aio.plan import CHUNK, PIECE_NUMEL, Format, GradSection, Master, piece_count
+from infinity.aio import CHUNK, Format
+from infinity.aio._records import PIECE_NUMEL, GradSection, Master, piece_count
 
 PLACES = (("file_offset", "file"), ("other_offset", "other_file"), ("grad_offset", "grad_file"))
 """The fields of a record that say where its run lies, its second run, and its gradients."""

@@ -52,7 +52,7 @@ class Link:
     """What an at-rest parameter knows about its place in the engine."""
 
     param: Param
-    owner: Owner | None = None
+    owner: Owner
     loading: bool = False  # the next `copy_` comes from load_state_dict
 
 
@@ -62,14 +62,16 @@ class ShardedParameter(torch.nn.Parameter):
     infinity_link: Link
 
     @staticmethod
-    def __new__(cls, param: Param, device: torch.device, requires_grad: bool) -> ShardedParameter:  # noqa: PYI034
+    def __new__(  # noqa: PYI034
+        cls, param: Param, device: torch.device, requires_grad: bool, owner: Owner
+    ) -> ShardedParameter:
         """The at-rest parameter of `param`, for a compute device."""
         made = make_wrapper(cls, param.shape, param.dtype, device, requires_grad)
         assert isinstance(made, ShardedParameter)
-        made.infinity_link = Link(param)
+        made.infinity_link = Link(param, owner)
         return made
 
-    def __init__(self, param: Param, device: torch.device, requires_grad: bool) -> None:
+    def __init__(self, param: Param, device: torch.device, requires_grad: bool, owner: Owner) -> None:
         pass
 
     @property
@@ -123,7 +125,7 @@ class ShardedParameter(torch.nn.Parameter):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         link = self.infinity_link
-        where = link.owner.where(link.param) if link.owner is not None else "unattached"
+        where = link.owner.where(link.param)
         return (
             f"ShardedParameter({link.param.name}, shape={tuple(link.param.shape)}, dtype={link.param.dtype}, "
             f"device='{self.device}', requires_grad={self.requires_grad}, on {where})"
@@ -151,7 +153,7 @@ def raise_released(parameter: ShardedParameter, operation: str) -> NoReturn:
     """Raise the error for an operation on a parameter whose values are not gathered."""
     link = parameter.infinity_link
     name = link.param.name
-    if link.owner is None or link.owner.closed:
+    if link.owner.closed:
         raise EngineClosed(
             f"{operation} on {name}: the engine of its model was closed, and the values with it"
         )
@@ -168,13 +170,13 @@ def raise_forbidden(parameter: ShardedParameter, operation: str, instead: str) -
 
 def _describe(parameter: ShardedParameter) -> str:
     link = parameter.infinity_link
-    where = link.owner.where(link.param) if link.owner is not None else "an engine"
+    where = link.owner.where(link.param)
     return f"{link.param.name}, which is offloaded (on {where})"
 
 
 def _require_readable(parameter: ShardedParameter, operation: str) -> Tensor:
     link = parameter.infinity_link
-    tensor = link.owner.readable(link.param) if link.owner is not None and not link.owner.closed else None
+    tensor = link.owner.readable(link.param) if not link.owner.closed else None
     if tensor is None:
         raise_released(parameter, operation)
     return tensor
@@ -236,8 +238,7 @@ def _requires_grad_set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         result = func(*args, **kwargs)
         flag = parameter.requires_grad
     link = parameter.infinity_link
-    if link.owner is not None:
-        link.owner.set_requires_grad(link.param, flag)
+    link.owner.set_requires_grad(link.param, flag)
     return result
 
 
@@ -251,7 +252,7 @@ def _data_set(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any
     if value is parameter:  # Module.to(same dtype and device) assigns what it got
         return None
     link = parameter.infinity_link
-    tensor = link.owner.readable(link.param) if link.owner is not None and not link.owner.closed else None
+    tensor = link.owner.readable(link.param) if not link.owner.closed else None
     if tensor is None:
         raise_forbidden(
             parameter,
@@ -271,7 +272,7 @@ def _data_set(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any
 def _grad_set(func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     parameter, value = args
     link = parameter.infinity_link
-    if type(value) is Tensor and link.owner is not None and not link.owner.closed:
+    if type(value) is Tensor and not link.owner.closed:
         if value.shape != parameter.shape:
             raise ValueError(
                 f"a gradient of shape {tuple(value.shape)} does not fit {link.param.name} {tuple(parameter.shape)}"
@@ -339,7 +340,7 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _is_readable(parameter: ShardedParameter) -> bool:
     link = parameter.infinity_link
-    return link.owner is not None and not link.owner.closed and link.owner.readable(link.param) is not None
+    return not link.owner.closed and link.owner.readable(link.param) is not None
 
 
 def _same_if_contiguous(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -355,7 +356,6 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(parameter, ShardedParameter) and parameter.infinity_link.loading:
         link = parameter.infinity_link
         link.loading = False
-        assert link.owner is not None
         source = args[1]
         if isinstance(source, ShardedParameter):  # loading the model's own state_dict(keep_vars=True)
             source = _require_readable(source, "loading from it")

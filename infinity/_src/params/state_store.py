@@ -8,8 +8,8 @@ placement plan's decision (infinity._src.memory.placement); here it is only carr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,8 @@ from infinity._src.memory.swap_space import SwapExtent, SwapSpace
 from infinity._src.params.shard_records import ShardRecords, sections_carried, sections_in_common, unplaced
 from infinity._src.params.unit import Flat
 from infinity._src.sizes import round_up
-from infinity.aio import Executor, Priority, Slab, Ticket
-from infinity.aio.plan import JOB, Format, JobKind, Master
+from infinity.aio import JOB, Executor, Format, JobKind, Priority, Slab, Ticket
+from infinity.aio._records import Master
 from infinity.errors import AioError
 
 _SECOND_DTYPES = {Master.SPLIT: torch.int16, Master.SPLIT8: torch.int8, Master.FP16: torch.float32}
@@ -32,6 +32,13 @@ _SECOND_DTYPES = {Master.SPLIT: torch.int16, Master.SPLIT8: torch.int8, Master.F
 def _bits(values: torch.Tensor) -> torch.Tensor:
     """The same memory as integers: NaNs are equal if their bits are."""
     return values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+
+
+class StateReader(Protocol):
+    """A save under way, which copies states while training goes on."""
+
+    def before_write(self, flats: Sequence[Flat]) -> None:
+        """Return when states of these flats may be written. Blocks until they were read."""
 
 
 class StateStore:
@@ -63,7 +70,7 @@ class StateStore:
         self._key = 0
         self.nvme_bytes = 0
         self.resident_bytes = 0
-        self.before_write: Callable[[Sequence[Flat]], None] = lambda _flats: None  # blocks while states of these are to be read
+        self._reader: StateReader | None = None
         self.writes = 0  # how often something was about to be written
         self._dropped: list[SwapExtent] = []  # places that a durable run's last commit names, and that are nobody's
         self._named = False
@@ -115,7 +122,7 @@ class StateStore:
             try:
                 self._carry_over(old[made[0].flat], made[0])
             except BaseException:
-                self._executor.drain()
+                self._executor.wait_all()
                 for rest in made:
                     self._drop(rest, stays=old[rest.flat])
                 raise
@@ -126,7 +133,13 @@ class StateStore:
     def will_write(self, flats: Sequence[Flat]) -> None:
         """States of these flats are about to be written. Blocks while somebody has yet to read them."""
         self.writes += 1
-        self.before_write(flats)
+        reader = self._reader
+        if reader is not None:
+            reader.before_write(flats)
+
+    def guard(self, reader: StateReader | None) -> None:
+        """Ask `reader` before states are written, from now on; None: nobody. Any thread may call it."""
+        self._reader = reader
 
     def pin(self) -> None:
         """Pin what rests in RAM, for copies to the device; not what has lost parts of itself to the system. Blocks, once."""

@@ -13,10 +13,10 @@ import psutil
 import torch
 from torch import nn
 
-from infinity._src.kernels.tiles import Grid, whole_name
+from infinity._src.kernels.tiling.tiled_module import Grid, whole_name
 from infinity._src.params.discover import ParamEntry, UnitSpec
 from infinity._src.sizes import format_size
-from infinity.aio.memory_limits import cgroup_limit_bytes
+from infinity.aio._memory_limits import cgroup_limit_bytes
 
 log = logging.getLogger("infinity")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from infinity._src.kernels.tiles import Place, Tile, whole_name
+from infinity._src.kernels.tiling.tiled_module import Place, Tile, whole_name
 from infinity._src.memory.layout import FlatLayout
 
 if TYPE_CHECKING:

@@ -25,13 +25,14 @@ from infinity._src._torch_compat import profiled
 from infinity._src.distributed.collectives import Comm
 from infinity._src.grads.reducer import GradReducer
 from infinity._src.memory.device import Device
+from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param as gathered
-from infinity._src.params.delayed_params import DelayedParams
 from infinity._src.params.pass_tracker import Passes
 from infinity._src.params.pending_unshards import PendingUnshards
 from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, Schedule
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
+from infinity._src.params.update_hooks import Access, UpdateHooks
 from infinity._src.telemetry import Timeline
 from infinity.aio import Gate, Priority, Ticket
 from infinity.errors import AioError
@@ -69,8 +70,6 @@ class Gathering:
     groups.
     """
 
-    gradients: GradReducer
-
     def __init__(
         self,
         units: list[Unit],
@@ -82,6 +81,10 @@ class Gathering:
         device: Device,
         fills: PendingUnshards,
         coarse: bool,
+        gradients: GradReducer,
+        mode: UpdateHooks,
+        access: Access,
+        heap: Heap,
     ) -> None:
         self.units = units
         self.schedule = Schedule()
@@ -100,15 +103,16 @@ class Gathering:
         self.gathered_bytes_max = (AHEAD + 1) * max((unit.size_bytes for unit in units), default=0)
         self._updates: dict[Unit, PendingUpdate] = {}
         self._current: Unit | None = None  # being demanded: nobody holds it yet, and it must not go
-        self.shadow: DelayedParams | None = None  # update="delayed": the parameters that compute
+        self.shadow = mode.delayed_params
         self._views: dict[Unit, ParamVersion] = {}  # of what is held
-        self.on_demand: Callable[[Unit], None] = lambda _unit: None  # raises sticky faults, and after close
-        self.on_idle: Callable[[Unit], None] = lambda _unit: None  # told when nothing uses a unit any more
-        self.on_evict: Callable[[], None] = lambda: None
+        self.gradients = gradients
+        self._mode = mode
+        self._access = access
+        self._heap = heap
 
     def demand(self, unit: Unit) -> None:
         """Block until the unit is gathered with its current values."""
-        self.on_demand(unit)
+        self._access.before_read(unit)
         self.demands += 1
         self._current = unit
         try:
@@ -155,7 +159,7 @@ class Gathering:
 
     def idle(self, unit: Unit) -> None:
         """The unit may be evicted; it stays until its room is wanted."""
-        self.on_idle(unit)
+        self._mode.unit_released(unit)
         if not self._keep and self._held_bytes > self.gathered_bytes_max:
             self._make_room(0, NEVER)
 
@@ -220,7 +224,7 @@ class Gathering:
             self._fills.put_back(unit, fill)
             self._forget(unit)
             if isinstance(error, AioError):
-                self.on_demand(unit)  # if it was an update that failed, this says so and what helps
+                self._access.before_read(unit)  # if it was an update that failed, this says so and what helps
                 error.args = (f"{unit.name} cannot be gathered: {error}",)
             raise
         end_ns = time.monotonic_ns()
@@ -238,7 +242,7 @@ class Gathering:
             gathered.invalidate(unit)
         else:
             gathered.evict(unit)
-        self.on_evict()
+        self._heap.freed()
         if interrupt is not None:
             raise interrupt
 

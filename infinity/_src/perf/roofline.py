@@ -34,7 +34,7 @@ import sys
 from collections.abc import Iterable
 
 from infinity._src.perf.pcie import Spent
-from infinity.aio.plan import Section
+from infinity.aio._records import Section
 
 UPDATES = ("deferred", "backward", "delayed")
 """When states are updated; `Policy.update` has these names."""

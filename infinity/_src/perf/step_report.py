@@ -18,7 +18,7 @@ from infinity._src.perf.roofline import Compute, Drives, Limits, Moved, Traffic,
 from infinity._src.sizes import format_size
 from infinity._src.telemetry import PHASES, PhaseClock, PhaseFigures
 from infinity.aio import DriveStats, ExecutorStats
-from infinity.aio.endurance import BUSY_SHARE_MIN, SAMPLE_BYTES_MIN
+from infinity.aio._endurance import BUSY_SHARE_MIN, SAMPLE_BYTES_MIN
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from infinity import aio
 from infinity._src import native
-from infinity.aio import plan
-from infinity.aio.native_core import load_uring
-from infinity.aio.native_executor import NativeExecutor
+from infinity.aio import _records as records
+from infinity.aio._executor import Executor
+from infinity.aio._handles import load_uring
 from infinity.errors import AioError
 
 Array = npt.NDArray[Any]
@@ -28,7 +28,7 @@ NUMEL = 4096
 PIECE = 2048
 DTYPES = (np.uint16, np.int16, np.float32, np.float32)
 RUN_BYTES = 12 * NUMEL
-SPILLED = plan.Format(plan.Master.SPLIT, plan.Moments.FP32, 2, plan.GradSection.BF16)
+SPILLED = records.Format(records.Master.SPLIT, records.Moments.FP32, 2, records.GradSection.BF16)
 """The same with a section of spilled gradients, in bf16."""
 
 
@@ -40,7 +40,7 @@ def adamw(fmt: int, sections: list[Array], grad: Array, hyper: Any, element: int
         for k in range(int(hyper["log_count"])):
             value = one(hyper["log_value"][k])
             g = g / value if hyper["log_kind"][k] else g * value
-        hi, lo, m, v = sections if fmt == plan.Format.SPLIT else (sections[0], None, sections[1], sections[2])
+        hi, lo, m, v = sections if fmt == records.Format.SPLIT else (sections[0], None, sections[1], sections[2])
         if lo is None:
             p = hi.copy()
         else:
@@ -59,7 +59,7 @@ def adamw(fmt: int, sections: list[Array], grad: Array, hyper: Any, element: int
 
 def hyper_record(step: int = 1) -> Array:
     """One HYPER record of a plain AdamW step."""
-    record = np.zeros(1, dtype=plan.HYPER)
+    record = np.zeros(1, dtype=records.HYPER)
     lr, beta1, beta2 = 1e-2, 0.9, 0.99
     record["decay"] = 1 - lr * 0.01
     record["beta1"], record["one_minus_beta1"] = beta1, 1 - beta1
@@ -91,7 +91,7 @@ class Rig:
         **options: Any,
     ) -> None:
         self.piece = piece
-        self.format = SPILLED if spilled else plan.Format.SPLIT
+        self.format = SPILLED if spilled else records.Format.SPLIT
         self.dtypes = (*DTYPES, np.uint16) if spilled else DTYPES
         self.run_bytes = sum(np.dtype(dtype).itemsize for dtype in self.dtypes) * NUMEL
         self.files = list(
@@ -103,7 +103,7 @@ class Rig:
         small = aio.PoolSpec(pools[0], 2 * NUMEL)
         large = aio.PoolSpec(pools[1], self.run_bytes)
         options = {"block_bytes": 8192, "depth": 8, **options}
-        self.executor = NativeExecutor(self.files, small=small, large=large, backend=backend, **options)
+        self.executor = Executor(self.files, small=small, large=large, backend=backend, **options)
         self.sums = np.zeros((chunk_count, len(self.dtypes), NUMEL // piece), dtype=np.uint32)
         self.memory: list[list[Array | None]] = [
             [np.zeros(NUMEL, dtype) if s in resident else None for s, dtype in enumerate(self.dtypes)]
@@ -122,7 +122,7 @@ class Rig:
 
     def chunk_record(self, index: int, *, checksums: bool) -> Array:
         """The CHUNK record of one chunk; its run holds what is not resident."""
-        record = np.zeros(1, dtype=plan.CHUNK)
+        record = np.zeros(1, dtype=records.CHUNK)
         at = 0
         drive = index % len(self.files)
         for s, dtype in enumerate(self.dtypes):
@@ -143,7 +143,7 @@ class Rig:
 
     def _second_place(self, record: Any, index: int) -> None:
         """A second run in another file, and memory for what is resident. Gradients stay in the first run."""
-        states = plan.Format.of(record["format"]).written_count
+        states = records.Format.of(record["format"]).written_count
         if record["run_bytes"]:
             record["other_file"], record["other_offset"] = 1, index * self.run_bytes
             record["other_bytes"] = record["run_bytes"]
@@ -160,11 +160,11 @@ class Rig:
 
     def store(self, values: dict[int, list[Array]], *, mask: int = 15, priority: int = 0) -> aio.Ticket:
         """STORE whole chunks (or the masked sections of them)."""
-        jobs = np.zeros(len(values), dtype=plan.JOB)
+        jobs = np.zeros(len(values), dtype=records.JOB)
         for job, (index, arrays) in zip(jobs, values.items(), strict=True):
             job["chunk"], job["kind"], job["mask"], job["base"] = (
                 self.ids[index],
-                plan.JobKind.STORE,
+                records.JobKind.STORE,
                 mask | self.flags,
                 -1,
             )
@@ -177,11 +177,11 @@ class Rig:
     ) -> tuple[aio.Ticket, list[list[Array]]]:
         """FETCH into fresh arrays, which are filled when the ticket is."""
         targets = [[np.zeros(NUMEL, dtype) for dtype in self.dtypes] for _ in indexes]
-        jobs = np.zeros(len(indexes), dtype=plan.JOB)
+        jobs = np.zeros(len(indexes), dtype=records.JOB)
         for job, index, arrays in zip(jobs, indexes, targets, strict=True):
             job["chunk"], job["kind"], job["mask"], job["base"] = (
                 self.ids[index],
-                plan.JobKind.FETCH,
+                records.JobKind.FETCH,
                 mask | self.flags,
                 -1,
             )
@@ -208,23 +208,23 @@ class Rig:
 
         A gradient of None lies in the chunk's own section. `given`: sections 0 that are given, by chunk.
         """
-        jobs = np.zeros(len(grads), dtype=plan.JOB)
-        segs = np.zeros(len(grads), dtype=plan.SEG)
+        jobs = np.zeros(len(grads), dtype=records.JOB)
+        segs = np.zeros(len(grads), dtype=records.SEG)
         for n, (index, grad) in enumerate(grads.items()):
-            jobs[n]["chunk"], jobs[n]["kind"], jobs[n]["base"] = self.ids[index], plan.JobKind.UPDATE, -1
+            jobs[n]["chunk"], jobs[n]["kind"], jobs[n]["base"] = self.ids[index], records.JobKind.UPDATE, -1
             jobs[n]["seg_first"], jobs[n]["seg_count"] = n, 1
             if target is not None:
                 jobs[n]["base"] = 0 if gate is not None else -1
                 jobs[n]["ptr"][0] = n * 2 * NUMEL + (0 if gate is not None else target.ctypes.data)
             if given and index in given:
-                jobs[n]["mask"], jobs[n]["ptr"][1] = aio.MASK_GIVEN, given[index].ctypes.data
+                jobs[n]["mask"], jobs[n]["ptr"][1] = aio.MASK_PARAM_IN_MEMORY, given[index].ctypes.data
             jobs[n]["mask"] |= self.flags
             segs[n]["numel"] = NUMEL
             if grad is None:
-                segs[n]["grad_dtype"] = plan.GradDtype.SECTION
+                segs[n]["grad_dtype"] = records.GradDtype.SECTION
                 continue
             segs[n]["grad"] = grad.ctypes.data
-            segs[n]["grad_dtype"] = plan.GradDtype.FP32 if grad.dtype == np.float32 else plan.GradDtype.BF16
+            segs[n]["grad_dtype"] = records.GradDtype.FP32 if grad.dtype == np.float32 else records.GradDtype.BF16
         self._keep.append((grads, target, given))
         return self.executor.submit(
             jobs, segs, hyper_record(step), priority=aio.Priority.WRITEBACK, gate=gate
@@ -232,7 +232,7 @@ class Rig:
 
     def close(self) -> None:
         """Close executor and files."""
-        self.executor.close(drain=False)
+        self.executor.close(wait=False)
         for file in (*self.files, *self.others):
             file.close()
 

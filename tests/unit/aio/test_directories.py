@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infinity import Policy
-from infinity.aio.directories import is_pattern, resolve
+from infinity.aio._swap_file import is_directory_pattern, resolve_directories
 
 
 def test_a_policy_takes_patterns_before_ranks_are_known_and_refuses_other_braces(monkeypatch):
@@ -31,30 +31,30 @@ def test_each_rank_gets_its_own(tmp_path):
     for name in ("rank3", "local1", "shared"):
         (tmp_path / name).mkdir()
     given = [tmp_path / "rank{rank}", tmp_path / "local{local_rank}", tmp_path / "shared"]
-    assert [is_pattern(path) for path in given] == [True, True, False]
-    found = resolve(given, rank=3, local_rank=1)
+    assert [is_directory_pattern(path) for path in given] == [True, True, False]
+    found = resolve_directories(given, rank=3, local_rank=1)
     assert found == (tmp_path / "rank3", tmp_path / "local1", tmp_path / "shared")
 
 
 def test_what_is_missing_is_named_with_its_pattern_and_rank(tmp_path):
     (tmp_path / "file2").touch()
     with pytest.raises(ValueError, match="does not exist") as caught:
-        resolve([tmp_path / "x{rank}"], rank=2, local_rank=0)
+        resolve_directories([tmp_path / "x{rank}"], rank=2, local_rank=0)
     assert f"nvme='{tmp_path}/x{{rank}}' is '{tmp_path}/x2' on rank 2 (local rank 0)" in str(caught.value)
     with pytest.raises(ValueError, match="is not a directory"):
-        resolve([tmp_path / "file{rank}"], rank=2, local_rank=0)
+        resolve_directories([tmp_path / "file{rank}"], rank=2, local_rank=0)
     # What is no pattern is checked by those who open it, with errors of their own.
-    assert resolve([tmp_path / "missing"], rank=0, local_rank=0) == (tmp_path / "missing",)
+    assert resolve_directories([tmp_path / "missing"], rank=0, local_rank=0) == (tmp_path / "missing",)
 
 
 def test_two_patterns_that_are_one_directory_on_a_rank_are_refused_there(tmp_path):
     for name in ("0", "1"):
         (tmp_path / name).mkdir()
     given = [tmp_path / "{rank}", tmp_path / "{local_rank}"]
-    assert resolve(given, rank=1, local_rank=0) == (tmp_path / "1", tmp_path / "0")
+    assert resolve_directories(given, rank=1, local_rank=0) == (tmp_path / "1", tmp_path / "0")
     with pytest.raises(ValueError, match=r"are both '.*/1' on rank 1 \(local rank 1\): name each directory once") as caught:
-        resolve(given, rank=1, local_rank=1)
+        resolve_directories(given, rank=1, local_rank=1)
     assert f"nvme='{tmp_path}/{{rank}}' and '{tmp_path}/{{local_rank}}'" in str(caught.value)
     (tmp_path / "link").symlink_to(tmp_path / "1")
     with pytest.raises(ValueError, match="are both"):
-        resolve([tmp_path / "link", tmp_path / "{rank}"], rank=1, local_rank=0)
+        resolve_directories([tmp_path / "link", tmp_path / "{rank}"], rank=1, local_rank=0)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.aio.drive_limits import DEPTH_MIN, DriveLimits, fit, limits_of
-from infinity.aio.swap_file import SwapFile
+from infinity.aio import SwapFile
+from infinity.aio._file_system import DEPTH_MIN, DriveLimits, fit, limits_of
 
 
 def sysfs_with(root: Path, file: Path, device: str, *, requests: str = "64", sectors: str = "128") -> Path:

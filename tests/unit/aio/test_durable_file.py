@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infinity.aio import swap_file
-from infinity.aio.swap_file import SwapFile
-from infinity.aio.swap_owner import Owner
+from infinity.aio import SwapFile
+from infinity.aio import _swap_file as swap_file
+from infinity.aio._swap_owner import Owner
 from infinity.errors import AioError, DeviceFailedError, SwapFullError
 from tests.unit.aio.disks import loop_ext4
 
@@ -42,7 +42,7 @@ def holder(directory: Path, then: str) -> subprocess.Popen[str]:
     """A process that holds `states` in `directory`, and has written into it."""
     code = f"""
         import sys, time
-        from infinity.aio.swap_file import SwapFile
+        from infinity.aio import SwapFile
         from tests.unit.aio.test_durable_file import put
         file = SwapFile.durable({str(directory)!r}, "states")
         file.grow(1 << 20)

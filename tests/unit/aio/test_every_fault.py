@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import plan
+from infinity.aio import _records as records
 from infinity.errors import AioError, ChecksumError, DeviceFailedError, ShortTransferError, SwapFullError
 from tests.unit.aio.rig import (
     BACKENDS,
@@ -65,7 +65,7 @@ class Run:
         self.writes = [rig.store({i: first[i]}) for i in range(CHUNKS)]
         self.writes += [rig.update({i: grads[i]}) for i in range(CHUNKS)]
         for chunk, grad in zip(self.expected, grads, strict=True):
-            adamw(plan.Format.SPLIT, chunk, grad, hyper_record()[0])
+            adamw(records.Format.SPLIT, chunk, grad, hyper_record()[0])
         self.writes.append(rig.store({1: second}, mask=0b1001))  # sections apart from each other
         self.expected[1] = [second[0].copy(), *self.expected[1][1:3], second[3].copy()]
         self.fetches = [(i, mask, *rig.fetch([i], mask=mask)) for i in range(CHUNKS) for mask in (0b0001, 15)]
@@ -131,7 +131,7 @@ def check_ended(run: Run) -> None:
         assert (outcome(ticket, 0) is not None) == ticket.failed
     first = run.rig.executor.fault()
     assert (first is None) == (not run.errors)
-    run.rig.executor.drain(20)
+    run.rig.executor.wait_all(20)
 
 
 def check_goes_on(run: Run, *, persistent: bool, flipped: bool) -> None:

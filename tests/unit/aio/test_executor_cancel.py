@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import plan
+from infinity.aio import _records as records
 from infinity.errors import AioCancelledError, AioError
 from tests.unit.aio.rig import NUMEL, adamw, hyper_record, outcome, random_chunk, same
 
@@ -96,7 +96,7 @@ def test_a_fetch_behind_another_job_of_its_chunk_is_given_up(make_rig, rng):
     check_given_up(rig, ticket, targets)
     before.wait(20)
     after.wait(20)
-    adamw(plan.Format.SPLIT, values[0], grad, hyper_record()[0])
+    adamw(records.Format.SPLIT, values[0], grad, hyper_record()[0])
     assert same(wanted[0], values[0])
     assert rig.executor.stats().bytes_read == 2 * 2 * NUMEL  # the update's and the second fetch's
 
@@ -146,7 +146,7 @@ def test_stores_and_updates_are_never_given_up(make_rig, rng):
     for ticket in tickets:
         ticket.wait(20)
     for value in (values[0], new):
-        adamw(plan.Format.SPLIT, value, grad, hyper_record()[0])
+        adamw(records.Format.SPLIT, value, grad, hyper_record()[0])
     assert same(rig.read(0), values[0])
     assert same(rig.read(1), new)
     assert rig.executor.stats().jobs_cancelled == 0
@@ -155,9 +155,9 @@ def test_stores_and_updates_are_never_given_up(make_rig, rng):
 def test_of_a_mixed_ticket_only_the_fetches_are_given_up(make_rig, rng):
     rig, _ = slow(make_rig, rng, [0], pools=(1, 0))
     new, target = random_chunk(rng), np.zeros(NUMEL, np.uint16)
-    jobs = np.zeros(2, dtype=plan.JOB)
+    jobs = np.zeros(2, dtype=records.JOB)
     jobs["chunk"], jobs["base"], jobs["mask"] = rig.ids[:2], -1, (1, 15)
-    jobs["kind"] = plan.JobKind.FETCH, plan.JobKind.STORE
+    jobs["kind"] = records.JobKind.FETCH, records.JobKind.STORE
     jobs["ptr"][0, 0] = target.ctypes.data
     jobs["ptr"][1, :4] = [array.ctypes.data for array in new]
     behind = rig.fetch([0])[0]
@@ -181,7 +181,7 @@ def test_giving_up_twice_late_or_after_the_end_does_nothing(make_rig, rng):
     ticket.cancel()
     ticket.wait(0)
     assert same(targets[0], value)
-    empty = rig.executor.submit(np.zeros(0, dtype=plan.JOB), priority=aio.Priority.DEMAND)
+    empty = rig.executor.submit(np.zeros(0, dtype=records.JOB), priority=aio.Priority.DEMAND)
     empty.cancel()
     empty.wait(0)
     gate = rig.executor.gate()  # one that nobody holds would escape
@@ -222,7 +222,7 @@ def test_cancel_races_with_everything_and_loses_nothing(make_rig, rng):
         assert error is None or isinstance(error, AioCancelledError)
         assert error is not None or same(target, values[index])
     assert all(same(rig.read(i), values[i]) for i in values)
-    rig.executor.drain(20)
+    rig.executor.wait_all(20)
     stats = rig.executor.stats()
     assert stats.jobs_cancelled == sum(error is not None for _, error, _ in ended)
     assert stats.jobs_done == stats.jobs_submitted

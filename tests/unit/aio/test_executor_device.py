@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infinity import aio
-from infinity.aio import plan
+from infinity.aio import _records as records
 from infinity.errors import ChecksumError, DeviceCopyError
 from tests.simulated import Simulated
 from tests.unit.aio.rig import BACKENDS, NUMEL, Rig, adamw, hyper_record, random_chunk, same
@@ -49,7 +49,7 @@ def random_grad(rng: np.random.Generator) -> np.ndarray:
 
 def updated(value: list[np.ndarray], grad: np.ndarray, step: int = 1) -> list[np.ndarray]:
     after = [section.copy() for section in value]
-    adamw(plan.Format.SPLIT, after[:4], grad, hyper_record(step)[0])
+    adamw(records.Format.SPLIT, after[:4], grad, hyper_record(step)[0])
     return after
 
 
@@ -77,8 +77,8 @@ def test_a_target_that_a_kernel_still_reads_is_waited_for(make, rng):
     rig.flags = aio.MASK_DEVICE
     target = np.zeros(NUMEL, np.uint16)
     device.kernel(target.ctypes.data, target.nbytes, writes=False, what="a kernel of before")
-    job = np.zeros(1, dtype=plan.JOB)
-    job["chunk"], job["kind"], job["mask"], job["base"] = rig.ids[0], plan.JobKind.FETCH, 1 | aio.MASK_DEVICE, -1
+    job = np.zeros(1, dtype=records.JOB)
+    job["chunk"], job["kind"], job["mask"], job["base"] = rig.ids[0], records.JobKind.FETCH, 1 | aio.MASK_DEVICE, -1
     job["ptr"][0, 0] = target.ctypes.data
     rig.executor.submit(job, priority=aio.Priority.DEMAND).wait(20)
     assert same([target], value[:1])
@@ -174,8 +174,8 @@ def test_a_version_comes_from_the_device_whole_or_in_part(make, rng, resident):
 
 
 def copy_job(to: np.ndarray, source: np.ndarray, *, out: bool) -> np.ndarray:
-    job = np.zeros(1, dtype=plan.JOB)
-    job["kind"], job["chunk"], job["base"] = plan.JobKind.COPY, -1, -1
+    job = np.zeros(1, dtype=records.JOB)
+    job["kind"], job["chunk"], job["base"] = records.JobKind.COPY, -1, -1
     job["mask"] = aio.MASK_DEVICE | (aio.MASK_COPY_OUT if out else 0)
     job["ptr"][0, :3] = to.ctypes.data, source.ctypes.data, source.nbytes
     return job
@@ -198,7 +198,7 @@ def test_plain_copies_in_both_directions_beside_each_other(make, seed, outs):
     for ticket, source, target in zip(tickets, sources, targets, strict=True):
         ticket.wait_filled(20)
         assert target.tobytes() == source.tobytes()
-    rig.executor.drain(20)
+    rig.executor.wait_all(20)
     assert device.races() == []
     rig.close()
     driver.close()
@@ -264,7 +264,7 @@ def test_many_jobs_at_once_with_a_device_and_closing_amid_them(make, rng):
     for ticket, targets in tickets[:2]:
         ticket.wait(20)
         assert all(target[0].tobytes() == values[i][0].tobytes() for i, target in enumerate(targets))
-    rig.executor.close(drain=False)
+    rig.executor.close(wait=False)
 
 
 def test_jobs_for_a_device_that_cannot_be_are_refused(make, rng, tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import plan
+from infinity.aio import _records as records
 from tests.unit.aio.rig import NUMEL, adamw, hyper_record, random_chunk, same
 
 LONG_S = 30.0
@@ -35,7 +35,7 @@ def test_a_gated_update_waits_and_then_fills_its_target(make_rig, rng):
     assert gate.open([target.ctypes.data])
     ticket.wait()
     for i in range(2):
-        adamw(plan.Format.SPLIT, values[i], grads[i], hyper_record()[0])
+        adamw(records.Format.SPLIT, values[i], grads[i], hyper_record()[0])
         assert target[i].tobytes() == values[i][0].tobytes()
     stats = rig.executor.stats()
     assert (stats.gates_opened, stats.gates_escaped) == (1, 0)
@@ -45,8 +45,8 @@ def test_a_gated_fetch_adds_its_base(make_rig, rng):
     rig, values = prepared(make_rig, rng)
     gate = rig.executor.gate()
     targets = np.zeros((2, 3, NUMEL), dtype=np.uint16)
-    jobs = np.zeros(3, dtype=plan.JOB)
-    jobs["chunk"], jobs["kind"], jobs["mask"], jobs["base"] = rig.ids[:3], plan.JobKind.FETCH, 1, (0, 1, 0)
+    jobs = np.zeros(3, dtype=records.JOB)
+    jobs["chunk"], jobs["kind"], jobs["mask"], jobs["base"] = rig.ids[:3], records.JobKind.FETCH, 1, (0, 1, 0)
     jobs["ptr"][:, 0] = np.arange(3) * 2 * NUMEL
     ticket = rig.executor.submit(jobs, priority=aio.Priority.PREFETCH, gate=gate)
     assert gate.open([targets[0].ctypes.data, targets[1].ctypes.data])
@@ -70,7 +70,7 @@ def test_an_idle_executor_lets_gates_escape_and_updates_still_happen(make_rig, r
     assert not gates[0].open([target.ctypes.data])
     assert not target.any()
     for i in range(6):
-        adamw(plan.Format.SPLIT, values[i], grads[i], hyper_record()[0])
+        adamw(records.Format.SPLIT, values[i], grads[i], hyper_record()[0])
         assert same(rig.read(i), values[i])
 
 
@@ -117,7 +117,7 @@ def test_waiting_behind_a_gated_job_of_the_same_chunk_makes_it_escape(make_rig, 
     rig.fetch([3], gate=later)
     ticket, targets = rig.fetch([0, 1])
     ticket.wait(20)
-    adamw(plan.Format.SPLIT, values[0], grad, hyper_record()[0])
+    adamw(records.Format.SPLIT, values[0], grad, hyper_record()[0])
     assert same(targets[0], values[0])
     assert gate.escaped
     assert not later.escaped
@@ -134,7 +134,7 @@ def test_a_closed_gate_does_not_hold_other_chunks(make_rig, rng):
 def test_drain_and_close_let_all_gates_escape(make_rig, rng):
     rig, _ = prepared(make_rig, rng)
     tickets = [rig.fetch([i], gate=rig.executor.gate())[0] for i in range(3)]
-    rig.executor.drain(20)
+    rig.executor.wait_all(20)
     assert all(ticket.done for ticket in tickets)
     gate = rig.executor.gate()
     ticket, _ = rig.fetch([0], gate=gate)
@@ -183,8 +183,8 @@ def test_a_gate_opens_once_and_wants_all_its_bases(make_rig, rng):
 def test_a_gate_whose_fetch_was_given_up_wants_only_the_bases_of_the_others(make_rig, rng):
     rig, values = prepared(make_rig, rng)
     gate = rig.executor.gate()
-    jobs = np.zeros(1, dtype=plan.JOB)
-    jobs["kind"], jobs["mask"] = plan.JobKind.FETCH, 1
+    jobs = np.zeros(1, dtype=records.JOB)
+    jobs["kind"], jobs["mask"] = records.JobKind.FETCH, 1
     target = np.zeros(NUMEL, dtype=np.uint16)
     tickets = []
     for index, base in ((0, 0), (1, 5)):
@@ -212,7 +212,7 @@ def test_opening_a_gate_stops_the_escape_of_the_others(make_rig, rng):
     assert gates[0].open([])
     tickets[0].wait(20)
     assert [gate.escaped for gate in gates] == [False] * 3
-    rig.executor.drain(20)
+    rig.executor.wait_all(20)
 
 
 def test_faults_behind_gates_reach_their_tickets(make_rig, rng):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import plan
+from infinity.aio import _records as records
 from tests.unit.aio.rig import DTYPES, NUMEL, PIECE, adamw, hyper_record, random_chunk, same
 
 
@@ -53,8 +53,8 @@ def test_a_store_of_some_sections_keeps_the_others(make_rig, rng):
 def test_a_store_without_source_writes_zeros(make_rig, rng):
     rig = make_rig()
     rig.store({0: random_chunk(rng)}).wait()
-    job = np.zeros(1, dtype=plan.JOB)
-    job["chunk"], job["kind"], job["mask"], job["base"] = rig.ids[0], plan.JobKind.STORE, 15, -1
+    job = np.zeros(1, dtype=records.JOB)
+    job["chunk"], job["kind"], job["mask"], job["base"] = rig.ids[0], records.JobKind.STORE, 15, -1
     rig.executor.submit(job, priority=aio.Priority.DEMAND).wait()
     assert same(rig.read(0), [np.zeros(NUMEL, dtype) for dtype in DTYPES])
 
@@ -71,7 +71,7 @@ def test_an_update_is_bitwise_the_reference(make_rig, rng, resident, bf16):
             grads = {i: (grad.view(np.uint32) >> 16).astype(np.uint16) for i, grad in grads.items()}
         rig.update(grads, step=step).wait()
         for i in range(6):
-            adamw(plan.Format.SPLIT, values[i], grads[i], hyper_record(step)[0])
+            adamw(records.Format.SPLIT, values[i], grads[i], hyper_record(step)[0])
             assert same(rig.read(i), values[i])
     assert rig.executor.stats().updates == 12
 
@@ -87,7 +87,7 @@ def test_an_update_hands_the_parameter_to_its_target(make_rig, rng):
     filled = target.copy()
     ticket.wait()
     for i in range(4):
-        adamw(plan.Format.SPLIT, values[i], grads[i], hyper_record()[0])
+        adamw(records.Format.SPLIT, values[i], grads[i], hyper_record()[0])
         assert filled[i].tobytes() == values[i][0].tobytes()
 
 
@@ -96,16 +96,16 @@ def test_segments_update_only_their_elements(make_rig, rng):
     value = random_chunk(rng)
     rig.store({0: value}).wait()
     grad = rng.standard_normal(NUMEL).astype(np.float32)
-    segs = np.zeros(2, dtype=plan.SEG)
+    segs = np.zeros(2, dtype=records.SEG)
     spans = [(100, 500), (PIECE - 7, 20)]
     for seg, (start, numel) in zip(segs, spans, strict=True):
         seg["start"], seg["numel"], seg["grad"], seg["grad_dtype"] = start, numel, grad[start:].ctypes.data, 1
-    job = np.zeros(1, dtype=plan.JOB)
-    job["chunk"], job["kind"], job["base"], job["seg_count"] = rig.ids[0], plan.JobKind.UPDATE, -1, 2
+    job = np.zeros(1, dtype=records.JOB)
+    job["chunk"], job["kind"], job["base"], job["seg_count"] = rig.ids[0], records.JobKind.UPDATE, -1, 2
     rig.executor.submit(job, segs, hyper_record(), priority=aio.Priority.WRITEBACK).wait()
     for start, numel in spans:
         part = [section[start : start + numel] for section in value]
-        adamw(plan.Format.SPLIT, part, grad[start : start + numel], hyper_record()[0])
+        adamw(records.Format.SPLIT, part, grad[start : start + numel], hyper_record()[0])
     assert same(rig.read(0), value)
 
 
@@ -117,7 +117,7 @@ def test_jobs_on_one_chunk_run_in_the_order_of_submission(make_rig, rng):
     for step in range(1, 6):
         grad = rng.standard_normal(NUMEL).astype(np.float32)
         rig.update({0: grad}, step=step)
-        adamw(plan.Format.SPLIT, expected, grad, hyper_record(step)[0])
+        adamw(records.Format.SPLIT, expected, grad, hyper_record(step)[0])
         tickets.append((*rig.fetch([0]), [section.copy() for section in expected]))
     for ticket, targets, wanted in tickets:
         ticket.wait()
@@ -147,18 +147,18 @@ def test_more_chunks_than_slots_and_several_drives_work(make_rig, rng):
 
 def test_chunks_whose_sections_have_gaps_and_odd_sizes_work(make_rig, rng):
     rig = make_rig(chunk_count=2)
-    record = np.zeros(1, dtype=plan.CHUNK)
+    record = np.zeros(1, dtype=records.CHUNK)
     record["key"], record["numel"], record["piece_numel"] = 77, 1000, 300
     record["section_at"] = (0, 8192, 20480, -1, -1, -1)
-    record["run_bytes"], record["format"], record["section_count"] = 24576, plan.Format.FP32, 3
+    record["run_bytes"], record["format"], record["section_count"] = 24576, records.Format.FP32, 3
     record["itemsize"] = (4, 4, 4, 0, 0, 0)
     sums = np.zeros((3, 4), dtype=np.uint32)
     record["sums_ptr"] = sums.ctypes.data
     chunk = rig.executor.define(record)
     sources = [rng.standard_normal(1000).astype(np.float32) for _ in range(3)]
     targets = [np.zeros(1000, dtype=np.float32) for _ in range(3)]
-    for kind, arrays in ((plan.JobKind.STORE, sources), (plan.JobKind.FETCH, targets)):
-        job = np.zeros(1, dtype=plan.JOB)
+    for kind, arrays in ((records.JobKind.STORE, sources), (records.JobKind.FETCH, targets)):
+        job = np.zeros(1, dtype=records.JOB)
         job["chunk"], job["kind"], job["mask"], job["base"] = chunk[0], kind, 7, -1
         job["ptr"][0, :3] = [array.ctypes.data for array in arrays]
         rig.executor.submit(job, priority=aio.Priority.DEMAND).wait()
@@ -167,8 +167,8 @@ def test_chunks_whose_sections_have_gaps_and_odd_sizes_work(make_rig, rng):
 
 def test_a_plan_that_cannot_run_is_a_value_error_and_runs_nothing(make_rig, rng):
     rig = make_rig()
-    good = np.zeros(1, dtype=plan.JOB)
-    good["chunk"], good["kind"], good["mask"], good["base"] = rig.ids[0], plan.JobKind.FETCH, 1, -1
+    good = np.zeros(1, dtype=records.JOB)
+    good["chunk"], good["kind"], good["mask"], good["base"] = rig.ids[0], records.JobKind.FETCH, 1, -1
     for field, value in (
         ("chunk", 99),
         ("chunk", -1),
@@ -184,10 +184,10 @@ def test_a_plan_that_cannot_run_is_a_value_error_and_runs_nothing(make_rig, rng)
         with pytest.raises(ValueError, match="job 1"):
             rig.executor.submit(bad, priority=aio.Priority.DEMAND)
     update = good.copy()
-    update["kind"], update["seg_count"] = plan.JobKind.UPDATE, 1
+    update["kind"], update["seg_count"] = records.JobKind.UPDATE, 1
     with pytest.raises(ValueError, match="segments"):
         rig.executor.submit(update, priority=aio.Priority.DEMAND)
-    with pytest.raises(ValueError, match=r"plan\.JOB"):
+    with pytest.raises(ValueError, match=r"infinity\.aio\.JOB"):
         rig.executor.submit(np.zeros(3), priority=aio.Priority.DEMAND)
     assert rig.executor.stats().jobs_submitted == 0
 
@@ -198,11 +198,11 @@ def test_an_update_with_segments_out_of_range_is_an_error_that_touches_nothing(m
     rig.store({0: value}).wait()
     grad = np.ones(NUMEL, dtype=np.float32)
     for start, hyper in ((1, 0), (-1, 0), (0, 1), (0, -1)):
-        seg = np.zeros(1, dtype=plan.SEG)
+        seg = np.zeros(1, dtype=records.SEG)
         seg["start"], seg["numel"], seg["grad"], seg["grad_dtype"] = start, NUMEL, grad.ctypes.data, 1
         seg["hyper"] = hyper
-        job = np.zeros(1, dtype=plan.JOB)
-        job["chunk"], job["kind"], job["base"], job["seg_count"] = rig.ids[0], plan.JobKind.UPDATE, -1, 1
+        job = np.zeros(1, dtype=records.JOB)
+        job["chunk"], job["kind"], job["base"], job["seg_count"] = rig.ids[0], records.JobKind.UPDATE, -1, 1
         ticket = rig.executor.submit(job, seg, hyper_record(), priority=aio.Priority.WRITEBACK)
         with pytest.raises(OSError, match="out of range"):
             ticket.wait()
@@ -258,7 +258,7 @@ def test_a_chunk_with_pending_jobs_cannot_be_dropped(make_rig, rng):
 
 def test_a_submission_of_nothing_is_done(make_rig):
     rig = make_rig()
-    ticket = rig.executor.submit(np.zeros(0, dtype=plan.JOB), priority=aio.Priority.DEMAND)
+    ticket = rig.executor.submit(np.zeros(0, dtype=records.JOB), priority=aio.Priority.DEMAND)
     assert ticket.done
     assert ticket.filled
     ticket.wait()
@@ -269,7 +269,7 @@ def test_spans_tell_what_was_done_when(make_rig, rng):
     rig.executor.spans(True)
     rig.store({i: random_chunk(rng) for i in range(6)}).wait()
     rig.update({i: np.ones(NUMEL, dtype=np.float32) for i in range(6)}).wait()
-    rig.executor.drain()
+    rig.executor.wait_all()
     spans = rig.executor.take_spans()
     tracks = [int((spans["track"] == track).sum()) for track in range(4)]
     assert tracks == [6, 12, 6, 6]
@@ -283,9 +283,9 @@ def test_spans_tell_what_was_done_when(make_rig, rng):
 
 def test_the_measuring_mode_moves_slots_without_touching_them(make_rig):
     rig = make_rig(checksums=False)
-    jobs = np.zeros(6, dtype=plan.JOB)
+    jobs = np.zeros(6, dtype=records.JOB)
     jobs["chunk"], jobs["mask"], jobs["base"] = rig.ids, aio.MASK_MOVE_ONLY | 15, -1
-    for kind in (plan.JobKind.STORE, plan.JobKind.FETCH):
+    for kind in (records.JobKind.STORE, records.JobKind.FETCH):
         jobs["kind"] = kind
         rig.executor.submit(jobs, priority=aio.Priority.DEMAND).wait()
     stats = rig.executor.stats()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import plan
+from infinity.aio import _records as records
 from infinity.errors import AioClosedError, SwapFullError
 from tests.unit.aio.rig import NUMEL, RUN_BYTES, Rig, random_chunk, same
 
@@ -33,7 +33,7 @@ def test_close_without_drain_cancels_what_has_not_started(make_rig, rng):
     rig = make_rig(chunk_count=40, seam=SLOW, pools=(1, 2))
     ticket = rig.store({i: random_chunk(rng) for i in range(40)})
     gated = rig.fetch([0], gate=rig.executor.gate())[0]
-    rig.executor.close(drain=False)
+    rig.executor.close(wait=False)
     assert rig.executor.stats().drives[0].writes < 40
     for cancelled in (ticket, gated):
         assert cancelled.done
@@ -50,13 +50,13 @@ def test_after_close_everything_raises_but_looking_does_not(make_rig, rng):
     assert ticket.done
     assert rig.executor.stats().jobs_done == 1
     assert rig.executor.fault() is None
-    jobs = np.zeros(1, dtype=plan.JOB)
+    jobs = np.zeros(1, dtype=records.JOB)
     for call in (
         lambda: rig.executor.submit(jobs, priority=aio.Priority.DEMAND),
         lambda: rig.executor.define(rig.chunks),
         lambda: rig.executor.drop(rig.ids),
         rig.executor.gate,
-        rig.executor.drain,
+        rig.executor.wait_all,
         rig.executor.release_gates,
         lambda: gate.open([]),
         lambda: rig.executor.invalid(rig.ids),
@@ -83,9 +83,9 @@ def test_a_wait_times_out_and_can_be_repeated(make_rig, rng):
     with pytest.raises(TimeoutError):
         ticket.wait(0.01)
     with pytest.raises(TimeoutError):
-        rig.executor.drain(0.01)
+        rig.executor.wait_all(0.01)
     ticket.wait(20)
-    rig.executor.drain(20)
+    rig.executor.wait_all(20)
 
 
 def test_a_waiting_thread_leaves_the_interpreter_to_others(make_rig, rng):
@@ -157,7 +157,7 @@ def test_a_slow_drive_does_not_hold_a_fast_one(make_rig, rng, slots):
         ticket.wait(30)
         assert same(targets[0], values[i])
     assert not tickets[-2].done
-    rig.executor.close(drain=False)
+    rig.executor.close(wait=False)
 
 
 def test_throttles_are_each_drives_own():
@@ -172,7 +172,7 @@ def test_demand_passes_prefetch_and_writeback(make_rig, rng):
     behind = rig.fetch(range(1, 40), priority=1)[0]
     rig.fetch([0], mask=1)[0].wait(20)
     assert not behind.done
-    rig.executor.close(drain=False)
+    rig.executor.close(wait=False)
 
 
 def test_a_prefetch_that_is_waited_for_becomes_a_demand(make_rig, rng):
@@ -182,7 +182,7 @@ def test_a_prefetch_that_is_waited_for_becomes_a_demand(make_rig, rng):
     last = rig.fetch([0], priority=2)[0]
     last.wait(20)
     assert not behind.done
-    rig.executor.close(drain=False)
+    rig.executor.close(wait=False)
 
 
 def test_writes_progress_beside_endless_reads(make_rig, rng):

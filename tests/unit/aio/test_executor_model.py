@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from infinity import aio
-from infinity.aio import plan
+from infinity.aio import _records as records
 from infinity.errors import AioCancelledError, DeviceFailedError
 from tests.unit.aio.rig import BACKENDS, NUMEL, Rig, adamw, hyper_record, outcome, random_chunk, same
 
@@ -122,9 +122,9 @@ class ExecutorMachine(RuleBasedStateMachine):
             ticket.cancel()
 
     @rule(indexes=st.lists(INDEX, unique=True), given=st.booleans())
-    def preread(self, indexes: list[int], given: bool) -> None:
+    def prefetch(self, indexes: list[int], given: bool) -> None:
         ids = self.rig.ids[indexes]
-        assert 0 <= self.rig.executor.preread(ids, given=given) <= len(ids)
+        assert 0 <= self.rig.executor.prefetch(ids, param_in_memory=given) <= len(ids)
 
     @rule(
         indexes=st.sets(INDEX, min_size=1),
@@ -157,7 +157,7 @@ class ExecutorMachine(RuleBasedStateMachine):
             ticket.cancel()  # does nothing to an update
         for i, grad in grads.items():
             self.model[i] = [section.copy() for section in self.model[i]]
-            adamw(plan.Format.SPLIT, self.model[i][:4], grad, hyper_record(self.step)[0])
+            adamw(records.Format.SPLIT, self.model[i][:4], grad, hyper_record(self.step)[0])
         wanted = np.stack([self.model[i][0] for i in grads])
         if gate is None:
             self.pending.append((ticket, [target], [wanted]))
@@ -181,13 +181,13 @@ class ExecutorMachine(RuleBasedStateMachine):
             self.check(*self.pending.pop(len(self.pending) // 2))
 
     @rule()
-    def drain(self) -> None:
-        self.rig.executor.drain(20)
+    def wait_all(self) -> None:
+        self.rig.executor.wait_all(20)
         assert all(entry[0].done for entry in [*self.pending, *((ticket,) for _, ticket, *_ in self.gates)])
 
     def all_ended(self) -> None:
         """Nothing is pending, and what was to be checked is."""
-        self.rig.executor.drain(20)
+        self.rig.executor.wait_all(20)
         for gate, ticket, _, _ in self.gates:
             self.ended(ticket)
             assert gate.escaped
@@ -222,7 +222,7 @@ class ExecutorMachine(RuleBasedStateMachine):
     @rule(index=INDEX, mask=st.integers(1, 15), settled=st.booleans())
     def recover_behind_a_gate(self, index: int, mask: int, settled: bool) -> None:
         if settled:
-            self.rig.executor.drain(20)
+            self.rig.executor.wait_all(20)
         gate = self.rig.executor.gate()
         ticket, targets = self.rig.fetch([index], mask=self.everything, gate=gate)
         wanted = self.model[index]
@@ -236,7 +236,7 @@ class ExecutorMachine(RuleBasedStateMachine):
 
     @rule(index=INDEX)
     def define_again(self, index: int) -> None:
-        self.rig.executor.drain(20)
+        self.rig.executor.wait_all(20)
         chunk = self.rig.executor.look(self.rig.ids[index : index + 1])
         self.rig.executor.drop(self.rig.ids[index : index + 1])
         self.rig.ids[index] = self.rig.executor.define(chunk)[0]
@@ -280,7 +280,7 @@ class ExecutorMachine(RuleBasedStateMachine):
                 ticket, targets = self.rig.fetch([index], mask=self.everything)
                 ticket.wait(20)
                 assert same(targets[0], self.model[index])
-            self.rig.executor.drain(20)
+            self.rig.executor.wait_all(20)
             stats = self.rig.executor.stats()
             assert stats.jobs_done == stats.jobs_submitted
             assert stats.kept_chunks == 0

@@ -25,7 +25,7 @@ gate = rig.executor.gate()
 child = os.fork()
 if child == 0:
     code = 0
-    for call in (ticket.wait, rig.executor.gate, rig.executor.drain, lambda: gate.open([]), lambda: rig.fetch([0])):
+    for call in (ticket.wait, rig.executor.gate, rig.executor.wait_all, lambda: gate.open([]), lambda: rig.fetch([0])):
         try:
             call()
             code = 1
@@ -86,7 +86,7 @@ try:
     ticket.wait()
 except KeyboardInterrupt:
     print("interrupted", time.monotonic() - start < 2)
-rig.executor.close(drain=False)
+rig.executor.close(wait=False)
 """,
         timeout=30,
     )
@@ -161,7 +161,7 @@ print("end")
     assert done.stdout.split() == ["end"]
 
 
-@pytest.mark.parametrize("call", ["rig.executor.drain()", "rig.executor.close()", "ticket.wait_filled()"])
+@pytest.mark.parametrize("call", ["rig.executor.wait_all()", "rig.executor.close()", "ticket.wait_filled()"])
 def test_ctrl_c_ends_every_call_that_waits(backend, tmp_path, call):
     done = run_python(
         preamble(backend, tmp_path, "chunk_count=20, pools=(1, 1), seam=aio.Seam(write_bytes_per_s=1e5)")
@@ -173,7 +173,7 @@ try:
     {call}
 except KeyboardInterrupt:
     print("interrupted", time.monotonic() - start < 5)
-rig.executor.close(drain=False)
+rig.executor.close(wait=False)
 assert ticket.done
 """,
         timeout=30,

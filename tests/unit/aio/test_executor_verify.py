@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import plan
+from infinity.aio import _records as records
 from infinity.errors import AioError, ChecksumError, ShortTransferError
 from tests.unit.aio.rig import NUMEL, RUN_BYTES, adamw, hyper_record, outcome, random_chunk, same
 
@@ -153,7 +153,7 @@ def test_sampled_updates_are_right_and_seal_everything(make_rig, rng):
     for step in range(1, 6):
         grad = rng.standard_normal(NUMEL).astype(np.float32)
         rig.update({0: grad}, step=step)
-        adamw(plan.Format.SPLIT, value, grad, hyper_record(step)[0])
+        adamw(records.Format.SPLIT, value, grad, hyper_record(step)[0])
     for _ in range(STRIDE + 1):
         assert same(rig.read(0), value)
     assert rig.executor.fault() is None
@@ -177,7 +177,7 @@ def test_off_compares_nothing(make_rig, rng):
     assert same(rig.read(0), value)
     grad = np.ones(NUMEL, np.float32)
     rig.update({0: grad}).wait()
-    adamw(plan.Format.SPLIT, value, grad, hyper_record()[0])
+    adamw(records.Format.SPLIT, value, grad, hyper_record()[0])
     assert same(rig.read(0), value)
     assert not rig.sums.any()
 
@@ -205,8 +205,8 @@ def test_stale_and_misdirected_records_fail_their_checksums(make_rig, rng):
     swapped = rig.chunks[:2].copy()
     swapped["file_offset"] = swapped["file_offset"][::-1]
     ids = rig.executor.define(swapped)
-    jobs = np.zeros(1, dtype=plan.JOB)
-    jobs["chunk"], jobs["kind"], jobs["mask"], jobs["base"] = ids[0], plan.JobKind.FETCH, 15, -1
+    jobs = np.zeros(1, dtype=records.JOB)
+    jobs["chunk"], jobs["kind"], jobs["mask"], jobs["base"] = ids[0], records.JobKind.FETCH, 15, -1
     with pytest.raises(AioError) as caught:
         rig.executor.submit(jobs, priority=aio.Priority.DEMAND).wait()
     assert isinstance(caught.value, ChecksumError)

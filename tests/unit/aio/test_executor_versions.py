@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import plan
+from infinity.aio import _records as records
 from infinity.errors import AioError, DeviceFailedError
 from tests.unit.aio.rig import BACKENDS, NUMEL, Rig, adamw, hyper_record, outcome, random_chunk, same
 
@@ -47,7 +47,7 @@ def filled(rig: Rig, count: int = 2) -> list[list]:
 
 def updated(sections: list, grad: np.ndarray, step: int = 1) -> list:
     new = [section.copy() for section in sections]
-    adamw(plan.Format.SPLIT, new, grad, hyper_record(step)[0])
+    adamw(records.Format.SPLIT, new, grad, hyper_record(step)[0])
     return new
 
 
@@ -106,7 +106,7 @@ def test_a_step_that_fails_can_be_undone_and_done_again(backend: str, op: str, t
                 break  # past the last request
             assert isinstance(error, DeviceFailedError)
             struck += 1
-            rig.executor.drain()
+            rig.executor.wait_all()
             rig.executor.rollback(rig.ids)
             assert not rig.executor.invalid(rig.ids).any()
             assert rig.executor.stats().kept_chunks == 0
@@ -212,7 +212,7 @@ def test_a_file_that_holds_a_commit_can_be_left_to_others(backend: str, tmp_path
     rig.update({0: grad, 1: grad}, step=3).wait()
     for number in range(2):
         new = [section.copy() for section in values[number]]
-        adamw(plan.Format.SPLIT, new, grad, hyper_record(3)[0])
+        adamw(records.Format.SPLIT, new, grad, hyper_record(3)[0])
         assert same(rig.read(number), new)
         with path.open("rb", buffering=0) as file:
             assert os.pread(file.fileno(), rig.run_bytes, number * rig.run_bytes) == kept[number]

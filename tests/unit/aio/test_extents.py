@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.aio.extents import ExtentAllocator
+from infinity.aio import ExtentAllocator
 
 
 @settings(max_examples=150, deadline=None)

@@ -42,7 +42,7 @@ rig.store(values).wait(30)
 grads = {{i: rng.standard_normal(NUMEL).astype(np.float32) for i in range(6)}}
 rig.update(grads).wait(30)
 for i in range(6):
-    adamw(plan.Format.SPLIT, values[i], grads[i], hyper_record()[0])
+    adamw(records.Format.SPLIT, values[i], grads[i], hyper_record()[0])
 assert all(same(rig.read(i), values[i]) for i in range(6))
 stats = rig.executor.stats()
 print(stats.registered, stats.backend_reason or "-", stats.registered_reason or "-", sep="|")
@@ -178,14 +178,14 @@ after = [outcome(rig.update({{i: grads[i]}})) for i in range(6)]
 assert all(isinstance(error, DeviceFailedError) for error in after[0::2]), after
 assert all(error is None for error in after[1::2]), after
 for i in (1, 3, 5):
-    adamw(plan.Format.SPLIT, values[i], grads[i], hyper_record()[0])
+    adamw(records.Format.SPLIT, values[i], grads[i], hyper_record()[0])
     assert same(rig.read(i), values[i])
 assert isinstance(rig.executor.fault(), DeviceFailedError)
 assert rig.executor.stats().drives[0].failed or not any(errors[0::2])
 assert outcome(rig.executor.recover()) is not None or rig.executor.stats().kept_chunks == 0
 stats = rig.executor.stats()
 assert stats.jobs_done == stats.jobs_submitted
-rig.executor.drain(20)
+rig.executor.wait_all(20)
 rig.close()
 print("closed")
 """
@@ -225,7 +225,7 @@ rig = Rig(directory, "io_uring", pools=(0, 2), seam=aio.Seam(read_bytes_per_s=1e
 tickets = [rig.store({{i: values[i]}}) for i in range(6)]
 assert all(isinstance(outcome(ticket), AioError) for ticket in tickets)
 assert all(isinstance(outcome(rig.fetch([i])[0]), AioError) or i < 2 for i in range(6))
-rig.executor.drain(20)
+rig.executor.wait_all(20)
 rig.close()
 print("closed")
 """,
@@ -234,8 +234,8 @@ print("closed")
     assert out.split() == ["closed"]
 
 
-@pytest.mark.parametrize("drain", [True, False])
-def test_closing_after_the_ring_broke_does_not_hang_with_work_pending(odd, drain):
+@pytest.mark.parametrize("wait", [True, False])
+def test_closing_after_the_ring_broke_does_not_hang_with_work_pending(odd, wait):
     out, _, _ = odd(
         """
 import os, time
@@ -244,11 +244,11 @@ tickets = [rig.store({{i: values[i]}}) for i in range(6)]
 log = Path(os.environ["ODD_LOG"])
 while "broken" not in log.read_text():
     time.sleep(0.0001)
-rig.executor.close(drain={drain})
+rig.executor.close(wait={wait})
 assert all(ticket.done for ticket in tickets)
 rig.close()
 print("closed")
-""".replace("{drain}", str(drain)),
+""".replace("{wait}", str(wait)),
         **{"break": errno.EBADF, "break_at": 3},
     )
     assert out.split() == ["closed"]

@@ -34,7 +34,7 @@ def held(objects) -> dict[str, int]:
 
 @pytest.mark.parametrize("requests", REQUESTS)
 def test_nothing_grows_with_the_number_of_requests(backend, tmp_path, rng, requests):
-    rig = Rig(tmp_path, backend, block_bytes=4096, depth=32, pools=(6, 6))
+    rig = Rig(tmp_path, backend, block_bytes=4096, depth=32, pools=(6, 6), hold_s=30.0)
     values = {i: random_chunk(rng) for i in range(6)}
     grads = {i: np.ones(NUMEL, dtype=np.float32) for i in range(6)}
     objects = [rig.executor, *grads.values(), *(section for value in values.values() for section in value)]
@@ -57,7 +57,7 @@ def test_nothing_grows_with_the_number_of_requests(backend, tmp_path, rng, reque
             last, targets = rig.fetch(range(6), mask=0b1010)
             last.wait(60)
             gated.wait(60)
-            rig.executor.drain(60)
+            rig.executor.wait_all(60)
             assert last.done
             del gate, gated, given_up, last, targets
             rig._keep.clear()

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity.aio import memory_limits
-from infinity.aio.memory_limits import CgroupLimit, cgroup_limits, check_slab, memory_left_bytes
+from infinity.aio import _memory_limits as memory_limits
+from infinity.aio._memory_limits import CgroupLimit, cgroup_limits, check_slab, memory_left_bytes
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
@@ -130,7 +130,7 @@ def test_in_a_real_cgroup_a_slab_too_large_is_an_error_where_the_kernel_would_ki
     done = run_in(
         folder,
         """
-        from infinity.aio.slab import Slab
+        from infinity.aio import Slab
         from infinity._src.memory.ledger import memory_left_bytes
         with Slab(64 << 20) as slab:
             slab.array("u1")[:] = 1
@@ -148,7 +148,7 @@ def test_in_a_real_cgroup_a_slab_too_large_is_an_error_where_the_kernel_would_ki
     done = run_in(
         folder,
         """
-        import infinity.aio.slab as slab
+        import infinity.aio._slab as slab
         slab.check_slab = lambda size_bytes: None
         slab.Slab(400 << 20)
         """,
@@ -163,7 +163,7 @@ def test_in_a_real_cgroup_page_cache_does_not_count_as_taken(cgroup, tmp_path):
     done = run_in(
         folder,
         f"""
-        from infinity.aio.memory_limits import cgroup_limits
+        from infinity.aio._memory_limits import cgroup_limits
         path = Path({str(tmp_path / "cached")!r})
         with path.open("wb") as file:
             for _ in range(600):

@@ -13,9 +13,9 @@ import pytest
 
 from infinity import aio
 from infinity._src import native
-from infinity.aio import numa_node
-from infinity.aio.numa_node import Place
-from infinity.aio.slab import HUGE_PAGE_BYTES
+from infinity.aio import _numa_node as numa_node
+from infinity.aio._numa_node import Place
+from infinity.aio._slab import HUGE_PAGE_BYTES
 
 MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
 _MPOL_F_ADDR = 2
@@ -100,7 +100,7 @@ def test_an_executors_pools_and_threads_are_on_the_node_and_the_caller_stays(nod
                 address = int(executor._core.lib.inf_executor_slab(executor._core.pointer))
                 assert policy_of(address)[0] == (MPOL_PREFERRED if chosen else MPOL_DEFAULT)
             finally:
-                executor.close(drain=False)
+                executor.close(wait=False)
 
 
 def test_a_node_that_cannot_be_had_is_said_once_and_all_works(node, tmp_path, caplog):
@@ -111,7 +111,7 @@ def test_a_node_that_cannot_be_had_is_said_once_and_all_works(node, tmp_path, ca
             with aio.Slab(HUGE_PAGE_BYTES) as slab:
                 slab.array(np.uint8)[:] = 7
             executor = aio.open_executor([file], **pools, backend="threads")
-            executor.close(drain=False)
+            executor.close(wait=False)
     told = [record.getMessage() for record in caplog.records]
     assert told
     assert len(told) == len(set(told))

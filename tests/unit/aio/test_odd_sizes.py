@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infinity import aio
-from infinity.aio import checks, plan
-from infinity.aio.native_executor import NativeExecutor
+from infinity.aio import _records as records
+from infinity.aio import _validate
+from infinity.aio._executor import Executor
 from tests.unit.aio.rig import BACKENDS, adamw, hyper_record
 
 SLOT_BYTES = 1 << 18
@@ -33,7 +34,7 @@ class Bench:
     def __init__(self, directory: Path, backend: str, block_bytes: int) -> None:
         self.file = aio.SwapFile.create(directory)
         small, large = aio.PoolSpec(2, 8192), aio.PoolSpec(4, 4 * SLOT_BYTES)
-        self.executor = NativeExecutor(
+        self.executor = Executor(
             [self.file], small=small, large=large, backend=backend, block_bytes=block_bytes, depth=8
         )
         self.keep: list = []
@@ -42,24 +43,24 @@ class Bench:
         self, fmt: int, numel: int, piece: int, itemsizes: tuple[int, ...], *, gap: int = 0, at: int = 0
     ) -> int:
         """One chunk whose sections lie `gap` pages apart, its run at page `at` of the file."""
-        record = np.zeros(1, dtype=plan.CHUNK)
+        record = np.zeros(1, dtype=records.CHUNK)
         end = 0
         record["section_at"] = -1
         for s, size in enumerate(itemsizes):
             record["section_at"][0, s] = end
             record["itemsize"][0, s] = size
-            end += checks.align_up(numel * size) + gap * 4096
+            end += _validate.align_up(numel * size) + gap * 4096
         record["key"], record["numel"], record["piece_numel"] = 7 + at, numel, piece
         record["file_offset"], record["run_bytes"] = at * 4096, end
         record["format"], record["section_count"] = fmt, len(itemsizes)
         self.file.grow(at * 4096 + end)
-        sums = np.zeros((len(itemsizes), plan.piece_count(numel, piece)), dtype=np.uint32)
+        sums = np.zeros((len(itemsizes), records.piece_count(numel, piece)), dtype=np.uint32)
         record["sums_ptr"] = sums.ctypes.data
         self.keep.append(sums)
         return int(self.executor.define(record)[0])
 
     def move(self, chunk: int, kind: int, arrays: list[np.ndarray]) -> aio.Ticket:
-        job = np.zeros(1, dtype=plan.JOB)
+        job = np.zeros(1, dtype=records.JOB)
         job["chunk"], job["kind"], job["mask"], job["base"] = chunk, kind, (1 << len(arrays)) - 1, -1
         job["ptr"][0, : len(arrays)] = [array.ctypes.data for array in arrays]
         self.keep.append(arrays)
@@ -68,9 +69,9 @@ class Bench:
     def round_trip(self, chunk: int, sources: list[np.ndarray], odd: int) -> None:
         """STORE from and FETCH to addresses that are `odd` bytes off; what is beside the target stays."""
         guarded = [guard(source, odd) for source in sources]
-        self.move(chunk, plan.JobKind.STORE, [inner for _, inner in guarded]).wait(20)
+        self.move(chunk, records.JobKind.STORE, [inner for _, inner in guarded]).wait(20)
         targets = [guard(np.zeros_like(source), odd) for source in sources]
-        self.move(chunk, plan.JobKind.FETCH, [inner for _, inner in targets]).wait(20)
+        self.move(chunk, records.JobKind.FETCH, [inner for _, inner in targets]).wait(20)
         for (outer, inner), source in zip(targets, sources, strict=True):
             assert inner.tobytes() == source.tobytes()
             assert (outer[: GUARD + odd] == 0xA5).all()
@@ -113,7 +114,7 @@ def test_every_length_around_a_boundary_comes_back(bench, itemsize, block_bytes)
     at = 1
     for numel in BOUNDARIES:
         piece = (1, 511, 2048, 1 << 20)[numel % 4]
-        chunk = here.define(plan.Format.RAW, numel, max(piece, numel // 4096), (itemsize,), at=at)
+        chunk = here.define(records.Format.RAW, numel, max(piece, numel // 4096), (itemsize,), at=at)
         at += -(-numel * itemsize // 4096)
         here.round_trip(chunk, [random_bytes(numel, numel * itemsize)], odd=numel % 5)
     assert here.executor.fault() is None
@@ -125,8 +126,8 @@ def test_updates_of_odd_lengths_are_bitwise_the_reference(bench, numel, gap):
     here = bench(4096)
     rng = np.random.default_rng(numel)
     for fmt, dtypes in (
-        (plan.Format.SPLIT, (np.uint16, np.int16, np.float32, np.float32)),
-        (plan.Format.FP32, (np.float32, np.float32, np.float32)),
+        (records.Format.SPLIT, (np.uint16, np.int16, np.float32, np.float32)),
+        (records.Format.FP32, (np.float32, np.float32, np.float32)),
     ):
         sizes = tuple(np.dtype(dtype).itemsize for dtype in dtypes)
         chunk = here.define(fmt, numel, 100, sizes, gap=gap, at=3)
@@ -139,10 +140,10 @@ def test_updates_of_odd_lengths_are_bitwise_the_reference(bench, numel, gap):
         here.round_trip(chunk, states, odd=1)
         start = numel // 3
         grad = rng.standard_normal(numel - start).astype(np.float32)
-        seg = np.zeros(1, dtype=plan.SEG)
+        seg = np.zeros(1, dtype=records.SEG)
         seg["start"], seg["numel"], seg["grad"], seg["grad_dtype"] = start, len(grad), grad.ctypes.data, 1
-        job = np.zeros(1, dtype=plan.JOB)
-        job["chunk"], job["kind"], job["base"], job["seg_count"] = chunk, plan.JobKind.UPDATE, -1, 1
+        job = np.zeros(1, dtype=records.JOB)
+        job["chunk"], job["kind"], job["base"], job["seg_count"] = chunk, records.JobKind.UPDATE, -1, 1
         outer, inner = guard(np.zeros(numel, dtypes[0]), 3)
         job["ptr"][0, 0] = inner.ctypes.data
         here.executor.submit(job, seg, hyper_record(), priority=aio.Priority.WRITEBACK).wait(20)
@@ -150,7 +151,7 @@ def test_updates_of_odd_lengths_are_bitwise_the_reference(bench, numel, gap):
         assert inner.tobytes() == states[0].tobytes()
         assert (outer[GUARD + 3 + inner.nbytes :] == 0xA5).all()
         targets = [np.zeros_like(state) for state in states]
-        here.move(chunk, plan.JobKind.FETCH, targets).wait(20)
+        here.move(chunk, records.JobKind.FETCH, targets).wait(20)
         assert all(a.tobytes() == b.tobytes() for a, b in zip(targets, states, strict=True))
 
 
@@ -178,12 +179,12 @@ def test_any_sizes_side_by_side_come_back(name):
             try:
                 at, moves = 0, []
                 for numel, piece, itemsize, odd in layouts:
-                    chunk = here.define(plan.Format.RAW, numel, piece, (itemsize,), at=at)
+                    chunk = here.define(records.Format.RAW, numel, piece, (itemsize,), at=at)
                     at += -(-numel * itemsize // 4096)
                     data = random_bytes(at, numel * itemsize)
                     moves.append((chunk, data, guard(np.zeros_like(data), odd)))
-                    here.move(chunk, plan.JobKind.STORE, [guard(data, odd)[1]])
-                fetches = [here.move(chunk, plan.JobKind.FETCH, [target[1]]) for chunk, _, target in moves]
+                    here.move(chunk, records.JobKind.STORE, [guard(data, odd)[1]])
+                fetches = [here.move(chunk, records.JobKind.FETCH, [target[1]]) for chunk, _, target in moves]
                 for ticket in fetches:
                     ticket.wait(20)
                 for _, data, (outer, inner) in moves:

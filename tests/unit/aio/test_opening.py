@@ -10,7 +10,8 @@ import pytest
 
 from infinity import aio
 from infinity._src import native
-from infinity.aio import opening, probe
+from infinity.aio import _open
+from infinity.aio import _probe as probe
 from tests.unit.aio.child import run_python
 from tests.unit.aio.rig import BACKENDS
 
@@ -62,8 +63,8 @@ def test_without_io_uring_auto_steps_down_says_so_once_and_a_forced_one_fails(fi
     def missing(ffi, lib):
         raise OSError("no wheel for this machine")
 
-    monkeypatch.setattr("infinity.aio.native_executor.load_uring", missing)
-    monkeypatch.setattr(opening, "_logged", set())
+    monkeypatch.setattr("infinity.aio._executor.load_uring", missing)
+    monkeypatch.setattr(_open, "_logged", set())
     with caplog.at_level(logging.WARNING, "infinity.aio"):
         for _ in range(2):
             executor = aio.open_executor([file], **POOLS)
@@ -112,7 +113,7 @@ def test_a_kernel_that_forbids_io_uring_is_stepped_over_and_says_why(tmp_path, c
         f"""
 import ctypes, struct
 from infinity import aio
-from infinity.aio import probe
+from infinity.aio import _probe as probe
 shown = {str(tmp_path / "shown")!r}
 {SYSCTL if sysctl else ""}
 # BPF: io_uring_setup (425) returns an errno, as container runtimes do.
@@ -158,7 +159,7 @@ def test_where_no_backend_can_be_had_the_error_names_the_reason_of_each(file, mo
     def refuses(*arguments, backend, **options):
         raise OSError(f"{backend} is out")
 
-    monkeypatch.setattr(opening, "NativeExecutor", refuses)
+    monkeypatch.setattr(_open, "Executor", refuses)
     with pytest.raises(OSError, match="no io_uring backend: io_uring is out; no threads backend: threads is out"):
         aio.open_executor([file], **POOLS)
 
@@ -241,6 +242,6 @@ def test_spans_have_one_layout_in_c_and_python():
 
 
 def test_aio_imports_without_torch():
-    code = "import sys, infinity.aio, infinity.aio.probe; assert 'torch' not in sys.modules; assert 'aio' not in sys.modules"
+    code = "import sys, infinity.aio, infinity.aio._probe; assert 'torch' not in sys.modules; assert 'aio' not in sys.modules"
     done = run_python(code)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.aio.swap_file import SwapFile
+from infinity.aio import SwapFile
 from infinity.errors import AioError, SwapFullError
 from tests.unit.aio.disks import tmpfs
 

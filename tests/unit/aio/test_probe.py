@@ -9,7 +9,7 @@ import pytest
 
 from infinity import aio
 from infinity._src import native
-from infinity.aio import probe
+from infinity.aio import _probe as probe
 from tests.unit.aio.child import run_python
 from tests.unit.aio.rig import BACKENDS
 
@@ -62,7 +62,7 @@ def test_without_the_wheel_the_probe_and_the_executor_say_so(tmp_path):
         import sys
         sys.modules["liburing"] = None  # as if it were not installed
         from infinity import aio
-        from infinity.aio import probe
+        from infinity.aio import _probe as probe
         found = probe.probe_engine()
         print(found.io_uring, found.io_uring_reason)
         opened = probe.probe_executor({str(tmp_path)!r}, small=aio.PoolSpec(1, 4096), large=aio.PoolSpec(1, 8192))
@@ -84,7 +84,7 @@ def test_a_wheel_without_the_symbols_is_named(tmp_path):
         package.liburing = carrier
         sys.modules["liburing"], sys.modules["liburing.liburing"] = package, carrier
         from infinity import aio
-        from infinity.aio import probe
+        from infinity.aio import _probe as probe
         print(probe.probe_engine().io_uring_reason)
         print(probe.probe_executor({str(tmp_path)!r}, small=aio.PoolSpec(1, 4096), large=aio.PoolSpec(1, 8192)).backend)
     """)
@@ -108,7 +108,7 @@ def test_a_process_that_may_have_no_huge_pages_is_told(tmp_path):
     done = run_python("""
         import ctypes
         assert ctypes.CDLL(None).prctl(41, 1, 0, 0, 0) == 0  # PR_SET_THP_DISABLE
-        from infinity.aio import probe
+        from infinity.aio import _probe as probe
         print(probe.probe_engine().huge_pages_work)
     """)
     assert done.stdout.split() == ["False"], done.stderr

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from infinity._src import native
-from infinity.aio import memory_limits
-from infinity.aio.slab import HUGE_PAGE_BYTES, Slab
+from infinity.aio import Slab
+from infinity.aio import _memory_limits as memory_limits
+from infinity.aio._slab import HUGE_PAGE_BYTES
 
 
 def test_a_slab_is_aligned_zeroed_and_writable():

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from infinity.aio import direct_io, swap_file
-from infinity.aio.probe import probe_directory
-from infinity.aio.swap_file import SwapFile, file_system_type
+from infinity.aio import SwapFile, _file_system
+from infinity.aio import _swap_file as swap_file
+from infinity.aio._probe import probe_directory
+from infinity.aio._swap_file import file_system_type
 from infinity.errors import AioError, DeviceFailedError, SwapFullError
 from tests.unit.aio.disks import loop_ext4, overlay_without_direct, tmpfs
 
@@ -129,7 +130,7 @@ def test_a_file_system_that_opens_with_o_direct_and_then_refuses_is_buffered(tmp
             raise OSError(code, os.strerror(code))
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(direct_io.os, "pwritev", refuse)
+    monkeypatch.setattr(_file_system.os, "pwritev", refuse)
     with SwapFile.create(tmp_path) as file:
         assert "refuses the transfer" in file.direct_reason
         assert not is_direct(file.fd)
@@ -138,7 +139,7 @@ def test_a_file_system_that_opens_with_o_direct_and_then_refuses_is_buffered(tmp
 
 
 def test_a_drive_that_wants_more_than_4096_byte_alignment_is_buffered(tmp_path, monkeypatch):
-    monkeypatch.setattr(direct_io, "direct_alignments", lambda fd: (512, 16384))
+    monkeypatch.setattr(_file_system, "direct_alignments", lambda fd: (512, 16384))
     with SwapFile.create(tmp_path) as file:
         assert "16384" in file.direct_reason
         assert not is_direct(file.fd)
@@ -150,12 +151,12 @@ def test_a_drive_that_fails_or_lies_at_once_is_a_typed_error_and_no_fall_back(tm
 
     before = set(Path("/proc/self/fd").iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(direct_io.os, "pwritev", fail)
+        patch.setattr(_file_system.os, "pwritev", fail)
         with pytest.raises(DeviceFailedError) as caught:
             SwapFile.create(tmp_path)
         assert caught.value.path == str(tmp_path)
-        patch.setattr(direct_io.os, "pwritev", lambda fd, buffers, offset: 4096)  # and nothing is written
-        patch.setattr(direct_io.os, "preadv", lambda fd, buffers, offset: 4096)
+        patch.setattr(_file_system.os, "pwritev", lambda fd, buffers, offset: 4096)  # and nothing is written
+        patch.setattr(_file_system.os, "preadv", lambda fd, buffers, offset: 4096)
         with pytest.raises(DeviceFailedError):
             SwapFile.create(tmp_path)
     assert set(Path("/proc/self/fd").iterdir()) == before
@@ -189,7 +190,7 @@ def test_a_directory_that_may_not_be_written_is_a_typed_error():
         Path(place).chmod(0o755)
         code = f"""
             import os
-            from infinity.aio.swap_file import SwapFile
+            from infinity.aio import SwapFile
             from infinity.errors import AioError
             os.setuid(65534)
             try:
@@ -249,7 +250,7 @@ def test_a_quota_is_named_and_what_was_allocated_under_it_is_given_back(tmp_path
 def test_the_limit_on_a_file_s_size_is_named(tmp_path):
     code = f"""
         import resource
-        from infinity.aio.swap_file import SwapFile
+        from infinity.aio import SwapFile
         from infinity.errors import SwapFullError
         with SwapFile.create({str(tmp_path)!r}) as file:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from infinity.aio import swap_owner
-from infinity.aio.swap_file import SwapFile
-from infinity.aio.swap_owner import PREFIX, Owner, PrivateDirectory, clear_dead
+from infinity.aio import SwapFile
+from infinity.aio import _swap_owner as swap_owner
+from infinity.aio._swap_owner import PREFIX, Owner, PrivateDirectory, clear_dead
 from tests.unit.aio.disks import loop_ext4
 from tests.unit.aio.rig import BACKENDS
 
@@ -38,9 +38,9 @@ os.open = refuse
 LINGERING = (
     WITHOUT_TMPFILE
     + """
-from infinity.aio.swap_owner import PrivateDirectory
+from infinity.aio._swap_owner import PrivateDirectory
 PrivateDirectory.remove = lambda self: (print("named", flush=True), time.sleep(600))
-from infinity.aio.swap_file import SwapFile
+from infinity.aio import SwapFile
 SwapFile.create(sys.argv[1])
 """
 )
@@ -210,7 +210,7 @@ def test_many_processes_that_start_and_clear_at_once_never_take_each_other_s_dir
     code = (
         WITHOUT_TMPFILE
         + """
-from infinity.aio.swap_file import SwapFile
+from infinity.aio import SwapFile
 for number in range(60):
     with SwapFile.create(sys.argv[1]) as file:
         file.grow(4096)

@@ -11,13 +11,13 @@ import pytest
 from infinity._src import native
 from infinity._src.bench import command, sweep
 from infinity._src.bench.adam import CACHE_NUMEL, measure_adam
-from infinity._src.kernels.adamw import hyper_row
+from infinity._src.kernels.hyper import hyper_row_adamw
 
 
 def test_the_scalars_are_those_of_the_optimizer() -> None:
     from infinity._src.bench import adam
 
-    row = hyper_row(lr=adam._LR, betas=adam._BETAS, eps=adam._EPS, weight_decay=adam._DECAY, step=adam._STEP)
+    row = hyper_row_adamw(lr=adam._LR, betas=adam._BETAS, eps=adam._EPS, weight_decay=adam._DECAY, step=adam._STEP)
     assert adam._HYPER_ROW.tobytes() == row.tobytes()
 
 

@@ -28,9 +28,8 @@ from infinity._src.checkpoint.manifest import (
 )
 from infinity._src.checkpoint.pieces import pieces
 from infinity._src.memory.layout import plan_flat
-from infinity.aio import PoolSpec, Priority, open_executor
-from infinity.aio.plan import CHUNK, JOB, PIECE_NUMEL, Format, JobKind
-from infinity.aio.swap_file import SwapFile
+from infinity.aio import CHUNK, JOB, Format, JobKind, PoolSpec, Priority, SwapFile, open_executor
+from infinity.aio._records import PIECE_NUMEL
 from infinity.errors import AioError, ChecksumError
 
 EXACT = FlatEntry("block", "bfloat16", True, Format.SPLIT.code, 4096, (ParamEntry(("a", "b"), (3, 5), 0),))

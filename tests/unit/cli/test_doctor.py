@@ -11,9 +11,9 @@ import torch
 from infinity._src import native
 from infinity._src.cli import doctor
 from infinity._src.kernels import choice
-from infinity.aio import memory_limits
-from infinity.aio.drive_limits import DriveLimits
-from infinity.aio.probe import ExecutorProbe, probe_directory, probe_engine
+from infinity.aio import _memory_limits as memory_limits
+from infinity.aio._file_system import DriveLimits
+from infinity.aio._probe import ExecutorProbe, probe_directory, probe_engine
 from tests.unit.aio.child import run_python
 from tests.unit.aio.disks import overlay_without_direct
 from tests.unit.aio.rig import BACKENDS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -224,7 +225,7 @@ def test_a_write_waits_for_the_update_that_reads() -> None:
     waited: list[str] = []
     drain(params, slots)
     for slot in slots:
-        slot.before_mutation = lambda name=slot.name: waited.append(name)
+        slot.guard(SimpleNamespace(before_write=lambda slot: waited.append(slot.name)))
     torch.nn.utils.clip_grad_norm_(params, 0.1)
     slots[0].norm()
     slots[0].empty()

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from infinity._src.hooks import activation_offload as module
 from infinity._src.hooks.activation_offload import Activations
 from infinity._src.hooks.activation_store import CHUNK_BYTES, DriveShelf
 from infinity._src.hooks.boundary import span_numel
+from infinity._src.hooks.frames import FrameStack
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.telemetry import Timeline
 from infinity.aio import Executor, Fault, PoolSpec, Seam, open_executor
@@ -29,21 +31,24 @@ from tests.unit.hooks.rig import Rig
 class Place:
     """An executor over one swap file, a shelf on it, and the activations of a model that always runs."""
 
-    def __init__(self, directory: Path, seam: Seam | None = None, model: nn.Module | None = None) -> None:
+    def __init__(
+        self, directory: Path, seam: Seam | None = None, model: nn.Module | None = None, frames: Any = None
+    ) -> None:
         self.space = SwapSpace([directory])
         self.executor: Executor = open_executor(
             self.space.files, small=PoolSpec(8, CHUNK_BYTES), large=PoolSpec(0, 0), seam=seam
         )
         self.shelf = DriveShelf(self.executor, self.space, sums_on=True)
-        self.activations = Activations(self.shelf, model or nn.Identity(), [], Timeline(spans_max=1000))
-        self.activations.running = lambda: True
+        self.frames = frames if frames is not None else SimpleNamespace(running_here=True)
+        timeline = Timeline(spans_max=1000)
+        self.activations = Activations(self.shelf, model or nn.Identity(), [], timeline, frames=self.frames)
         self._open = True
 
     def close(self) -> None:
         if not self._open:
             return
         self._open = False
-        self.executor.drain()
+        self.executor.wait_all()
         self.activations.close()
         self.executor.close()
         self.space.close()
@@ -54,8 +59,8 @@ def make_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     monkeypatch.setattr(module, "SMALLEST_BYTES", 1)
     places: list[Place] = []
 
-    def make(seam: Seam | None = None, model: nn.Module | None = None) -> Place:
-        places.append(Place(tmp_path, seam, model))
+    def make(seam: Seam | None = None, model: nn.Module | None = None, frames: Any = None) -> Place:
+        places.append(Place(tmp_path, seam, model, frames))
         return places[-1]
 
     yield make
@@ -135,7 +140,7 @@ def comes_back_the_same(
     seen: list[torch.Tensor] = []
     total = chain([tensor, *randoms(2)], weight_of(), reentrant, seen)
     del tensor, raw
-    place.executor.drain()
+    place.executor.wait_all()
     seen.clear()
     total.backward()
     back = seen[-1]  # the first call is the last that backward comes to
@@ -156,11 +161,11 @@ def test_memory_goes_while_forward_goes_on_and_returns_a_few_calls_at_a_time(
     # Copies, and nothing left of their graph: what two graphs save is shared, and stays.
     chain([tensor.clone() for tensor in tensors], expected, reentrant).backward()
     gc.collect()
-    place.executor.drain()
+    place.executor.wait_all()
     place.shelf.stored_bytes = place.shelf.fetched_bytes = 0
     place.activations._held_peak = 0
     total = chain(tensors, weight, reentrant)
-    place.executor.drain()
+    place.executor.wait_all()
     held = place.activations.figures()
     assert sum(ref() is not None for ref in refs) <= module.HELD_CALLS
     assert place.activations._held_bytes == module.HELD_CALLS * 4000
@@ -177,7 +182,7 @@ def test_memory_goes_while_forward_goes_on_and_returns_a_few_calls_at_a_time(
 def test_a_backward_in_flight_reads_ahead(make_place: Callable[..., Place]) -> None:
     place = make_place()
     total = chain(randoms(8), weight_of(), False)
-    place.executor.drain()
+    place.executor.wait_all()
     fetched: list[int] = []
     bring = place.activations._bring
 
@@ -223,7 +228,7 @@ def test_a_graph_that_never_runs_backward_gives_its_places_back(make_place: Call
     lengths = set()
     for _ in range(6):
         total = chain(randoms(6), weight_of(), False)
-        place.executor.drain()
+        place.executor.wait_all()
         lengths.add(place.space.size_bytes)
         del total
         gc.collect()
@@ -238,7 +243,7 @@ def test_lengths_that_change_from_step_to_step_do_not_grow_the_file(make_place: 
     most = 0
     for step in range(30):
         chain(randoms(5, 20_000 - 512 * step), weight_of(), False).backward()
-        place.executor.drain()
+        place.executor.wait_all()
         most = most or place.space.size_bytes
     assert place.space.size_bytes <= 2 * most
 
@@ -260,7 +265,7 @@ def test_what_several_calls_take_stays_and_what_one_call_takes_twice_goes_once(
         x = xs.pop(0)
         total = total + checkpoint(one, x, x, mask, weight, use_reentrant=reentrant)
     del x
-    place.executor.drain()
+    place.executor.wait_all()
     total.backward()
     assert place.shelf.stored_bytes == 4 * 4000
     assert place.shelf.fetched_bytes == 4 * 4000
@@ -290,7 +295,7 @@ def test_a_tensor_that_is_modified_after_it_was_saved_raises_as_in_torch(
     base = xs[0]
     view = base.view(10, 100)
     total = chain(xs if late else xs[:1], weight_of(), reentrant)
-    place.executor.drain()
+    place.executor.wait_all()
     with torch.no_grad():
         view.add_(1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*at version 1; expected version 0"):
@@ -327,7 +332,7 @@ def test_nested_checkpoints_take_the_outer_inputs_only(make_place: Callable[...,
             total = total + checkpoint(outer, x, weight, use_reentrant=False)
         total.backward()
         results.append(weight.grad)
-        place.activations.running = lambda: False
+        place.frames.running_here = False
     assert torch.equal(results[0], results[1])  # type: ignore[arg-type]
     assert place.activations.figures().calls == 4
 
@@ -354,8 +359,9 @@ def test_a_checkpoint_outside_of_a_forward_counts_when_it_calls_a_hooked_module(
     blocks = [nn.Linear(64, 64) for _ in range(6)]
     model = nn.Sequential(*blocks)
     other = nn.Linear(64, 64)
-    place = make_place(model=model)
-    rig = Rig(model, lambda m: {str(i): [m[i]] for i in range(6)}, activations=place.activations)
+    frames = FrameStack()
+    place = make_place(model=model, frames=frames)
+    rig = Rig(model, lambda m: {str(i): [m[i]] for i in range(6)}, activations=place.activations, frames=frames)
 
     def loss_of(root: nn.Module, seed: int) -> torch.Tensor:
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
@@ -392,13 +398,13 @@ def test_an_interrupted_forward_leaves_nothing(make_place: Callable[..., Place])
             checkpoint(interrupted, torch.ones(1000), weight, use_reentrant=False)
         total = torch.zeros(())
     gc.collect()
-    place.executor.drain()
+    place.executor.wait_all()
     place.activations.figures()
     assert len(place.activations._calls) == 0
     expected = weight_of()
-    place.activations.running = lambda: False
+    place.frames.running_here = False
     chain(randoms(5), expected, False).backward()
-    place.activations.running = lambda: True
+    place.frames.running_here = True
     chain(randoms(5), weight, False).backward()
     assert torch.equal(weight.grad, expected.grad)  # type: ignore[arg-type]
     del total
@@ -423,7 +429,7 @@ def test_a_fault_names_the_input_and_the_step_can_be_repeated(op: str, make_plac
     weight.grad = None
     gc.collect()
     chain(randoms(12), weight, False).backward()
-    place.activations.running = lambda: False
+    place.frames.running_here = False
     chain(randoms(12), expected, False).backward()
     assert torch.equal(weight.grad, expected.grad)  # type: ignore[arg-type]
     assert place.activations._fault is None

@@ -78,9 +78,9 @@ def groups() -> None:
 
 
 def update() -> None:
-    from infinity._src.kernels.chunk_update import RESOLVED
     from infinity._src.kernels.triton.update import Launches
-    from infinity.aio.plan import HYPER, Algorithm, Format, GradDtype, Master, Moments
+    from infinity._src.kernels.update import RESOLVED
+    from infinity.aio._records import HYPER, Algorithm, Format, GradDtype, Master, Moments
 
     cases = [
         (Format.SPLIT, Algorithm.ADAMW, GradDtype.BF16),

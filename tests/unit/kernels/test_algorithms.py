@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from infinity._src.kernels.lion import hyper_row_lion
+from infinity._src.kernels.hyper import hyper_row_lion, hyper_row_sgd
 from infinity._src.kernels.rounding import rounding_key
-from infinity._src.kernels.sgd import hyper_row_sgd
-from infinity._src.kernels.update import update_numpy_sections
-from infinity.aio.plan import Format, GradSection, HyperFlag, Master, Moments, chunk_numel
+from infinity.aio._records import Format, GradSection, HyperFlag, Master, Moments, chunk_numel
+from tests.oracle import update_sections
 
 SGD_OPTIONS: list[dict[str, Any]] = [
     {},
@@ -36,7 +35,7 @@ def test_sgd_follows_torch_within_rounding(options: dict[str, Any]) -> None:
         optimizer.step()
         row = hyper_row_sgd(lr=0.05, first=step == 0, **options)
         state = Format(Master.FP32, Moments.FP32, count)
-        update_numpy_sections(state, [param, *buffers], plain.grad.numpy(), row)
+        update_sections(state, [param, *buffers], plain.grad.numpy(), row)
     torch.testing.assert_close(torch.from_numpy(param), plain.detach(), rtol=1e-5, atol=1e-6)
     if count:
         torch.testing.assert_close(
@@ -51,7 +50,7 @@ def test_lion_follows_its_definition() -> None:
     state = Format(Master.FP32, Moments.FP32, 1)
     for _ in range(10):
         grad = rng.standard_normal(1000).astype(np.float32)
-        update_numpy_sections(state, [param, moment], grad, hyper_row_lion(lr=1e-2, weight_decay=0.1))
+        update_sections(state, [param, moment], grad, hyper_row_lion(lr=1e-2, weight_decay=0.1))
         p = p * (1 - 1e-3) - 1e-2 * np.sign(0.9 * m + 0.1 * grad)
         m = 0.99 * m + 0.01 * grad
     np.testing.assert_allclose(param, p, rtol=1e-5, atol=1e-5)
@@ -61,7 +60,7 @@ def test_lion_follows_its_definition() -> None:
 def test_lions_sign_of_zero_is_zero_and_of_nan_is_nan() -> None:
     param, moment = np.ones(3, np.float32), np.zeros(3, np.float32)
     grad = np.array([0.0, np.nan, -np.inf], np.float32)
-    update_numpy_sections(Format(Master.FP32, Moments.FP32, 1), [param, moment], grad, hyper_row_lion(lr=0.5))
+    update_sections(Format(Master.FP32, Moments.FP32, 1), [param, moment], grad, hyper_row_lion(lr=0.5))
     assert param[0] == 1
     assert np.isnan(param[1])
     assert param[2] == 1.5

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity as inf
 from infinity._src.kernels import choice
-from infinity._src.kernels.deferred_logits import DeferredLogits
-from infinity._src.kernels.loss_tiles import merge, reference_partials
+from infinity._src.kernels.linear_cross_entropy import merge, reference_partials
+from infinity._src.kernels.tiling.deferred_logits import DeferredLogits
 from infinity.ops import LinearCrossEntropy, TiledLinear, linear_cross_entropy
 from tests import models
 

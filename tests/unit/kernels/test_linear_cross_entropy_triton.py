@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity._src.kernels import choice, tiled_loss
-from infinity._src.kernels import loss_tiles as contract
+from infinity._src.kernels import choice
+from infinity._src.kernels import linear_cross_entropy as contract
+from infinity._src.kernels.tiling import tiled_loss
 from tests.unit.kernels.operands import (
     DTYPES,
     dtypes,

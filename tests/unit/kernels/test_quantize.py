@@ -19,9 +19,9 @@ from infinity._src.kernels.quantize import (
     dequantize,
     levels_of,
     quantize,
-    random_bits_torch,
 )
 from infinity._src.kernels.rounding import random_bits, rounding_key
+from tests import oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # overflow to infinity is meant; the interpreter is numpy
 quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -193,8 +193,8 @@ def test_random_rounding_depends_on_the_element_alone_not_on_where_the_values_ar
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**64 - 1), st.sampled_from([0, 77, 2**32 - 9, 2**33 - 1, 2**50]), st.integers(0, 300))
 def test_torch_draws_the_bits_of_numpy(key: int, element: int, numel: int) -> None:
-    ours = random_bits_torch(key, element, numel, torch.device("cpu"))
-    assert np.array_equal(ours.numpy(), random_bits(key, element, numel).astype(np.int64))
+    ours = random_bits(key, element, numel, torch.device("cpu"))
+    assert np.array_equal(ours.numpy().view(np.uint32), oracle.random_bits(key, element, numel))
 
 
 def test_bytes_are_what_zero_plus_plus_counts_on() -> None:

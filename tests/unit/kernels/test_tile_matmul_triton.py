@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from infinity._src.kernels import choice
 from infinity._src.kernels.tile_matmul import reference
 from infinity._src.kernels.tile_matmul import tile_matmul as dispatched
-from infinity._src.kernels.tiled_linear import TiledLinear
+from infinity._src.kernels.tiling.tiled_linear import TiledLinear
 from tests.unit.kernels.operands import (
     DTYPES,
     assert_summed_in_fp32,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity as inf
-from infinity._src.kernels.tiles import Grid, TiledModule, copy_tiles, whole_name
+from infinity._src.kernels.tiling.tiled_module import Grid, TiledModule, copy_tiles, whole_name
 from infinity.errors import ParameterReleased, SecondOrderUnsupported
 from infinity.ops import TiledEmbedding, TiledLinear
 from tests import models

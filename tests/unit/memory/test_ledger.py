@@ -37,7 +37,7 @@ def test_ranks_that_torchrun_started_count_where_they_do_not_meet(monkeypatch):
     assert fair_share({"m": 64 * GIB}, [{"m": 64 * GIB}]) == 16 * GIB
     seen = sum(memory_seen().values())  # which other processes change meanwhile
     model = inf.offload(models.make(models.llama), inf.Policy())
-    assert 0 < inf.handle(model)._node_resources.default_bytes < RAM_SHARE * seen / 2
+    assert 0 < inf.handle(model).parts.split.resources.default_bytes < RAM_SHARE * seen / 2
     inf.handle(model).close()
 
 

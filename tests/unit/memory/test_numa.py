@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from infinity._src.memory import numa
-from infinity.aio import numa_node
-from infinity.aio.numa_node import Place
+from infinity.aio import _numa_node as numa_node
+from infinity.aio._numa_node import Place
 
 
 def machine(root: Path, nodes: dict[int, str], *, online: str | None = None, pci: dict[str, str] | None = None) -> Path:

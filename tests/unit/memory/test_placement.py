@@ -20,7 +20,8 @@ from infinity._src.memory.placement import (
     step_bytes,
     van_der_corput_order,
 )
-from infinity.aio.plan import Format, GradSection, Master, Moments
+from infinity.aio import Format
+from infinity.aio._records import GradSection, Master, Moments
 from infinity.errors import BudgetError
 
 TIERS = st.sampled_from(["device", "cpu", "nvme"])

@@ -14,7 +14,7 @@ import pytest
 from infinity import aio
 from infinity._src.memory import swap_space as swap_module
 from infinity._src.memory.swap_space import SwapSpace, choose_shares, measure_shares
-from infinity.aio import plan
+from infinity.aio import _records as records
 from infinity.errors import AioError
 from tests.unit.aio.rig import BACKENDS
 
@@ -53,10 +53,10 @@ def test_with_measured_shares_a_slow_drive_gets_less(space, backend):
     seam = throttled(FAST, SLOW)
     space.shares = choose_shares(space.files, bandwidths={}, backend=backend, seam=seam)
     places = space.reserve([MIB] * 64)
-    chunks = np.zeros(64, dtype=plan.CHUNK)
+    chunks = np.zeros(64, dtype=records.CHUNK)
     chunks["key"] = np.arange(64) + 1
     chunks["numel"] = chunks["run_bytes"] = chunks["piece_numel"] = MIB
-    chunks["format"], chunks["section_count"] = plan.Format.RAW, 1
+    chunks["format"], chunks["section_count"] = records.Format.RAW, 1
     chunks["itemsize"][:, 0], chunks["section_at"] = 1, -1
     chunks["section_at"][:, 0] = 0
     chunks["drive"] = [place.drive for place in places]
@@ -64,15 +64,15 @@ def test_with_measured_shares_a_slow_drive_gets_less(space, backend):
     pools = {"small": aio.PoolSpec(0, 0), "large": aio.PoolSpec(24, MIB)}
     executor = aio.open_executor(space.files, backend=backend, seam=seam, **pools)
     try:
-        jobs = np.zeros(64, dtype=plan.JOB)
+        jobs = np.zeros(64, dtype=records.JOB)
         jobs["chunk"], jobs["base"] = executor.define(chunks), -1
-        jobs["kind"], jobs["mask"] = plan.JobKind.STORE, 1 | aio.MASK_MOVE_ONLY
+        jobs["kind"], jobs["mask"] = records.JobKind.STORE, 1 | aio.MASK_MOVE_ONLY
         executor.submit(jobs, priority=aio.Priority.DEMAND).wait()
         written = [drive.bytes_written for drive in executor.stats().drives]
         # In equal parts the fast drive would wait for the slow one half of the time.
         assert 1.6 < written[0] / written[1] < 5
     finally:
-        executor.close(drain=False)
+        executor.close(wait=False)
 
 
 def test_given_bandwidths_are_taken_and_logged(space, tmp_path, caplog):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src.memory.swap_space import SwapExtent, SwapSpace, WeightedRoundRobin
-from infinity.aio.swap_file import SwapFile
+from infinity.aio import SwapFile
 from infinity.errors import SwapFullError
 from tests.unit.aio.disks import loop_ext4
 
@@ -169,14 +169,13 @@ def test_an_interrupt_in_the_middle_leaves_nothing_either(tmp_path, monkeypatch)
 
 
 def test_at_once_files_grow_together_after_room_was_asked(tmp_path):
-    space = SwapSpace(directories(tmp_path, 2))
-    first = space.reserve([MIB] * 2)
     asked = []
 
     def room(files: Sequence[SwapFile], sizes: Sequence[int]) -> None:
         asked.append((list(files), list(sizes), space.size_bytes))
 
-    space.room = room
+    space = SwapSpace(directories(tmp_path, 2), room=room)
+    first = space.reserve([MIB] * 2)
     with space.grow_together():
         space.reserve([MIB] * 3)
         second = space.reserve([MIB] * 4)
@@ -193,14 +192,15 @@ def test_at_once_files_grow_together_after_room_was_asked(tmp_path):
 
 
 def test_at_once_no_file_grows_where_room_refuses_or_one_is_full(tmp_path, monkeypatch):
-    space = SwapSpace(directories(tmp_path, 2))
+    refused = [False]
 
-    def refuse(*_: object) -> None:
-        raise SwapFullError("together", path="x", op="allocate")
+    def room(*_: object) -> None:
+        if refused[0]:
+            raise SwapFullError("together", path="x", op="allocate")
 
+    space = SwapSpace(directories(tmp_path, 2), room=room)
     places = []
-    for room, free in ((refuse, None), (lambda *_: None, MIB)):
-        space.room = room
+    for refused[0], free in ((True, None), (False, MIB)):
         with monkeypatch.context() as patch:
             if free is not None:
                 real = SwapFile.free_bytes
@@ -209,6 +209,5 @@ def test_at_once_no_file_grows_where_room_refuses_or_one_is_full(tmp_path, monke
                 places = space.reserve([MIB] * 8)
         assert space.size_bytes == 0
         space.release(places)
-    space.room = lambda *_: None
     assert space.reserve([MIB] * 2) == [SwapExtent(0, 0, MIB), SwapExtent(1, 0, MIB)]
     space.close()

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infinity._src.kernels.adamw import Hyper
-from infinity._src.kernels.update import update_numpy_sections
 from infinity._src.native import ffi, lib
-from infinity.aio.plan import Format, GradDtype, LogKind
+from infinity.aio._records import Format, GradDtype, LogKind
+from tests.oracle import Hyper, update_sections
 
 Array = npt.NDArray[Any]
 
@@ -70,7 +69,7 @@ def torch_update(
     state_format: Format, sections: list[Array], grad: Array, hyper: Any, element: int = 0
 ) -> None:
     """The reference on the same memory."""
-    update_numpy_sections(state_format, sections, grad, hyper, element)
+    update_sections(state_format, sections, grad, hyper, element)
 
 
 def random_bits(rng: np.random.Generator, numel: int, spread: float) -> Array:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src import native
-from infinity._src.kernels.adamw import Hyper, adamw_fp32_, hyper_row
-from infinity.aio.plan import HYPER, LOG_MAX, Format
+from infinity._src.kernels.hyper import hyper_row_adamw
+from infinity.aio._records import HYPER, LOG_MAX, Format
+from tests.oracle import Hyper, adamw_
 from tests.unit.native.states import (
     HYPER_PLAIN,
     HYPERS,
@@ -63,7 +64,7 @@ def test_all_instruction_sets_agree_with_torch_on_any_length_start_and_scalars(
     weight_decay: float,
     log: list[tuple[str, float]],
 ) -> None:
-    row = hyper_row(lr=lr, betas=(0.9, 0.98), eps=1e-8, weight_decay=weight_decay, step=step, log=log)
+    row = hyper_row_adamw(lr=lr, betas=(0.9, 0.98), eps=1e-8, weight_decay=weight_decay, step=step, log=log)
     sections, grad = random_states(state_format, numel, seed, offset=offset, bf16_grad=bf16_grad)
     expected = [section.copy() for section in sections]
     torch_update(state_format, expected, grad, row)
@@ -141,7 +142,7 @@ def test_the_update_follows_torch_optim_adamw_within_rounding() -> None:
         plain.grad = grad.clone()
         optimizer.step()
         hyper = Hyper(lr=1e-3, step=step, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-        adamw_fp32_(param, exp_avg, exp_avg_sq, grad, hyper)
+        adamw_(param.numpy(), [exp_avg.numpy(), exp_avg_sq.numpy()], grad.numpy(), hyper.row())
     # torch's square root is an ulp off on some values, on other ones with other alignments of its tensors: 20 steps of 1e-3
     # add up to a few 1e-7. A wrong bias correction or decay is a hundred times that.
     torch.testing.assert_close(param, plain.detach(), rtol=2e-6, atol=1e-6)
@@ -149,7 +150,7 @@ def test_the_update_follows_torch_optim_adamw_within_rounding() -> None:
 
 
 def test_scalars_are_rounded_once_as_torch_rounds_a_python_float() -> None:
-    row = hyper_row(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=3)
+    row = hyper_row_adamw(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=3)
     values = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     for name, scalar in (
         ("decay", 1 - 1e-4 * 0.01),

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src.kernels.adamw import hyper_row
-from infinity._src.kernels.update import update_numpy_sections
+from infinity._src.kernels.hyper import hyper_row_adamw
 from infinity._src.native import ffi, lib
-from infinity.aio.plan import (
+from infinity.aio._records import (
     CHUNK,
     HYPER,
     QUANT_GROUP,
@@ -24,12 +23,13 @@ from infinity.aio.plan import (
     Moments,
     piece_count,
 )
+from tests.oracle import update_sections
 from tests.unit.native.states import Array
 from tests.unit.native.test_update_kernels import as_bf16, assert_same_sections, states
 
 OK, BAD_PLAN = -1, -2
 COMPACT = Format(Master.SPLIT8, Moments.Q8, 2)
-ROW = hyper_row(lr=1e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1, step=7, key=77)
+ROW = hyper_row_adamw(lr=1e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1, step=7, key=77)
 PIECE = 128
 
 
@@ -122,7 +122,7 @@ def test_segments_of_any_format_are_the_reference_on_each_and_gradients_stay(dat
             section.view(np.uint8)[item.size_bytes(start) : item.size_bytes(end)].view(section.dtype)
             for item, section in zip(state_format.sections, expected, strict=True)
         ]
-        update_numpy_sections(state_format, part, held[start:end], ROW, int(seg["element"]))
+        update_sections(state_format, part, held[start:end], ROW, int(seg["element"]))
     before = chunk.sums[-1].copy()
     assert chunk.update(segs) == OK
     assert_same_sections(state_format, chunk.sections[:-1], expected)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src.native import ffi, lib
-from infinity.aio.plan import CHUNK, HYPER, SEG, Format, GradDtype, piece_count
+from infinity.aio import CHUNK, HYPER, SEG, Format, GradDtype
+from infinity.aio._records import piece_count
 from tests.unit.native.states import (
     HYPER_LATE,
     HYPER_LOGGED,

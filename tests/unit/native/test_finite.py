@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity._src import native
-from infinity._src.kernels.finite import all_finite
+from infinity._src.kernels.update import all_finite
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 EDGES = [0.0, -0.0, 1e-45, -1e-8, 6.5e4, -3e38, float("inf"), float("-inf"), float("nan")]

@@ -6,10 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity._src.kernels.adamw import join_master, split_master
+from infinity._src.kernels.state_codec import decode_sections, encode_sections
 from infinity._src.native import ffi, lib
+from infinity.aio._records import Format, Master
 
 Bits = npt.NDArray[np.uint32]
+SPLIT = Format(Master.SPLIT)
 
 
 def native_round_trip(bits: Bits) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int16], Bits]:
@@ -45,10 +47,10 @@ def test_every_value_but_nan_round_trips_and_nan_becomes_canonical() -> None:
     hi, lo, back = native_round_trip(bits)
     expected = np.where(is_nan(bits), np.uint32(0x7FC00000), bits)
     np.testing.assert_array_equal(back, expected)
-    torch_hi, torch_lo = split_master(torch.from_numpy(bits.view(np.float32)))
-    np.testing.assert_array_equal(torch_hi.view(torch.int16).numpy().view(np.uint16), hi)
+    torch_hi, torch_lo = encode_sections(SPLIT, torch.from_numpy(bits.view(np.float32)), [])
+    np.testing.assert_array_equal(torch_hi.numpy().view(np.uint16), hi)
     np.testing.assert_array_equal(torch_lo.numpy(), lo)
-    joined = join_master(torch_hi, torch_lo).numpy().view(np.uint32)
+    joined = decode_sections(SPLIT, [torch_hi, torch_lo])[0].numpy().view(np.uint32)
     np.testing.assert_array_equal(joined, expected)
 
 

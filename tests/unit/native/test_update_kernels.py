@@ -10,14 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src import native
-from infinity._src.kernels.adamw import hyper_row
-from infinity._src.kernels.codec import decode_sections, encode_sections
-from infinity._src.kernels.lion import hyper_row_lion
-from infinity._src.kernels.rounding import random_bits, rounding_key
-from infinity._src.kernels.sgd import hyper_row_sgd
-from infinity._src.kernels.update import update_numpy_sections
+from infinity._src.kernels.hyper import hyper_row_adamw, hyper_row_lion, hyper_row_sgd
+from infinity._src.kernels.rounding import rounding_key
 from infinity._src.native import ffi, lib
-from infinity.aio.plan import QUANT_GROUP, Format, Master, Moments
+from infinity.aio._records import QUANT_GROUP, Format, Master, Moments
+from tests.oracle import decode_sections, encode_sections, random_bits, update_sections
 from tests.unit.native.states import Array, native_update
 from tests.unit.native.states import random_bits as odd_bits
 
@@ -28,11 +25,11 @@ LOG = (("div", 1024.0), ("mul", 0.7))
 ROWS = {
     "adamw": (
         2,
-        hyper_row(lr=1e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1, step=7, key=0xDEADBEEF12345678),
+        hyper_row_adamw(lr=1e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1, step=7, key=0xDEADBEEF12345678),
     ),
     "adamw logged": (
         2,
-        hyper_row(lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0, step=1, key=3, log=LOG),
+        hyper_row_adamw(lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0, step=1, key=3, log=LOG),
     ),
     "sgd": (0, hyper_row_sgd(lr=0.1, first=False, weight_decay=0.01, key=11)),
     "sgd plain": (0, hyper_row_sgd(lr=0.1, first=True, key=1, log=LOG)),
@@ -99,7 +96,7 @@ def test_kernels_give_the_bits_of_the_reference(isa: str, name: str, state_forma
             grads = (grad, grad.astype(np.float16), as_bf16(grad))
         for gradient in grads:
             native_update(state_format, ours, gradient, row, element=64 * seed)
-            update_numpy_sections(state_format, theirs, gradient, row, element=64 * seed)
+            update_sections(state_format, theirs, gradient, row, element=64 * seed)
         assert_same_sections(state_format, ours, theirs)
 
 
@@ -114,7 +111,7 @@ def test_it_does_not_matter_where_a_parameter_is_cut(data: st.DataObject) -> Non
     whole, grad = states(state_format, numel, data.draw(st.integers(0, 2**31)), odd=data.draw(st.booleans()))
     parts = [section.copy() for section in whole]
     row = ROWS[name][1]
-    update_numpy_sections(state_format, whole, grad, row, element)
+    update_sections(state_format, whole, grad, row, element)
     before = native.isa()
     try:
         for low, high in itertools.pairwise(cuts):
@@ -172,7 +169,7 @@ def test_an_algorithm_with_the_wrong_number_of_moments_is_refused(row: str, stat
     record = ROWS[row][1]
     assert not lib.inf_update_valid(int(state_format), ffi.cast("inf_hyper *", record.ctypes.data))
     with pytest.raises(ValueError, match="Format"):
-        update_numpy_sections(state_format, [], np.zeros(1, np.float32), record)
+        update_sections(state_format, [], np.zeros(1, np.float32), record)
 
 
 @pytest.mark.parametrize("algorithm", [3, -1])
@@ -190,7 +187,7 @@ def test_the_step_uses_the_moments_before_they_are_rounded(isa: str, state_forma
     grad = np.exp2(np.linspace(-30, 0, 256)).astype(np.float32)
     master = np.linspace(-1, 1, 256, dtype=np.float32)
     exact = Format(state_format.master, Moments.FP32, 2)
-    row = hyper_row(lr=1e-2, betas=(0.9, 0.999), eps=1e-12, weight_decay=0, step=1, key=9)
+    row = hyper_row_adamw(lr=1e-2, betas=(0.9, 0.999), eps=1e-12, weight_decay=0, step=1, key=9)
     coarse, fine = (
         encode_sections(fmt, master, [np.zeros(256, np.float32)] * 2) for fmt in (state_format, exact)
     )

@@ -14,8 +14,8 @@ from infinity._src.memory.layout import CHUNK_NUMEL, plan_flat
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
-from infinity.aio import PoolSpec, Priority, memory_limits, open_executor
-from infinity.aio.plan import Format
+from infinity.aio import Format, PoolSpec, Priority, open_executor
+from infinity.aio import _memory_limits as memory_limits
 
 LARGE_BYTES = CHUNK_NUMEL * 12
 NUMELS = (CHUNK_NUMEL + 5000, 77, 12_345)

@@ -383,7 +383,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch, directory: Path, job: Job, **poli
         handle.flush()
         stats, kept = handle.stats(), handle.residency.gathered_bytes_max
         # What moved in a step is counted also where no limits are claimed for it.
-        terms = StepTerms.collect(handle.residency.clock, handle._executor.stats(), update=job.update, bandwidths={})
+        terms = StepTerms.collect(handle.residency.clock, handle.parts.tiers.executor.stats(), update=job.update, bandwidths={})
         stats = dataclasses.replace(stats, terms=terms)
         handle.close()
     return stats, shape, kept

@@ -12,7 +12,7 @@ from infinity._src.perf.roofline import AtRest, Drives, traffic
 from infinity._src.perf.step_report import Bandwidths, StepTerms, bandwidths_of, fit_drives
 from infinity._src.sizes import format_size
 from infinity._src.telemetry import Marks, PhaseClock, Timeline
-from infinity.aio.stats import Window
+from infinity.aio._stats import Window
 from tests.drives import drive_stats, executor_stats
 
 MIB = 1 << 20
@@ -23,8 +23,7 @@ def collected(on_nvme: AtRest, micro_batches: int, *windows: Window, activations
     """The terms of steps that move what the formulas say, after a first one that moved a thousand times as much."""
     moved = traffic(on_nvme, "deferred", micro_batches, activations=activations)
     now = Marks()
-    clock = PhaseClock(Timeline(), lambda: now)
-    clock.activations = lambda: (now.activations_read, now.activations_written)
+    clock = PhaseClock(Timeline(), lambda: now, lambda: (now.activations_read, now.activations_written))
     for step in range(steps):
         for _ in range(micro_batches):
             for phase in ("forward", "idle", "backward", "idle"):
@@ -103,10 +102,9 @@ def with_gpu(update: str, held: Held, micro_batches: int) -> tuple[StepTerms, Co
         early = held.grads if update == "backward" and sums else 0
         planned = Copies(planned.beside_states + Copied(-early), planned.rest + Copied(early - sums))
     now = executor_stats()
-    clock = PhaseClock(Timeline(), lambda: Marks.of(now, 0, 0.0))
     out = round(micro_batches * held.activations)
     shelved = [0]
-    clock.activations = lambda: (shelved[0], shelved[0])
+    clock = PhaseClock(Timeline(), lambda: Marks.of(now, 0, 0.0), lambda: (shelved[0], shelved[0]))
     for _step in range(3):
         for _ in range(micro_batches):
             for phase in ("forward", "idle", "backward", "idle"):

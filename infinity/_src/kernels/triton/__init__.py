@@ -1,1 +1,3 @@
-"""Kernels in Triton, beside their torch references in `infinity._src.kernels`; `choice` says which one runs."""
+"""Kernels in Triton, beside their torch references in `infinity._src.kernels`; `choice` says which
+one runs.
+"""

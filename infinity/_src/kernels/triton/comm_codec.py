@@ -1,7 +1,8 @@
-"""Wires and ordered sums in Triton: the bits of infinity/_src/kernels/comm_codec.py, which says what they mean, in one pass.
+"""Wires and ordered sums in Triton: the bits of infinity/_src/kernels/comm_codec.py, in one pass.
 
-A program takes BLOCK_NUMEL elements, a multiple of every group and of what codes are padded to. What is summed lies anywhere: its
-addresses travel as a small table. Products and sums are kept apart (`enable_fp_fusion=False`), divisions are IEEE's.
+A program takes BLOCK_NUMEL elements, a multiple of every group and of what codes are padded to. The
+pieces of a sum lie anywhere: their addresses travel as a small table. Products and sums are kept
+apart (`enable_fp_fusion=False`), divisions are IEEE's.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def encode_triton(
             numel, codes, scales.numel(), signed(key or 0), element,
             FROM_BF16=values.dtype is torch.bfloat16, ERROR=error is not None,
             ERROR_BF16=error is not None and error.dtype is torch.bfloat16, RANDOM=key is not None,
-            LEVELS=127 if bits == 8 else 7, BITS=bits, GROUP=group_numel, GROUPS=BLOCK_NUMEL // group_numel,
+            LEVELS=127 if bits == 8 else 7, BITS=bits, GROUP=group_numel,
+            GROUPS=BLOCK_NUMEL // group_numel,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -74,7 +76,8 @@ def decode_sum_triton(
         table, aligned = _table(wires, out.device)
         _decode_sum[(-(-numel // BLOCK_NUMEL),)](
             table, _words(out), numel, codes_bytes(numel, bits), len(wires), float(divisor),
-            DIVIDE=divisor != 1, TO=_DTYPES[out.dtype], BITS=bits, GROUP=group_numel, GROUPS=BLOCK_NUMEL // group_numel,
+            DIVIDE=divisor != 1, TO=_DTYPES[out.dtype], BITS=bits, GROUP=group_numel,
+            GROUPS=BLOCK_NUMEL // group_numel,
             ALIGNED=aligned, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -86,13 +89,17 @@ def sum_in_order_triton(pieces: Sequence[torch.Tensor], out: torch.Tensor, divis
         table, aligned = _table(pieces, out.device)
         _sum_in_order[(-(-numel // BLOCK_NUMEL),)](
             table, _words(out), numel, len(pieces), float(divisor),
-            DIVIDE=divisor != 1, FROM=_DTYPES[pieces[0].dtype], TO=_DTYPES[out.dtype], BLOCK=BLOCK_NUMEL,
+            DIVIDE=divisor != 1, FROM=_DTYPES[pieces[0].dtype], TO=_DTYPES[out.dtype],
+            BLOCK=BLOCK_NUMEL,
             ALIGNED=aligned, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 
 def _table(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, bool]:
-    """Addresses on the device, and whether all are multiples of _ALIGN_BYTES. A copy to the device, without waiting."""
+    """Addresses on the device, and whether all are multiples of _ALIGN_BYTES.
+
+    A copy to the device, without waiting.
+    """
     addresses = [tensor.data_ptr() for tensor in tensors]
     table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
     return table, all(address % _ALIGN_BYTES == 0 for address in addresses)
@@ -106,7 +113,8 @@ def _words(out: torch.Tensor) -> torch.Tensor:
 @triton.jit(do_not_specialize=["key", "element"])
 def _encode(
     x_ptr: tl.tensor, error_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor,
-    numel: tl.tensor, codes_bytes: tl.tensor, scales_numel: tl.tensor, key: tl.tensor, element: tl.tensor,
+    numel: tl.tensor, codes_bytes: tl.tensor, scales_numel: tl.tensor, key: tl.tensor,
+    element: tl.tensor,
     FROM_BF16: tl.constexpr, ERROR: tl.constexpr, ERROR_BF16: tl.constexpr, RANDOM: tl.constexpr,
     LEVELS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -215,13 +223,17 @@ def _store_rounded(
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table_ptr"])
 def _decode_sum(
-    table_ptr: tl.tensor, out_ptr: tl.tensor, numel: tl.tensor, codes_bytes: tl.tensor, count: tl.tensor, divisor: tl.tensor,
-    DIVIDE: tl.constexpr, TO: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    table_ptr: tl.tensor, out_ptr: tl.tensor, numel: tl.tensor, codes_bytes: tl.tensor,
+    count: tl.tensor, divisor: tl.tensor,
+    DIVIDE: tl.constexpr, TO: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> None:  # fmt: skip
     first_group = tl.program_id(0).to(tl.int64) * GROUPS
     index = (first_group + tl.arange(0, GROUPS))[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    total = _decoded(tl.load(table_ptr), codes_bytes, first_group, numel, BITS, GROUP, GROUPS, ALIGNED)
+    total = _decoded(
+        tl.load(table_ptr), codes_bytes, first_group, numel, BITS, GROUP, GROUPS, ALIGNED
+    )
     k = 1
     while k < count:
         total += _decoded(
@@ -249,8 +261,10 @@ def _piece(
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table_ptr"])
 def _sum_in_order(
-    table_ptr: tl.tensor, out_ptr: tl.tensor, numel: tl.tensor, count: tl.tensor, divisor: tl.tensor,
-    DIVIDE: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    table_ptr: tl.tensor, out_ptr: tl.tensor, numel: tl.tensor, count: tl.tensor,
+    divisor: tl.tensor,
+    DIVIDE: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ) -> None:  # fmt: skip
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < numel

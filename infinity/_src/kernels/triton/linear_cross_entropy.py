@@ -1,13 +1,17 @@
 """A tile of the LM head with its loss, on Triton: logits are made, used and forgotten in registers.
 
-    tile_partials    hidden @ weight^T + bias -> per row: max, sum of exp, the target's logit, sum      reads the tile once
+    tile_partials    hidden @ weight^T + bias -> per row: max, sum of exp, target's logit, sum
     tile_dlogits     the same logits again    -> their gradient, in the dtype of `hidden`
 
-infinity/_src/kernels/loss_tiles.py has the contract, the torch reference and the loop over tiles.
+`tile_partials` reads the tile once.
 
-**Order of sums.** A program goes through _SPAN columns, _BLOCK at a time, and keeps a running maximum and sum; columns within a
-block are added by `row_sums`, spans by torch. _BLOCK, _SPAN and BLOCK_K are fixed, so the configurations that are measured give
-the same bits. Spans are what makes enough programs: 1,024 rows by 8,192 columns are 64 or 128 of them.
+infinity/_src/kernels/linear_cross_entropy.py has the contract, the torch reference and the loop
+over tiles.
+
+**Order of sums.** A program goes through _SPAN columns, _BLOCK at a time, and keeps a running
+maximum and sum; columns within a block are added by `row_sums`, spans by torch. _BLOCK, _SPAN and
+BLOCK_K are fixed, so the configurations that are measured give the same bits. Spans are what makes
+enough programs: 1,024 rows by 8,192 columns are 64 or 128 of them.
 """
 
 from __future__ import annotations
@@ -60,7 +64,9 @@ def _logits(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """fp32 [BLOCK_M, BLOCK_N] logits of int64 rows and columns; the bias alone, or 0, where they are outside."""
+    """fp32 [BLOCK_M, BLOCK_N] logits of int64 rows and columns; the bias alone, or 0, where they
+    are outside.
+    """
     inner = tl.arange(0, BLOCK_K).to(tl.int64)
     hidden_ptrs = hidden_ptr + rows[:, None] * stride_hm + inner[None, :] * stride_hk
     weight_ptrs = weight_ptr + inner[:, None] * stride_wk + columns[None, :] * stride_wn
@@ -71,7 +77,9 @@ def _logits(
         left = inner < features - start
         h = tl.load(hidden_ptrs, mask=(rows < row_count)[:, None] & left[None, :], other=0.0)
         w = tl.load(weight_ptrs, mask=left[:, None] & (columns < column_count)[None, :], other=0.0)
-        total = tl.dot(operand(h, INTERPRETED), operand(w, INTERPRETED), total, input_precision=PRECISION)
+        total = tl.dot(
+            operand(h, INTERPRETED), operand(w, INTERPRETED), total, input_precision=PRECISION
+        )
         hidden_ptrs += hidden_step
         weight_ptrs += weight_step
     if BIAS:
@@ -107,10 +115,16 @@ def _partials(
     LOG2_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> None:
-    """found[span, 0..2, row] = max, sum of exp and sum of the logits of a span; target_logit[row] where the target is in it."""
+    """found[span, 0..2, row] = max, sum of exp and sum of the logits of a span; target_logit[row]
+    where the target is in it.
+    """
     BLOCK_N: tl.constexpr = 1 << LOG2_BLOCK
-    # Row blocks run fastest: programs that are side by side read the same rows of the weight, from L2.
-    block, span = tl.program_id(0) % tl.cdiv(row_count, BLOCK_M), tl.program_id(0) // tl.cdiv(row_count, BLOCK_M)
+    # Row blocks run fastest: programs that are side by side read the same rows of the weight, from
+    # L2.
+    block, span = (
+        tl.program_id(0) % tl.cdiv(row_count, BLOCK_M),
+        tl.program_id(0) // tl.cdiv(row_count, BLOCK_M),
+    )
     rows = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     target = tl.load(target_ptr + rows * stride_target, mask=rows < row_count, other=-1) - start
     first = span.to(tl.int64) * SPAN
@@ -127,11 +141,14 @@ def _partials(
             BIAS, PRECISION, INTERPRETED, BLOCK_K, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         inside = (columns < column_count)[None, :]
-        target_logit += tl.sum(tl.where(inside & (columns[None, :] == target[:, None]), logits, 0.0), axis=1)
+        target_logit += tl.sum(
+            tl.where(inside & (columns[None, :] == target[:, None]), logits, 0.0), axis=1
+        )
         logit_sum += row_sums(tl.where(inside, logits, 0.0), BLOCK_M, LOG2_BLOCK)
         logits = tl.where(inside, logits, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(logits, axis=1))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf would be NaN, and exp(-inf) is 0
+        # -inf - -inf would be NaN, and exp(-inf) is 0
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         found = row_sums(tl.exp(logits - shift[:, None]), BLOCK_M, LOG2_BLOCK)
         row_sum_exp = row_sum_exp * tl.exp(row_max - shift) + found
         row_max = new_max
@@ -174,7 +191,9 @@ def _dlogits(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """out[row, column] = (exp(logit - lse) - taken * [column is target] - smooth) * scale, contiguous; 0 where scale is 0."""
+    """out[row, column] = (exp(logit - lse) - taken * [column is target] - smooth) * scale,
+    contiguous; 0 where scale is 0.
+    """
     block_m, block_n = block_of(tl.program_id(0), row_count, column_count, BLOCK_M, BLOCK_N, 8)
     rows = block_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = block_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -189,18 +208,24 @@ def _dlogits(
     scale = tl.load(scale_ptr + rows, mask=there, other=0.0)[:, None]
     hit = tl.where(columns[None, :] == target[:, None], taken, 0.0)
     found = (tl.exp(logits - lse[:, None]) - hit - smooth) * scale
-    found = tl.where(scale == 0.0, 0.0, found)  # an ignored row with an infinite logit would leave NaN behind
+    # an ignored row with an infinite logit would leave NaN behind
+    found = tl.where(scale == 0.0, 0.0, found)
     out_ptrs = out_ptr + rows[:, None] * column_count + columns[None, :]
     inside = there[:, None] & (columns < column_count)[None, :]
     tl.store(out_ptrs, rounded(found, out_ptr.dtype.element_ty, INTERPRETED), mask=inside)
 
 
 def partials_configs(dtype: torch.dtype) -> list[Any]:
-    """`triton.Config`s of the forward kernel, whose columns per block are fixed at 128; the first takes 48 KiB at most."""
+    """`triton.Config`s of the forward kernel, whose columns per block are fixed at 128; the first
+    takes 48 KiB at most.
+    """
     sizes = [(64, 4, 1), (64, 4, 3), (128, 8, 2)]
     if dtype != torch.float32:
         sizes += [(128, 4, 3), (128, 8, 3), (128, 8, 4), (256, 8, 3)]
-    return [triton.Config({"BLOCK_M": rows}, num_warps=warps, num_stages=stages) for rows, warps, stages in sizes]
+    return [
+        triton.Config({"BLOCK_M": rows}, num_warps=warps, num_stages=stages)
+        for rows, warps, stages in sizes
+    ]
 
 
 _partials_wide = Tuned(_partials, partials_configs(torch.float32))
@@ -210,12 +235,19 @@ _dlogits_narrow = Tuned(_dlogits, configs(torch.bfloat16))
 
 
 def tile_partials(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, *, start: int
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    *,
+    start: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(row_max, row_sum_exp, target_logit, logit_sum), fp32 [rows] each: `loss_tiles.tile_partials`.
+    """(row_max, row_sum_exp, target_logit, logit_sum), fp32 [rows] each:
+    `linear_cross_entropy.tile_partials`.
 
-    hidden [rows, features] and weight [tile, features], of one dtype (bf16, fp16, fp32), bias [tile], target int64 [rows], any
-    strides. Beside the result it holds 12 bytes per row and 1,024 columns.
+    hidden [rows, features] and weight [tile, features], of one dtype (bf16, fp16, fp32), bias
+    [tile], target int64 [rows], any strides. Beside the result it holds 12 bytes per row and 1,024
+    columns.
     """
     (rows, features), columns = hidden.shape, weight.shape[0]
     _check(hidden, weight, bias, target)
@@ -223,7 +255,12 @@ def tile_partials(
     found = torch.empty((spans, 3, rows), dtype=torch.float32, device=hidden.device)
     target_logit = torch.zeros(rows, dtype=torch.float32, device=hidden.device)
     if not rows or not columns:
-        return target_logit - float("inf"), torch.zeros_like(target_logit), target_logit, torch.zeros_like(target_logit)
+        return (
+            target_logit - float("inf"),
+            torch.zeros_like(target_logit),
+            target_logit,
+            torch.zeros_like(target_logit),
+        )
 
     def grid(meta: dict[str, Any]) -> tuple[int, ...]:
         return (triton.cdiv(rows, meta["BLOCK_M"]) * spans,)
@@ -233,7 +270,17 @@ def tile_partials(
     key = shape_key(rows, columns, features)
     sizes = (rows, columns, features, start)
     tuned(
-        grid, hidden.device, *operands, found, target_logit, *sizes, *strides, key, SPAN=_SPAN, LOG2_BLOCK=_LOG2_BLOCK, **settings
+        grid,
+        hidden.device,
+        *operands,
+        found,
+        target_logit,
+        *sizes,
+        *strides,
+        key,
+        SPAN=_SPAN,
+        LOG2_BLOCK=_LOG2_BLOCK,
+        **settings,
     )
     row_max = found[:, 0].amax(0)
     shift = row_max.masked_fill(row_max == float("-inf"), 0.0)
@@ -254,7 +301,10 @@ def tile_dlogits(
     label_smoothing: float,
     vocabulary: int,
 ) -> torch.Tensor:
-    """[rows, tile] in the dtype of `hidden`, contiguous: `loss_tiles.tile_dlogits`. lse, scale: fp32 [rows]."""
+    """[rows, tile] in the dtype of `hidden`, contiguous: `linear_cross_entropy.tile_dlogits`.
+
+    lse, scale: fp32 [rows].
+    """
     (rows, features), columns = hidden.shape, weight.shape[0]
     _check(hidden, weight, bias, target)
     out = torch.empty((rows, columns), dtype=hidden.dtype, device=hidden.device)
@@ -269,7 +319,15 @@ def tile_dlogits(
     per_row = [values.to(torch.float32).contiguous() for values in (lse, scale)]
     sizes = (rows, columns, features, start, 1.0 - label_smoothing, label_smoothing / vocabulary)
     tuned(
-        grid, hidden.device, *operands, *per_row, out, *sizes, *strides, shape_key(rows, columns, features), **settings
+        grid,
+        hidden.device,
+        *operands,
+        *per_row,
+        out,
+        *sizes,
+        *strides,
+        shape_key(rows, columns, features),
+        **settings,
     )
     return out
 
@@ -279,7 +337,12 @@ def _common(
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...], dict[str, Any]]:
     """Both kernels' operands, strides, and constants."""
     operands = (hidden, weight, hidden if bias is None else bias, target)
-    strides = (*hidden.stride(), *weight.stride(), 0 if bias is None else bias.stride(0), target.stride(0))
+    strides = (
+        *hidden.stride(),
+        *weight.stride(),
+        0 if bias is None else bias.stride(0),
+        target.stride(0),
+    )
     constants = {
         "BIAS": bias is not None,
         "PRECISION": precision(hidden.dtype),
@@ -289,7 +352,9 @@ def _common(
     return operands, strides, constants
 
 
-def _check(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor) -> None:
+def _check(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor
+) -> None:
     assert hidden.dim() == 2, hidden.shape
     assert weight.shape == (weight.shape[0], hidden.shape[1]), (hidden.shape, weight.shape)
     assert hidden.dtype in (torch.bfloat16, torch.float16, torch.float32), hidden.dtype

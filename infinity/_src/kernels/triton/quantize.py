@@ -1,7 +1,9 @@
-"""Group quantization in Triton: the bits of infinity/_src/kernels/quantize.py, which says what they mean, in one pass over the values.
+"""Group quantization in Triton: the bits of infinity/_src/kernels/quantize.py, in one pass over the
+values.
 
-A program takes whole groups, BLOCK elements or one group. Products and sums are kept apart (`enable_fp_fusion=False`: a
-multiplication contracted with what follows would round once where the reference rounds twice), divisions are IEEE's.
+A program takes whole groups, BLOCK elements or one group. Products and sums are kept apart
+(`enable_fp_fusion=False`: a multiplication contracted with what follows would round once where the
+reference rounds twice), divisions are IEEE's.
 """
 
 from __future__ import annotations
@@ -29,11 +31,18 @@ BLOCK_NUMEL = 2048
 SCALE_LEAST_BITS = tl.constexpr(0x00800000)
 VALUE_MOST = tl.constexpr(float.fromhex("0x1.fep127"))
 ROUNDER = tl.constexpr(12582912.0)
-"""1.5 * 2^23: added and taken away again, it rounds what is below 2^22 to a whole number, to nearest, ties to even."""
+"""1.5 * 2^23: added and taken away again, it rounds what is below 2^22 to a whole number, to
+nearest, ties to even.
+"""
 
 
 def quantize_triton(
-    values: torch.Tensor, bits: int, group_numel: int, symmetric: bool, key: int | None, element: int
+    values: torch.Tensor,
+    bits: int,
+    group_numel: int,
+    symmetric: bool,
+    key: int | None,
+    element: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Codes, scales, zeros; arguments as `groups.quantize` has checked them."""
     flat, columns, stride_row, stride_column = addressed(values)
@@ -48,7 +57,8 @@ def quantize_triton(
         _quantize[(-(-groups // per_program),)](
             raw(flat), codes, raw(scales), codes if zeros is None else zeros,
             numel, codes.numel(), columns, stride_row, stride_column, signed(key or 0), element,
-            BF16=values.dtype is torch.bfloat16, STRIDED=columns != 0, SYMMETRIC=symmetric, RANDOM=key is not None,
+            BF16=values.dtype is torch.bfloat16, STRIDED=columns != 0, SYMMETRIC=symmetric,
+            RANDOM=key is not None,
             LEVELS=(1 << bits - symmetric) - 1, BITS=bits, GROUP=group_numel, GROUPS=per_program,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
@@ -59,12 +69,17 @@ def dequantize_triton(quantized: Quantized, out: torch.Tensor) -> None:
     """The values into `out`, which has their shape."""
     flat, columns, stride_row, stride_column = addressed(out)
     numel = flat.numel()
-    groups, per_program = -(-numel // quantized.group_numel), max(1, BLOCK_NUMEL // quantized.group_numel)
+    groups, per_program = (
+        -(-numel // quantized.group_numel),
+        max(1, BLOCK_NUMEL // quantized.group_numel),
+    )
     if numel:
         _dequantize[(-(-groups // per_program),)](
-            quantized.codes, raw(quantized.scales), quantized.codes if quantized.zeros is None else quantized.zeros, raw(flat),
+            quantized.codes, raw(quantized.scales),
+            quantized.codes if quantized.zeros is None else quantized.zeros, raw(flat),
             numel, quantized.codes.numel(), columns, stride_row, stride_column,
-            BF16=out.dtype is torch.bfloat16, STRIDED=columns != 0, SYMMETRIC=quantized.symmetric, BITS=quantized.bits,
+            BF16=out.dtype is torch.bfloat16, STRIDED=columns != 0, SYMMETRIC=quantized.symmetric,
+            BITS=quantized.bits,
             GROUP=quantized.group_numel, GROUPS=per_program, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     if flat.data_ptr() != out.data_ptr():
@@ -72,7 +87,8 @@ def dequantize_triton(quantized: Quantized, out: torch.Tensor) -> None:
 
 
 def addressed(values: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """A tensor that a kernel can address, with columns, stride of a row and of a column; columns 0: it is contiguous.
+    """A tensor that a kernel can address, with columns, stride of a row and of a column; columns 0:
+    it is contiguous.
 
     Two-dimensional values are taken as they lie, others that are not contiguous through a copy.
     """
@@ -84,7 +100,7 @@ def addressed(values: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """bf16 as the int16 with its bits: the kernels round by integer arithmetic, alike everywhere."""
+    """View bf16 as int16 with its bits: the kernels round by integer arithmetic, everywhere."""
     return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
 
 
@@ -95,7 +111,11 @@ def signed(word: int) -> int:
 
 @triton.jit
 def place(
-    index: tl.tensor, columns: tl.tensor, stride_row: tl.tensor, stride_column: tl.tensor, STRIDED: tl.constexpr
+    index: tl.tensor,
+    columns: tl.tensor,
+    stride_row: tl.tensor,
+    stride_column: tl.tensor,
+    STRIDED: tl.constexpr,
 ) -> tl.tensor:
     """int64 offsets of elements in a tensor as `addressed` describes it."""
     if STRIDED:
@@ -113,13 +133,18 @@ def round_even(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def round_down(value: tl.tensor) -> tl.tensor:
-    """fp32 below 2^31 in magnitude to the next whole number below. tl.floor takes a denormal for zero on a GPU."""
+    """fp32 below 2^31 in magnitude to the next whole number below.
+
+    tl.floor takes a denormal for zero on a GPU.
+    """
     whole = value.to(tl.int32).to(tl.float32)
     return tl.where(whole > value, whole - 1.0, whole)
 
 
 @triton.jit
-def _rounded(y: tl.tensor, key: tl.tensor, first: tl.tensor, index: tl.tensor, RANDOM: tl.constexpr) -> tl.tensor:
+def _rounded(
+    y: tl.tensor, key: tl.tensor, first: tl.tensor, index: tl.tensor, RANDOM: tl.constexpr
+) -> tl.tensor:
     if RANDOM:
         random = random_bits(key.to(tl.uint64), first, index)
         below = round_down(y)
@@ -133,9 +158,11 @@ def _rounded(y: tl.tensor, key: tl.tensor, first: tl.tensor, index: tl.tensor, R
 @triton.jit(do_not_specialize=["key", "element"])
 def _quantize(
     x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor,
-    numel: tl.tensor, code_numel: tl.tensor, columns: tl.tensor, stride_row: tl.tensor, stride_column: tl.tensor,
+    numel: tl.tensor, code_numel: tl.tensor, columns: tl.tensor, stride_row: tl.tensor,
+    stride_column: tl.tensor,
     key: tl.tensor, element: tl.tensor,
-    BF16: tl.constexpr, STRIDED: tl.constexpr, SYMMETRIC: tl.constexpr, RANDOM: tl.constexpr, LEVELS: tl.constexpr,
+    BF16: tl.constexpr, STRIDED: tl.constexpr, SYMMETRIC: tl.constexpr, RANDOM: tl.constexpr,
+    LEVELS: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ) -> None:  # fmt: skip
     first_group = tl.program_id(0).to(tl.int64) * GROUPS
@@ -173,7 +200,11 @@ def _quantize(
         code = tl.minimum(tl.maximum(code + zero[:, None], 0), LEVELS)
         code = tl.where(finite[:, None], code, 0)
         tl.store(zeros_ptr + group, tl.where(finite, zero, 0).to(tl.uint8), mask=in_range)
-    tl.store(scales_ptr + group, (tl.where(finite, scale_bits, NAN_BITS) >> 16).to(tl.int16), mask=in_range)
+    tl.store(
+        scales_ptr + group,
+        (tl.where(finite, scale_bits, NAN_BITS) >> 16).to(tl.int16),
+        mask=in_range,
+    )
     if BITS == 8:
         tl.store(codes_ptr + index, code.to(codes_ptr.dtype.element_ty), mask=mask)
     else:
@@ -186,8 +217,10 @@ def _quantize(
 @triton.jit
 def _dequantize(
     codes_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, out_ptr: tl.tensor,
-    numel: tl.tensor, code_numel: tl.tensor, columns: tl.tensor, stride_row: tl.tensor, stride_column: tl.tensor,
-    BF16: tl.constexpr, STRIDED: tl.constexpr, SYMMETRIC: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    numel: tl.tensor, code_numel: tl.tensor, columns: tl.tensor, stride_row: tl.tensor,
+    stride_column: tl.tensor,
+    BF16: tl.constexpr, STRIDED: tl.constexpr, SYMMETRIC: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:  # fmt: skip
     first_group = tl.program_id(0).to(tl.int64) * GROUPS
@@ -209,4 +242,6 @@ def _dequantize(
     value = code.to(tl.float32) * scale[:, None]
     value = tl.where(value > VALUE_MOST, VALUE_MOST, value)
     value = tl.where(value < -VALUE_MOST, -VALUE_MOST, value)
-    store_float(out_ptr + place(index, columns, stride_row, stride_column, STRIDED), value, mask, BF16)
+    store_float(
+        out_ptr + place(index, columns, stride_row, stride_column, STRIDED), value, mask, BF16
+    )

@@ -1,6 +1,8 @@
-"""The random bits of infinity/_src/kernels/rounding.py inside Triton kernels, and how floats are rounded on their bits.
+"""The random bits of infinity/_src/kernels/rounding.py inside Triton kernels, and how floats are
+rounded on their bits.
 
-All of it is integer arithmetic: the same bits on every device, in the interpreter and from the C kernels.
+All of it is integer arithmetic: the same bits on every device, in the interpreter and from the C
+kernels.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ def mix64(word: tl.tensor) -> tl.tensor:
 def random_bits(key: tl.tensor, first: tl.tensor, index: tl.tensor) -> tl.tensor:
     """uint32 like `index`: the bits of the elements first + index.
 
-    key: uint64 scalar; first: int64 scalar, not negative; index: int32, 0 to 2^31. The upper half of an element's number
-    enters the key, and changes at most once within a block: both keys are computed, and each element takes its own.
+    key: uint64 scalar; first: int64 scalar, not negative; index: int32, 0 to 2^31. The upper half
+    of an element's number enters the key, and changes at most once within a block: both keys are
+    computed, and each element takes its own.
     """
     high = (first >> 32).to(tl.uint64)
     golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
@@ -77,7 +80,7 @@ def float_of_bf16(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def load_float(pointer: tl.tensor, mask: tl.tensor, BF16: tl.constexpr) -> tl.tensor:
-    """fp32 from fp32, fp16, or int16 with the bits of bf16 (BF16); zero where the mask is not set."""
+    """Load fp32 from fp32, fp16, or int16 with bits of bf16 (BF16); zero outside of `mask`."""
     raw = tl.load(pointer, mask=mask, other=0)
     if BF16:
         value = float_of_bf16(raw)
@@ -88,7 +91,9 @@ def load_float(pointer: tl.tensor, mask: tl.tensor, BF16: tl.constexpr) -> tl.te
 
 @triton.jit
 def store_float(pointer: tl.tensor, value: tl.tensor, mask: tl.tensor, BF16: tl.constexpr) -> None:
-    """The reverse, to nearest, ties to even; what is too large for fp16 becomes infinity, as in torch."""
+    """The reverse, to nearest, ties to even; what is too large for fp16 becomes infinity, as in
+    torch.
+    """
     if BF16:
         tl.store(pointer, bf16_bits(value), mask=mask)
     else:

@@ -1,15 +1,17 @@
-"""The products behind tiled linears, on Triton: they add to what earlier tiles summed, and finish in the last tile's epilogue.
+"""The products behind tiled linears, on Triton: they add to what earlier tiles summed, and finish
+in the last tile's epilogue.
 
     forward       out[M, N]  (+)= x[M, K] @ w[N, K]^T  (+ bias[N])
     input grad    dx[M, K]   (+)= dy[M, N] @ w[N, K]
     weight grad   dw[N, K]   (+)= dy[M, N]^T @ x[M, K]
 
-cuBLAS can add to an output of the operands' dtype only, which rounds the running sum once per tile. Here the sum stays in fp32
-from the first tile to the last, and bias and rounding happen once, where the last product is still in registers.
+cuBLAS can add to an output of the operands' dtype only, which rounds the running sum once per tile.
+Here the sum stays in fp32 from the first tile to the last, and bias and rounding happen once, where
+the last product is still in registers.
 
-The sum goes on where the tile before left it, step by step of BLOCK_K elements: tiles whose size is a multiple of BLOCK_K
-(64; fp32: 32) give the bits of one product over all of them. No two programs share an element of the output: no atomics, one
-order.
+The sum goes on where the tile before left it, step by step of BLOCK_K elements: tiles whose size is
+a multiple of BLOCK_K (64; fp32: 32) give the bits of one product over all of them. No two programs
+share an element of the output: no atomics, one order.
 Source: memory-centric tiling, ZeRO-Infinity §5.1.3.
 """
 
@@ -64,7 +66,9 @@ def _product(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """out[m, n] = sum[m, n] + a[m, k] @ b[k, n] + bias[n], summed in fp32, a block of out per program."""
+    """out[m, n] = sum[m, n] + a[m, k] @ b[k, n] + bias[n], summed in fp32, a block of out per
+    program.
+    """
     block_m, block_n = block_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, 8)
     # 64-bit from here on: a row times its stride may pass 2^31 elements.
     rows = block_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -72,7 +76,11 @@ def _product(
     inner = tl.arange(0, BLOCK_K).to(tl.int64)
     inside = (rows < m)[:, None] & (columns < n)[None, :]
     if ACCUMULATE:
-        total = tl.load(sum_ptr + rows[:, None] * stride_sm + columns[None, :] * stride_sn, mask=inside, other=0.0)
+        total = tl.load(
+            sum_ptr + rows[:, None] * stride_sm + columns[None, :] * stride_sn,
+            mask=inside,
+            other=0.0,
+        )
         total = widened(total, INTERPRETED)
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -84,7 +92,9 @@ def _product(
         left = inner < k - start
         a = tl.load(a_ptrs, mask=(rows < m)[:, None] & left[None, :], other=0.0)
         b = tl.load(b_ptrs, mask=left[:, None] & (columns < n)[None, :], other=0.0)
-        total = tl.dot(operand(a, INTERPRETED), operand(b, INTERPRETED), total, input_precision=PRECISION)
+        total = tl.dot(
+            operand(a, INTERPRETED), operand(b, INTERPRETED), total, input_precision=PRECISION
+        )
         a_ptrs += a_step
         b_ptrs += b_step
     if BIAS:
@@ -106,11 +116,13 @@ def tile_matmul(
     accumulator: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """out = accumulator + a @ b + bias, summed in fp32 and rounded once, to out's dtype: infinity/_src/kernels/tile_matmul.py's contract.
+    """out = accumulator + a @ b + bias, summed in fp32 and rounded once, to out's dtype:
+    infinity/_src/kernels/tile_matmul.py's contract.
 
-    Shapes: a [M, K], b [K, N], out and accumulator [M, N], bias [N], any strides (transposes are strides). a and b are of one
-    dtype, bf16, fp16 or fp32; the others of any of these. accumulator may be `out` itself; None: zero. Raises: ValueError for
-    shapes, dtypes or devices that do not go together.
+    Shapes: a [M, K], b [K, N], out and accumulator [M, N], bias [N], any strides (transposes are
+    strides). a and b are of one dtype, bf16, fp16 or fp32; the others of any of these. accumulator
+    may be `out` itself; None: zero. Raises: ValueError for shapes, dtypes or devices that do not go
+    together.
     """
     _check(a, b, out, accumulator, bias)
     (m, k), n = a.shape, b.shape[1]
@@ -148,16 +160,32 @@ def tile_matmul(
 
 
 def _check(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulator: torch.Tensor | None, bias: torch.Tensor | None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    accumulator: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> None:
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"a product of {tuple(a.shape)} and {tuple(b.shape)}: pass [M, K] and [K, N]")
+        raise ValueError(
+            f"a product of {tuple(a.shape)} and {tuple(b.shape)}: pass [M, K] and [K, N]"
+        )
     if a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"a product of {a.dtype} and {b.dtype}: pass two bf16, two fp16 or two fp32 tensors")
+        raise ValueError(
+            f"a product of {a.dtype} and {b.dtype}: pass two bf16, two fp16 or two fp32 tensors"
+        )
     shape = (a.shape[0], b.shape[1])
-    for name, tensor, expected in (("out", out, shape), ("accumulator", accumulator, shape), ("bias", bias, shape[1:])):
+    for name, tensor, expected in (
+        ("out", out, shape),
+        ("accumulator", accumulator, shape),
+        ("bias", bias, shape[1:]),
+    ):
         if tensor is not None and tuple(tensor.shape) != expected:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; this product needs {expected}")
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; this product needs {expected}"
+            )
     for tensor in (b, out, accumulator, bias):
         if tensor is not None and tensor.device != a.device:
-            raise ValueError(f"a product of tensors on {a.device} and {tensor.device}: bring them together first")
+            raise ValueError(
+                f"a product of tensors on {a.device} and {tensor.device}: bring them together first"
+            )

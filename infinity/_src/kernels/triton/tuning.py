@@ -1,20 +1,24 @@
-"""What the Triton matmuls share: values rounded alike everywhere, sums in a fixed order, block sizes tuned on the device.
+"""Common parts of the Triton matmuls: values rounded alike everywhere, sums in a fixed order, block
+sizes tuned on the device.
 
     product = Tuned(kernel, configs(torch.bfloat16), restore=("out_ptr",))
     product(grid, device, *arguments, BLOCK_K=block_k(torch.bfloat16))
 
-**What is tuned may not round.** Measurements choose between configurations of BLOCK_M, BLOCK_N, warps and stages only. What
-orders a sum is fixed: BLOCK_K by the dtype (`block_k`), sums over columns by `row_sums`, and no kernel splits K between
-programs. Every configuration has 4 or 8 warps and at least 64 rows of the first operand, so that all of them compile to the same
-matrix instruction of a device (a test looks). Tests run every configuration on the same operands and compare bits.
+**Tuning may not change rounding.** Measurements choose between configurations of BLOCK_M, BLOCK_N,
+warps and stages only. The order of a sum is fixed: BLOCK_K by the dtype (`block_k`), sums over
+columns by `row_sums`, and no kernel splits K between programs. Every configuration has 4 or 8 warps
+and at least 64 rows of the first operand, so that all of them compile to the same matrix
+instruction of a device (a test looks). Tests run every configuration on the same operands and
+compare bits.
 
-Measured once per kind of device, dtypes, transposes and shape (dimensions rounded up to powers of two), kept on disk in
-Triton's cache directory (`TRITON_CACHE_DIR`) where this Triton can (`cache_results`, looked up in its signature), else for the
-life of the process. A measurement runs the kernel several times: what it adds to is put back (`restore`), which takes a copy of
-it meanwhile. It cannot happen while a CUDA graph is captured: run such a step once before.
+Measured once per kind of device, dtypes, transposes and shape (dimensions rounded up to powers of
+two), kept on disk in Triton's cache directory (`TRITON_CACHE_DIR`) where this Triton can
+(`cache_results`, looked up in its signature), else for the life of the process. A measurement runs
+the kernel several times: the output that it adds to is put back (`restore`), which takes a copy of
+it meanwhile. Nothing can be measured while a CUDA graph is captured: run such a step once before.
 
-In the interpreter the first configuration runs. Its bf16 casts truncate and its dot takes bf16 for integers; `widened` and
-`rounded` do there by bits what the hardware does.
+In the interpreter the first configuration runs. Its bf16 casts truncate and its dot takes bf16 for
+integers; `widened` and `rounded` do there by bits what the hardware does.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ CONFIGS_MAX = 8
 _using: list[int] = []
 """The index of the configuration that `using` forces; the innermost last."""
 
-_lock = threading.RLock()  # Triton's tuner keeps the arguments of a call on itself, and backward runs in threads of its own
+# Triton's tuner keeps the arguments of a call on itself, and backward runs in threads of its own
+_lock = threading.RLock()
 
 
 @triton.jit
@@ -63,7 +68,9 @@ def rounded(values: tl.tensor, dtype: tl.constexpr, INTERPRETED: tl.constexpr) -
 
 @triton.jit
 def operand(values: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
-    """What `tl.dot` takes: the values as they are; bf16 as fp32 in the interpreter, where a product is exact as well."""
+    """Operand of `tl.dot`: the values as they are; bf16 as fp32 in the interpreter, where a product
+    is exact as well.
+    """
     if INTERPRETED and values.dtype == tl.bfloat16:
         return widened(values, INTERPRETED)
     return values
@@ -71,7 +78,9 @@ def operand(values: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def loop_end(count: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
-    """An integer as the end of a `range`: the interpreter's are arrays of one element, which recent numpy takes for no index."""
+    """An integer as the end of a `range`: the interpreter's are arrays of one element, which recent
+    numpy takes for no index.
+    """
     if INTERPRETED:
         return count.handle.data.item()
     return count
@@ -79,10 +88,11 @@ def loop_end(count: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def row_sums(values: tl.tensor, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr) -> tl.tensor:
-    """[ROWS, 2 ** LOG2_COLUMNS] fp32 -> [ROWS], neighbours first, then neighbouring pairs, and so on.
+    """[ROWS, 2 ** LOG2_COLUMNS] fp32 -> [ROWS], neighbours first, then neighbouring pairs, and so
+    on.
 
-    `tl.sum` over a whole row adds in an order that depends on how the row lies over lanes and warps; of two numbers there is
-    one sum only.
+    `tl.sum` over a whole row adds in an order that depends on how the row lies over lanes and
+    warps; of two numbers there is one sum only.
     """
     for step in tl.static_range(LOG2_COLUMNS):
         values = tl.sum(tl.reshape(values, [ROWS, 1 << (LOG2_COLUMNS - 1 - step), 2]), axis=2)
@@ -98,7 +108,9 @@ def block_of(
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
 ) -> tl.tensor:
-    """(row block, column block) of a program: GROUP_M row blocks beside each other share what they read of the columns in L2."""
+    """(row block, column block) of a program: GROUP_M row blocks beside each other share what they
+    read of the columns in L2.
+    """
     row_blocks = tl.cdiv(rows, BLOCK_M)
     in_group = GROUP_M * tl.cdiv(columns, BLOCK_N)
     first = pid // in_group * GROUP_M
@@ -107,23 +119,39 @@ def block_of(
 
 
 def block_k(dtype: torch.dtype) -> int:
-    """Elements of the summed dimension per step of a kernel: part of the numerics, since it orders the sum."""
+    """Elements of the summed dimension per step of a kernel: part of the numerics, since it orders
+    the sum.
+    """
     return 32 if dtype == torch.float32 else 64
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How fp32 operands are multiplied, as `torch.set_float32_matmul_precision` says; of no effect for 16-bit ones."""
-    return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+    """Precision of products of fp32 operands, as `torch.set_float32_matmul_precision` says; of no
+    effect for 16-bit ones.
+    """
+    return (
+        "tf32"
+        if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+        else "ieee"
+    )
 
 
 def configs(dtype: torch.dtype) -> list[Any]:
-    """`triton.Config`s of a product with operands of this dtype; the first takes no more than 48 KiB of shared memory.
+    """`triton.Config`s of a product with operands of this dtype; the first takes no more than 48
+    KiB of shared memory.
 
-    fp32 has the small ones only: its products run without matrix units when they are exact, and large blocks would spill.
+    fp32 has the small ones only: its products run without matrix units when they are exact, and
+    large blocks would spill.
     """
     sizes = [(64, 64, 4, 2), (64, 128, 4, 3), (128, 64, 4, 3)]
     if dtype != torch.float32:
-        sizes += [(128, 128, 4, 3), (128, 128, 8, 3), (128, 128, 8, 4), (128, 256, 8, 3), (256, 128, 8, 3)]
+        sizes += [
+            (128, 128, 4, 3),
+            (128, 128, 8, 3),
+            (128, 128, 8, 4),
+            (128, 256, 8, 3),
+            (256, 128, 8, 3),
+        ]
     return [
         triton.Config({"BLOCK_M": rows, "BLOCK_N": columns}, num_warps=warps, num_stages=stages)
         for rows, columns, warps, stages in sizes
@@ -131,8 +159,10 @@ def configs(dtype: torch.dtype) -> list[Any]:
 
 
 def shape_key(*dims: int, form: tuple[bool, ...] = ()) -> int:
-    """Dimensions rounded up to powers of two, and what else changes a kernel's speed (transposes and the like), as one integer:
-    what the choice of a configuration is kept under, beside the dtypes. Three dimensions and some flags fit 31 bits."""
+    """Dimensions rounded up to powers of two, and what else changes a kernel's speed (transposes
+    and the like), as one integer: what the choice of a configuration is kept under, beside the
+    dtypes. Three dimensions and some flags fit 31 bits.
+    """
     key = 0
     for dim in dims:
         key = key << 6 | max(dim - 1, 0).bit_length()
@@ -143,7 +173,9 @@ def shape_key(*dims: int, form: tuple[bool, ...] = ()) -> int:
 
 @contextlib.contextmanager
 def using(index: int) -> Iterator[None]:
-    """Inside, every tuned kernel runs its configuration of this index (modulo their number), unmeasured. For tests."""
+    """Inside, every tuned kernel runs its configuration of this index (modulo their number),
+    unmeasured. For tests.
+    """
     _using.append(index)
     try:
         yield
@@ -154,11 +186,13 @@ def using(index: int) -> Iterator[None]:
 class Tuned:
     """A kernel with its configurations.
 
-    The kernel takes an int argument `shape_key` (marked do_not_specialize), which it does not use. restore: names of
-    arguments that the kernel reads and writes.
+    The kernel takes an int argument `shape_key` (marked do_not_specialize), which it does not use.
+    restore: names of arguments that the kernel reads and writes.
     """
 
-    def __init__(self, kernel: Any, configurations: Sequence[Any], *, restore: Sequence[str] = ()) -> None:
+    def __init__(
+        self, kernel: Any, configurations: Sequence[Any], *, restore: Sequence[str] = ()
+    ) -> None:
         self.configurations = list(configurations)
         assert 0 < len(self.configurations) <= CONFIGS_MAX, len(self.configurations)
         self._kernel = kernel
@@ -166,13 +200,22 @@ class Tuned:
         self._autotuner: Any = None
 
     def __call__(self, grid: Grid, device: torch.device, *args: Any, **kwargs: Any) -> None:
-        """Run it; `grid`: its number of programs from the kernel's arguments, block sizes among them."""
+        """Run it; `grid`: its number of programs from the kernel's arguments, block sizes among
+        them.
+        """
         with contextlib.ExitStack() as stack:
             if device.type == "cuda":
-                stack.enter_context(torch.cuda.device(device))  # Triton launches on the current device
+                # Triton launches on the current device
+                stack.enter_context(torch.cuda.device(device))
             if _using or choice.interpreted():
-                config = self.configurations[(_using[-1] if _using else 0) % len(self.configurations)]
-                options = {} if choice.interpreted() else {"num_warps": config.num_warps, "num_stages": config.num_stages}
+                config = self.configurations[
+                    (_using[-1] if _using else 0) % len(self.configurations)
+                ]
+                options = (
+                    {}
+                    if choice.interpreted()
+                    else {"num_warps": config.num_warps, "num_stages": config.num_stages}
+                )
                 self._kernel[grid](*args, **kwargs, **config.kwargs, **options)
                 return
             stack.enter_context(_lock)
@@ -180,8 +223,17 @@ class Tuned:
 
     def _tuner(self) -> Any:
         if self._autotuner is None:
-            cached = {"cache_results": True} if "cache_results" in inspect.signature(triton.autotune).parameters else {}
-            make = triton.autotune(self.configurations, key=["shape_key"], restore_value=self._restore or None, **cached)
+            cached = (
+                {"cache_results": True}
+                if "cache_results" in inspect.signature(triton.autotune).parameters
+                else {}
+            )
+            make = triton.autotune(
+                self.configurations,
+                key=["shape_key"],
+                restore_value=self._restore or None,
+                **cached,
+            )
             self._autotuner = make(self._kernel)
         return self._autotuner
 

@@ -1,15 +1,18 @@
-"""Any algorithm on any state format in one Triton kernel: the bits of infinity/_src/kernels/update.py, in one pass over a chunk.
+"""Any algorithm on any state format in one Triton kernel: the bits of
+infinity/_src/kernels/update.py, in one pass over a chunk.
 
     sections, gradient -> fp32 in registers -> the algorithm -> the format's encoding -> sections
 
-One launch updates all segments of a chunk, whatever their hypers (one per algorithm and gradient dtype, if these differ): a
-program takes BLOCK_NUMEL elements of one segment and reads from tables on the device which, and by which HYPER record. Its
-elements are [groups, QUANT_GROUP], so that the scales of 8-bit moments are reductions of rows.
+One launch updates all segments of a chunk, whatever their hypers (one per algorithm and gradient
+dtype, if these differ): a program takes BLOCK_NUMEL elements of one segment and reads from tables
+on the device which, and by which HYPER record. Its elements are [groups, QUANT_GROUP], so that the
+scales of 8-bit moments are reductions of rows.
 
-Every operation rounds once to fp32, in the order of native/update_body.h. On a GPU this relies on three things: launches say
-`enable_fp_fusion=False` (else a product and the sum that follows become one FMA, in LLVM and again in ptxas), `tl.div_rn` and
-`tl.sqrt_rn` (else both are approximate), and that none of the operations used flushes denormals.
-tests/unit/kernels/test_triton_compiles.py looks for all three in the PTX.
+Every operation rounds once to fp32, in the order of native/optimizer_kernels.h. On a GPU this relies on
+three things: launches say `enable_fp_fusion=False` (else a product and the sum that follows become
+one FMA, in LLVM and again in ptxas), `tl.div_rn` and `tl.sqrt_rn` (else both are approximate), and
+that none of the operations used flushes denormals. tests/unit/kernels/test_triton_compiles.py looks
+for all three in the PTX.
 """
 
 from __future__ import annotations
@@ -31,27 +34,42 @@ from infinity._src.kernels.triton.random import (
     float_of_bf16,
     random_bits,
 )
-from infinity.aio.plan import HYPER, QUANT_GROUP, Algorithm, Format, GradDtype, HyperFlag, Master, Moments
+from infinity.aio._records import (
+    HYPER,
+    QUANT_GROUP,
+    Algorithm,
+    Format,
+    GradDtype,
+    HyperFlag,
+    Master,
+    Moments,
+)
 
 BLOCK_NUMEL = 1024
 
 GROUP = tl.constexpr(QUANT_GROUP)
 COLUMNS = tl.constexpr(7)
 WORDS = tl.constexpr(HYPER.itemsize // 4)
-SPLIT8, MASTER_FP32, MASTER_FP16 = (tl.constexpr(int(m)) for m in (Master.SPLIT8, Master.FP32, Master.FP16))
-MOMENTS_FP32, MOMENTS_BF16, MOMENTS_Q8 = (tl.constexpr(int(m)) for m in (Moments.FP32, Moments.BF16, Moments.Q8))
+SPLIT8, MASTER_FP32, MASTER_FP16 = (
+    tl.constexpr(int(m)) for m in (Master.SPLIT8, Master.FP32, Master.FP16)
+)
+MOMENTS_FP32, MOMENTS_BF16, MOMENTS_Q8 = (
+    tl.constexpr(int(m)) for m in (Moments.FP32, Moments.BF16, Moments.Q8)
+)
 ADAMW, SGD = (tl.constexpr(int(a)) for a in (Algorithm.ADAMW, Algorithm.SGD))
 GRAD_BF16, GRAD_FP16 = (tl.constexpr(int(g)) for g in (GradDtype.BF16, GradDtype.FP16))
 NESTEROV, FIRST = (tl.constexpr(int(f)) for f in (HyperFlag.NESTEROV, HyperFlag.FIRST))
 
 
 def _word(name: str) -> tl.constexpr:
-    """Which 32-bit word of a HYPER record holds a field. Its key is words 0 and 1."""
+    """Index of the 32-bit word of a HYPER record that holds a field. Its key is words 0 and 1."""
     assert HYPER.fields is not None
     return tl.constexpr(HYPER.fields[name][1] // 4)
 
 
-DECAY, STEP_SIZE, EPS, BC2_SQRT, WEIGHT_DECAY = map(_word, ("decay", "step_size", "eps", "bc2_sqrt", "weight_decay"))
+DECAY, STEP_SIZE, EPS, BC2_SQRT, WEIGHT_DECAY = map(
+    _word, ("decay", "step_size", "eps", "bc2_sqrt", "weight_decay")
+)
 BETA1, BETA2 = map(_word, ("beta1", "beta2"))
 ONE_MINUS_BETA1, ONE_MINUS_BETA2 = map(_word, ("one_minus_beta1", "one_minus_beta2"))
 FLAGS, LOG_COUNT, LOG_KIND, LOG_VALUE = map(_word, ("flags", "log_count", "log_kind", "log_value"))
@@ -76,7 +94,10 @@ _MOMENT_DTYPES = {
 
 
 class Launches:
-    """A step's launches: per chunk one for each pair of algorithm and gradient dtype. Their tables lie on the device."""
+    """A step's launches: per chunk one for each pair of algorithm and gradient dtype.
+
+    Their tables lie on the device.
+    """
 
     def __init__(
         self,
@@ -85,17 +106,24 @@ class Launches:
         hypers: npt.NDArray[np.void],
         device: torch.device,
     ) -> None:
-        """Arguments as `chunk_update.UpdatePlan` has checked and resolved them. Two copies to the device, without waiting."""
+        """Arguments as `chunk_update.UpdatePlan` has checked and resolved them.
+
+        Two copies to the device, without waiting.
+        """
         self._format = state_format
         self._launches: list[list[_Launch]] = []
         words: list[npt.NDArray[np.int64]] = []
         at = 0
         for segs in chunks:
             algorithms = hypers["algorithm"][segs["hyper"]]
-            pairs = sorted({(int(a), int(g)) for a, g in zip(algorithms, segs["grad_dtype"], strict=True)})
+            pairs = sorted(
+                {(int(a), int(g)) for a, g in zip(algorithms, segs["grad_dtype"], strict=True)}
+            )
             self._launches.append([])
             for algorithm, grad_dtype in pairs:
-                table, rows, aligned = _table(segs[(algorithms == algorithm) & (segs["grad_dtype"] == grad_dtype)])
+                table, rows, aligned = _table(
+                    segs[(algorithms == algorithm) & (segs["grad_dtype"] == grad_dtype)]
+                )
                 self._launches[-1].append(
                     _Launch(algorithm, grad_dtype, at, at + table.size, len(rows), aligned)
                 )
@@ -103,16 +131,23 @@ class Launches:
                 at += table.size + len(rows)
         packed = np.concatenate(words) if words else np.zeros(0, np.int64)
         self._tables = torch.from_numpy(packed).to(device, non_blocking=True)
-        self._hypers = torch.from_numpy(np.ascontiguousarray(hypers).view(np.int32)).to(device, non_blocking=True)
+        self._hypers = torch.from_numpy(np.ascontiguousarray(hypers).view(np.int32)).to(
+            device, non_blocking=True
+        )
 
     def run(self, index: int, sections: Sequence[torch.Tensor], base: int) -> None:
-        """The update of chunk `index`, in place. base: the address that relative gradients count from."""
+        """The update of chunk `index`, in place.
+
+        base: the address that relative gradients count from.
+        """
         kind, views = self._format, _typed(self._format, sections)
         for launch in self._launches[index]:
             _update[(launch.programs,)](
-                *views, self._tables[launch.table :], self._tables[launch.rows :], self._hypers, base,
+                *views, self._tables[launch.table :], self._tables[launch.rows :], self._hypers,
+                base,
                 MASTER=int(kind.master), MOMENTS=int(kind.moments), COUNT=kind.count,
-                ALGORITHM=launch.algorithm, GRAD=launch.grad_dtype, GROUPS=BLOCK_NUMEL // QUANT_GROUP,
+                ALGORITHM=launch.algorithm, GRAD=launch.grad_dtype,
+                GROUPS=BLOCK_NUMEL // QUANT_GROUP,
                 ALIGNED=launch.aligned and base % 16 == 0,
                 num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
@@ -141,7 +176,9 @@ def _table(segs: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.int64], npt.NDArr
 
 
 def _typed(state_format: Format, sections: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Sections as their items: two of the master, two moments, scales; what the format has not is its first."""
+    """Sections as their items: two of the master, two moments, scales; what the format has not is
+    its first.
+    """
     master = _MASTER_DTYPES[state_format.master]
     moments = _MOMENT_DTYPES[state_format.moments][: state_format.count]
     scales = (torch.int16,) if state_format.moments is Moments.Q8 else ()
@@ -164,7 +201,8 @@ def _typed(state_format: Format, sections: Sequence[torch.Tensor]) -> list[torch
 def _update(
     s0: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor, scales: tl.tensor,
     table_ptr: tl.tensor, rows_ptr: tl.tensor, hypers_ptr: tl.tensor, base: tl.tensor,
-    MASTER: tl.constexpr, MOMENTS: tl.constexpr, COUNT: tl.constexpr, ALGORITHM: tl.constexpr, GRAD: tl.constexpr,
+    MASTER: tl.constexpr, MOMENTS: tl.constexpr, COUNT: tl.constexpr, ALGORITHM: tl.constexpr,
+    GRAD: tl.constexpr,
     GROUPS: tl.constexpr, ALIGNED: tl.constexpr,
 ) -> None:  # fmt: skip
     program = tl.program_id(0)
@@ -176,7 +214,8 @@ def _update(
     if ALIGNED:
         start = tl.multiple_of(start, 16)
     left = numel - done
-    if left >= GROUPS * GROUP:  # whole: no masks, so that loads and stores are as wide as they can be
+    # whole: no masks, so that loads and stores are as wide as they can be
+    if left >= GROUPS * GROUP:
         _block(s0, s1, s2, s3, scales, start + done, address, done, element + done, left, hyper,
                MASTER, MOMENTS, COUNT, ALGORITHM, GRAD, ALIGNED, GROUPS, WHOLE=True)  # fmt: skip
     else:
@@ -187,11 +226,13 @@ def _update(
 @triton.jit
 def _block(
     s0: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor, scales: tl.tensor,
-    at: tl.tensor, address: tl.tensor, done: tl.tensor, element: tl.tensor, left: tl.tensor, hyper: tl.tensor,
-    MASTER: tl.constexpr, MOMENTS: tl.constexpr, COUNT: tl.constexpr, ALGORITHM: tl.constexpr, GRAD: tl.constexpr,
+    at: tl.tensor, address: tl.tensor, done: tl.tensor, element: tl.tensor, left: tl.tensor,
+    hyper: tl.tensor,
+    MASTER: tl.constexpr, MOMENTS: tl.constexpr, COUNT: tl.constexpr, ALGORITHM: tl.constexpr,
+    GRAD: tl.constexpr,
     ALIGNED: tl.constexpr, GROUPS: tl.constexpr, WHOLE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Elements [at, at + left) of the chunk, or as many as a block has; [done, ...) of the segment."""
+    """Update elements [at, at + left) of the chunk, or one block; [done, ...) of the segment."""
     within = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = within < left
     groups = at // GROUP + tl.arange(0, GROUPS)
@@ -213,18 +254,51 @@ def _block(
     else:
         p, m = _lion(p, m, g, hyper)
     if MASTER == SPLIT8 or (COUNT > 0 and MOMENTS != MOMENTS_FP32):
-        low, high = tl.load(hyper).to(tl.uint32, bitcast=True), tl.load(hyper + 1).to(tl.uint32, bitcast=True)
+        low, high = (
+            tl.load(hyper).to(tl.uint32, bitcast=True),
+            tl.load(hyper + 1).to(tl.uint32, bitcast=True),
+        )
         random = random_bits(low.to(tl.uint64) | (high.to(tl.uint64) << 32), element, within)
     else:
         random = within.to(tl.uint32)
     _store_master(s0, s1, at + within, p, random, mask, MASTER, WHOLE)
     if COUNT > 0:
-        _store_moment(s2, scales, at + within, groups, m, random, mask, in_groups, 0, MASTER, MOMENTS, COUNT, GROUPS, WHOLE)
+        _store_moment(
+            s2,
+            scales,
+            at + within,
+            groups,
+            m,
+            random,
+            mask,
+            in_groups,
+            0,
+            MASTER,
+            MOMENTS,
+            COUNT,
+            GROUPS,
+            WHOLE,
+        )
     if COUNT > 1:
-        _store_moment(s3, scales, at + within, groups, v, random, mask, in_groups, 1, MASTER, MOMENTS, COUNT, GROUPS, WHOLE)
+        _store_moment(
+            s3,
+            scales,
+            at + within,
+            groups,
+            v,
+            random,
+            mask,
+            in_groups,
+            1,
+            MASTER,
+            MOMENTS,
+            COUNT,
+            GROUPS,
+            WHOLE,
+        )
 
 
-# -- algorithms on fp32 ------------------------------------------------------------------------------------------------
+# -- algorithms on fp32 ----------------------------------------------------------------------------
 
 
 @triton.jit
@@ -263,14 +337,22 @@ def _gradient(
 def _adamw(p: tl.tensor, m: tl.tensor, v: tl.tensor, g: tl.tensor, hyper: tl.tensor) -> tl.tensor:
     m = m * _scalar(hyper, BETA1) + g * _scalar(hyper, ONE_MINUS_BETA1)
     v = v * _scalar(hyper, BETA2) + (g * g) * _scalar(hyper, ONE_MINUS_BETA2)
-    denom = tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + _scalar(hyper, BC2_SQRT)) + _scalar(hyper, EPS)
+    denom = tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + _scalar(hyper, BC2_SQRT)) + _scalar(
+        hyper, EPS
+    )
     p = p * _scalar(hyper, DECAY) - tl.div_rn(m, denom) * _scalar(hyper, STEP_SIZE)
     return p, m, v
 
 
 @triton.jit
-def _sgd(p: tl.tensor, b: tl.tensor, g: tl.tensor, hyper: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    weight_decay, momentum, flags = _scalar(hyper, WEIGHT_DECAY), _scalar(hyper, BETA1), tl.load(hyper + FLAGS)
+def _sgd(
+    p: tl.tensor, b: tl.tensor, g: tl.tensor, hyper: tl.tensor, COUNT: tl.constexpr
+) -> tl.tensor:
+    weight_decay, momentum, flags = (
+        _scalar(hyper, WEIGHT_DECAY),
+        _scalar(hyper, BETA1),
+        tl.load(hyper + FLAGS),
+    )
     if weight_decay != 0.0:
         g = g + p * weight_decay
     if COUNT > 0:
@@ -294,7 +376,7 @@ def _lion(p: tl.tensor, m: tl.tensor, g: tl.tensor, hyper: tl.tensor) -> tl.tens
     return p, m * _scalar(hyper, BETA2) + g * _scalar(hyper, ONE_MINUS_BETA2)
 
 
-# -- encodings: infinity/_src/kernels/codec.py says why -------------------------------------------------------------------------
+# -- encodings: infinity/_src/kernels/state_codec.py says why --------------------------------------
 
 
 @triton.jit
@@ -316,7 +398,12 @@ def _store(pointer: tl.tensor, value: tl.tensor, mask: tl.tensor, WHOLE: tl.cons
 
 @triton.jit
 def _load_master(
-    s0: tl.tensor, s1: tl.tensor, at: tl.tensor, mask: tl.tensor, MASTER: tl.constexpr, WHOLE: tl.constexpr
+    s0: tl.tensor,
+    s1: tl.tensor,
+    at: tl.tensor,
+    mask: tl.tensor,
+    MASTER: tl.constexpr,
+    WHOLE: tl.constexpr,
 ) -> tl.tensor:
     if MASTER == MASTER_FP32:
         p = _load(s0 + at, mask, WHOLE)
@@ -355,7 +442,8 @@ def _store_master(
 
 @triton.jit
 def _load_moment(
-    section: tl.tensor, scales: tl.tensor, at: tl.tensor, groups: tl.tensor, mask: tl.tensor, in_groups: tl.tensor,
+    section: tl.tensor, scales: tl.tensor, at: tl.tensor, groups: tl.tensor, mask: tl.tensor,
+    in_groups: tl.tensor,
     MOMENT: tl.constexpr, MOMENTS: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     stored = _load(section + at, mask, WHOLE)
@@ -376,9 +464,11 @@ def _load_moment(
 
 @triton.jit
 def _store_moment(
-    section: tl.tensor, scales: tl.tensor, at: tl.tensor, groups: tl.tensor, value: tl.tensor, random: tl.tensor,
+    section: tl.tensor, scales: tl.tensor, at: tl.tensor, groups: tl.tensor, value: tl.tensor,
+    random: tl.tensor,
     mask: tl.tensor, in_groups: tl.tensor,
-    MOMENT: tl.constexpr, MASTER: tl.constexpr, MOMENTS: tl.constexpr, COUNT: tl.constexpr, GROUPS: tl.constexpr,
+    MOMENT: tl.constexpr, MASTER: tl.constexpr, MOMENTS: tl.constexpr, COUNT: tl.constexpr,
+    GROUPS: tl.constexpr,
     WHOLE: tl.constexpr,
 ) -> None:  # fmt: skip
     width: tl.constexpr = 12 if MASTER == SPLIT8 else 16
@@ -392,7 +482,8 @@ def _store_moment(
             rounded = tl.where((rounded == 0) & (bits != 0), 1, rounded)
         _store(section + at, rounded.to(tl.int16), mask, WHOLE)
     else:
-        value = tl.where(mask, value, 0.0) + 0.0  # nobody's must not raise the scale; -0.0 has no code
+        # nobody's must not raise the scale; -0.0 has no code
+        value = tl.where(mask, value, 0.0) + 0.0
         u = float_of((drawn << (23 - width)) | (0x3F800000 | ((1 << (23 - width)) >> 1)))
         code, scale = _q8(value, u, MOMENT, GROUPS)
         _store(section + at, code.to(section.dtype.element_ty), mask, WHOLE)
@@ -401,7 +492,10 @@ def _store_moment(
 
 @triton.jit
 def _q8(x: tl.tensor, u: tl.tensor, MOMENT: tl.constexpr, GROUPS: tl.constexpr) -> tl.tensor:
-    """Codes int32 [GROUPS, GROUP], scales uint32 [GROUPS], the bits of a bf16 each. u: random, in [1, 2)."""
+    """Codes int32 [GROUPS, GROUP], scales uint32 [GROUPS], the bits of a bf16 each.
+
+    u: random, in [1, 2).
+    """
     bits = bits_of(x)
     if MOMENT == 0:
         bits = bits & 0x7FFFFFFF

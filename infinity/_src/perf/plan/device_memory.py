@@ -5,7 +5,7 @@
     shards on the device of several ranks: this one's share of its node's copy (hpZ), or of parameters that stay under stage 3
     exchange buffers     of several ranks: the largest unit's gradients to be reduced, and those that come; codes besides
     fresh gradients      of the unit in backward and, where a GPU computes, of those that may be on their way from it: of
-                         LEAVING_UNITS, of WINDOW_UNITS with update="backward"; where the CPU does, of UNITS_AHEAD then
+                         OFFLOAD_UNITS, of WINDOW_UNITS with update="backward"; where the CPU does, of UNITS_AHEAD then
     inputs of blocks     kept for recomputing, of every layer; of a few where they wait on the CPU or on drives
     one block at work,   what a block computes in backward, or the logits and their loss: the larger, since they come at
     or logits and loss   different times; without checkpointing all blocks, and the logits
@@ -20,8 +20,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from infinity._src.engine import OFFLOAD_UNITS
 from infinity._src.hooks.activation_offload import HELD_CALLS, LEAVING_BYTES
+from infinity._src.memory.device import OFFLOAD_UNITS
 from infinity._src.optim.backward_update import UNITS_AHEAD
 from infinity._src.optim.device_update import AHEAD_CHUNKS
 from infinity._src.optim.grad_windows import WINDOW_UNITS
@@ -31,7 +31,8 @@ from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.placed import beside_placement
 from infinity._src.perf.plan.shape import ModelShape
 from infinity._src.sizes import MIB
-from infinity.aio.plan import Format, chunk_numel
+from infinity.aio import Format
+from infinity.aio._records import chunk_numel
 
 CUDA_BYTES = 640 * MIB
 """What a process holds of a GPU before it computes anything: context, kernels, cuBLAS workspaces (assumed)."""

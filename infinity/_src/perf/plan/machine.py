@@ -8,7 +8,7 @@ from typing import Any
 from infinity._src.perf.plan.gpus import KINDS, GpuKind, guess_kind, host_links
 from infinity._src.perf.roofline import EXAMPLE_TBW, Drives
 from infinity._src.sizes import GIB, format_size
-from infinity.aio.settings import IoSettings
+from infinity.aio import IoSettings
 
 ASSUMED: dict[str, tuple[float, str]] = {
     "dram": (200e9, "one socket with 8 channels"),

@@ -21,7 +21,8 @@ from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.shape import FlatShape, ModelShape
 from infinity._src.perf.roofline import AtRest
 from infinity._src.sizes import round_up
-from infinity.aio.plan import Format, GradSection, chunk_numel
+from infinity.aio import Format
+from infinity.aio._records import GradSection, chunk_numel
 from infinity.errors import BudgetError
 
 PIECES_MAX = 2048

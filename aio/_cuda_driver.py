@@ -1,0 +1,126 @@
+"""CUDA driver functions by address, for the executor's copies and for pinned memory.
+
+They are libcuda's, which torch has loaded where it computes on a GPU. Its ABI is stable, and the
+streams and events of torch's runtime are the driver's own. `library` may name another shared object
+with the same functions; tests have one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any, final
+
+from infinity.errors import DeviceCopyError
+
+LIBRARY = "libcuda.so.1"
+
+#: The fields of inf_device_api (native/executor.cdef.h), and which functions they are.
+FUNCTIONS = {
+    "set_current": "cuCtxSetCurrent",
+    "get_current": "cuCtxGetCurrent",
+    "stream_create": "cuStreamCreate",
+    "stream_destroy": "cuStreamDestroy_v2",
+    "stream_wait": "cuStreamSynchronize",
+    "stream_wait_event": "cuStreamWaitEvent",
+    "event_create": "cuEventCreate",
+    "event_destroy": "cuEventDestroy_v2",
+    "event_record": "cuEventRecord",
+    "event_wait": "cuEventSynchronize",
+    "to_device": "cuMemcpyHtoDAsync_v2",
+    "from_device": "cuMemcpyDtoHAsync_v2",
+    "host_register": "cuMemHostRegister_v2",
+    "host_unregister": "cuMemHostUnregister",
+}
+
+_REGISTER = 1 | 2  # portable, and mapped: kernels may read it
+
+
+@final
+class DeviceDriver:
+    """Driver of one device. `ordinal` counts as torch does (CUDA_VISIBLE_DEVICES). Keep it until
+    the executor it was attached to is closed.
+
+    Raises: DeviceCopyError when the library, a function of it or the device cannot be had.
+    """
+
+    def __init__(self, ordinal: int, library: str = LIBRARY) -> None:
+        try:
+            self._library = ctypes.CDLL(library)
+            self.functions = {field: self._address(name) for field, name in FUNCTIONS.items()}
+        except (OSError, AttributeError) as error:
+            raise DeviceCopyError(f"the device's driver cannot be used: {error}") from error
+        # Does nothing where torch has done it already.
+        self._call("cuInit", ctypes.c_uint(0))
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+        self._call(
+            "cuDevicePrimaryCtxRetain", ctypes.byref(context), device
+        )  # torch's own: there is one per device
+        self.context = int(context.value or 0)
+        self._pinned: dict[int, int] = {}
+
+    def _address(self, name: str) -> int:
+        return int(ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            raise DeviceCopyError(
+                f"{name}: the device's driver says {self.name_of(code)} ({code})", errno=code
+            )
+
+    def name_of(self, code: int) -> str:
+        """The driver's name for one of its codes."""
+        text = ctypes.c_char_p()
+        if self._library.cuGetErrorName(ctypes.c_int(code), ctypes.byref(text)) or not text.value:
+            return "an error that it has no name for"
+        return text.value.decode(errors="replace")
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        """Pin a range of host memory, so that copies from and to it run at full speed and beside
+        kernels. Blocks.
+
+        Raises: DeviceCopyError, for instance when the machine has not enough memory that may be
+        pinned.
+        """
+        with self._current():
+            self._call(
+                "cuMemHostRegister_v2",
+                ctypes.c_void_p(address),
+                ctypes.c_size_t(size_bytes),
+                ctypes.c_uint(_REGISTER),
+            )
+        self._pinned[address] = size_bytes
+
+    def unpin(self, address: int) -> None:
+        """End what `pin` did to the range that begins there; nothing if it is not pinned. No copy
+        may be under way.
+        """
+        if self._pinned.pop(address, None) is None:
+            return
+        with (
+            contextlib.suppress(DeviceCopyError),
+            self._current(),
+        ):  # a device that broke has let go of it
+            self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """Make the device's context current on this thread inside the block. The user's current
+        device stays what it is.
+        """
+        # Pinning needs the context current, and the user may work on another device.
+        before = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(before))
+        self._call("cuCtxSetCurrent", ctypes.c_void_p(self.context))
+        try:
+            yield
+        finally:
+            self._call("cuCtxSetCurrent", before)
+
+    def close(self) -> None:
+        """Unpin everything. No copy may be under way."""
+        for address in list(self._pinned):
+            self.unpin(address)

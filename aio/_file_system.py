@@ -1,0 +1,189 @@
+"""File system and block device under a swap file: its type, O_DIRECT as tried, queue limits."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+
+
+def file_system_type(path: str | os.PathLike[str]) -> str:
+    """Type of the file system that holds `path` ("ext4", "tmpfs" ...); "" when unknown."""
+    device = Path(path).stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    kind = ""
+    try:
+        with Path("/proc/self/mountinfo").open(encoding="utf-8", errors="replace") as mounts:
+            for line in mounts:
+                before, _, after = line.partition(" - ")
+                # The last match counts: later mounts cover earlier ones.
+                if before.split()[2] == wanted and after:
+                    kind = after.split()[0]
+    except OSError:
+        return ""
+    return kind
+
+
+_PAGE_BYTES = 4096
+
+
+def direct_refusal(fd: int, *, write: bool = True) -> str:
+    """Say why an O_DIRECT file cannot take requests aligned to 4096; "" if it can.
+
+    write: write, read and compare a block, on a file that is empty and stays so; else only read
+    one, if there is one. Raises OSError when a transfer fails for another reason than O_DIRECT.
+    """
+    # Some devices want 8 KiB or more; the layout is fixed to 4096.
+    alignment = max(direct_alignments(fd))
+    if alignment > _PAGE_BYTES:
+        return (
+            f"O_DIRECT there wants requests aligned to {alignment} bytes, and they are to "
+            f"{_PAGE_BYTES}"
+        )
+    with mmap.mmap(-1, _PAGE_BYTES) as page, mmap.mmap(-1, _PAGE_BYTES) as back:
+        # Random, so that stale data in the page cache cannot pass for it.
+        page[:] = os.urandom(_PAGE_BYTES)
+        try:
+            wrote = os.pwritev(fd, [page], 0) if write else 0
+            read = os.preadv(fd, [back], 0)
+        except OSError as error:
+            # These two mean "not with O_DIRECT"; any other is a fault of the drive.
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            return (
+                "the file system opens with O_DIRECT and then refuses the transfer "
+                f"({os.strerror(error.errno)})"
+            )
+        finally:
+            if write:
+                os.ftruncate(fd, 0)
+        if write and (wrote != _PAGE_BYTES or read != _PAGE_BYTES or page[:] != back[:]):
+            raise OSError(
+                errno.EIO, f"a first block came back wrong ({wrote} bytes written, {read} read)"
+            )
+    return ""
+
+
+def set_buffered(fd: int, buffered: bool) -> None:
+    """Take O_DIRECT off an open file, or put it on."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT if buffered else flags | os.O_DIRECT)
+
+
+# ---- the block device's queue ----
+#
+# What the block device under a swap file takes, and requests fitted to it.
+#
+# The kernel splits a request into pieces of at most max_sectors_kb, and each piece takes one of the
+# device's nr_requests tags. A thread that submits beyond them sleeps inside the kernel, which no
+# engine can overlap with anything.
+
+DEPTH_MIN = 2
+_ALIGNMENT_BYTES = 4096
+_SYSFS = Path("/sys")
+
+
+class _Opened(Protocol):
+    """An object with a descriptor, such as a SwapFile."""
+
+    fd: int
+
+
+@dataclass(frozen=True)
+class DriveLimits:
+    """Limits of a device's queue; 0 where there is no limit or none is known. `device`: its name
+    ("nvme0n1"), "" if unknown.
+    """
+
+    device: str = ""
+    nr_requests: int = 0
+    max_sectors_kb: int = 0
+
+    def fit(self, block_bytes: int, depth: int) -> tuple[int, int]:
+        """Return the largest (block, depth), up to those given, that the device takes all at once.
+
+        Depth gives way first, down to DEPTH_MIN, then the block (a multiple of 4096).
+        """
+        if not self.nr_requests or not self.max_sectors_kb:
+            return block_bytes, depth
+        piece_bytes = self.max_sectors_kb * 1024
+        # The kernel splits a block into pieces, and each takes a tag of the queue.
+        fitting = self.nr_requests // -(-block_bytes // piece_bytes)
+        if fitting >= DEPTH_MIN:
+            return block_bytes, min(depth, fitting)
+        pieces = max(self.nr_requests // DEPTH_MIN, 1)
+        fitted = pieces * piece_bytes // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+        return min(block_bytes, max(fitted, _ALIGNMENT_BYTES)), min(depth, DEPTH_MIN)
+
+
+def limits_of(file: _Opened | int | str | os.PathLike[str], *, sysfs: Path = _SYSFS) -> DriveLimits:
+    """Limits of the device that holds `file` (a swap file, a descriptor or a path).
+
+    Virtual devices (dm, md, loop, multipath heads) pass requests on to queues of their own choice,
+    and some file systems (btrfs, overlayfs, NFS) name no device: no limit is known for these.
+    """
+    if isinstance(file, (str, os.PathLike)):
+        return _limits(Path(file).stat().st_dev, sysfs)
+    return _limits(os.fstat(file if isinstance(file, int) else file.fd).st_dev, sysfs)
+
+
+def _limits(device: int, sysfs: Path) -> DriveLimits:
+    link = sysfs / "dev" / "block" / f"{os.major(device)}:{os.minor(device)}"
+    if not link.exists():
+        return DriveLimits()
+    folder = link.resolve()
+    # A partition has no queue of its own: its parent directory is the drive.
+    whole = next((place for place in (folder, folder.parent) if (place / "queue").is_dir()), None)
+    if whole is None:
+        return DriveLimits()
+    # dm, md, loop: their queues say nothing of the devices below.
+    if "virtual" in whole.parts:
+        return DriveLimits(device=whole.name)
+    return DriveLimits(
+        device=whole.name,
+        nr_requests=_number(whole / "queue" / "nr_requests"),
+        max_sectors_kb=_number(whole / "queue" / "max_sectors_kb"),
+    )
+
+
+def fit(file: _Opened | int, block_bytes: int, depth: int) -> tuple[int, int]:
+    """Fit (block_bytes, depth) to the device that holds `file`; as they are where its limits are
+    unknown.
+    """
+    return limits_of(file).fit(block_bytes, depth)
+
+
+def _number(path: Path) -> int:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):  # not there, or not text: no limit is known
+        return 0
+    return int(text) if text.isdigit() else 0
+
+
+_STATX_DIOALIGN = 0x2000
+_AT_EMPTY_PATH = 0x1000
+
+
+def direct_alignments(fd: int) -> tuple[int, int]:
+    """(memory, offset) alignment that O_DIRECT wants of an open file, in bytes; zeros where statx
+    does not tell.
+
+    Kernels also report (0, 0) for files that refuse O_DIRECT; only trying it tells.
+    """
+    # struct statx: stx_mask at 0 (u32), stx_dio_mem_align and stx_dio_offset_align at 0x98 (two
+    # u32); 256 bytes in all.
+    record = (ctypes.c_uint32 * 64)()
+    statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+    if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, record):
+        return 0, 0
+    if not record[0] & _STATX_DIOALIGN:
+        return 0, 0
+    return int(record[38]), int(record[39])

@@ -1,0 +1,192 @@
+"""Measured settings of drives: request size, depth, bandwidths. Read from JSON, checked once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from infinity.aio._probe import probe_engine
+from infinity.aio._records import ALIGNMENT_BYTES
+
+log = logging.getLogger("infinity.aio")
+
+BLOCK_BYTES_MAX = 1 << 30
+DEPTH_MAX = 4096
+ENGINES = ("io_uring", "threads")
+
+_logged: set[str] = set()
+
+
+@dataclass(frozen=True)
+class IoSettings:
+    """Settings of requests to drives. The defaults suit most; `python -m infinity.bench swap
+    --sweep --json FILE` measures others.
+
+    block_bytes: bytes per request, a multiple of 4096. None: what suits the backend, 1 MiB for
+        rings, whole runs of up to 16 MiB for threads, which have one request each.
+    depth: requests in flight per drive, at least 2. Both are fitted to what the device takes
+        without blocking. Ranks that share a drive divide it, 8 each at least.
+    bandwidths: for each directory (absolute) the measured (read, write) of its drive in bytes per
+        second; ranks that share one have equal parts. Where all directories of a policy are in it,
+        they share the data in this proportion; else it is measured at set-up.
+    backend: the one that `block_bytes` was measured with ("io_uring" or "threads"); another takes
+        what suits it. None: `block_bytes` is for any.
+
+    Raises: ValueError naming field, value and fix.
+    """
+
+    block_bytes: int | None = None
+    depth: int = 32
+    # A mapping has no hash; equality still compares it.
+    bandwidths: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_block(self.block_bytes)
+        _check_integer("depth", self.depth)
+        if self.backend is not None and self.backend not in ENGINES:
+            raise ValueError(
+                f"backend={self.backend!r} must be None or one of {', '.join(ENGINES)}"
+            )
+        if not 2 <= self.depth <= DEPTH_MAX:
+            raise ValueError(
+                f"depth={self.depth} must be 2 to {DEPTH_MAX}, so that reads and writes both have "
+                "a place; 32 suits most drives"
+            )
+        if not isinstance(self.bandwidths, Mapping):
+            raise ValueError(
+                f"bandwidths={self.bandwidths!r} must map directories to [read, write] in bytes "
+                "per second"
+            )
+        checked = {
+            _directory(name): _bandwidth(str(name), pair) for name, pair in self.bandwidths.items()
+        }
+        object.__setattr__(self, "bandwidths", checked)
+
+    @classmethod
+    def load(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> IoSettings:
+        """Read settings from a mapping or a JSON file: a record of `infinity.bench swap` (its
+        "settings"), or the fields themselves.
+
+        Raises: ValueError for a file that cannot be read, unknown fields, and values out of range.
+        """
+        where, found = "", source
+        if not isinstance(source, Mapping):
+            where = f"{os.fspath(source)!r}: "
+            found = _read_json(source)
+        if isinstance(found, Mapping) and "settings" in found:
+            found = found["settings"]
+        elif isinstance(found, Mapping) and "schema" in found:
+            raise ValueError(
+                f'{where}a {found["schema"]!r} record has no "settings"; use one of python -m '
+                "infinity.bench swap"
+            )
+        if not isinstance(found, Mapping):
+            raise ValueError(
+                f"{where}settings are a mapping with {_fields()}, not {type(found).__name__}"
+            )
+        unknown = [str(name) for name in found if name not in cls.__dataclass_fields__]
+        if unknown:
+            raise ValueError(
+                f"{where}unknown field {', '.join(sorted(unknown))}; settings have {_fields()}"
+            )
+        try:
+            return cls(**found)
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the settings as JSON has them; `load` reads it."""
+        pairs = {directory: list(pair) for directory, pair in self.bandwidths.items()}
+        return {
+            "block_bytes": self.block_bytes,
+            "depth": self.depth,
+            "bandwidths": pairs,
+            "backend": self.backend,
+        }
+
+    def for_backend(self, backend: str) -> IoSettings:
+        """Return the settings for the executor that `open_executor(backend=...)` opens here.
+
+        "auto" tries what it would open. A block that was measured with another backend is left out,
+        and that is logged once: a ring's 1 MiB cuts the runs of threads, which have no other
+        requests to fill the gaps.
+        """
+        if self.block_bytes is None or self.backend in (None, backend):
+            return self
+        # "auto" tries what `open_executor` would open.
+        used = backend
+        if backend == "auto":
+            found = probe_engine()
+            used = "io_uring" if found.io_uring else "threads"
+        if used == self.backend:
+            return self
+        text = (
+            f"block_bytes={self.block_bytes} was measured with {self.backend} and is not used "
+            f"with {used}, which takes what "
+            "suits it; measure again with: python -m infinity.bench swap --sweep --json FILE"
+        )
+        if text not in _logged:
+            _logged.add(text)
+            log.warning("%s", text)
+        return replace(self, block_bytes=None)
+
+
+def _fields() -> str:
+    return ", ".join(IoSettings.__dataclass_fields__)
+
+
+def _read_json(path: str | os.PathLike[str]) -> Any:
+    how = "write one with: python -m infinity.bench swap --sweep --json FILE"
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{os.fspath(path)!r} cannot be read ({error.strerror}); {how}") from error
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)!r} is not JSON ({error}); {how}") from error
+
+
+def _check_integer(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r} must be an integer")
+
+
+def _check_block(value: int | None) -> None:
+    if value is None:
+        return
+    _check_integer("block_bytes", value)
+    if not ALIGNMENT_BYTES <= value <= BLOCK_BYTES_MAX or value % ALIGNMENT_BYTES:
+        raise ValueError(
+            f"block_bytes={value} must be a multiple of {ALIGNMENT_BYTES}, at most 1 GiB; None "
+            "takes what suits the backend"
+        )
+
+
+def _directory(name: Any) -> str:
+    if not isinstance(name, (str, os.PathLike)) or not Path(name).is_absolute():
+        raise ValueError(f"bandwidths: {name!r} is not an absolute directory")
+    return os.fspath(name)
+
+
+def _bandwidth(name: str, pair: Any) -> tuple[float, float]:
+    right = isinstance(pair, (list, tuple)) and len(pair) == 2
+    if right:
+        right = all(
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+            and value > 0
+            for value in pair
+        )
+    if not right:
+        raise ValueError(
+            f"bandwidths[{name!r}]={pair!r} must be [read, write], two numbers above 0 in bytes "
+            "per second"
+        )
+    return float(pair[0]), float(pair[1])

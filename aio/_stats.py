@@ -1,0 +1,246 @@
+"""Counters of an executor and of its drives: the public dataclasses, filled from C's records."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from infinity.aio import _validate
+from infinity.aio._swap_file import SwapFile
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds from sending a request to its result; percentiles within 13 % (a histogram's
+    buckets).
+    """
+
+    count: int = 0
+    p50_s: float = 0.0
+    p99_s: float = 0.0
+    max_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Window:
+    """Traffic of a drive in one second; `busy_s` is the part of it in which a request was in
+    flight.
+
+    start_s: CLOCK_MONOTONIC. Windows without traffic are left out.
+    """
+
+    start_s: float
+    bytes_read: int
+    bytes_written: int
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class DriveStats:
+    """Counters of one drive since the executor was opened. Bytes are those the drive confirmed.
+
+    `direct`: O_DIRECT, and in `direct_reason` why not. `block_bytes`, `depth`: of requests, as
+    fitted to the device. `busy_s`: time with a request in flight; `depth_mean`: requests in flight
+    in that time. `windows`: the last 64 seconds with traffic, oldest first. `failed`: what marked
+    the drive, empty while it is sound.
+    """
+
+    path: str
+    bytes_read: int
+    bytes_written: int
+    reads: int
+    writes: int
+    retries: int
+    short_transfers: int
+    errors: int
+    in_flight_max: int
+    in_flight_bytes_max: int = 0
+    direct: bool = True
+    direct_reason: str = ""
+    block_bytes: int = 0
+    depth: int = 0
+    busy_s: float = 0.0
+    depth_mean: float = 0.0
+    read_latency: Latency = Latency()
+    write_latency: Latency = Latency()
+    windows: tuple[Window, ...] = ()
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class ExecutorStats:
+    """Counters since the executor was opened; times in seconds.
+
+    `wait_s` is time that callers spent blocked in `Ticket.wait`; `compute_s` the time of verify,
+    update and copy on workers. `rereads` counts runs that were read again because a checksum did
+    not match; `checksum_failures` those that still did not. `registered` says whether the slab's
+    pages are registered with io_uring, `registered_reason` why not; `huge_bytes` how much of it
+    huge pages back. `backend_reason`: as `Executor.backend_reason`. `kept_chunks`: chunks whose
+    write failed and whose contents are in memory only. `jobs_cancelled`: fetches that were given
+    up. `reads_ahead`: chunks that idle slots began to read for later UPDATEs;
+    `reads_ahead_dropped`: those of them of which no UPDATE had anything. `to_device_bytes`,
+    `from_device_bytes`: copied to and from the attached device; `..._s`: time while at least one
+    such copy was under way.
+    """
+
+    backend: str
+    drives: tuple[DriveStats, ...]
+    jobs_submitted: int
+    jobs_done: int
+    jobs_failed: int
+    updates: int
+    gates_opened: int
+    gates_escaped: int
+    rereads: int
+    checksum_failures: int
+    wait_s: float
+    compute_s: float
+    pool_bytes: int
+    huge_bytes: int
+    registered: bool
+    spans_dropped: int
+    backend_reason: str = ""
+    registered_reason: str = ""
+    kept_chunks: int = 0
+    jobs_cancelled: int = 0
+    reads_ahead: int = 0
+    reads_ahead_dropped: int = 0
+    to_device_bytes: int = 0
+    from_device_bytes: int = 0
+    to_device_s: float = 0.0
+    from_device_s: float = 0.0
+    opened_s: float = 0.0
+    """CLOCK_MONOTONIC when the executor was opened."""
+    extra: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from all drives."""
+        return sum(drive.bytes_read for drive in self.drives)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written to all drives."""
+        return sum(drive.bytes_written for drive in self.drives)
+
+    @property
+    def retries(self) -> int:
+        """Requests sent again after EAGAIN or EINTR."""
+        return sum(drive.retries for drive in self.drives)
+
+    @property
+    def short_transfers(self) -> int:
+        """Transfers that came back short and were resumed."""
+        return sum(drive.short_transfers for drive in self.drives)
+
+
+# ---- from the C records ----
+
+
+_WINDOWS = 64
+_BUCKETS = 128
+_REGISTERED_NOT = {
+    0: "there are no slots to register",
+    2: (
+        "the slab is not backed by huge pages, and registered 4 KiB pages are slower than none; "
+        "see `infinity doctor`"
+    ),
+    3: "the slab is larger than the kernel registers",
+}
+
+
+def registered_reason(code: int, backend: str) -> str:
+    """Say why the slab is not registered with the kernel; empty when it is."""
+    if code == 1:
+        return ""
+    if backend != "io_uring":
+        return f"the {backend} backend has nothing to register with"
+    if code < 0:
+        advice = "; RLIMIT_MEMLOCK is too small, raise it (ulimit -l)" if -code == 12 else ""
+        return f"the kernel refuses: {os.strerror(-code)}{advice}"
+    return _REGISTERED_NOT.get(code, f"code {code}")
+
+
+def bucket_bounds_s(bucket: int) -> tuple[float, float]:
+    """Lower and upper bound of a bucket of native/executor_meter.c, in seconds."""
+    if bucket < 4:
+        low, width = bucket, 1
+    else:
+        octave, quarter = divmod(bucket + 4, 4)
+        low, width = (4 + quarter) << (octave - 2), 1 << (octave - 2)
+    # Buckets count units of 1024 ns: four linear ones, then four per octave.
+    return low * 1024e-9, (low + width) * 1024e-9
+
+
+def _bucket_middle_s(bucket: int) -> float:
+    return sum(bucket_bounds_s(bucket)) / 2
+
+
+def _windows(record: Any) -> tuple[Window, ...]:
+    count = int(record.window_count)
+    # A ring buffer of windows in C: the newest are at the end of the count.
+    newest = [record.windows[index % _WINDOWS] for index in range(max(0, count - _WINDOWS), count)]
+    return tuple(
+        Window(
+            start_s=window.start_ns / 1e9,
+            bytes_read=window.bytes_read,
+            bytes_written=window.bytes_written,
+            busy_s=window.busy_ns / 1e9,
+        )
+        for window in newest
+    )
+
+
+def drive_stats(
+    record: Any, file: SwapFile, block_bytes: int, fault: _validate.FaultRecord | None
+) -> DriveStats:
+    """Convert one inf_drive_stats; `fault` is the one that marked the drive."""
+    return DriveStats(
+        path=file.path,
+        bytes_read=record.bytes_read,
+        bytes_written=record.bytes_written,
+        reads=record.reads,
+        writes=record.writes,
+        retries=record.retries,
+        short_transfers=record.short_transfers,
+        errors=record.errors,
+        in_flight_max=record.in_flight_max,
+        in_flight_bytes_max=record.in_flight_bytes_max,
+        direct=file.direct,
+        direct_reason=file.direct_reason,
+        block_bytes=block_bytes,
+        depth=record.depth,
+        busy_s=record.busy_ns / 1e9,
+        depth_mean=record.depth_ns / record.busy_ns if record.busy_ns else 0.0,
+        read_latency=latency_of(
+            list(record.latency[0]), record.latency_max_ns[0], _bucket_middle_s
+        ),
+        write_latency=latency_of(
+            list(record.latency[1]), record.latency_max_ns[1], _bucket_middle_s
+        ),
+        windows=_windows(record),
+        failed="" if fault is None else str(fault.to_error([file.path] * (fault.drive + 1))),
+    )
+
+
+def latency_of(counts: Sequence[int], max_ns: int, middle_s: Callable[[int], float]) -> Latency:
+    """Count, median, 99th percentile and longest. `middle_s`: the middle of a bucket in seconds,
+    which stands for all of it.
+    """
+    total = sum(counts)
+    if total == 0:
+        return Latency()
+
+    def percentile(share: float) -> float:
+        rank, seen = math.ceil(share * total), 0
+        for bucket, count in enumerate(counts):
+            seen += count
+            if seen >= rank:
+                # The middle of the last bucket may lie past the longest request.
+                return min(middle_s(bucket), max_ns / 1e9)
+        return max_ns / 1e9
+
+    return Latency(count=total, p50_s=percentile(0.5), p99_s=percentile(0.99), max_s=max_ns / 1e9)

@@ -1,0 +1,258 @@
+"""Ownership of named swap files: lock files, private directories, and removal of dead owners'
+files.
+
+A lock (flock) ends with its process, however that ends, so a free lock means a dead owner. The JSON
+beside it (host, boot, pid, start time) is for people, and for the one case in which a lock says
+nothing: a network file system seen from another host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import logging
+import os
+import platform
+import stat
+import tempfile
+from pathlib import Path
+
+from infinity.aio._file_system import file_system_type
+
+log = logging.getLogger("infinity.aio")
+
+PREFIX = "infinity-swap-"
+_OWNER, _SWAP = "owner.json", "swap"
+_ATTEMPTS = 20
+_NETWORK = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "glusterfs", "afs"}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """Identity of a process, unique across reboots, hosts and reused pids."""
+
+    host: str
+    boot_id: str
+    pid: int
+    start_time: int
+    """In clock ticks since boot, as /proc/<pid>/stat has it."""
+
+    @classmethod
+    def this(cls) -> Owner:
+        """Return this process."""
+        return cls(platform.node(), _boot_id(), os.getpid(), _start_time(os.getpid()))
+
+    @classmethod
+    def read(cls, path: Path) -> Owner | None:
+        """Read the owner at `path`; None where it is missing, cut short or not one."""
+        try:
+            # The file may be cut short by a crash while it was written.
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return cls(
+                str(found["host"]),
+                str(found["boot_id"]),
+                int(found["pid"]),
+                int(found["start_time"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, fd: int) -> None:
+        """Replace what `fd` holds by this owner, as JSON."""
+        text = json.dumps(dataclasses.asdict(self)).encode()
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, text, 0)
+
+    def leave_word(self, path: Path) -> None:
+        """Write this owner to `path`, whole or not at all. Only the holder of the lock may."""
+        new = path.with_name(path.name + ".new")
+        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            self.write(fd)
+            new.replace(path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+
+    def alive(self) -> bool:
+        """Say whether it is a process that this one can see."""
+        return (
+            self.boot_id == _boot_id()
+            and self.start_time > 0
+            and _start_time(self.pid) == self.start_time
+        )
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def lock(fd: int) -> bool:
+    """Take the file's lock if it is free; it is held until the descriptor, and every copy of it, is
+    closed.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+class PrivateDirectory:
+    """A directory of mode 0700 below `parent` that belongs to this process, with its locked owner
+    file.
+
+    For a file system on which a file cannot do without a name. `path`: the name that the swap file
+    may take.
+    """
+
+    def __init__(self, parent: str) -> None:
+        for _ in range(_ATTEMPTS):
+            self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+            self._fd = self._lock_owner()
+            if self._fd >= 0:
+                self.path = self._folder / _SWAP
+                return
+        raise OSError(errno.EAGAIN, "other processes keep removing new directories", parent)
+
+    def _lock_owner(self) -> int:
+        """Make and lock the owner file; -1 when a process that clears away was faster."""
+        path = self._folder / _OWNER
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            return -1
+        try:
+            # Between open and lock a process that clears away may have unlinked it.
+            if lock(fd) and os.fstat(fd).st_nlink:
+                Owner.this().write(fd)
+                return fd
+        except BaseException:
+            os.close(fd)
+            self._remove()
+            raise
+        os.close(fd)
+        return -1
+
+    def remove(self) -> bool:
+        """Take the names away; open files live on. False where the directory has to stay (NFS
+        renames an open file instead): then call it again when the file is closed. The lock is held
+        as long as the directory exists.
+        """
+        if self._fd < 0:
+            return True
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            if any(entry.name != _OWNER for entry in self._folder.iterdir()):
+                return False
+        self._remove()
+        os.close(self._fd)
+        self._fd = -1
+        return True
+
+    def _remove(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (self._folder / _OWNER).unlink()
+        with contextlib.suppress(FileNotFoundError):
+            self._folder.rmdir()
+
+    def disown(self) -> None:
+        """Close the copy in a forked child. The parent keeps the directory and its lock."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def clear_dead(parent: str) -> list[str]:
+    """Remove the private directories below `parent` whose owners are dead; returns their names.
+
+    Only directories with our prefix, of this user, mode 0700, with nothing in them but what a
+    PrivateDirectory holds, and whose lock is free. Never fails: what cannot be removed stays, and
+    is logged.
+    """
+    removed = []
+    try:
+        names = [entry.name for entry in os.scandir(parent) if entry.name.startswith(PREFIX)]
+    except OSError as error:
+        log.warning(
+            "%s: cannot look for swap directories that dead processes left: %s", parent, error
+        )
+        return []
+    for name in names:
+        folder = Path(parent) / name
+        try:
+            if _is_private(folder) and _clear(folder):
+                removed.append(name)
+                log.info("%s: removed, its owner is dead", folder)
+        except OSError as error:
+            # Another process that clears away may have been faster.
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                log.warning("%s: left by a dead process, and cannot be removed: %s", folder, error)
+    return removed
+
+
+def _is_private(folder: Path) -> bool:
+    status = folder.lstat()
+    return (
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.geteuid()
+        and stat.S_IMODE(status.st_mode) == 0o700
+    )
+
+
+def _clear(folder: Path) -> bool:
+    path = folder / _OWNER
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        # Its maker died before it wrote anything; a live one that is about to write tries again.
+        folder.rmdir()
+        return True
+    try:
+        if not lock(fd) or not _dead(Owner.read(path), folder):
+            return False
+        if any(entry.name not in (_OWNER, _SWAP) for entry in folder.iterdir()):
+            return False  # .nfs*: an open file that NFS renamed; it goes when its process does
+        with contextlib.suppress(FileNotFoundError):
+            (folder / _SWAP).unlink()
+        path.unlink()
+        folder.rmdir()
+    finally:
+        os.close(fd)
+    return True
+
+
+def _dead(owner: Owner | None, folder: Path) -> bool:
+    """Say whether a free lock means a dead owner."""
+    if owner is None:
+        return True
+    if owner.boot_id == _boot_id():
+        return not owner.alive()
+    # Another boot of this host is over. Another host is alive somewhere only if it can reach this
+    # file system.
+    return owner.host == platform.node() or file_system_type(folder) not in _NETWORK
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    # The name in parentheses may hold blanks; field 22 is the 20th after it.
+    return int(text.rpartition(")")[2].split()[19])

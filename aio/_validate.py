@@ -1,0 +1,327 @@
+"""Checks of records and options before C sees them, and the sentences for faults that C reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity.aio import _records as records
+from infinity.aio._records import PoolSpec
+from infinity.errors import (
+    AioCancelledError,
+    AioClosedError,
+    AioError,
+    ChecksumError,
+    DeviceCopyError,
+    DeviceFailedError,
+    ShortTransferError,
+    SwapFullError,
+)
+
+(
+    FAULT_ERRNO,
+    FAULT_SHORT,
+    FAULT_CHECKSUM,
+    FAULT_NO_SPACE,
+    FAULT_CLOSED,
+    FAULT_PLAN,
+    FAULT_CANCELLED,
+) = 1, 2, 3, 4, 5, 6, 7
+FAULT_DEVICE = 8
+OP_NAMES = {0: "read", 1: "write", -1: ""}
+
+#: What is wrong with a job; the numbers are those of native/executor_submit.c.
+JOB_WRONG = {
+    1: "names a chunk that is not defined",
+    2: "has an unknown kind",
+    3: "has a mask that selects no section, or one that the chunk does not have",
+    4: "has a gate base, but there is no gate, or the gate was opened with fewer bases",
+    5: "has segments outside the segments array",
+    6: "is a STORE with a gate base; only FETCH and UPDATE have one",
+    7: "needs a larger slot than the pools have",
+    8: "updates a chunk that has no optimizer state",
+    9: "has MASK_PARAM_IN_MEMORY, and is no UPDATE with the address of what is given in ptr[1]",
+    10: "has MASK_DEVICE, and no device is attached",
+    11: "is a COPY that has a chunk, a gate or another mask, or lacks an address or a size",
+}
+
+
+_EARLIER = {
+    0: "",
+    1: " (of an earlier job, which left the chunk invalid)",
+    2: (
+        " (an earlier write there failed: nothing more is written to that drive until "
+        "Executor.recover())"
+    ),
+}
+
+#: `verify`: which pieces that were read are compared with their checksums. "sample": one of
+#: VERIFY_STRIDE, others each time.
+VERIFY = ("full", "sample", "off")
+VERIFY_STRIDE = 16
+
+
+def section_bytes(chunk: Any, section: int, numel: int | None = None) -> int:
+    """Bytes of a section's first `numel` elements (None: all of the chunk); a begun item counts
+    whole.
+    """
+    # 0 stands for 1 in CHUNK["group_numel"].
+    group = max(int(chunk["group_numel"][section]), 1)
+    return -(-(int(chunk["numel"]) if numel is None else numel) // group) * int(
+        chunk["itemsize"][section]
+    )
+
+
+def align_up(size_bytes: int) -> int:
+    """Round `size_bytes` up to a multiple of 4096, for O_DIRECT."""
+    return -(-size_bytes // records.ALIGNMENT_BYTES) * records.ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class FaultRecord:
+    """Fault of a job; `kind` is one of FAULT_*. offset and length are bytes in the drive's file."""
+
+    kind: int
+    op: int = -1
+    drive: int = -1
+    error: int = 0
+    offset: int = 0
+    length: int = 0
+    key: int = 0
+    chunk: int = -1
+    earlier: int = 0
+    """0: this job's own; 1: of an earlier job, which left the chunk invalid; 2: refused, because
+    the drive is marked.
+    """
+    section: int = -1
+    piece: int = -1
+
+    def to_error(self, paths: Sequence[str]) -> AioError:
+        """Build the typed error."""
+        path = paths[self.drive] if 0 <= self.drive < len(paths) else "memory"
+        of = f"chunk {self.chunk} (key {self.key:#x})"
+        kinds: dict[int, tuple[type[AioError], str]] = {
+            FAULT_SHORT: (
+                ShortTransferError,
+                f"{of}: the file ends early, or the transfer makes no progress",
+            ),
+            FAULT_CHECKSUM: (
+                ChecksumError,
+                (
+                    f"{of}: section {self.section} piece {self.piece} is not what was written, "
+                    "also when read again"
+                ),
+            ),
+            FAULT_NO_SPACE: (SwapFullError, f"{of}: no room on the drive"),
+            FAULT_CLOSED: (AioClosedError, f"{of}: the executor was closed before the job ran"),
+            FAULT_CANCELLED: (AioCancelledError, f"{of}: the fetch was given up"),
+            FAULT_PLAN: (
+                AioError,
+                f"{of}: the update's segments or hyper-parameters are out of range",
+            ),
+        }
+        error_type, message = kinds.get(self.kind, (DeviceFailedError, f"{of}: the drive failed"))
+        if self.kind == FAULT_DEVICE:
+            return DeviceCopyError(
+                f"{of}: a copy of {self.length} bytes to or from the device failed (the driver's "
+                f"code is {self.error})"
+            )
+        message += _EARLIER[self.earlier]
+        if self.kind in (FAULT_CLOSED, FAULT_PLAN, FAULT_CANCELLED):
+            return error_type(message, errno=self.error)
+        return error_type(
+            message,
+            errno=self.error,
+            path=path,
+            op=OP_NAMES[self.op],
+            offset=self.offset,
+            length=self.length,
+        )
+
+
+def check_options(
+    small: PoolSpec,
+    large: PoolSpec,
+    *,
+    verify: str,
+    workers: int,
+    block_bytes: int,
+    depth: int,
+    threads_per_drive: int,
+) -> None:
+    """Raise ValueError for options that no executor can run with."""
+    if verify not in VERIFY:
+        raise ValueError(f"verify={verify!r}: must be one of {', '.join(VERIFY)}")
+    if workers < 1 or threads_per_drive < 1:
+        raise ValueError(
+            f"workers={workers}, threads_per_drive={threads_per_drive}: both must be >= 1"
+        )
+    if not 2 <= depth <= 4096:
+        raise ValueError(
+            f"depth={depth}: must be 2 to 4096, so that reads and writes both have a place"
+        )
+    if (
+        block_bytes < records.ALIGNMENT_BYTES
+        or block_bytes % records.ALIGNMENT_BYTES
+        or block_bytes > 1 << 30
+    ):
+        raise ValueError(f"block_bytes={block_bytes}: must be a multiple of 4096, at most 1 GiB")
+    if small.count and large.count and small.bytes > large.bytes:
+        raise ValueError(
+            f"small slots ({small.bytes} bytes) are larger than large ones ({large.bytes} bytes)"
+        )
+
+
+def as_records(
+    array: npt.NDArray[Any] | None, dtype: np.dtype[Any], what: str
+) -> npt.NDArray[np.void]:
+    """Return `array` as a contiguous one-dimensional array of `dtype`. Raises ValueError for
+    another dtype.
+    """
+    if array is None:
+        return np.zeros(0, dtype=dtype)
+    if array.dtype != dtype or array.ndim != 1:
+        raise ValueError(f"{what} must be a one-dimensional array of infinity.aio.{what.upper()}")
+    return np.ascontiguousarray(array)
+
+
+def _chunk_wrong(chunk: Any, drive_count: int) -> str:
+    """Say what is wrong with one CHUNK record; empty when nothing is."""
+    count = int(chunk["section_count"])
+    if not 1 <= count <= records.SECTION_MAX:
+        return f"has {count} sections"
+    if chunk["numel"] < 1 or chunk["piece_numel"] < 1:
+        return f"has {chunk['numel']} elements in pieces of {chunk['piece_numel']}"
+    end_before = 0
+    for section in range(count):
+        itemsize, at = int(chunk["itemsize"][section]), int(chunk["section_at"][section])
+        if itemsize < 1 or chunk["group_numel"][section] < 0:
+            return f"has elements of {itemsize} bytes in section {section}"
+        # A section without a place in the run is resident in RAM.
+        if at < 0:
+            if chunk["section_ptr"][section] == 0:
+                return (
+                    f"has section {section} neither in its run (section_at) nor in memory "
+                    "(section_ptr)"
+                )
+            continue
+        if at % records.ALIGNMENT_BYTES or at < end_before:
+            return (
+                f"has section {section} at {at}, which is not 4096-aligned or overlaps the one "
+                "before"
+            )
+        end_before = at + align_up(section_bytes(chunk, section))
+    if end_before > chunk["run_bytes"]:
+        return f"has sections of {end_before} bytes in a run of {chunk['run_bytes']}"
+    if end_before and (chunk["file_offset"] < 0 or chunk["file_offset"] % records.ALIGNMENT_BYTES):
+        return f"has its run at offset {chunk['file_offset']}, which is not 4096-aligned"
+    if end_before and not 0 <= chunk["drive"] < drive_count:
+        return f"lies on drive {chunk['drive']} of {drive_count}"
+    if is_versioned(chunk):
+        return _second_place_wrong(chunk)
+    return ""
+
+
+def _second_place_wrong(chunk: Any) -> str:
+    """Say what is wrong with the second place of a versioned CHUNK record."""
+    end = grad = 0
+    for section in range(int(chunk["section_count"])):
+        if chunk["section_at"][section] < 0:
+            continue
+        if section == grad_section(chunk):
+            grad = section_bytes(chunk, section)
+        else:
+            end = int(chunk["section_at"][section]) + align_up(section_bytes(chunk, section))
+    first, other = int(chunk["file_offset"]), int(chunk["other_offset"])
+    if end > chunk["other_bytes"]:
+        return f"has states of {end} bytes in a second run of {chunk['other_bytes']}"
+    overlaps = chunk["file"] == chunk["other_file"] and first < other + end and other < first + end
+    if end and (other < 0 or other % records.ALIGNMENT_BYTES or overlaps):
+        return (
+            f"has its second run at offset {other}, which is not 4096-aligned or overlaps the "
+            f"first at {first}"
+        )
+    at = int(chunk["grad_offset"])
+    if grad and (at < 0 or at % records.ALIGNMENT_BYTES):
+        return f"has its gradients at offset {at}, which is not 4096-aligned"
+    places = ((chunk["file"], first), (chunk["other_file"], other))
+    if grad and any(
+        file == chunk["grad_file"] and at < place + end and place < at + grad
+        for file, place in places
+    ):
+        return f"has its gradients at offset {at}, where its states are"
+    if bool(chunk["sums_ptr"]) != bool(chunk["other_sums_ptr"]):
+        return "has checksums for one of its places only"
+    return ""
+
+
+def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArray[np.bool_]:
+    """Run `_chunk_wrong` on all at once: a 100B-parameter model has 250,000 chunks."""
+    count, numel = chunks["section_count"], chunks["numel"]
+    # Vectorized: one pass of numpy over all chunks. `_chunk_wrong` then says it in words.
+    wrong = (count < 1) | (count > records.SECTION_MAX) | (numel < 1) | (chunks["piece_numel"] < 1)
+    end = np.zeros(len(chunks), dtype=np.int64)
+    for section in range(records.SECTION_MAX):
+        used = section < count
+        itemsize, at = chunks["itemsize"][:, section], chunks["section_at"][:, section]
+        in_run = used & (at >= 0)
+        group = chunks["group_numel"][:, section]
+        wrong |= used & ((itemsize < 1) | (group < 0))
+        wrong |= used & (at < 0) & (chunks["section_ptr"][:, section] == 0)
+        wrong |= in_run & ((at % records.ALIGNMENT_BYTES != 0) | (at < end))
+        size = -(-numel // np.maximum(group, 1)) * itemsize
+        size = -(-size // records.ALIGNMENT_BYTES) * records.ALIGNMENT_BYTES
+        end = np.where(in_run, at + size, end)
+    offset, drive = chunks["file_offset"], chunks["drive"]
+    placed = end > 0
+    wrong |= end > chunks["run_bytes"]
+    wrong |= placed & ((offset < 0) | (offset % records.ALIGNMENT_BYTES != 0))
+    wrong |= placed & ((drive < 0) | (drive >= drive_count))
+    # Few chunks are versioned, so these are checked one by one.
+    versioned = np.flatnonzero((chunks["other_bytes"] > 0) | chunks["other_ptr"].any(axis=1))
+    wrong[versioned] |= np.array(
+        [bool(_second_place_wrong(chunk)) for chunk in chunks[versioned]], dtype=bool
+    )
+    result: npt.NDArray[np.bool_] = wrong
+    return result
+
+
+def check_chunks(chunks: npt.NDArray[np.void], drive_count: int) -> None:
+    """Raise ValueError naming the first chunk that is wrong."""
+    suspects = np.flatnonzero(_chunks_suspect(chunks, drive_count))
+    for index in suspects:
+        chunk = chunks[index]
+        wrong = _chunk_wrong(chunk, drive_count)
+        # Both checks must agree, or an error would have no words.
+        assert wrong, f"the two checks disagree on {chunk}"
+        raise ValueError(f"chunk {index} (key {int(chunk['key']):#x}) {wrong}")
+
+
+FILE_MAX = 8
+"""Files of one drive: INF_FILE_MAX."""
+TOO_MANY_FILES = f"a drive has at most {FILE_MAX} files"
+FILE_UNKNOWN = "a chunk lies in a file that its drive does not have: add_file comes first"
+FILE_STAYS = "cannot remove the file: a chunk has a place in it, or it is not one that was added"
+RELOCATES_COMMITTED = "cannot relocate: the second place of a chunk is the committed one"
+
+
+def versions_refused(what: str, *, irrevocable: bool) -> str:
+    """Say why `commit` or `rollback` (`what`) is refused."""
+    if irrevocable:
+        return "cannot rollback: a resident section without another version was changed"
+    more = ", or has no second place, or the file is not known" if what == "relocate" else ""
+    return f"cannot {what}: a chunk has pending jobs, or is not defined{more}"
+
+
+def is_versioned(chunk: Any) -> bool:
+    """Say whether a CHUNK record has a second place."""
+    return bool(chunk["other_bytes"] > 0 or chunk["other_ptr"].any())
+
+
+def grad_section(chunk: Any) -> int:
+    """Index of the section of spilled gradients of a CHUNK record; -1: there is none."""
+    return int(chunk["section_count"]) - 1 if int(chunk["format"]) >> 24 else -1

@@ -1,0 +1,454 @@
+"""Typed wiring of one engine: each part from those before it, in the order of a parameter's life.
+
+    take_apart        ranks, device, units: what the model is
+    open_tiers        budget, gradient memory, swap files, executor, state store: where values rest
+    fill_tiers        the model's values go there
+    choose_mode       when updates happen, which all that follows asks
+    build_grads       from autograd to the slots
+    build_unsharder   gathers units, prefetches, evicts
+    build_optimizer   step pipeline, registry, states, saves
+    open_durable_run  commits that outlive the process
+    build_hooks       where torch calls the engine
+
+Collaborators are given by constructors. Where two parts need each other, the one that is made first
+gets the other by one call of `attach`: the update mode, the access checks, and the transaction in a
+durable run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any, Protocol
+
+import torch
+
+from infinity._src.access import EngineAccess
+from infinity._src.checkpoint.durable import DurableRun
+from infinity._src.checkpoint.save import Saving
+from infinity._src.config import Policy
+from infinity._src.distributed.collectives import Comm
+from infinity._src.distributed.setup import RankSetup
+from infinity._src.grads.buffers import GradBuffers
+from infinity._src.grads.proxy import GradRegistry
+from infinity._src.grads.reducer import GradReducer
+from infinity._src.hooks.forward import Lifecycle, attach
+from infinity._src.hooks.frames import FrameStack
+from infinity._src.memory.device import OFFLOAD_UNITS, Device, GradOffload, open_device
+from infinity._src.memory.heap import Heap
+from infinity._src.memory.node_resources import NodeResources, open_node_resources
+from infinity._src.memory.planner import PlacementPlanner, chunk_numel_of
+from infinity._src.optim.backward_update import BackwardUpdate
+from infinity._src.optim.delayed_update import DelayedUpdate
+from infinity._src.optim.device_update import DeviceUpdate
+from infinity._src.optim.grad_windows import GradWindows
+from infinity._src.optim.registry import OptimizerRegistry
+from infinity._src.optim.speculative_update import SpeculativeUpdate
+from infinity._src.optim.state_access import States
+from infinity._src.optim.step import StepPipeline
+from infinity._src.optim.transaction import Transaction
+from infinity._src.optim.update_mode import DeferredUpdate, ModeParts, UpdateMode
+from infinity._src.params.discover import build, find_units
+from infinity._src.params.materialize import OpenSource, Source, fill_unit, open_source
+from infinity._src.params.residency import Unsharder
+from infinity._src.params.state_store import StateStore
+from infinity._src.params.too_large import check_gatherable, device_memory_bytes
+from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.storage import Storage, check_activations
+from infinity._src.telemetry import Timeline
+from infinity.aio import Executor, Seam
+
+
+class Owner(Protocol):
+    """The engine's handle. Units know it; the parts below ask it for what its user may change or
+    must be told."""
+
+    extra: Any
+
+    def check_state_dict(self, size_bytes: int) -> None:
+        """Raise where a `state_dict()` of so many bytes cannot be made."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A model that was taken apart, on this rank. policy: with this rank's directories, and its
+    part of the bandwidths."""
+
+    policy: Policy
+    ranks: RankSetup
+    resources: NodeResources
+    device: Device
+    units: list[Unit]
+
+    @property
+    def comm(self) -> Comm:
+        """The engine's collectives."""
+        return self.ranks.comm
+
+    @property
+    def flats(self) -> list[Flat]:
+        """All flats, in order."""
+        return [flat for unit in self.units for flat in unit.flats]
+
+    @property
+    def params(self) -> list[Param]:
+        """All parameters, in order."""
+        return [param for unit in self.units for param in unit.params]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiers:
+    """Where values rest. offload: by which gradients leave a device with memory of its own."""
+
+    planner: PlacementPlanner
+    buffers: GradBuffers
+    offload: GradOffload | None
+    storage: Storage
+
+    @property
+    def executor(self) -> Executor:
+        """Reads, writes and updates chunks."""
+        return self.storage.executor
+
+    @property
+    def store(self) -> StateStore:
+        """The states at rest."""
+        return self.storage.rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Grads:
+    """A gradient's way. registry: the slots of the model; reducer: from autograd into them."""
+
+    registry: GradRegistry
+    reducer: GradReducer
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerParts:
+    """What steps, and what reads and writes states between steps."""
+
+    pipeline: StepPipeline
+    registry: OptimizerRegistry
+    states: States
+    saving: Saving
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineParts:
+    """The parts of one engine, wired."""
+
+    split: Split
+    tiers: Tiers
+    heap: Heap
+    mode: UpdateMode
+    access: EngineAccess
+    grads: Grads
+    unsharder: Unsharder
+    optimizer: OptimizerParts
+    durable: DurableRun | None
+    lifecycle: Lifecycle
+
+
+def build_engine(
+    model: torch.nn.Module,
+    policy: Policy,
+    device: torch.device,
+    *,
+    load: Source | None,
+    seam: Seam | None,
+    owner: Owner,
+    timeline: Timeline,
+    undo: contextlib.ExitStack,
+) -> EngineParts:
+    """Take `model` apart and wire what offloads it. `undo` gets what closes the parts, also if this
+    raises. Collective."""
+    split = take_apart(model, policy, device, owner, undo)
+    source = open_source(model, load)
+    tiers = open_tiers(split, seam, owner, undo)
+    fill_tiers(split, tiers, source)
+    mode = choose_mode(split, tiers)
+    access = EngineAccess(split.comm, tiers.storage, mode)
+    heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
+    grads = build_grads(split, tiers, mode, undo)
+    unsharder = build_unsharder(split, tiers, grads, mode, access, heap, timeline)
+    optimizer = build_optimizer(split, tiers, grads, unsharder, mode, access, heap, undo)
+    durable = open_durable_run(tiers, optimizer, model, owner, undo)
+    lifecycle = build_hooks(split, tiers, unsharder, model, owner, timeline, undo)
+    return EngineParts(
+        split, tiers, heap, mode, access, grads, unsharder, optimizer, durable, lifecycle
+    )
+
+
+def take_apart(
+    model: torch.nn.Module,
+    policy: Policy,
+    device: torch.device,
+    owner: Owner,
+    undo: contextlib.ExitStack,
+) -> Split:
+    """Meet the other ranks, find the model's units, open the device. Raises: ValueError for what
+    cannot be offloaded."""
+    ranks = RankSetup(policy, device, undo)
+    resources = undo.enter_context(open_node_resources(ranks.comm, policy))
+    policy = resources.policy
+    bytes_max = int(policy.unit_bytes_max)
+    specs = find_units(
+        model, units=policy.units, unit_bytes_max=bytes_max, nested=not ranks.several
+    )
+    check_gatherable(model, specs, bytes_max, device, device_memory_bytes(device))
+    units = build(
+        model,
+        specs,
+        device,
+        ranks.comm.world,
+        functools.partial(chunk_numel_of, policy.state),
+        engine=owner,
+    )
+    there = open_device(device)
+    check_activations(policy, there)
+    return Split(policy, ranks, resources, there, units)
+
+
+def open_tiers(split: Split, seam: Seam | None, owner: Owner, undo: contextlib.ExitStack) -> Tiers:
+    """Plan the budget and open what holds values. Nothing rests yet. Raises: BudgetError,
+    SwapFullError, OSError."""
+    policy, ranks = split.policy, split.ranks
+    largest = max((unit.size_bytes for unit in split.units), default=0)
+    offload = GradOffload(split.device, OFFLOAD_UNITS * largest) if split.device.copies else None
+    buffers = GradBuffers(
+        split.comm.rank,
+        policy.grad_dtype,
+        split.device,
+        # The parts of several ranks come back when they are added to.
+        grad_offload=None if ranks.several else offload,
+    )
+    planner = PlacementPlanner(
+        policy,
+        split.flats,
+        buffers,
+        ledger_owner=id(owner),
+        default_bytes=split.resources.default_bytes,
+        staging_bytes=functools.partial(_staging_bytes, split, buffers),
+    )
+    undo.callback(planner.close)
+    plan = planner.first()
+    storage = Storage(
+        policy, plan, seam, undo, device=split.device, node_resources=split.resources, rank=split.comm.rank
+    )
+    storage.rest.create(split.flats, plan.nvme_masks)
+    return Tiers(planner, buffers, offload, storage)
+
+
+def _staging_bytes(split: Split, buffers: GradBuffers) -> int:
+    """Pinned memory by way of which gradients reach their slots or updates; more after parameters
+    were thawed."""
+    policy = split.policy
+    windows = split.device.copies and policy.update == "backward" and not policy.speculates
+    of_windows = GradWindows.needs_bytes(split.units, buffers.dtype) if windows else 0
+    return of_windows + split.ranks.staging_bytes(split.flats, buffers.dtype)
+
+
+def fill_tiers(split: Split, tiers: Tiers, source: OpenSource) -> None:
+    """Write the model's values to where they rest, unit by unit. Blocks; collective. Raises:
+    PeerFailed, ValueError."""
+    for unit in split.units:
+        fill_unit(unit, source, functools.partial(_store_flat, split, tiers))
+    source.fill_buffers(split.device.torch_device)
+    split.resources.end_rendezvous()
+    split.ranks.check_values()
+
+
+def _store_flat(split: Split, tiers: Tiers, flat: Flat, values: torch.Tensor) -> None:
+    """Write a whole flat [layout.numel] to rest; this rank's shard of it. Blocks."""
+    split.ranks.note(flat, values)
+    start = split.comm.rank * flat.layout.shard_numel
+    shard = values[start : start + flat.layout.shard_numel].contiguous()
+    tiers.store.store(flat, 0, shard.data_ptr()).wait()
+
+
+def choose_mode(split: Split, tiers: Tiers) -> UpdateMode:
+    """The mode that the policy names. Raises: ValueError where the model cannot have it."""
+    policy, device = split.policy, split.device
+    if policy.update_on == "device":
+        if not device.copies:
+            raise ValueError(
+                "update_on='device': the model computes on the CPU, which updates already; use "
+                "update_on='cpu'"
+            )
+        return DeviceUpdate(rest=tiers.store, executor=tiers.executor, device=device)
+    if policy.update == "delayed":
+        return DelayedUpdate(
+            split.units,
+            rest=tiers.store,
+            rank=split.comm.rank,
+            grad_dtype=policy.grad_dtype,
+            device=device,
+            warmup=policy.delayed_warmup,
+        )
+    if policy.update == "backward" and policy.generations > 1:
+        return SpeculativeUpdate()
+    if policy.update == "backward":
+        return BackwardUpdate(
+            split.units,
+            device=device,
+            dtype_of=tiers.buffers.dtype,
+            on_nonfinite=policy.on_nonfinite,
+        )
+    return DeferredUpdate()
+
+
+def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.ExitStack) -> Grads:
+    """The way of gradients when backward makes them."""
+    comm, ranks = split.comm, split.ranks
+    registry = GradRegistry(comm.all_reduce_sum if comm.world > 1 else None, grad_offload=tiers.offload)
+    if tiers.offload is not None:
+        undo.callback(tiers.offload.close)
+    undo.callback(registry.release)
+    learning = [flat for flat in split.flats if flat.learns]
+    reducer = GradReducer(
+        split.units,
+        gradients=tiers.buffers,
+        book=registry,
+        comm=comm,
+        mode=mode,
+        reducer=ranks.reduce_scatter(learning, tiers.buffers, undo),
+        local=ranks.local_sums(learning, tiers.buffers, undo),
+    )
+    return Grads(registry, reducer)
+
+
+def build_unsharder(
+    split: Split,
+    tiers: Tiers,
+    grads: Grads,
+    mode: UpdateMode,
+    access: EngineAccess,
+    heap: Heap,
+    timeline: Timeline,
+) -> Unsharder:
+    """The cache of gathered units."""
+    return Unsharder(
+        split.units,
+        rest=tiers.store,
+        executor=tiers.executor,
+        gradients=grads.reducer,
+        comm=split.comm,
+        mode=mode,
+        access=access,
+        heap=heap,
+        keep=split.ranks.whole_params,
+        timeline=timeline,
+        device=split.device,
+        qwz=split.policy.qwz,
+        kept=split.ranks.kept(split.units, split.device),
+        activations_moved=tiers.storage.activations_moved,
+    )
+
+
+def build_optimizer(
+    split: Split,
+    tiers: Tiers,
+    grads: Grads,
+    unsharder: Unsharder,
+    mode: UpdateMode,
+    access: EngineAccess,
+    heap: Heap,
+    undo: contextlib.ExitStack,
+) -> OptimizerParts:
+    """The step, what optimizers hold, and access to states between steps. Attaches the mode and the
+    access checks."""
+    policy, units, comm = split.policy, split.units, split.comm
+    executor, store = tiers.executor, tiers.store
+    transaction = None
+    if policy.generations > 1:
+        transaction = Transaction(units, rest=store, executor=executor, residency=unsharder)
+    pipeline = StepPipeline(
+        units,
+        rest=store,
+        executor=executor,
+        residency=unsharder,
+        comm=comm,
+        mode=mode,
+        transaction=transaction,
+        heap=heap,
+        watch=tiers.storage,
+    )
+    registry = OptimizerRegistry(
+        policy,
+        split.flats,
+        placing=tiers.planner,
+        rest=store,
+        executor=executor,
+        gradients=tiers.buffers,
+        book=grads.registry,
+        residency=unsharder,
+        pipeline=pipeline,
+        mode=mode,
+        rank=comm.rank,
+        check_open=access.check_open,
+        together=split.resources.open_rendezvous,
+    )
+    # The mode asks the pipeline, and the pipeline the mode.
+    mode.attach(
+        ModeParts(pipeline, unsharder, grads.reducer, registry.holder_of, registry.make_gradients)
+    )
+    undo.callback(mode.close)
+    pipeline.plan(split.flats)
+    states = States(store, unsharder, comm, wait=access.before_write)
+    saving = Saving(
+        states,
+        units=units,
+        executor=executor,
+        comm=comm,
+        policy=policy,
+        holder_of=registry.holder_of,
+        mode=mode,
+    )
+    # Gathers ask for the faults of updates and saves, which are made of what gathers.
+    access.attach(pipeline, saving)
+    return OptimizerParts(pipeline, registry, states, saving)
+
+
+def open_durable_run(
+    tiers: Tiers,
+    optimizer: OptimizerParts,
+    model: torch.nn.Module,
+    owner: Owner,
+    undo: contextlib.ExitStack,
+) -> DurableRun | None:
+    """The run that the swap files are part of; None where the policy is not durable."""
+    run, space = tiers.storage.run, tiers.storage.space
+    if run is None or space is None:
+        return None
+    pipeline = optimizer.pipeline
+    assert pipeline.transaction is not None, "Policy sees to it that there are two generations"
+    durable = DurableRun(run, space, model, optimizer.saving, pipeline, extra=lambda: owner.extra)
+    undo.callback(durable.close)
+    # Commits go through the run, which reads the steps that the pipeline counts.
+    pipeline.transaction.attach(durable)
+    return durable
+
+
+def build_hooks(
+    split: Split,
+    tiers: Tiers,
+    unsharder: Unsharder,
+    model: torch.nn.Module,
+    owner: Owner,
+    timeline: Timeline,
+    undo: contextlib.ExitStack,
+) -> Lifecycle:
+    """Put parameters at rest into the model, and the hooks on it: from here on torch calls the
+    engine."""
+    frames, tier = FrameStack(), split.policy.params
+    return attach(
+        model,
+        split.units,
+        unsharder,
+        where=lambda _param: tier,
+        check_state_dict=owner.check_state_dict,
+        activations=tiers.storage.open_activations(model, split.units, timeline, frames, undo),
+        frames=frames,
+    )

@@ -1,0 +1,272 @@
+"""State formats: fp32 masters and moments into the sections of a format, and back, on any device.
+
+    sections = encode_sections(format, master, moments)   # to nearest; with `key` at random
+    master, moments = decode_sections(format, sections)
+
+One codec serves the update on a device, access to single states and checkpoints, with the bits of
+native/update_codec.h. Every line rounds once, and a divisor is a tensor: by a number torch divides
+through its reciprocal on a GPU. Integers are int32 and wrap: int64 is several times slower on a
+CPU.
+
+**24-bit master** (`hi` bf16, `lo` int8): the upper 24 bits of the fp32, rounded at random in an
+update, since an update smaller than half of the last bit would else be lost every time. NaN is
+canonical, as in the split master.
+
+**bf16 moments**: rounded at random, for the same reason (beta2 = 0.999 moves a second moment by
+less than a bf16's last bit).
+
+**8-bit moments**: groups of 64 elements share a scale, their maximum rounded up to bf16. Codes are
+companded, so that small numbers in a group with a large one survive:
+
+    moment 0   c in -127 .. 127    sign(c) * c^2 / 127^2 * scale   down to 1/16,129 of the largest
+    moment 1   c in 0 .. 255       c^4 / 255^4 * scale             down to 1/4,228,250,625 of it
+
+A number between two codes goes to one of them at random, with the probabilities that keep its
+expected value. There are two exceptions, both of moment 1, which a square root divides by: above
+zero it never becomes zero (code 1 at least), and scales are at least 2^-94, so that code 1 is not
+zero either. A group that holds infinity or NaN (or, in moment 1, something negative) becomes NaN as
+a whole: its scale is NaN. Nothing that is not finite ever comes back as a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from infinity._src.kernels.rounding import random_bits, shift_right, sqrt_exact
+from infinity.aio._records import QUANT_GROUP, Format, GradSection, Master, Moments
+
+_NAN_BITS, _INFINITY_BITS = 0x7FC00000, 0x7F800000
+_SCALE_LEAST, _SCALE_MOST = 0x1080, 0x7F7F
+_LEVELS = (16129.0, 4228250625.0)
+_STEPS = tuple(float(np.float32(1) / np.float32(levels)) for levels in _LEVELS)
+_THIRD_MOMENT_KEY = 0x5555555555555555
+"""Added to the key (by xor) for the bits of a third moment: 32 bits serve a master and two moments.
+"""
+
+
+def encode_sections(
+    state_format: Format,
+    master: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    *,
+    key: int | None = None,
+    element: int = 0,
+) -> list[torch.Tensor]:
+    """Encode fp32 values [numel] as the sections of a format (without `grad`), one 1-D tensor each.
+
+    Rounds to nearest; with a `key` (see `rounding_key`) 24-bit masters, bf16 and 8-bit moments at
+    random as an update does, `element` being the parameter's index of the first. In 8-bit formats
+    that first element starts a group. Tensors: hi int16 (bf16 bits), lo int16 or int8, fp16 as it
+    is, bf16 moments int16, codes uint8, scales int16 [groups * count]; fp32 sections are the
+    tensors given. Raises: ValueError for a format without states, or another number of moments than
+    it has.
+    """
+    _check(state_format)
+    if len(moments) != state_format.count:
+        raise ValueError(
+            f"{state_format} has {state_format.count} moments, {len(moments)} were given"
+        )
+    rounds = state_format.master is Master.SPLIT8 or state_format.moments is not Moments.FP32
+    random = (
+        random_bits(key, element, master.numel(), master.device)
+        if key is not None and rounds
+        else None
+    )
+    sections = _encode_master(state_format.master, master, random)
+    scales = []
+    for index, values in enumerate(moments):
+        if state_format.moments is Moments.FP32:
+            sections.append(values)
+            continue
+        if index == 2 and key is not None:
+            random = random_bits(key ^ _THIRD_MOMENT_KEY, element, master.numel(), master.device)
+        drawn = None if random is None else _draw(state_format, index, random)
+        if state_format.moments is Moments.BF16:
+            sections.append(_encode_bf16(values, index, drawn))
+        else:
+            codes, scale = _encode_q8(values, index, drawn)
+            sections.append(codes)
+            scales.append(scale)
+    if scales:
+        sections.append(torch.stack(scales, dim=1).reshape(-1))
+    return sections
+
+
+def decode_sections(
+    state_format: Format, sections: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Decode the sections of a format (without `grad`) to (master, moments) in fp32 [numel] each.
+
+    sections: 1-D contiguous tensors of any dtype of the section's bytes. What rests in fp32 comes
+    back as a view of its section, the rest as new tensors. Raises: ValueError for a format without
+    states.
+    """
+    _check(state_format)
+    bare = [section.view(torch.uint8) for section in sections]
+    moments = [_decode_moment(state_format, bare, index) for index in range(state_format.count)]
+    return _decode_master(state_format.master, bare), moments
+
+
+def _check(state_format: Format) -> None:
+    if state_format.master is Master.RAW:
+        raise ValueError("a RAW chunk has no optimizer states: it is the parameter alone")
+    if state_format.grad is not GradSection.NONE:
+        raise ValueError(
+            "spilled gradients are no optimizer state: pass format.with_grad(GradSection.NONE)"
+        )
+
+
+# -- masters ---------------------------------------------------------------------------------------
+
+
+def _canonical(values: torch.Tensor) -> torch.Tensor:
+    """The bits of fp32 as int32, every NaN with the same ones."""
+    return values.view(torch.int32).masked_fill(values.isnan(), _NAN_BITS)
+
+
+def _encode_master(
+    kind: Master, master: torch.Tensor, random: torch.Tensor | None
+) -> list[torch.Tensor]:
+    if kind is Master.FP32:
+        return [master]
+    if kind is Master.FP16:
+        # On bits: NaN in fp16 has other payloads on other devices.
+        half = master.to(torch.float16).view(torch.int16).masked_fill(master.isnan(), 0x7E00)
+        return [half.view(torch.float16), master]
+    bits = _canonical(master)
+    if kind is Master.SPLIT8:
+        if random is None:
+            bits = bits + (bits >> 8 & 1).add_(0x7F)  # to nearest, ties to even
+        else:
+            bits = bits + shift_right(random, 24)
+        bits &= -0x100
+    # NaN is 0x7FC00000: 0x7FFFFFFF would round up into the sign and come back as -0.0. `hi` rounds
+    # ties away from zero.
+    hi = (bits + 0x8000 >> 16).to(torch.int16)
+    return [hi, (bits >> 8).to(torch.int8) if kind is Master.SPLIT8 else bits.to(torch.int16)]
+
+
+def _decode_master(kind: Master, sections: Sequence[torch.Tensor]) -> torch.Tensor:
+    if kind is Master.FP32:
+        return sections[0].view(torch.float32)
+    if kind is Master.FP16:
+        return sections[1].view(torch.float32)
+    high = sections[0].view(torch.int16).to(torch.int32) << 16
+    if kind is Master.SPLIT8:
+        high += sections[1].view(torch.int8).to(torch.int32) << 8
+    else:
+        high += sections[1].view(torch.int16)
+    return high.view(torch.float32)
+
+
+# -- moments ---------------------------------------------------------------------------------------
+
+
+def _draw(state_format: Format, moment: int, random: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The bits that round a moment, and their number: 12 beside a 24-bit master, which takes 8;
+    else 16.
+    """
+    width = 12 if state_format.master is Master.SPLIT8 else 16
+    shifted = random >> width if moment == 0 else random
+    return shifted & (1 << width) - 1, width
+
+
+def _decode_moment(
+    state_format: Format, sections: Sequence[torch.Tensor], index: int
+) -> torch.Tensor:
+    first, count = state_format.master_count, state_format.count
+    section = sections[first + index]
+    if state_format.moments is Moments.FP32:
+        return section.view(torch.float32)
+    if state_format.moments is Moments.BF16:
+        return (section.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+    scales = sections[first + count].view(torch.int16).view(-1, count)[:, index]
+    return _decode_q8(section, scales, index)
+
+
+def _encode_bf16(
+    values: torch.Tensor, moment: int, drawn: tuple[torch.Tensor, int] | None
+) -> torch.Tensor:
+    """int16 with the bits of bf16."""
+    bits = _canonical(values)
+    if drawn is None:
+        noise = (bits >> 16 & 1).add_(0x7FFF)
+    else:
+        spare = 16 - drawn[1]
+        noise = drawn[0] << spare | (1 << spare) >> 1
+    rounded = noise.add_(bits) >> 16
+    if moment == 1:  # a square root divides by it: above zero it stays above zero
+        rounded.masked_fill_((rounded == 0) & (bits != 0), 1)
+    return rounded.to(torch.int16)
+
+
+def _grouped(values: torch.Tensor) -> torch.Tensor:
+    """[numel] -> [groups, QUANT_GROUP], zeros after the end."""
+    spare = -values.numel() % QUANT_GROUP
+    return (torch.nn.functional.pad(values, (0, spare)) if spare else values).view(-1, QUANT_GROUP)
+
+
+def _scales(groups: torch.Tensor, moment: int) -> torch.Tensor:
+    """int32 [groups]: the bits of a bf16 each."""
+    bits = groups.view(torch.int32)
+    most = (bits & 0x7FFFFFFF if moment == 0 else bits).amax(dim=1)
+    bad = most >= _INFINITY_BITS
+    if moment == 1:
+        bad |= (bits < 0).any(dim=1)  # `groups` has no -0.0: what has a sign is negative, or a NaN
+    up = (most.clamp(max=_INFINITY_BITS) + 0xFFFF >> 16).clamp(_SCALE_LEAST, _SCALE_MOST)
+    return up.masked_fill_(most == 0, 0).masked_fill_(bad, 0x7FC0)
+
+
+def _encode_q8(
+    values: torch.Tensor, moment: int, drawn: tuple[torch.Tensor, int] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 [numel], scales int16 [groups]."""
+    x = _grouped(values + 0.0)  # -0.0 has no code
+    scale = _scales(x, moment)
+    plain = (scale > 0) & (scale <= _SCALE_MOST)  # finite groups that are not zero
+    scales = (scale << 16).masked_fill_(~plain, 0x3F800000).view(torch.float32)
+    x = x.masked_fill(~plain[:, None], 0.0)
+    factor = (torch.full_like(scales, _LEVELS[moment]) / scales)[:, None]
+    u: torch.Tensor | float = 1.5
+    # one, the random bits in the mantissa, and half of the last of them: in [1, 2)
+    if drawn is not None:
+        spare = 23 - drawn[1]
+        u = (
+            (_grouped(drawn[0]) << spare)
+            .bitwise_or_(0x3F800000 | (1 << spare) >> 1)
+            .view(torch.float32)
+        )
+    y = x.abs() * factor
+    if moment == 0:
+        c = sqrt_exact(y).floor_()
+        base = c * c
+        step = c + c + 1.0
+    else:
+        c = (sqrt_exact(sqrt_exact(x) * sqrt_exact(factor))).floor_()
+        above = c + 1.0
+        below, above = c * c, above * above
+        base = below * below
+        step = above * above - base
+    number = c.to(torch.int32) + (step * u < (y - base) + step)
+    if moment == 0:
+        number.clamp_(max=127)
+        code = torch.where(x < 0, -number, number).to(torch.int8).view(torch.uint8)
+    else:
+        number.clamp_(max=255)
+        code = number.masked_fill_((number == 0) & (x > 0), 1).to(torch.uint8)
+    return code.reshape(-1)[: values.numel()], scale.to(torch.int16)
+
+
+def _decode_q8(codes: torch.Tensor, scales: torch.Tensor, moment: int) -> torch.Tensor:
+    """fp32 [numel]. codes: uint8 [numel]; scales: int16 [groups] with the bits of bf16."""
+    of_group = (scales.to(torch.int32) << 16).view(torch.float32)[:, None]
+    if moment == 0:
+        c = _grouped(codes.view(torch.int8)).to(torch.float32)
+        values = c * c.abs()
+    else:
+        square = _grouped(codes).to(torch.float32).square_()
+        values = square * square
+    return values.mul_(_STEPS[moment]).mul_(of_group).reshape(-1)[: codes.numel()]

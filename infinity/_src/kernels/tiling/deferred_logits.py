@@ -1,0 +1,456 @@
+"""Logits that are not computed, for a model that computes logits and their loss itself.
+
+A TiledHead returns DeferredLogits, which hold the hidden states. The operations of models on the
+way to the loss (a cast, a slice of the leading dimensions, a view as [rows, vocabulary]) are done
+to the hidden states; `cross_entropy` of them is the tiled loss of the head. Any other operation
+makes the logits, in full, as an ordinary head would have: right, and large.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as functional
+from torch import nn
+
+from infinity._src._torch_compat import (
+    METADATA,
+    DisableTorchFunctionSubclass,
+    make_wrapper,
+    parse_to,
+)
+from infinity._src.kernels.linear_cross_entropy import Settings
+from infinity._src.kernels.tiling.tiled_linear import TiledLinear
+from infinity._src.kernels.tiling.tiled_loss import head_loss, head_rows
+from infinity._src.sizes import format_size
+
+log = logging.getLogger("infinity")
+
+_TENSOR: Any = torch.Tensor
+
+
+class TiledHead(TiledLinear):
+    """A tiled linear whose output is not computed until somebody needs it: see the module's
+    docstring.
+    """
+
+    _said = False
+
+    def forward(
+        self, x: torch.Tensor, *, instead: Callable[[], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """x: [..., in_features]. Returns DeferredLogits [..., out_features]."""
+        if instead is not None:
+            return super().forward(x, instead=instead)
+        return DeferredLogits(self, self.entering(x))
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        """The logits [..., out_features], in full.
+
+        x: in the dtype that computes, which autocast chose if it was on then.
+        """
+        return self.call(x, lambda: self.multiply(x))
+
+    def say_computed(self, what: str, size_bytes: int) -> None:
+        """Say once that the logits were needed where a training pass should not."""
+        if torch.is_grad_enabled() and not self._said:
+            self._said = True
+            log.warning(
+                "%s on the logits of a tiled loss: they are computed in full (%s)",
+                what,
+                format_size(size_bytes),
+            )
+
+
+class DeferredLogits(torch.Tensor):
+    """Logits [..., vocabulary] of a head for hidden states [..., features] (see the module's
+    docstring).
+
+    What an ordinary head computes when it is called is computed later here, so what it depends on
+    must not have changed: hidden states or weights that were written meanwhile (an optimizer's
+    step) are an error, and logits of `no_grad` have no graph. Once somebody writes to the logits,
+    or hangs a hook on them, they are ordinary ones for everybody (`settle`).
+    """
+
+    # hidden states, and what is settled: where backward goes by way of this tensor
+    infinity_inputs: tuple[torch.Tensor, ...]
+    _head: TiledHead
+    _graph: bool  # whether an ordinary head would have recorded a graph
+    _versions: tuple[int, ...]
+    # the logits that this is a view of, and how
+    _of: tuple[DeferredLogits, Callable[[torch.Tensor], torch.Tensor]] | None
+    _computed: torch.Tensor | None
+    _computed_version: int
+    _settled: bool
+
+    @staticmethod
+    def __new__(  # noqa: PYI034
+        cls,
+        head: TiledHead,
+        hidden: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        of: tuple[DeferredLogits, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+    ) -> DeferredLogits:
+        """The logits of `hidden`, cast to `dtype`."""
+        shape = torch.Size((*hidden.shape[:-1], head.out_features))
+        made = make_wrapper(cls, shape, dtype or hidden.dtype, hidden.device, False)
+        assert isinstance(made, DeferredLogits)
+        made._head, made.infinity_inputs, made._of = head, (hidden,), of
+        made._graph, made._versions = torch.is_grad_enabled(), _versions(head, hidden)
+        made._computed, made._computed_version, made._settled = None, 0, False
+        return made
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    def derived(
+        self,
+        hidden: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        view: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> DeferredLogits:
+        """The logits of `hidden`, which is taken from this one's.
+
+        view: what makes them of these, in the same memory.
+        """
+        self.check_unchanged()
+        of = (self, view) if view is not None else None
+        made = DeferredLogits(self._head, hidden, dtype or self.dtype, of)
+        made._graph = made._graph and self._graph
+        return made
+
+    def check_unchanged(self) -> None:
+        """Raises: RuntimeError where these would not be the logits of when the head was called."""
+        if _versions(self._head, self.infinity_inputs[0]) != self._versions:
+            raise RuntimeError(
+                "the logits of a tiled loss are computed when they are used, and the head's "
+                "weights or its input have been "
+                "modified in place since (by an optimizer's step?): use them before, or keep "
+                "`logits.clone()`"
+            )
+        with DisableTorchFunctionSubclass():
+            if self.grad_fn is not None:
+                raise RuntimeError(
+                    "the logits of a tiled loss came out of an autograd Function, whose gradients "
+                    "would be lost: keep the head "
+                    "outside of it, or checkpoint with use_reentrant=False"
+                )
+
+    @property
+    def wants_grad(self) -> bool:
+        """True when the logits have a graph, as those of an ordinary head."""
+        hidden = self.infinity_inputs[0]
+        return self._graph and (
+            hidden.requires_grad or any(param.requires_grad for param in self._head.parameters())
+        )
+
+    def compute(self, what: str = "an operation") -> torch.Tensor:
+        """The logits, as an ordinary tensor; made once."""
+        if self.is_settled():
+            return self.settle(what)
+        made = self._computed
+        if made is None or (torch.is_grad_enabled() and self.wants_grad and not made.requires_grad):
+            self.check_unchanged()
+            self._head.say_computed(what, self.numel() * self.element_size())
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
+                made = self._computed = self._head.compute(self.infinity_inputs[0]).to(self.dtype)
+            self._computed_version = _version(made)
+        return made
+
+    def is_settled(self) -> bool:
+        """True when these are ordinary logits by now, written to since they were computed: those
+        are used henceforth.
+        """
+        written = self._computed is not None and _version(self._computed) != self._computed_version
+        return self._settled or written or (self._of is not None and self._of[0].is_settled())
+
+    def settle(self, what: str) -> torch.Tensor:
+        """Make these ordinary logits, in the same memory as those that they are a view of, which
+        become so, too.
+        """
+        if not self._settled:
+            with torch.set_grad_enabled(self._graph):
+                if self._of is not None:
+                    whole, view = self._of
+                    self._computed = view(whole.settle(what))
+                elif not self.is_settled():
+                    self.compute(what)
+            self._settled = True
+            assert self._computed is not None
+            self.infinity_inputs = (self.infinity_inputs[0], self._computed)
+        assert self._computed is not None
+        return self._computed
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer metadata, carry over what leaves rows of logits whole, compute a loss in tiles;
+        else compute the logits.
+        """
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
+        if logits is not None and func in _OF_THE_GRAPH:
+            return _of_the_graph(func, logits, args[1:])
+        if func in METADATA:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if logits is not None and not logits.is_settled():
+            handler = _HANDLERS.get(func)
+            done = handler(func, logits, args[1:], kwargs) if handler is not None else None
+            if done is not None:
+                return done
+            if (
+                func in _SETTLING
+                or name == "__setitem__"
+                or (name.endswith("_") and not name.endswith("__"))
+            ):
+                logits.settle(name)
+        if isinstance(kwargs.get("out"), DeferredLogits):
+            kwargs["out"].settle(name)
+        return func(
+            *(_compute(arg, name) for arg in args),
+            **{key: _compute(arg, name) for key, arg in kwargs.items()},
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        """The net under `__torch_function__`, for calls from C++ that pass it by."""
+        raise RuntimeError(
+            f"{func} met the logits of a tiled loss, which are not computed; call `logits.clone()` "
+            "first"
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return (
+            f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.compute("pickling").__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.compute("deepcopy").__deepcopy__(memo)  # type: ignore[no-untyped-call]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _versions(head: TiledHead, hidden: torch.Tensor) -> tuple[int, ...]:
+    """Return version counters that change when the logits do.
+
+    Sharded parameters of an offloaded model have their own.
+    """
+    params = [
+        *head.tile_parameters(),
+        *(param for param in head._parameters.values() if param is not None),
+    ]
+    return (
+        _version(hidden),
+        *(getattr(param, "infinity_version", _version(param)) for param in params),
+    )
+
+
+def _compute(value: Any, what: str) -> Any:
+    """`value` with ordinary tensors in place of deferred logits."""
+    if isinstance(value, DeferredLogits):
+        return value.compute(what)
+    if type(value) in (list, tuple):
+        return type(value)(_compute(item, what) for item in value)
+    return value
+
+
+# -- what leaves rows of logits whole: the result, or None where it does not -----------------------
+
+Handler = Callable[[Any, DeferredLogits, "tuple[Any, ...]", "dict[str, Any]"], Any]
+
+
+def _contiguous(
+    _func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if args or kwargs:
+        return None
+    return logits if logits._of is None else logits.derived(logits.infinity_inputs[0])
+
+
+def _cast(dtype: torch.dtype) -> Handler:
+    def cast(
+        _func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if args or kwargs:
+            return None
+        return logits if dtype == logits.dtype else logits.derived(logits.infinity_inputs[0], dtype)
+
+    return cast
+
+
+def _to(_func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    device, dtype, copy = parse_to(args, kwargs)
+    here, dtype = logits.device, dtype or logits.dtype
+    if device is not None and (device.type != here.type or device.index not in (None, here.index)):
+        return None
+    if not dtype.is_floating_point:
+        return None
+    return (
+        logits
+        if dtype == logits.dtype and not copy
+        else logits.derived(logits.infinity_inputs[0], dtype)
+    )
+
+
+def _index(
+    _func: Any, logits: DeferredLogits, args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> Any:
+    index = args[0] if isinstance(args[0], tuple) else (args[0],)
+    whole = slice(None)
+    if not index:
+        return None
+    if any(item is Ellipsis for item in index):
+        leaves_rows = isinstance(index[-1], slice) and index[-1] == whole
+    else:
+        simple = all(isinstance(item, (int, slice)) for item in index[:-1])
+        last = index[-1]
+        consumed = (
+            len(index)
+            - 1
+            + (last.dim() if isinstance(last, torch.Tensor) and last.dtype == torch.bool else 1)
+        )
+        is_whole = isinstance(last, slice) and last == whole
+        leaves_rows = (
+            simple
+            and last is not None
+            and (consumed < logits.dim() or (consumed == logits.dim() and is_whole))
+        )
+    if not leaves_rows:
+        return None
+    is_view = all(item is None or item is Ellipsis or type(item) in (int, slice) for item in index)
+    return logits.derived(
+        logits.infinity_inputs[0][args[0]], view=(lambda full: full[args[0]]) if is_view else None
+    )
+
+
+def _view(func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    made = func(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args, **kwargs)
+    shape = made.shape
+    if not shape or shape[-1] != logits.shape[-1] or made.dtype != logits.dtype:
+        return None
+    hidden = logits.infinity_inputs[0]
+    return logits.derived(
+        hidden.reshape(*shape[:-1], hidden.shape[-1]), view=lambda full: func(full, *args, **kwargs)
+    )
+
+
+def _cross_entropy(
+    _func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    names = (
+        "target",
+        "weight",
+        "size_average",
+        "ignore_index",
+        "reduce",
+        "reduction",
+        "label_smoothing",
+    )
+    given = dict(zip(names, args, strict=False)) | kwargs
+    target = given["target"]
+    if (
+        logits.dim() > 2
+        or target.is_floating_point()
+        or any(given.get(name) is not None for name in names[1:3] + names[4:5])
+    ):
+        return None
+    settings = Settings(
+        logits.shape[-1],
+        given.get("ignore_index", -100),
+        given.get("label_smoothing", 0.0),
+        given.get("reduction", "mean"),
+    )
+    logits.check_unchanged()
+    with torch.set_grad_enabled(torch.is_grad_enabled() and logits._graph):
+        loss = head_loss(logits._head, logits.infinity_inputs[0], target, settings, cast=False)
+        # Under autocast torch's loss is fp32, whatever the logits are.
+        return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
+
+
+_HANDLERS: dict[Any, Handler] = {
+    functional.cross_entropy: _cross_entropy,
+    _TENSOR.__getitem__: _index,
+    _TENSOR.contiguous: _contiguous,
+    _TENSOR.float: _cast(torch.float32),
+    _TENSOR.bfloat16: _cast(torch.bfloat16),
+    _TENSOR.half: _cast(torch.float16),
+    _TENSOR.to: _to,
+    _TENSOR.view: _view,
+    _TENSOR.reshape: _view,
+    _TENSOR.flatten: _view,
+    torch.flatten: _view,
+    torch.reshape: _view,
+}
+
+_SETTLING = {_TENSOR.register_hook, _TENSOR.retain_grad, _TENSOR.data.__get__}
+"""What changes the logits, or looks at what is done to them, beside operations in place."""
+
+_OF_THE_GRAPH = {
+    getattr(_TENSOR, name).__get__
+    for name in (
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "grad",
+        "retains_grad",
+        "output_nr",
+        "_version",
+        "_backward_hooks",
+    )
+} | {_TENSOR.requires_grad.__set__}
+"""Metadata that ordinary logits would answer otherwise than a tensor of no graph."""
+
+
+def _of_the_graph(func: Any, logits: DeferredLogits, args: tuple[Any, ...]) -> Any:
+    if not logits.is_settled():
+        if func == _TENSOR.requires_grad.__get__:
+            return logits.wants_grad
+        if func == _TENSOR.is_leaf.__get__:
+            return not logits.wants_grad
+        if func == _TENSOR.requires_grad.__set__ or (
+            func == _TENSOR.grad_fn.__get__ and logits.wants_grad
+        ):
+            logits.settle(func.__self__.__name__)
+    if logits.is_settled():
+        return func(logits.settle("autograd"), *args)
+    with DisableTorchFunctionSubclass():
+        return func(logits, *args)
+
+
+def default_tiles(vocabulary: int, tile: int) -> int:
+    """Return the number of tiles with which none is much larger than `tile` classes."""
+    return max(1, math.ceil(vocabulary / tile))
+
+
+def as_head(linear: TiledLinear) -> TiledHead:
+    """A TiledHead of the same tiles. Raises: ValueError for several tiles along the inputs."""
+    head_rows(linear)
+    made = TiledHead.of_tiles(linear.tile_parameters(), linear.grid, linear.bias)
+    made.train(linear.training)
+    assert isinstance(made, TiledHead)
+    return made
+
+
+def find_head(model: nn.Module) -> nn.Module | None:
+    """The head of a model of Hugging Face, or None."""
+    getter = getattr(model, "get_output_embeddings", None)
+    found = getter() if callable(getter) else None
+    return found if isinstance(found, nn.Module) else None

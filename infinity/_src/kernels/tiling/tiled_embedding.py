@@ -1,0 +1,169 @@
+"""TiledEmbedding: an embedding whose weight is tiles, so that it can share those of a tiled LM head
+(tied weights).
+
+Each tile looks up the indices that fall into its rows and writes its columns of them. The tiles are
+links of a chain, as in [Note: the chain of tokens] (`infinity._src.kernels.tiling.tiled_linear`),
+with the gradient of the output passing through.
+
+Numerics: forward copies values, so it equals torch's embedding bit for bit; a tile's gradient is
+torch's own of its rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity._src.kernels.tiling.tiled_linear import first_order, token
+from infinity._src.kernels.tiling.tiled_module import Grid, TiledModule
+
+
+class TiledEmbedding(TiledModule):
+    """A torch.nn.Embedding in tiles. indices: any shape, int32 or int64; returns [*indices.shape,
+    embedding_dim].
+
+    tiles: row after row of the grid, parameters which other modules may share. padding_idx: as
+    torch has it. `state_dict()` has one `weight` [num_embeddings, embedding_dim].
+    """
+
+    def __init__(
+        self, tiles: list[nn.Parameter], grid: Grid, padding_idx: int | None = None
+    ) -> None:
+        super().__init__(tiles, grid)
+        self.num_embeddings, self.embedding_dim = grid.whole_shape
+        self.padding_idx = padding_idx
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        """The rows of the weight at `indices`. Raises: RuntimeError for indices that are not int32
+        or int64, IndexError on the CPU for one that is out of range.
+        """
+        if indices.dtype not in (torch.int32, torch.int64):
+            raise RuntimeError(
+                f"the indices of an embedding are {indices.dtype}: give int32 or int64"
+            )
+        flat = indices.reshape(-1).long()
+        if (
+            flat.device.type == "cpu"
+            and flat.numel()
+            and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings
+        ):
+            raise IndexError(f"index out of range: this embedding has {self.num_embeddings} rows")
+        weights = self.tile_parameters()
+        out = torch.empty(
+            flat.numel(), self.embedding_dim, dtype=weights[0].dtype, device=flat.device
+        )
+        wanted = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+        outs = _Enter.apply(
+            torch.empty(0, device=out.device, requires_grad=True) if wanted else None, out
+        )
+        for tile, row, column in self.tiles():
+            outs = tile(_Link(self, flat, out, row, column), outs)
+        found: torch.Tensor = _Leave.apply(outs, out)
+        return found.view(*indices.shape, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        """Sizes, for people."""
+        padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
+        tiles = f"tiles=({self.grid.rows}, {self.grid.columns})"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {tiles}"
+
+
+class _Link:
+    """Computation of a tile, as a function of its weight and the token.
+
+    indices: [n]; out: [n, embedding_dim].
+    """
+
+    def __init__(
+        self, of: TiledEmbedding, indices: torch.Tensor, out: torch.Tensor, row: int, column: int
+    ) -> None:
+        self._indices, self._out, self._place, self._padding = (
+            indices,
+            out,
+            of.grid.place(row, column),
+            of.padding_idx,
+        )
+
+    def __call__(self, weight: torch.Tensor, outs: torch.Tensor) -> Any:
+        return _Step.apply(outs, weight, self._indices, self._out, self._place, self._padding)
+
+
+class _Enter(torch.autograd.Function):
+    """The beginning of the chain."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return token(tuple(out.shape), out.dtype, out.device)
+
+    @staticmethod
+    def backward(_ctx: Any, _dy: torch.Tensor | None) -> tuple[None, None]:
+        return None, None
+
+
+class _Step(torch.autograd.Function):
+    """One tile."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        outs: torch.Tensor,
+        weight: torch.Tensor,
+        indices: torch.Tensor,
+        out: torch.Tensor,
+        place: Any,
+        padding: int | None,
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(indices)
+        ctx.place, ctx.padding, ctx.shape = place, padding, weight.shape
+        columns = out[:, place.columns[0] : place.columns[1]]
+        if weight.shape[0] == place.whole_shape[0]:
+            columns.copy_(torch.embedding(weight, indices))
+        else:
+            inside, index = _inside(indices, place)
+            columns.copy_(torch.where(inside[:, None], torch.embedding(weight, index), columns))
+        return token(tuple(outs.shape), outs.dtype, outs.device)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
+        dweight = None
+        if dy is not None and ctx.needs_input_grad[1]:
+            (indices,) = ctx.saved_tensors
+            place = ctx.place
+            inside, index = _inside(indices, place)
+            if ctx.padding is not None:
+                inside = inside & (indices != ctx.padding)
+            # What is not this tile's goes to a row of its own, which is dropped: no shape depends
+            # on the indices, so a GPU is not waited for, and rows are summed as torch sums them.
+            count = ctx.shape[0]
+            index = torch.where(inside, index, count)
+            part = dy[:, place.columns[0] : place.columns[1]].contiguous()
+            dweight = torch.ops.aten.embedding_dense_backward(part, index, count + 1, count, False)[
+                :count
+            ]
+        return dy, dweight, None, None, None, None
+
+
+class _Leave(torch.autograd.Function):
+    """The end of the chain: the output takes its place in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, _outs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(_ctx: Any, dy: torch.Tensor | None) -> tuple[Any, None]:
+        return dy, None
+
+
+def _inside(indices: torch.Tensor, place: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a mask of the indices in the tile's rows, and their rows of the tile (any, if not)."""
+    first, last = place.rows
+    return (indices >= first) & (indices < last), (indices - first).clamp(0, last - first - 1)

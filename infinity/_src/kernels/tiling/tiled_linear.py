@@ -1,0 +1,371 @@
+"""TiledLinear: a linear whose weight is gathered, multiplied and released one tile at a time,
+forward and backward.
+
+    forward    for each row of tiles:
+                   for each tile:  gather, sum += x[:, columns] @ tile.t(), release
+                   y[:, rows] = sum
+    backward   for each tile, in reverse:
+                   gather, dtile = dy[:, rows].t() @ x[:, columns]
+                   dx[:, columns] += dy[:, rows] @ tile, release
+
+[Note: the chain of tokens] Autograd orders backward, and each tile must be one node that needs
+nothing but its own weight. So the tiles are links of a chain: each takes two tokens and gives two
+tokens, tensors with shape and dtype but one element of memory, whose values nobody reads. In
+forward they only tie the links together (results go straight into the output). In backward their
+gradients carry what all tiles share: the first is the sum that becomes dx, to which each link adds
+its part in place, in fp32; the second is dy, which passes through. So the sum has one fixed order,
+and is rounded once.
+
+    x -> Enter -> (dx token, dy token) -> link -> link -> ... -> Leave -> y
+
+A token is made from the link before it, so its gradient is complete when that link's turn comes:
+the engine's Uses then release one tile before they gather the next.
+
+Numerics: with one tile along the inputs an output is torch's own linear of its rows of the weight.
+With several, they are summed in order in fp32 (fp64 for fp64), the bias is added, and the sum is
+rounded once. The input's gradient is summed in fp32 over rows of tiles, the last first. Weight
+gradients and the bias's are torch's own. None of it depends on where the weights rest.
+Source: ZeRO-Infinity §5.1.3; there the tiles' outputs are rounded before they are summed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from infinity._src.kernels.tile_matmul import sum_dtype, tile_matmul
+from infinity._src.kernels.tiling.tiled_module import Grid, TiledModule, Tiles, copy_tiles
+from infinity.errors import SecondOrderUnsupported
+
+
+class TiledLinear(TiledModule):
+    """A torch.nn.Linear in tiles: y = x @ weight.t() + bias. x: [..., in_features]; y: [...,
+    out_features], of x's dtype.
+
+    tiles: how many, along the output features, or (along outputs, along inputs). `parameters()` are
+    the tiles and the bias; `state_dict()` has `weight` and `bias` as the untiled module. Works
+    without offloading, too. Under autocast it computes in autocast's dtype, as torch's does. Double
+    backward is not supported (torch says so when it is tried).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        tiles: Tiles,
+    ) -> None:
+        """Initialised as torch.nn.Linear is (uniform, bound 1 / sqrt(in_features)), with other
+        random numbers.
+
+        Raises: ValueError for more tiles than features.
+        """
+        grid = Grid.of(out_features, in_features, tiles)
+        places = [grid.place(row, column) for _, row, column in grid.names()]
+        shapes = [
+            (place.rows[1] - place.rows[0], place.columns[1] - place.columns[0]) for place in places
+        ]
+        weights = [nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for shape in shapes]
+        self._setup(
+            weights,
+            grid,
+            nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None,
+        )
+        self.reset_parameters()
+
+    def _setup(self, weights: list[nn.Parameter], grid: Grid, bias: nn.Parameter | None) -> None:
+        super().__init__(weights, grid)
+        self.out_features, self.in_features = grid.whole_shape
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def of_tiles(
+        cls, weights: list[nn.Parameter], grid: Grid, bias: nn.Parameter | None
+    ) -> TiledLinear:
+        """A tiled linear of these very parameters (weights: row after row of the grid), which other
+        modules may share.
+        """
+        made = cls.__new__(cls)
+        made._setup(weights, grid, bias)
+        return made
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, tiles: Tiles) -> TiledLinear:
+        """The same linear in tiles: copies of the weight's values, the bias itself.
+
+        Raises: ValueError for too many tiles.
+        """
+        grid = Grid.of(linear.out_features, linear.in_features, tiles)
+        return cls.of_tiles(copy_tiles(linear.weight, grid), grid, linear.bias).train(
+            linear.training
+        )
+
+    def reset_parameters(self) -> None:
+        """Fill weight and bias with fresh random values, as torch.nn.Linear does."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(
+        self, x: torch.Tensor, *, instead: Callable[[], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """x: [..., in_features] of the weight's dtype. Returns [..., out_features].
+
+        instead: another computation with these tiles (the loss), made inside this module's call,
+        whose result is returned. Raises: RuntimeError for another dtype or number of features, as
+        torch's linear does.
+        """
+        return instead() if instead is not None else self.multiply(self.entering(x))
+
+    def call(self, x: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the result of `compute`, made inside a call of this module with `x`.
+
+        Changes of the output by hooks are left out: it is not the output that they were written
+        for.
+        """
+        found: list[torch.Tensor] = []
+
+        def instead() -> torch.Tensor:
+            found.append(compute())
+            return found[0]
+
+        self(x, instead=instead)
+        return found[0]
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """The product. x: [..., in_features] in the dtype that computes."""
+        rows = x.reshape(-1, self.in_features)
+        bias = self.bias
+        out = torch.empty(rows.shape[0], self.out_features, dtype=x.dtype, device=x.device)
+        values = rows.detach()
+        call = _Call(
+            values,
+            bias.detach() if bias is not None else None,
+            out,
+            self._total(out),
+            self.grid,
+            rows.requires_grad,
+        )
+        sums, outs = _Enter.apply(rows, self.anchor(rows), call)
+        for tile, row, column in self.tiles():
+            sums, outs = tile(_Link(call, row, column), sums, outs)
+        y: torch.Tensor = _Leave.apply(sums, outs, out, bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _total(self, out: torch.Tensor) -> torch.Tensor | None:
+        """Return the memory that sums a row of tiles, if that is not the output itself."""
+        wide = sum_dtype(out.dtype)
+        if self.grid.columns == 1 or out.dtype == wide:
+            return None
+        widest = max(last - first for first, last in itertools.pairwise(self.grid.row_ends))
+        return torch.empty(out.shape[0], widest, dtype=wide, device=out.device)
+
+    def entering(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` in the dtype that computes. Raises: RuntimeError for what does not fit."""
+        dtype = self.tile_parameters()[0].dtype
+        if (
+            torch.is_autocast_enabled(x.device.type)
+            and x.is_floating_point()
+            and x.dtype != torch.float64
+        ):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        elif x.dtype != dtype:
+            raise RuntimeError(
+                f"a TiledLinear of {dtype} was given {x.dtype}; convert the input, or use autocast"
+            )
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise RuntimeError(
+                f"a TiledLinear of {self.in_features} input features was given an input "
+                f"{tuple(x.shape)}"
+            )
+        return x
+
+    def anchor(self, x: torch.Tensor) -> torch.Tensor | None:
+        """A leaf that makes the chain part of the graph, also where only weights want gradients."""
+        wanted = torch.is_grad_enabled() and (
+            x.requires_grad or any(param.requires_grad for param in self.parameters())
+        )
+        return torch.empty(0, device=x.device, requires_grad=True) if wanted else None
+
+    def extra_repr(self) -> str:
+        """Sizes, for people."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, "
+            f"tiles=({self.grid.rows}, {self.grid.columns})"
+        )
+
+
+class _Call(NamedTuple):
+    """One forward of a tiled linear.
+
+    x [rows, in], bias [out], out [rows, out] and total (see `_total`) are without a graph.
+    """
+
+    x: torch.Tensor
+    bias: torch.Tensor | None
+    out: torch.Tensor
+    total: torch.Tensor | None
+    grid: Grid
+    input_grad: bool  # whether the input wants a gradient
+
+
+class _Link:
+    """Computation of a tile, as a function of its weight and the tokens."""
+
+    def __init__(self, call: _Call, row: int, column: int) -> None:
+        self._call, self._row, self._column = call, row, column
+
+    def __call__(self, weight: torch.Tensor, sums: torch.Tensor, outs: torch.Tensor) -> Any:
+        return _Step.apply(sums, outs, weight, self._call.x, self._call, self._row, self._column)
+
+
+def token(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of one element in memory that looks like one of `shape`; see [Note: the chain of
+    tokens].
+    """
+    return torch.empty_strided(shape, (0,) * len(shape), dtype=dtype, device=device)
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A `backward` whose own gradients are refused. (torch's once_differentiable lets pass, without
+    a word, what depends on the weights alone: a gradient penalty would lose a part.)
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise SecondOrderUnsupported(
+                "backward with create_graph=True through a tiled module: its tiles are released by "
+                "then"
+            )
+        return backward(ctx, *grads)
+
+    return checked
+
+
+class _Enter(torch.autograd.Function):
+    """The beginning of the chain: backward rounds the sum over the tiles to the input's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, call: _Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = x.dtype
+        # One row of tiles contributes once to each gradient: nothing is summed, and torch's matmul
+        # rounds.
+        dtype = sum_dtype(x.dtype) if call.grid.rows > 1 else x.dtype
+        return token(tuple(x.shape), dtype, x.device), token(
+            tuple(call.out.shape), x.dtype, x.device
+        )
+
+    @staticmethod
+    @first_order
+    def backward(
+        ctx: Any, dx: torch.Tensor | None, _dy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None, None]:
+        return dx.to(ctx.dtype) if dx is not None and ctx.needs_input_grad[0] else None, None, None
+
+
+class _Step(torch.autograd.Function):
+    """One tile."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        sums: torch.Tensor,
+        outs: torch.Tensor,
+        weight: torch.Tensor,
+        x: torch.Tensor,
+        call: _Call,
+        row: int,
+        column: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        ctx.place, ctx.grid, ctx.input_grad = (
+            call.grid.place(row, column),
+            call.grid,
+            call.input_grad,
+        )
+        _multiply(call, weight, row, column)
+        return token(tuple(sums.shape), sums.dtype, sums.device), token(
+            tuple(outs.shape), outs.dtype, outs.device
+        )
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dx: torch.Tensor | None, dy: torch.Tensor | None) -> tuple[Any, ...]:
+        if dy is None:
+            return (dx, *(None,) * 6)
+        x, weight = ctx.saved_tensors
+        place, dweight = ctx.place, None
+        dy_rows = dy[:, place.rows[0] : place.rows[1]]
+        if ctx.needs_input_grad[2]:
+            dweight = torch.empty(weight.shape, dtype=dy.dtype, device=weight.device)
+            tile_matmul(dy_rows.t(), x[:, place.columns[0] : place.columns[1]], dweight)
+            dweight = dweight.to(weight.dtype)
+        if ctx.input_grad:
+            # the last row of tiles is the first of backward
+            first = place.rows[1] == ctx.grid.row_ends[-1]
+            if dx is None:
+                dtype = sum_dtype(x.dtype) if ctx.grid.rows > 1 else x.dtype
+                dx = torch.empty(x.shape, dtype=dtype, device=x.device)
+            part = dx[:, place.columns[0] : place.columns[1]]
+            tile_matmul(dy_rows, weight.to(x.dtype), part, accumulator=None if first else part)
+        return dx, dy, dweight, None, None, None, None
+
+
+class _Leave(torch.autograd.Function):
+    """The end of the chain: the output takes its place in the graph, and backward hands its
+    gradient to the tiles.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        _sums: torch.Tensor,
+        _outs: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(out)
+        ctx.bias_dtype = bias.dtype if bias is not None else None
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
+        if dy is None:
+            return None, None, None, None
+        dy = dy.contiguous()  # an expanded gradient would be copied by every tile
+        dbias = dy.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+        return None, dy, None, dbias
+
+
+def _multiply(call: _Call, weight: torch.Tensor, row: int, column: int) -> None:
+    """Add one tile's product to the sum of its row; the last of the row adds the bias and rounds
+    into the output.
+    """
+    place = call.grid.place(row, column)
+    x, bias = call.x[:, place.columns[0] : place.columns[1]], call.bias
+    out = call.out[:, place.rows[0] : place.rows[1]]
+    total = out if call.total is None else call.total[:, : out.shape[1]]
+    ends = column == call.grid.columns - 1
+    bias = bias[place.rows[0] : place.rows[1]] if bias is not None and ends else None
+    accumulator = None if column == 0 else total
+    tile_matmul(
+        x, weight.to(x.dtype).t(), out if ends else total, accumulator=accumulator, bias=bias
+    )

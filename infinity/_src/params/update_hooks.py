@@ -1,0 +1,74 @@
+"""Events of a parameter's life that the update mode answers.
+
+    Unsharder     a training backward begins          backward_begin()
+    GradReducer   a gradient is whole, on all ranks   grad_ready(param, grad)
+    Unsharder     nothing uses a unit any more        unit_released(unit)
+    Unsharder     that backward has ended             backward_end(), or backward_aborted()
+    GradReducer   the loop assigns a gradient         before_assign(param)
+
+`infinity._src.optim.update_mode` has the whole interface, and the modes. They need the optimizer's
+step, which stands above unsharding, so this half of it is declared here, and calls go the way that
+imports go.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Protocol
+
+import torch
+
+from infinity._src.params.delayed_params import DelayedParams
+from infinity._src.params.unit import Param, Unit
+
+
+class UpdateHooks(abc.ABC):
+    """The update mode as `Unsharder` and `GradReducer` see it. All calls come from the thread that
+    trains."""
+
+    delayed_params: DelayedParams | None
+    """The parameters that training computes with, where those at rest may be newer; None: it
+    computes with these."""
+
+    @property
+    @abc.abstractmethod
+    def updates_pending(self) -> bool:
+        """Whether an update that was submitted is not done yet. Never blocks."""
+
+    @abc.abstractmethod
+    def backward_begin(self) -> None:
+        """A backward begins."""
+
+    @abc.abstractmethod
+    def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
+        """A gradient of this backward is complete: this rank's part of it, reduced where there are
+        several ranks."""
+
+    @abc.abstractmethod
+    def unit_released(self, unit: Unit) -> None:
+        """Nothing uses the unit any more: no forward, no backward, no window. Also outside of
+        backward."""
+
+    @abc.abstractmethod
+    def backward_end(self) -> None:
+        """A backward has ended, and all its gradients were ready. Raises: what breaks the backward
+        off."""
+
+    @abc.abstractmethod
+    def backward_aborted(self) -> None:
+        """A backward broke off: gradients that came of it are not whole."""
+
+    @abc.abstractmethod
+    def before_assign(self, param: Param) -> None:
+        """The loop assigns a gradient. Raises: RuntimeError where it would come too late."""
+
+
+class Access(Protocol):
+    """Who is asked before values are read or written (`infinity._src.access`)."""
+
+    def before_read(self, unit: Unit) -> None:
+        """Somebody wants the unit's values. Raises: EngineClosed; what a background update met."""
+
+    def before_write(self) -> None:
+        """Values are about to be written. Blocks until no update is pending. Raises as
+        `before_read`."""

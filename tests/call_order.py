@@ -1,0 +1,190 @@
+"""Records the order in which the engine's parts call each other, one line an event.
+
+`EVENTS` is the only place that names classes and methods of the engine: a rename changes this table
+and nothing else. What a line says is the vocabulary of tests/data/call_order/*.txt.
+
+Only calls of the thread that trains are recorded, and only such as follow from the program alone:
+what is evicted, prefetched or found in flight is a matter of timing, and is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from infinity._src.grads.reducer import GradReducer
+from infinity._src.grads.slot import GradSlot
+from infinity._src.optim.backward_update import BackwardUpdate
+from infinity._src.optim.delayed_update import DelayedUpdate
+from infinity._src.optim.device_update import DeviceUpdate
+from infinity._src.optim.speculative_update import SpeculativeUpdate
+from infinity._src.optim.step import StepPipeline
+from infinity._src.optim.transaction import Transaction
+from infinity._src.optim.update_mode import DeferredUpdate, UpdateMode
+from infinity._src.params.delayed_params import DelayedParams
+from infinity._src.params.residency import Unsharder
+from infinity._src.params.unshard import Gathering
+
+
+class Event(NamedTuple):
+    """One call to record: `word` and what `subject` makes of the arguments; nothing where that is
+    None."""
+
+    word: str
+    owner: type
+    method: str
+    subject: Callable[..., str | None] = lambda *_args, **_kwargs: ""
+
+
+def _name(_self: Any, unit_or_param: Any, *_args: Any, **_kwargs: Any) -> str:
+    return str(unit_or_param.name)
+
+
+def _names(_self: Any, units: Any, *_args: Any, **_kwargs: Any) -> str:
+    return " ".join(unit.name for unit in units)
+
+
+MODES = (DeferredUpdate, BackwardUpdate, SpeculativeUpdate, DelayedUpdate, DeviceUpdate)
+MODE_EVENTS = [  # of whichever mode, when others call it
+    Event("mode.before_read", UpdateMode, "before_read", _name),
+    Event("mode.backward_begin", UpdateMode, "backward_begin"),
+    Event("mode.grad_ready", UpdateMode, "grad_ready", _name),
+    Event("mode.unit_released", UpdateMode, "unit_released", _name),
+    Event("mode.backward_end", UpdateMode, "backward_end"),
+    Event("mode.backward_aborted", UpdateMode, "backward_aborted"),
+    Event("mode.before_assign", UpdateMode, "before_assign", _name),
+    Event("mode.before_step", UpdateMode, "before_step"),
+    Event("mode.submit", UpdateMode, "submit", _names),
+    Event("mode.withdraw", UpdateMode, "withdraw"),
+    Event("mode.undone", UpdateMode, "undone"),
+]
+EVENTS = [
+    Event("gather", Gathering, "demand", _name),
+    Event("forward_begin", Unsharder, "forward_start"),
+    Event("forward_end", Unsharder, "forward_end"),
+    Event("backward_begin", Unsharder, "backward_start"),
+    Event("backward_end", Unsharder, "backward_end"),
+    Event("reset", Unsharder, "reset"),
+    Event("grad", Unsharder, "drain", _name),
+    Event("unit_done", Unsharder, "unit_done", _name),
+    Event("reduce", GradReducer, "_reduce", _name),
+    Event("accumulate", GradReducer, "accumulate", _name),
+    Event("grads.backward_end", GradReducer, "backward_end"),
+    Event("grads.reset", GradReducer, "reset"),
+    Event("slot.consumed", GradSlot, "consume", lambda slot: slot.name),
+    Event(
+        "slot.wait_for_reader",
+        GradSlot,
+        "_will_mutate",
+        lambda slot: slot.name if slot.guarded else None,
+    ),
+    Event(
+        "step.compare_ranks",
+        StepPipeline,
+        "meet",
+        lambda _self, _opt, params: f"{len(params)} parameters",
+    ),
+    Event("step.check_idle", StepPipeline, "check_idle"),
+    Event("step.begin", StepPipeline, "begin"),
+    Event("step.submit", StepPipeline, "submit"),
+    Event("step.counted", StepPipeline, "stepped"),
+    Event("step.drop", StepPipeline, "drop"),
+    Event("step.wait", StepPipeline, "wait"),
+    Event("step.finish_pending", StepPipeline, "_finish"),
+    Event("submit_deferred", DeferredUpdate, "submit", _names),
+    Event(
+        "submit",
+        StepPipeline,
+        "start",
+        lambda _self, unit, _work, _grads, gate=None, targets=(): (
+            f"{unit.name}{' behind a gate' if gate is not None else ''}"
+        ),
+    ),
+    Event("submitted", StepPipeline, "pend"),
+    Event(
+        "read_ahead",
+        StepPipeline,
+        "read_ahead",
+        lambda _self, phase, given: f"{phase.name} given={given}",
+    ),
+    Event("hand_over", Unsharder, "hand_over", _name),
+    Event("updated", Unsharder, "updated", _name),
+    Event("rewritten", Unsharder, "rewritten", _name),
+    Event("stale", Unsharder, "stale", _names),
+    Event("renew", Unsharder, "renew", _name),
+    Event("write", Unsharder, "write", _name),
+    Event("commit", Transaction, "_flip"),
+    Event("withdraw_states", Transaction, "withdraw", _names),
+    Event("rollback", Transaction, "undo"),
+    Event("delayed.refresh", DelayedParams, "refresh", _name),
+    Event("delayed.outdated", DelayedParams, "outdated", _name),
+]
+
+
+class Recorder:
+    """The lines so far. `told` adds one of the test's own."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.on = False
+        self._thread = threading.get_ident()
+
+    def told(self, line: str) -> None:
+        """Add a line that says what the loop does now."""
+        self.lines.append(f"# {line}")
+
+    def add(self, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Add the line of a call."""
+        if self.on and threading.get_ident() == self._thread:
+            subject = event.subject(*args, **kwargs)
+            if subject is not None:
+                self.lines.append(f"{event.word} {subject}".rstrip())
+
+
+def _wrapped(recorder: Recorder, event: Event, inner: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        recorder.add(event, args, kwargs)
+        return inner(*args, **kwargs)
+
+    return called
+
+
+def _wrapped_of_mode(
+    recorder: Recorder, event: Event, inner: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Recorded unless the mode itself is the caller."""
+
+    @functools.wraps(inner)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_locals.get("self") is not args[0]:
+            recorder.add(event, args, kwargs)
+        return inner(*args, **kwargs)
+
+    return called
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """Models that are offloaded inside are recorded while `on` of the recorder is set."""
+    recorder, patch = Recorder(), pytest.MonkeyPatch()
+    for event in EVENTS:
+        patch.setattr(
+            event.owner, event.method, _wrapped(recorder, event, getattr(event.owner, event.method))
+        )
+    for event in MODE_EVENTS:
+        for mode in MODES:
+            if event.method in vars(mode):
+                patch.setattr(
+                    mode, event.method, _wrapped_of_mode(recorder, event, vars(mode)[event.method])
+                )
+    try:
+        yield recorder
+    finally:
+        patch.undo()
