@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import infinity as inf
-from infinity._src.memory.layout import run_bytes
+from infinity._src.memory.layout import aligned_section_bytes
 from infinity._src.perf.plan.machine import describe_machine
 from infinity._src.perf.plan.memory import Tiers
 from infinity._src.perf.plan.ranks import bytes_of_rank, exchanges
@@ -114,7 +114,7 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
                 name = "gradients" if index >= rest.format.written_count else "optimizer states" if index else "parameters at rest"
                 size = section.size_bytes(int(record["numel"]))
                 if record["section_at"][index] >= 0:
-                    found[name] += Tiers(nvme=run_bytes(section, int(record["numel"])))
+                    found[name] += Tiers(nvme=aligned_section_bytes(section, int(record["numel"])))
                 else:
                     assert record["section_ptr"][index], (flat, name)
                     found[name] += Tiers(cpu=size)

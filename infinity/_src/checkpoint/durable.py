@@ -240,7 +240,7 @@ class DurableRun:
             self._pinned.make_way(self.flats)
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks stop too
             problem = error
-        failed = self._comm.any_of([problem is not None])[0]
+        failed = self._comm.all_reduce_any([problem is not None])[0]
         if problem is not None:
             raise problem
         if failed:
@@ -287,7 +287,7 @@ class DurableRun:
         overwritten.
         """
         # Writes between steps may be one rank's alone.
-        if not self._comm.any_of(
+        if not self._comm.all_reduce_any(
             [self._store.writes != self._written or self._captured is not self._committed]
         )[0]:
             return
@@ -303,7 +303,7 @@ class DurableRun:
             manifest = self._write(generation)
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem = error
-        failed = self._comm.any_of([problem is not None])[0]
+        failed = self._comm.all_reduce_any([problem is not None])[0]
         if failed:
             self._remove(lambda path, number: number == generation and is_of(path, self.files.rank))
         if problem is not None:
@@ -327,7 +327,7 @@ class DurableRun:
             mine = [0.0, 0.0]
             if self.files.rank == 0:
                 mine = [float(next_generation(self.files.home) - 1), float(secrets.randbits(48))]
-            self._generation, self._save = map(int, self._comm.sum_floats(mine))
+            self._generation, self._save = map(int, self._comm.all_reduce_sum(mine))
         self._generation += 1
         return self._generation
 

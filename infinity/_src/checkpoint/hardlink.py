@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from infinity._src.checkpoint.directory import remove, typed_errors
 from infinity._src.checkpoint.run_files import RunFiles
-from infinity._src.memory.swap_space import Place, SwapSpace, Want
+from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat
 from infinity.aio import Executor
@@ -141,14 +141,14 @@ class PinnedLayers:
         self, flat: Flat, now: npt.NDArray[np.void], chunks: npt.NDArray[np.int64], layer: int
     ) -> None:
         records = self._store[flat]
-        wants = [Want(int(size), layer) for size in now["other_bytes"][chunks]]
+        wants = [ExtentRequest(int(size), layer) for size in now["other_bytes"][chunks]]
         places = self._space.reserve_on(now["drive"][chunks].tolist(), wants)
         offsets = np.array([place.offset for place in places], dtype=np.int64)
         self._executor.relocate(
             records.ids[chunks], np.full(len(chunks), layer, dtype=np.int32), offsets
         )
         gone = {
-            Place(
+            SwapExtent(
                 int(one["drive"]),
                 int(one["other_offset"]),
                 int(one["other_bytes"]),

@@ -256,7 +256,7 @@ class RestoreJob:
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem = error
         # Rank 0 decides: another rank might see a newer generation a moment later.
-        agreed = int(self._comm.sum_floats([float(generation)])[0])
+        agreed = int(self._comm.all_reduce_sum([float(generation)])[0])
         try:
             if problem is None and agreed:
                 checkpoint = checkpoint or self._open(directory, agreed)
@@ -284,7 +284,7 @@ class RestoreJob:
         return Checkpoint.open(directory, generation, backend=self._policy.io_backend)
 
     def _agree(self, problem: Exception | None) -> None:
-        failed = self._comm.any_of([problem is not None])[0]
+        failed = self._comm.all_reduce_any([problem is not None])[0]
         if problem is not None:
             raise problem
         if failed:

@@ -325,7 +325,7 @@ class Saver:
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem, mine[2] = error, 1.0
         with undo:  # lets the directory go if the save does not start
-            agreed = self.comm.sum_floats(mine)
+            agreed = self.comm.all_reduce_sum(mine)
             if problem is not None:
                 raise problem
             if agreed[2]:
@@ -348,7 +348,7 @@ class Saver:
         """
         # A group of the saves' own: collectives of training go on in the model's.
         if self._aside is None:
-            self._aside = self.comm.aside()
+            self._aside = self.comm.fork()
         flats = captured.layout.flats
         size = int(section_bytes(captured.rows, flats).sum())
         line = ProgressLine(f"saving step {step}", size, shown=self.comm.rank == 0)
@@ -481,7 +481,7 @@ class _SaveJob:
             part()
         except BaseException as error:  # noqa: BLE001 - returned: the other ranks wait for this one
             problem = error
-        return problem, self.comm.any_of([problem is not None])[0]
+        return problem, self.comm.all_reduce_any([problem is not None])[0]
 
     def _raise(self, problem: BaseException | None, failed: bool) -> None:
         if problem is not None:

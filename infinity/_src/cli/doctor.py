@@ -210,8 +210,8 @@ def _numa() -> Finding:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = [torch.device("cuda", index) for index in range(count)]
-    found = [numa.find_place(numa.pci_address(device), number=0, ranks=1) for device in devices]
-    found = found or [numa.find_place(None, number=0, ranks=1)]
+    found = [numa.choose_node(numa.pci_address(device), number=0, ranks=1) for device in devices]
+    found = found or [numa.choose_node(None, number=0, ranks=1)]
     return Finding("NUMA", "\n".join({place.reason: None for place in found}))
 
 

@@ -11,7 +11,7 @@ AHEAD = 2
 """Units, of the size of the largest, that have room besides the one in use."""
 
 # Where a device computes: its gradients go to CPU memory while backward goes on (`GradOffload`).
-LEAVING_UNITS = 2
+OFFLOAD_UNITS = 2
 """Units, of the largest, whose fresh gradients may leave the device; then backward waits."""
 
 # Where the CPU computes, with update="backward": gradients wait for the drives of their update.

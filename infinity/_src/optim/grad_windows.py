@@ -37,7 +37,7 @@ class GradWindows:
         self._dtype_of = dtype_of
         self._device = device
         self._window_bytes = self.needs_bytes(units, dtype_of) // WINDOW_UNITS
-        self._leaving = GradOffload(device, WINDOW_UNITS * self._window_bytes)
+        self._offload = GradOffload(device, WINDOW_UNITS * self._window_bytes)
         self._slab: Slab | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._turn = 0
@@ -61,7 +61,7 @@ class GradWindows:
         if window > self._window_bytes:
             self.close()
             self._window_bytes = window
-            self._leaving = GradOffload(self._device, WINDOW_UNITS * window)
+            self._offload = GradOffload(self._device, WINDOW_UNITS * window)
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._tickets
@@ -84,7 +84,7 @@ class GradWindows:
             size_bytes = gradient.numel() * gradient.element_size()
             target = memory[at : at + size_bytes].view(gradient.dtype)
             at += round_up(size_bytes, _ALIGNMENT_BYTES)
-            tickets.append(self._leaving.send(gradient, target))
+            tickets.append(self._offload.copy_out(gradient, target))
             found[param] = target
         self._at[unit], self._tickets[unit] = index, tickets
         self._due.append(unit)
@@ -112,7 +112,7 @@ class GradWindows:
     def close(self) -> None:
         """Free the windows. Nothing may be under way."""
         self.reset()
-        self._leaving.close()
+        self._offload.close()
         if self._slab is not None:
             self._device.unpin(self._slab)
             self._memory = torch.empty(0, dtype=torch.uint8)

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity._src.distributed.collectives import Comm
-from infinity._src.distributed.fingerprint import digest, named
+from infinity._src.distributed.collectives import Comm, digest, fingerprinted
 from infinity._src.grads.proxy import SlotState
 from infinity._src.kernels.state_codec import decode_sections, encode_sections
 from infinity._src.params.chunk_pipeline import ChunkBuffer, Span, spans_of
@@ -71,7 +70,7 @@ class States:
 
         Raises: RanksDiverged.
         """
-        self._comm.meet(lambda: what if tensor is None else named(what, digest(tensor)))
+        self._comm.check_same_collective(lambda: what if tensor is None else fingerprinted(what, digest(tensor)))
 
     # -- states ------------------------------------------------------------------------------------------------------------
 
@@ -155,7 +154,7 @@ class States:
         """The whole of what the ranks hold parts of, fp32 [param.shape]."""
         _, element, _ = param.flat.layout.shard_range(param.slot_index, self.rank)
         mine = torch.cat([piece.reshape(-1) for piece in part]) if part else torch.empty(0)
-        return self._comm.assemble(mine, element, param.numel).view(param.shape)
+        return self._comm.all_gather_vector(mine, element, param.numel).view(param.shape)
 
 
 class OptimizerState(MutableMapping[str, Any]):

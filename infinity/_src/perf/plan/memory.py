@@ -14,7 +14,7 @@ Device memory is that of one GPU or, where the CPU computes, of the process; the
     exchange buffers     of several ranks: the largest unit's gradients to be reduced, and those
                          that come; codes besides
     fresh gradients      of the unit in backward. Where a GPU computes, also of those on their way
-                         from it: LEAVING_UNITS, or WINDOW_UNITS with update="backward". Where the
+                         from it: OFFLOAD_UNITS, or WINDOW_UNITS with update="backward". Where the
                          CPU computes, of UNITS_AHEAD with update="backward"
     inputs of blocks     kept for recomputing, of every layer; of a few where they wait on the CPU
                          or on drives
@@ -42,13 +42,12 @@ from infinity._src.memory.constants import (
     AHEAD_CHUNKS,
     HELD_CALLS,
     LEAVING_BYTES,
-    LEAVING_UNITS,
+    OFFLOAD_UNITS,
     UNITS_AHEAD,
     WINDOW_UNITS,
 )
 from infinity._src.memory.layout import FlatLayout, plan_flat
-from infinity._src.memory.needs import FlatNeed, Load
-from infinity._src.memory.placement import Plan, plan_placement
+from infinity._src.memory.placement import FlatNeed, PlacementPlan, StepLoad, plan_placement
 from infinity._src.memory.planner import state_format
 from infinity._src.optim.grad_windows import window_bytes
 from infinity._src.perf.plan.machine import Machine
@@ -114,7 +113,7 @@ def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str,
 
 def place_states(
     shape: ModelShape, machine: Machine, job: Job, budget: int
-) -> tuple[list[FlatNeed], Plan]:
+) -> tuple[list[FlatNeed], PlacementPlan]:
     """The needs of one rank and their placement under its `budget` of bytes; where that is too
     small, the placement that takes least, so `ram_bytes` of it is above the budget. What
     `beside_placement` has is in neither."""
@@ -126,13 +125,13 @@ def place_states(
 
     staging = _staging_bytes(shape, machine, job)
     bandwidths = machine.read_bytes_per_s, machine.write_bytes_per_s
-    load = Load(
+    load = StepLoad(
         "deferred" if job.policy.speculates else job.policy.update, job.micro_batches, bandwidths
     )
 
     def plan(
         which: Sequence[FlatNeed], ram_bytes: int | None, spill: Sequence[bool] | None = None
-    ) -> Plan:
+    ) -> PlacementPlan:
         return plan_placement(
             which,
             ram_bytes,
@@ -144,7 +143,7 @@ def place_states(
             advice="",
         )
 
-    def chunked(found: Plan) -> Plan:
+    def chunked(found: PlacementPlan) -> PlacementPlan:
         """Replace the pools by those that the engine's chunks want."""
         if not found.pool_bytes:
             return found
@@ -186,7 +185,7 @@ def _staging_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
     return WINDOW_UNITS * max(windows, default=0)
 
 
-def _with_pools(plan: Plan, fine: Plan) -> Plan:
+def _with_pools(plan: PlacementPlan, fine: PlacementPlan) -> PlacementPlan:
     """A plan of coarse pieces with the pools that the engine's chunks want."""
     return dataclasses.replace(
         plan,
@@ -340,7 +339,7 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     largest = float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world))
     early = job.policy.update == "backward" and not job.policy.speculates
     if machine.gpus:
-        waiting = 1 + (WINDOW_UNITS if early else LEAVING_UNITS)
+        waiting = 1 + (WINDOW_UNITS if early else OFFLOAD_UNITS)
     else:
         waiting = UNITS_AHEAD if early else 1
     parts = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from infinity._src.memory.placement import Plan
+from infinity._src.memory.placement import PlacementPlan
 from infinity._src.perf.pcie import BusyTime, Copied, Copies, Link, ModelBytes, copies, dram_s
 from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.memory import (
@@ -400,7 +400,7 @@ def _busy_times(
 # -- what is needed
 
 
-def _ram(plan: Plan, machine: Machine, beside: Mapping[str, float], waiting: float) -> Need:
+def _ram(plan: PlacementPlan, machine: Machine, beside: Mapping[str, float], waiting: float) -> Need:
     ranks = machine.ranks
     found = {
         name: float(ranks * size) for name, size in {**plan.ram_parts, **beside}.items() if size

@@ -39,11 +39,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from infinity._src.distributed.exchange import GRADIENT_BITS, GROUP_NUMEL, WEIGHT_BITS
+from infinity._src.distributed.exchange import GRADIENT_BITS, SCALE_GROUP_NUMEL, WEIGHT_BITS
 from infinity._src.kernels.comm_codec import wire_bytes
-from infinity._src.memory.layout import FlatLayout, plan_flat, run_bytes
-from infinity._src.memory.needs import FlatNeed
-from infinity._src.memory.placement import Plan
+from infinity._src.memory.layout import FlatLayout, aligned_section_bytes, plan_flat
+from infinity._src.memory.placement import FlatNeed, PlacementPlan
 from infinity._src.perf.pcie import Copied, Copies
 from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.memory import Tiers, beside_placement, gathered_bytes, place_states
@@ -160,7 +159,7 @@ def _plain(flat: FlatShape, numel: int) -> float:
 def _weight_bytes(job: Job) -> _OfShard:
     """Bytes of a shard's values on the wire."""
     return (
-        (lambda _flat, numel: float(wire_bytes(numel, WEIGHT_BITS, GROUP_NUMEL)))
+        (lambda _flat, numel: float(wire_bytes(numel, WEIGHT_BITS, SCALE_GROUP_NUMEL)))
         if job.policy.qwz
         else _plain
     )
@@ -169,7 +168,7 @@ def _weight_bytes(job: Job) -> _OfShard:
 def _grad_bytes(job: Job) -> _OfShard:
     """Bytes of a shard's gradients on the wire."""
     if job.policy.qgz:
-        return lambda _flat, numel: float(wire_bytes(numel, GRADIENT_BITS, GROUP_NUMEL))
+        return lambda _flat, numel: float(wire_bytes(numel, GRADIENT_BITS, SCALE_GROUP_NUMEL))
     return lambda flat, numel: float(numel * job.grad_itemsize(flat.dtype))
 
 
@@ -243,7 +242,7 @@ def stages(shape: ModelShape, machine: Machine, job: Job) -> list[RankBytes]:
 
 
 def _states(
-    shape: ModelShape, machine: Machine, job: Job, needs: Sequence[FlatNeed], plan: Plan
+    shape: ModelShape, machine: Machine, job: Job, needs: Sequence[FlatNeed], plan: PlacementPlan
 ) -> dict[str, Tiers]:
     cpu = dict.fromkeys(("params", "optim", "grads"), 0.0)
     nvme = dict(cpu)
@@ -255,7 +254,7 @@ def _states(
             versions = 1 if spilled else need.versions
             for numel, mask in zip(need.numels, row, strict=True):
                 if mask >> index & 1:
-                    nvme[kind] += versions * run_bytes(section, numel)
+                    nvme[kind] += versions * aligned_section_bytes(section, numel)
                 else:
                     cpu[kind] += versions * section.size_bytes(numel)
     stays = job.whole_params(machine.world)
