@@ -80,7 +80,9 @@ class RankFailed(RankError):
     ranks: all that are known, where several do not come.
     """
 
-    def __init__(self, message: str, *, rank: int | None = None, ranks: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, message: str, *, rank: int | None = None, ranks: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.ranks = ranks or (() if rank is None else (rank,))

@@ -237,7 +237,13 @@ def open_tiers(split: Split, seam: Seam | None, owner: Owner, undo: contextlib.E
     undo.callback(planner.close)
     plan = planner.first()
     storage = Storage(
-        policy, plan, seam, undo, device=split.device, node_resources=split.resources, rank=split.comm.rank
+        policy,
+        plan,
+        seam,
+        undo,
+        device=split.device,
+        node_resources=split.resources,
+        rank=split.comm.rank,
     )
     storage.rest.create(split.flats, plan.nvme_masks)
     return Tiers(planner, buffers, offload, storage)
@@ -304,7 +310,9 @@ def choose_mode(split: Split, tiers: Tiers) -> UpdateMode:
 def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.ExitStack) -> Grads:
     """The way of gradients when backward makes them."""
     comm, ranks = split.comm, split.ranks
-    registry = GradRegistry(comm.all_reduce_sum if comm.world > 1 else None, grad_offload=tiers.offload)
+    registry = GradRegistry(
+        comm.all_reduce_sum if comm.world > 1 else None, grad_offload=tiers.offload
+    )
     if tiers.offload is not None:
         undo.callback(tiers.offload.close)
     undo.callback(registry.release)

@@ -157,9 +157,13 @@ class Policy:
             try:
                 torch.device(self.device)
             except (RuntimeError, TypeError) as error:
-                raise ValueError(f"device={self.device!r}: give 'cpu', 'cuda', 'cuda:1' or a torch.device ({error})") from None
+                raise ValueError(
+                    f"device={self.device!r}: give 'cpu', 'cuda', 'cuda:1' or a torch.device ({error})"
+                ) from None
         if type(self.durable_every) is not int or self.durable_every < 1:
-            raise ValueError(f"durable_every={self.durable_every!r}: give a whole number of steps, 1 or more")
+            raise ValueError(
+                f"durable_every={self.durable_every!r}: give a whole number of steps, 1 or more"
+            )
         if self.durable:
             object.__setattr__(self, "generations", 2)
         for field in ("delayed_warmup", "seed"):
@@ -170,10 +174,14 @@ class Policy:
         if isinstance(self.units, str):
             object.__setattr__(self, "units", (self.units,))
         if not (self.units is None or isinstance(self.units, Sequence)):
-            raise ValueError(f"units={self.units!r}: give a list of modules, their classes' names or qualified names, or None")
+            raise ValueError(
+                f"units={self.units!r}: give a list of modules, their classes' names or qualified names, or None"
+            )
         object.__setattr__(self, "nvme", self._paths())
         object.__setattr__(self, "io", self._io())
-        object.__setattr__(self, "unit_bytes_max", self._size("unit_bytes_max", self.unit_bytes_max))
+        object.__setattr__(
+            self, "unit_bytes_max", self._size("unit_bytes_max", self.unit_bytes_max)
+        )
         if self.ram is not None and self.ram != "min":
             object.__setattr__(self, "ram", self._size("ram", self.ram))
         if "nvme" in self._tiers and not self.nvme:
@@ -191,16 +199,28 @@ class Policy:
                 "params='device', or zero=3"
             )
         if self.zero < 3 and self.hpz is not None:
-            raise ValueError(f"hpz={self.hpz!r}: with zero={self.zero} every rank has all parameters; use zero=3, or hpz=None")
+            raise ValueError(
+                f"hpz={self.hpz!r}: with zero={self.zero} every rank has all parameters; use zero=3, or hpz=None"
+            )
         if self.zero == 1 and self.accumulate == "shard":
-            raise ValueError("accumulate='shard' reduces every micro-batch, which is zero=2: use that, or accumulate='local'")
+            raise ValueError(
+                "accumulate='shard' reduces every micro-batch, which is zero=2: use that, or accumulate='local'"
+            )
         if self.error_feedback and not self.qgz:
-            raise ValueError("error_feedback=True is for gradients that travel as int4 groups: set qgz=True, too")
+            raise ValueError(
+                "error_feedback=True is for gradients that travel as int4 groups: set qgz=True, too"
+            )
         timeout = self.rank_timeout_s
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+        if (
+            isinstance(timeout, bool)
+            or not isinstance(timeout, (int, float))
+            or not 0 < timeout < float("inf")
+        ):
             raise ValueError(f"rank_timeout_s={timeout!r}: give a number of seconds, more than 0")
         if self.mesh is not None and not hasattr(self.mesh, "get_group"):
-            raise ValueError(f"mesh={self.mesh!r}: give a torch.distributed.device_mesh.DeviceMesh, or None")
+            raise ValueError(
+                f"mesh={self.mesh!r}: give a torch.distributed.device_mesh.DeviceMesh, or None"
+            )
 
     @property
     def rules(self) -> dict[str, str]:
@@ -240,16 +260,24 @@ class Policy:
     def _check_durable(self) -> None:
         if not self.durable:
             if self.durable_every != 1:
-                raise ValueError(f"durable_every={self.durable_every} is for durable runs: set durable=True too")
+                raise ValueError(
+                    f"durable_every={self.durable_every} is for durable runs: set durable=True too"
+                )
             return
         given = {"params": self.params, "optim": self.optim}
         if set(given.values()) != {"nvme"}:
             tier, value = next((tier, value) for tier, value in given.items() if value != "nvme")
-            raise ValueError(f"durable={self.durable!r} keeps all states on the drives: set {tier}='nvme' instead of {value!r}")
+            raise ValueError(
+                f"durable={self.durable!r} keeps all states on the drives: set {tier}='nvme' instead of {value!r}"
+            )
         if self.resident:
-            raise ValueError("durable runs keep nothing resident, so that every step reaches the drives: leave resident= out")
+            raise ValueError(
+                "durable runs keep nothing resident, so that every step reaches the drives: leave resident= out"
+            )
         if self.verify == "off":
-            raise ValueError("durable runs need checksums, or nobody knows what a crash left: set verify='full' or 'sample'")
+            raise ValueError(
+                "durable runs need checksums, or nobody knows what a crash left: set verify='full' or 'sample'"
+            )
         if self.durable_every > 1 and self.update == "backward":
             raise ValueError(
                 f"durable_every={self.durable_every} overwrites steps in between, and update='backward' takes updates back: use "
@@ -270,7 +298,9 @@ class Policy:
         """Shares and bytes of states on NVMe that stay in RAM: `resident`, or none in a durable run."""
         if self.durable:
             return {"params": 0.0, "optim": 0.0}
-        return {kind: part for kind, part in (self.resident or {}).items() if not isinstance(part, str)}
+        return {
+            kind: part for kind, part in (self.resident or {}).items() if not isinstance(part, str)
+        }
 
     @property
     def _tiers(self) -> tuple[str, ...]:
@@ -285,26 +315,38 @@ class Policy:
     @property
     def io_settings(self) -> IoSettings:
         """`io` as it is used: the defaults where nothing is given, no block that was measured with another backend."""
-        return self.io.for_backend(self.io_backend) if isinstance(self.io, IoSettings) else IoSettings()
+        return (
+            self.io.for_backend(self.io_backend)
+            if isinstance(self.io, IoSettings)
+            else IoSettings()
+        )
 
     def _resident(self) -> Mapping[str, float | int] | None:
         """`resident` with sizes as bytes (int) and shares as they are (float)."""
         if self.resident is None:
             return None
         if not isinstance(self.resident, Mapping):
-            raise ValueError(f"resident={self.resident!r}: give a mapping such as {{'params': 0.5, 'optim': '8GiB'}}, or None")
+            raise ValueError(
+                f"resident={self.resident!r}: give a mapping such as {{'params': 0.5, 'optim': '8GiB'}}, or None"
+            )
         given = dict(self.resident)
         wrong = next((key for key in given if key not in ("params", "optim")), None)
         if wrong is not None:
-            raise ValueError(f"resident={given!r}: {wrong!r} is not known; use 'params' and 'optim'")
+            raise ValueError(
+                f"resident={given!r}: {wrong!r} is not known; use 'params' and 'optim'"
+            )
         parsed: dict[str, float | int] = {}
         for key, value in given.items():
             if isinstance(value, float):
                 if not 0.0 <= value <= 1.0:
-                    raise ValueError(f"resident[{key!r}]={value!r}: a share is between 0.0 and 1.0; write sizes as '8GiB'")
+                    raise ValueError(
+                        f"resident[{key!r}]={value!r}: a share is between 0.0 and 1.0; write sizes as '8GiB'"
+                    )
                 parsed[key] = value
             elif type(value) is int and value == 1:
-                raise ValueError(f"resident[{key!r}]=1 would be one byte; write 1.0 for all of it, or a size such as '8GiB'")
+                raise ValueError(
+                    f"resident[{key!r}]=1 would be one byte; write 1.0 for all of it, or a size such as '8GiB'"
+                )
             else:
                 parsed[key] = self._size(f"resident[{key!r}]", value)
         return parsed
@@ -329,8 +371,12 @@ class Policy:
             given = (given,)
         if not given and "nvme" in self._tiers and os.environ.get("INFINITY_NVME_DIR"):
             given = tuple(os.environ["INFINITY_NVME_DIR"].split(os.pathsep))
-        if not isinstance(given, Sequence) or not all(isinstance(path, (str, os.PathLike)) and str(path) for path in given):
-            raise ValueError(f"nvme={self.nvme!r}: give a directory, or a list of directories, none of them empty")
+        if not isinstance(given, Sequence) or not all(
+            isinstance(path, (str, os.PathLike)) and str(path) for path in given
+        ):
+            raise ValueError(
+                f"nvme={self.nvme!r}: give a directory, or a list of directories, none of them empty"
+            )
         paths = tuple(Path(path) for path in given)
         for path in paths:
             check_directory_pattern(path)

@@ -59,7 +59,9 @@ def offload(
     the model is as it was. Collective on several ranks.
     """
     if not (policy is None or isinstance(policy, Policy)):
-        raise ValueError(f"inf.offload takes an inf.Policy, not a {type(policy).__name__}; write inf.Policy(params=..., ...)")
+        raise ValueError(
+            f"inf.offload takes an inf.Policy, not a {type(policy).__name__}; write inf.Policy(params=..., ...)"
+        )
     before = model.__dict__.get(_HANDLE)
     if before is not None and before.closed:
         raise ValueError(
@@ -69,7 +71,9 @@ def offload(
     if before is not None:
         raise ValueError("this model is offloaded already; inf.handle(model).close() ends that")
     device = compute_device(model, (policy or Policy()).device)
-    strided = [name for name, parameter in model.named_parameters() if not parameter.is_contiguous()]
+    strided = [
+        name for name, parameter in model.named_parameters() if not parameter.is_contiguous()
+    ]
     handle_ = Handle(model, policy or Policy(), device, load, _seam)
     model.__dict__[_HANDLE] = handle_
     _OPEN.add(handle_)
@@ -107,7 +111,14 @@ class Handle:
         self.on_nonfinite = policy.on_nonfinite
         with contextlib.ExitStack() as undo:
             parts = build_engine(
-                model, policy, device, load=load, seam=seam, owner=self, timeline=self.timeline, undo=undo
+                model,
+                policy,
+                device,
+                load=load,
+                seam=seam,
+                owner=self,
+                timeline=self.timeline,
+                undo=undo,
             )
             self._undo = undo.pop_all()
         self.parts = parts
@@ -123,7 +134,9 @@ class Handle:
 
     # -- what the user calls -------------------------------------------------------------------------------------------
 
-    def gather(self, params: torch.nn.Parameter | Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
+    def gather(
+        self, params: torch.nn.Parameter | Iterable[torch.nn.Parameter]
+    ) -> AbstractContextManager[None]:
         """Inside, these parameters (what `model.parameters()` yields) can be read and written; writes are kept.
 
         Waits for pending updates of their units, and, before it keeps writes, for all: a step that is undone raises StepUndone,
@@ -155,7 +168,9 @@ class Handle:
         found = self._one(param)
         holder = self.parts.optimizer.registry.holder_of(found)
         if holder is None:
-            raise ValueError(f"no optimizer holds {found.name}; build inf.AdamW(model.parameters()) first, and keep it")
+            raise ValueError(
+                f"no optimizer holds {found.name}; build inf.AdamW(model.parameters()) first, and keep it"
+            )
         return OptimizerState(found, holder, self.states)
 
     def full_grad(self, param: torch.nn.Parameter) -> torch.Tensor | None:
@@ -179,7 +194,9 @@ class Handle:
         self.states.set_full_grad(self._one(param), grad)
 
     def _one(self, param: torch.nn.Parameter) -> Param:
-        found = chosen_params(self.parts.lifecycle, param) if isinstance(param, torch.Tensor) else []
+        found = (
+            chosen_params(self.parts.lifecycle, param) if isinstance(param, torch.Tensor) else []
+        )
         if len(found) != 1:
             raise ValueError(
                 f"this wants one parameter of the offloaded model, as model.parameters() yields it, not a {type(param).__name__}"
@@ -194,7 +211,9 @@ class Handle:
     def stats(self) -> Stats:
         """Counters since `offload`; `infinity._src.stats.Stats` says what each means. Raises: EngineClosed."""
         if self.parts.access.closed:
-            raise EngineClosed("handle.stats(): the engine of this model was closed; ask before close()")
+            raise EngineClosed(
+                "handle.stats(): the engine of this model was closed; ask before close()"
+            )
         return Stats.collect(
             executor=self.parts.tiers.storage.observe(self.pipeline.steps),
             endurance=self.parts.tiers.storage.endurance,
@@ -208,7 +227,9 @@ class Handle:
             bandwidths=self.policy.io_settings.bandwidths,
             activations=self.parts.tiers.storage.activation_figures(),
             ranks=self.parts.split.ranks.figures(),
-            fresh_grad_bytes_peak=max(self.parts.grads.reducer.fresh_bytes_peak, self.parts.mode.fresh_bytes_peak),
+            fresh_grad_bytes_peak=max(
+                self.parts.grads.reducer.fresh_bytes_peak, self.parts.mode.fresh_bytes_peak
+            ),
             heap_spare_bytes=self.parts.heap.spare_bytes,
             frozen_bytes=self.parts.tiers.storage.frozen_bytes(self.parts.split.flats),
         )
@@ -242,8 +263,15 @@ class Handle:
         if self.parts.access.closed:
             return
         if self.parts.lifecycle.windows:
-            raise RuntimeError("handle.close() inside handle.gather(): the writes of the block would be lost; leave it first")
-        steps = (self.parts.lifecycle.detach, self.parts.tiers.executor.wait_all, self.residency.close, lambda: part(self.parts.split.params))
+            raise RuntimeError(
+                "handle.close() inside handle.gather(): the writes of the block would be lost; leave it first"
+            )
+        steps = (
+            self.parts.lifecycle.detach,
+            self.parts.tiers.executor.wait_all,
+            self.residency.close,
+            lambda: part(self.parts.split.params),
+        )
         with run_all(self._forget, *steps, self.parts.tiers.buffers.close, self._undo.close):
             self.saving.wait_for_last()
             self.pipeline.wait()
@@ -277,6 +305,8 @@ def _close_all() -> None:
     gone already: nothing that needs them is done."""
     for open_handle in list(_OPEN):
         try:
-            open_handle.end(commit=open_handle.durable is None or open_handle.saving.comm.world == 1)
+            open_handle.end(
+                commit=open_handle.durable is None or open_handle.saving.comm.world == 1
+            )
         except Exception:
             log.exception("closing an offloaded model at exit failed")

@@ -69,7 +69,9 @@ def select_isa(name: str) -> None:
         raise ValueError(f"INFINITY_ISA={name!r}: unknown; one of {', '.join(ISA_NAMES)}")
     load()
     if not lib.inf_isa_select(name.encode()):
-        raise ValueError(f"INFINITY_ISA={name!r}: this CPU or build lacks it; unset it to use {isa()}")
+        raise ValueError(
+            f"INFINITY_ISA={name!r}: this CPU or build lacks it; unset it to use {isa()}"
+        )
 
 
 def isas() -> tuple[str, ...]:

@@ -269,12 +269,17 @@ class Stats:
         if any(sent):
             lines.append(
                 f"sent to other ranks: {format_size(sent[0] + sent[1])} of weights, {format_size(sent[2] + sent[3])} of gradients"
-                + (f"; of that {format_size(sent[1] + sent[3])} to other nodes" if sent[1] or sent[3] else "")
+                + (
+                    f"; of that {format_size(sent[1] + sent[3])} to other nodes"
+                    if sent[1] or sent[3]
+                    else ""
+                )
             )
         if self.h2d_bytes or self.d2h_bytes:
             ways = [("to", self.h2d_bytes, self.h2d_s), ("from", self.d2h_bytes, self.d2h_s)]
             told = [
-                f"{format_size(size)} {way} the GPU" + (f" at {size / seconds / 1e9:.1f} GB/s" if seconds > 0 else "")
+                f"{format_size(size)} {way} the GPU"
+                + (f" at {size / seconds / 1e9:.1f} GB/s" if seconds > 0 else "")
                 for way, size, seconds in ways
             ]
             lines.append(f"copied {' and '.join(told)}")
@@ -344,7 +349,11 @@ class Stats:
             d2h_s=executor.from_device_s,
             phases=residency.clock.totals(),
             terms=StepTerms.collect(
-                residency.clock, executor, update=update, bandwidths=bandwidths or {}, frozen_bytes=frozen_bytes
+                residency.clock,
+                executor,
+                update=update,
+                bandwidths=bandwidths or {},
+                frozen_bytes=frozen_bytes,
             )
             if update is not None
             else None,

@@ -53,11 +53,17 @@ class Storage:
         rank: int = 0,
     ) -> None:
         numa.bind(device.torch_device, number=node_resources.number, ranks=node_resources.ranks)
-        node_resources.check_memory(plan.ram_bytes)  # all ranks come here, so those that share drives measure them at the same time
+        node_resources.check_memory(
+            plan.ram_bytes
+        )  # all ranks come here, so those that share drives measure them at the same time
         self._device = device
         undo.callback(device.close)
         settings = policy.io_settings
-        space = SwapSpace(policy.directories, room=node_resources.check_room) if policy.directories else None
+        space = (
+            SwapSpace(policy.directories, room=node_resources.check_room)
+            if policy.directories
+            else None
+        )
         if space is not None:
             undo.callback(space.close)
             space.shares = choose_shares(
@@ -131,7 +137,9 @@ class Storage:
         else:
             assert self.space is not None, "Policy sees to it that there are directories"
             sums_on = self._policy.verify != "off"
-            self._shelf = DriveShelf(self.executor, self.space, sums_on=sums_on, device=self._device)
+            self._shelf = DriveShelf(
+                self.executor, self.space, sums_on=sums_on, device=self._device
+            )
         self._activations = Activations(
             self._shelf, model, units, timeline, self._device.torch_device, frames=frames
         )

@@ -51,7 +51,9 @@ def configure_logging(level: str | None = None) -> None:
     if not chosen:
         return
     if chosen.lower() not in LEVELS:
-        raise ValueError(f"log level {chosen!r} is not known; set INFINITY_LOG to {', '.join(LEVELS)}")
+        raise ValueError(
+            f"log level {chosen!r} is not known; set INFINITY_LOG to {', '.join(LEVELS)}"
+        )
     for handler in logger.handlers:
         if isinstance(handler.formatter, _RankFormatter):
             break
@@ -100,7 +102,12 @@ class Timeline:
         return len(self._spans) + self._native_count
 
     def add(
-        self, track: str, name: str, start_ns: int, end_ns: int, args: Mapping[str, Any] | None = None
+        self,
+        track: str,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        args: Mapping[str, Any] | None = None,
     ) -> None:
         """Record one span. Costs about a microsecond; does not block."""
         if len(self) >= self.spans_max:
@@ -205,7 +212,13 @@ def _trace_events(spans: list[Span], origin_ns: int) -> Iterator[dict[str, Any]]
         for row in range(max(len(ends), 1)):
             tid = order[track] * 1000 + row
             label = track if row == 0 else f"{track} +{row}"
-            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": label}}
+            yield {
+                "ph": "M",
+                "pid": pid,
+                "tid": tid,
+                "name": "thread_name",
+                "args": {"name": label},
+            }
             yield {
                 "ph": "M",
                 "pid": pid,
@@ -255,7 +268,9 @@ class Marks(NamedTuple):
     d2h_s: float = 0.0
 
     @classmethod
-    def of(cls, executor: Any, params_read: int, wait_s: float, grads: tuple[int, int] = (0, 0)) -> Marks:
+    def of(
+        cls, executor: Any, params_read: int, wait_s: float, grads: tuple[int, int] = (0, 0)
+    ) -> Marks:
         """From the counters of an executor (`aio.ExecutorStats`), and others. grads: (read, written)."""
         drives = executor.drives
         return cls(
@@ -312,7 +327,9 @@ class PhaseFigures:
 
     def per(self, steps: int) -> PhaseFigures:
         """Means per step; counts and bytes rounded."""
-        return PhaseFigures(*(round(v / steps) if isinstance(v, int) else v / steps for v in _values(self)))
+        return PhaseFigures(
+            *(round(v / steps) if isinstance(v, int) else v / steps for v in _values(self))
+        )
 
 
 def _values(figures: PhaseFigures) -> tuple[Any, ...]:
@@ -398,7 +415,13 @@ class PhaseClock:
         if self._quiet and phase in ("first forward", "forward") and self._steps:
             self._quiet_forward += passed
         if phase != "idle":
-            self._timeline.add("phases", phase, self._since_ns, end_ns, {"waited_ms": round(1e3 * passed.wait_s, 3)})
+            self._timeline.add(
+                "phases",
+                phase,
+                self._since_ns,
+                end_ns,
+                {"waited_ms": round(1e3 * passed.wait_s, 3)},
+            )
         self._since_ns, self._at = end_ns, marks
         return phase
 

@@ -38,7 +38,9 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG002 - the same for all
         """The running means of gradients and of their squares."""
@@ -46,10 +48,17 @@ class AdamW(Optimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a value out of range, as torch does."""
-        rules = {"lr": not_negative, "eps": not_negative, "weight_decay": not_negative, "betas": two_betas}
+        rules = {
+            "lr": not_negative,
+            "eps": not_negative,
+            "weight_decay": not_negative,
+            "betas": two_betas,
+        }
         check_range(group, rules, "lr, eps and weight_decay must be >= 0, betas in [0, 1)")
 
-    def hyper(self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]) -> npt.NDArray[Any]:
+    def hyper(
+        self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]
+    ) -> npt.NDArray[Any]:
         """The scalars of one update."""
         group = self.group_of(param)
         return hyper_row_adamw(

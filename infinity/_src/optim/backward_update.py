@@ -66,7 +66,9 @@ class BackwardUpdate(DeferredUpdate):
         self._bytes_max = UNITS_AHEAD * max((unit.size_bytes for unit in units), default=0)
         self._flights: deque[_Flight] = deque()
         self._taken: set[Param] = set()  # updated since the last step
-        self._captured: weakref.WeakKeyDictionary[Holder, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
+        self._captured: weakref.WeakKeyDictionary[Holder, list[dict[str, Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._staging = GradWindows(units, device, dtype_of) if device.copies else None
         self._accumulating = False  # inside no_sync
         self._accumulated = False  # ever: gradients have memory
@@ -166,7 +168,12 @@ class BackwardUpdate(DeferredUpdate):
     def unit_released(self, unit: Unit) -> None:
         # Outside of backward (a state_dict after one that broke off) what waits here is not whole.
         leaves = self._staging is not None and unit in self._staging
-        if self._ready.get(unit) and not leaves and graph_task_id() != NO_TASK and self._unsharder.passes.all_ended(unit):
+        if (
+            self._ready.get(unit)
+            and not leaves
+            and graph_task_id() != NO_TASK
+            and self._unsharder.passes.all_ended(unit)
+        ):
             self._complete(unit)
 
     def backward_begin(self) -> None:
@@ -186,7 +193,9 @@ class BackwardUpdate(DeferredUpdate):
         if self._staging is None:
             self._update(unit)
             return
-        self._ready[unit] = self._staging.send(unit, self._ready[unit], lambda param: _slot_state(param) is SlotState.CONSUMED)
+        self._ready[unit] = self._staging.send(
+            unit, self._ready[unit], lambda param: _slot_state(param) is SlotState.CONSUMED
+        )
         while (due := self._staging.next(LAG_UNITS)) is not None:
             self._update(due)
 
@@ -203,13 +212,17 @@ class BackwardUpdate(DeferredUpdate):
         gradients = {param: grad for param, grad in ready.items() if grad is not None}
         self._taken.update(ready)  # from here on a step that breaks off is half done
         work = {item.param: item for item in self._work(list(ready))}
-        fresh = [grad for param, grad in gradients.items() if _slot_state(param) is SlotState.CONSUMED]
+        fresh = [
+            grad for param, grad in gradients.items() if _slot_state(param) is SlotState.CONSUMED
+        ]
         in_place = self._unsharder.can_update_in_place(unit)
         targets = self._unsharder.targets(unit) if in_place else ()
         ticket = self._pipeline.start(unit, work, gradients, targets=targets)
         if self._staging is not None:
             self._staging.taken(unit, ticket)
-        self._flights.append(_Flight(ticket, fresh, sum(grad.numel() * grad.element_size() for grad in fresh)))
+        self._flights.append(
+            _Flight(ticket, fresh, sum(grad.numel() * grad.element_size() for grad in fresh))
+        )
         for param in ready:
             assert param.grad is not None
             if param.grad.state is SlotState.HELD:
@@ -240,7 +253,9 @@ class BackwardUpdate(DeferredUpdate):
 
     def _make_room(self) -> None:
         """Let go of gradients that were read; wait for the oldest while too many are held."""
-        while self._flights and (self._flights[0].ticket.filled or self._fresh_bytes > self._bytes_max):
+        while self._flights and (
+            self._flights[0].ticket.filled or self._fresh_bytes > self._bytes_max
+        ):
             flight = self._flights.popleft()
             waits_for_filled(flight.ticket)
             self._fresh_bytes -= flight.size_bytes
@@ -260,7 +275,9 @@ class BackwardUpdate(DeferredUpdate):
                     "update='deferred', which checks all gradients first"
                 )
             )
-        raise NonFiniteGradient(f"the gradient of {bad.name} is not finite. Policy(on_nonfinite='ignore') applies it")
+        raise NonFiniteGradient(
+            f"the gradient of {bad.name} is not finite. Policy(on_nonfinite='ignore') applies it"
+        )
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -269,11 +286,21 @@ class BackwardUpdate(DeferredUpdate):
         applied."""
         if not self._unsharder.passes.in_backward:
             # What torch puts into `p.grad` past the engine (a tensor of another class) is met here first.
-            late = next((param for param in self._taken if _slot_state(param) is SlotState.HELD), None)
+            late = next(
+                (param for param in self._taken if _slot_state(param) is SlotState.HELD), None
+            )
             if late is not None:
                 raise _comes_late(late)
             return
-        lost = next((param for ready in self._ready.values() for param in ready if param.at_rest.grad is not None), None)
+        lost = next(
+            (
+                param
+                for ready in self._ready.values()
+                for param in ready
+                if param.at_rest.grad is not None
+            ),
+            None,
+        )
         self.backward_aborted()
         self._pipeline.raise_fault()
         if lost is not None:
@@ -296,7 +323,9 @@ class BackwardUpdate(DeferredUpdate):
             )
             self._pipeline.raise_fault()
         # What other optimizers hold waits for their step: without one, its next gradient raises.
-        self._taken = {param for param in self._taken if self._holder_of(param) not in (None, stepping)}
+        self._taken = {
+            param for param in self._taken if self._holder_of(param) not in (None, stepping)
+        }
         super().submit(by_unit)
 
     def backward_aborted(self) -> None:

@@ -95,7 +95,9 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         """Raise ValueError if this optimizer cannot work under the engine's policy."""
 
     @abc.abstractmethod
-    def hyper(self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]) -> npt.NDArray[Any]:
+    def hyper(
+        self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]
+    ) -> npt.NDArray[Any]:
         """The HYPER record of one update. state: the parameter's, its `step` counting the update that is about to happen.
 
         log: what the loop did to the gradient since it was drained.
@@ -222,7 +224,9 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             assert param.grad is not None
             state = {**self.state[param.at_rest]}
             state["step"] = state.get("step", 0) + 1
-            log = [entry for entry in param.grad.log if entry[1] != 1.0]  # of clipping that had nothing to clip
+            log = [
+                entry for entry in param.grad.log if entry[1] != 1.0
+            ]  # of clipping that had nothing to clip
             row = self.hyper(param, state, log)
             row["key"] = rounding_key(engine_of(param).policy.seed, state["step"], param.name)
             work.append(Work(param, row))
@@ -231,12 +235,16 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
 
     def _update_all(self, live: dict[StepEngine, list[Param]]) -> None:
         """Update these parameters of each engine; all have finite gradients, and no update is pending."""
-        before = {param: dict(self.state[param.at_rest]) for params in live.values() for param in params}
+        before = {
+            param: dict(self.state[param.at_rest]) for params in live.values() for param in params
+        }
         work = self.work_of(list(before))
         for engine, params in live.items():
             held = set(params)
             if engine.pipeline.transaction is not None:
-                engine.pipeline.transaction.counted(functools.partial(self._uncount, {param: before[param] for param in params}))
+                engine.pipeline.transaction.counted(
+                    functools.partial(self._uncount, {param: before[param] for param in params})
+                )
             engine.pipeline.submit([item for item in work if item.param in held], optimizer=self)
 
     def _uncount(self, before: Mapping[Param, dict[str, Any]]) -> None:
@@ -282,7 +290,9 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         packed = super().state_dict()
         packed["state"] = {
             index: {"name": self._records[id(param)].name, **self.scalars(self._records[id(param)])}
-            for index, param in enumerate(param for group in self.param_groups for param in group["params"])
+            for index, param in enumerate(
+                param for group in self.param_groups for param in group["params"]
+            )
         }
         packed["infinity_manifest"] = MANIFEST_VERSION
         packed["infinity_optimizer"] = self.title
@@ -303,7 +313,9 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             )
         writer = state_dict.get("infinity_optimizer", self.title)
         if writer != self.title:
-            raise ValueError(f"this is a manifest of infinity.{writer}; load it into one, not into {self.title}")
+            raise ValueError(
+                f"this is a manifest of infinity.{writer}; load it into one, not into {self.title}"
+            )
         here = self.state_dict()
         for index, entry in state_dict["state"].items():
             mine = here["state"].get(index)
@@ -317,7 +329,9 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
                 f"the manifest names {len(state_dict['state'])} parameters, not {len(here['state'])}"
             )
         groups = state_dict["param_groups"]
-        if [group["params"] for group in groups] != [group["params"] for group in here["param_groups"]]:
+        if [group["params"] for group in groups] != [
+            group["params"] for group in here["param_groups"]
+        ]:
             raise ValueError("the manifest's parameter groups are not those of this optimizer")
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
@@ -329,7 +343,9 @@ def engine_of(param: Param) -> StepEngine:
     return engine
 
 
-def check_range(group: dict[str, Any], rules: Mapping[str, Callable[[Any], bool]], says: str) -> None:
+def check_range(
+    group: dict[str, Any], rules: Mapping[str, Callable[[Any], bool]], says: str
+) -> None:
     """Raise ValueError that names value and range unless each named value of `group` keeps its rule."""
     for name, rule in rules.items():
         try:

@@ -87,7 +87,9 @@ class DelayedUpdate(DeferredUpdate):
         self._shadow.active = True
         for unit in self._pipeline.next_order(self._units):
             work = by_unit.get(unit)
-            if self._shadow.refresh(unit) or (work is not None and self._unsharder.shows_newest(unit)):
+            if self._shadow.refresh(unit) or (
+                work is not None and self._unsharder.shows_newest(unit)
+            ):
                 unit.generation += 1
                 self._unsharder.renew(unit)
             if work is None:

@@ -131,13 +131,21 @@ class DeviceUpdate(DeferredUpdate):
             rest = self._rest[flat]
             jobs = submission.jobs[submission.jobs["base"] == base]
             which = np.flatnonzero(jobs["kind"] == JobKind.UPDATE)
-            segs = [submission.segs[first : first + count] for first, count in jobs[["seg_first", "seg_count"]][which].tolist()]
+            segs = [
+                submission.segs[first : first + count]
+                for first, count in jobs[["seg_first", "seg_count"]][which].tolist()
+            ]
             if not segs:
                 continue
-            plan = UpdatePlan(rest.format, segs, submission.hypers, device=self._device.torch_device)
+            plan = UpdatePlan(
+                rest.format, segs, submission.hypers, device=self._device.torch_device
+            )
             states = (1 << rest.format.written_count) - 1
             for index, at in enumerate(which.tolist()):
-                spilled = rest.format.grad is not GradSection.NONE and (segs[index]["grad_dtype"] == GradDtype.SECTION).any()
+                spilled = (
+                    rest.format.grad is not GradSection.NONE
+                    and (segs[index]["grad_dtype"] == GradDtype.SECTION).any()
+                )
                 reads = states | (1 << rest.format.written_count if spilled else 0)
                 span = flat.layout.chunks[at]
                 yield _Chunk(flat, plan, index, int(rest.ids[at]), span.start, span.numel, reads)
@@ -163,7 +171,9 @@ class DeviceUpdate(DeferredUpdate):
         if in_place:
             with torch.no_grad():
                 values = sections[0].view(chunk.flat.dtype)
-                self._unsharder.shard_of(chunk.flat)[chunk.start : chunk.start + chunk.numel].copy_(values)
+                self._unsharder.shard_of(chunk.flat)[chunk.start : chunk.start + chunk.numel].copy_(
+                    values
+                )
         states = (1 << self._rest[chunk.flat].format.written_count) - 1
         window.stored = self._move(JobKind.STORE, chunk, window, states)
         return window.stored
@@ -201,6 +211,7 @@ class DeviceUpdate(DeferredUpdate):
 
     def _window_bytes(self, flat: Flat) -> int:
         numel = max(span.numel for span in flat.layout.chunks)
-        return sum(round_up(section.size_bytes(numel), _ALIGNMENT_BYTES) for section in self._rest[flat].sections)
-
-
+        return sum(
+            round_up(section.size_bytes(numel), _ALIGNMENT_BYTES)
+            for section in self._rest[flat].sections
+        )

@@ -32,7 +32,9 @@ def window_bytes(sizes: Iterable[int]) -> int:
 class GradWindows:
     """The windows, each for one unit's gradients. One thread uses it at a time. dtype_of: in which gradients of a flat wait."""
 
-    def __init__(self, units: Sequence[Unit], device: Device, dtype_of: Callable[[Flat], torch.dtype]) -> None:
+    def __init__(
+        self, units: Sequence[Unit], device: Device, dtype_of: Callable[[Flat], torch.dtype]
+    ) -> None:
         self._units = list(units)
         self._dtype_of = dtype_of
         self._device = device
@@ -41,7 +43,9 @@ class GradWindows:
         self._slab: Slab | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._turn = 0
-        self._reads: list[Ticket | None] = [None] * WINDOW_UNITS  # of each window, the update that reads it
+        self._reads: list[Ticket | None] = [
+            None
+        ] * WINDOW_UNITS  # of each window, the update that reads it
         self._at: dict[Unit, int] = {}
         self._due: deque[Unit] = deque()
         self._tickets: dict[Unit, list[Ticket]] = {}
@@ -50,7 +54,11 @@ class GradWindows:
     def needs_bytes(units: Sequence[Unit], dtype_of: Callable[[Flat], torch.dtype]) -> int:
         """Bytes of all windows: more after parameters were thawed."""
         needs = (
-            window_bytes(param.numel * dtype_of(param.flat).itemsize for param in unit.params if param.flat.learns)
+            window_bytes(
+                param.numel * dtype_of(param.flat).itemsize
+                for param in unit.params
+                if param.flat.learns
+            )
             for unit in units
         )
         return WINDOW_UNITS * max(needs, default=0)
@@ -67,7 +75,10 @@ class GradWindows:
         return unit in self._tickets
 
     def send(
-        self, unit: Unit, gradients: Mapping[Param, torch.Tensor | None], fresh: Callable[[Param], bool]
+        self,
+        unit: Unit,
+        gradients: Mapping[Param, torch.Tensor | None],
+        fresh: Callable[[Param], bool],
     ) -> dict[Param, torch.Tensor | None]:
         """Start the unit's fresh gradients for a window. Returns all of them, the fresh ones as they will be there.
 

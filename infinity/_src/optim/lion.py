@@ -44,7 +44,9 @@ class Lion(Optimizer):
         rules = {"lr": not_negative, "weight_decay": not_negative, "betas": two_betas}
         check_range(group, rules, "lr and weight_decay must be >= 0, betas in [0, 1)")
 
-    def hyper(self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]) -> npt.NDArray[Any]:  # noqa: ARG002
+    def hyper(
+        self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]
+    ) -> npt.NDArray[Any]:  # noqa: ARG002
         """The scalars of one update."""
         group = self.group_of(param)
         return hyper_row_lion(

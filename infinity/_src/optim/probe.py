@@ -58,15 +58,24 @@ def probe(torch_class: Any, group: dict[str, Any], settings: dict[str, Any]) -> 
     if odd:
         _refuse(torch_class, f"its state {odd[0]} is {states[-1][odd[0]].dtype}, not float32")
     if len(moments) > MOMENTS_MAX:
-        _refuse(torch_class, f"it keeps {len(moments)} states for each element; at most {MOMENTS_MAX} have room")
+        _refuse(
+            torch_class,
+            f"it keeps {len(moments)} states for each element; at most {MOMENTS_MAX} have room",
+        )
     scalars = {name: value for name, value in states[-1].items() if name not in moments}
     for name, value in scalars.items():
         if not (value is None or isinstance(value, (bool, int, float))) and not (
             isinstance(value, torch.Tensor) and value.numel() == 1
         ):
-            _refuse(torch_class, f"its state {name} is neither a number nor of the parameter's shape")
+            _refuse(
+                torch_class, f"its state {name} is neither a number nor of the parameter's shape"
+            )
     half = NUMEL // 2
-    for index in (torch.arange(half), torch.arange(half, NUMEL), torch.arange(NUMEL).view(SIDE, SIDE)):
+    for index in (
+        torch.arange(half),
+        torch.arange(half, NUMEL),
+        torch.arange(NUMEL).view(SIDE, SIDE),
+    ):
         part, part_states = _run(torch_class, index, group, settings)
         flat = index.reshape(-1)
         same = torch.equal(part.view(-1), whole[flat]) and all(
@@ -113,7 +122,11 @@ def _run(
                 {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
             )
     except TypeError as error:
-        _refuse(torch_class, "its step() wants a closure" if "closure" in str(error) else str(error), error)
+        _refuse(
+            torch_class,
+            "its step() wants a closure" if "closure" in str(error) else str(error),
+            error,
+        )
     except (RuntimeError, ValueError, AssertionError, IndexError, NotImplementedError) as error:
         _refuse(torch_class, str(error), error)
     return param.detach(), states

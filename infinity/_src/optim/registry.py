@@ -85,12 +85,16 @@ class OptimizerRegistry:
             formats = self._formats_with(optimizer, params)
             with self._replacing():
                 self._formats = formats
-                self._placing.scratch_bytes = max(self._placing.scratch_bytes, optimizer.scratch_bytes(formats))
+                self._placing.scratch_bytes = max(
+                    self._placing.scratch_bytes, optimizer.scratch_bytes(formats)
+                )
                 self._place()
                 for param in params:
                     if param in self._holders and self._holders[param]() is not optimizer:
                         # Its optimizer is gone; a new one starts with masters and moments of its own.
-                        start, _, numel = param.flat.layout.shard_range(param.slot_index, self._rank)
+                        start, _, numel = param.flat.layout.shard_range(
+                            param.slot_index, self._rank
+                        )
                         self._rest.forget(param.flat, start, numel)
                 self._make_memory()
                 agree()
@@ -133,14 +137,20 @@ class OptimizerRegistry:
         except BaseException:
             self._formats = formats_before
             made = self._gradients.size_bytes + self._mode.memory_bytes
-            self._placing.restore(before, resident_bytes=self._rest.resident_bytes, gradient_bytes=made)
+            self._placing.restore(
+                before, resident_bytes=self._rest.resident_bytes, gradient_bytes=made
+            )
             raise
         finally:
-            self._pipeline.plan(self._flats)  # what moved has other chunks, also where the rest did not
+            self._pipeline.plan(
+                self._flats
+            )  # what moved has other chunks, also where the rest did not
 
     def _check(self, optimizer: object, params: list[Param]) -> None:
         others = [holder() for holder in self._holders.values()]
-        if self._policy.update == "delayed" and any(other not in (None, optimizer) for other in others):
+        if self._policy.update == "delayed" and any(
+            other not in (None, optimizer) for other in others
+        ):
             raise ValueError(
                 "update='delayed' takes one optimizer for all parameters of a model: with two, the step of one would end the "
                 "delay of the other; use parameter groups, or update='deferred'"
@@ -166,7 +176,9 @@ class OptimizerRegistry:
                 if holder is not None:
                     kept[len(holder.moments_of(param))] = param
             if len(kept) > 1:
-                shown = " and ".join(f"{count} for {param.name}" for count, param in sorted(kept.items()))
+                shown = " and ".join(
+                    f"{count} for {param.name}" for count, param in sorted(kept.items())
+                )
                 raise ValueError(
                     f"optimizers keep different numbers of moments in unit {flat.unit.name}: {shown}. Parameters of one unit and "
                     "dtype rest in one format: hold them by optimizers (or groups of SGD) with as many, or part them with "
@@ -199,7 +211,9 @@ class OptimizerRegistry:
         if self._stores_gradients:
             self._gradients.allocate([flat for flat in self._held if flat not in spilled])
             # The last that may fail: from here on these flats must have the section.
-            self._gradients.spill(spilled, self._rest, window_count=plan.window_count, window_bytes=plan.window_bytes)
+            self._gradients.spill(
+                spilled, self._rest, window_count=plan.window_count, window_bytes=plan.window_bytes
+            )
             self._has_gradient_memory = True
 
     def _rebind_gradients(self) -> None:

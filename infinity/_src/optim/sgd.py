@@ -60,7 +60,9 @@ class SGD(Optimizer):
                 "Nesterov momentum needs a momentum above 0 and no dampening"
             )
 
-    def hyper(self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]) -> npt.NDArray[Any]:
+    def hyper(
+        self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]
+    ) -> npt.NDArray[Any]:
         """The scalars of one update."""
         group = self.group_of(param)
         if bool(group["momentum"]) != bool(self.moments_of(param)):

@@ -79,7 +79,9 @@ class SpeculativeUpdate(DeferredUpdate):
         self._backwards = 0  # since the last step
         self._expected = 0  # backwards of the step before; 0: none was taken yet
         self._marked = False  # handle.no_sync() says which backward is the last
-        self._counted = True  # in this backward: whether it is the first since gradients were cleared
+        self._counted = (
+            True  # in this backward: whether it is the first since gradients were cleared
+        )
         self._lasts = 0  # backwards since the last step that were taken for the last before it
         self._looked = False  # somebody looked at the states since the last backward began
         self._accumulating = False  # inside no_sync
@@ -87,7 +89,9 @@ class SpeculativeUpdate(DeferredUpdate):
 
     def attach(self, parts: ModeParts) -> None:
         super().attach(parts)
-        assert parts.pipeline.transaction is not None, "Policy sees to it that there are two generations"
+        assert parts.pipeline.transaction is not None, (
+            "Policy sees to it that there are two generations"
+        )
         self._transaction = parts.pipeline.transaction
 
     @contextlib.contextmanager
@@ -110,7 +114,9 @@ class SpeculativeUpdate(DeferredUpdate):
     def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
         if not self._counted:
             self._counted = True
-            if param.at_rest.grad is None:  # a step that was left out (GradScaler) has cleared what was there
+            if (
+                param.at_rest.grad is None
+            ):  # a step that was left out (GradScaler) has cleared what was there
                 self._backwards = 1
         self._grads.accumulate(param, grad)
         self._ready.add(param.unit)
@@ -127,19 +133,27 @@ class SpeculativeUpdate(DeferredUpdate):
         later = self._accumulating or self._backwards < self._expected
         if goes:  # the first updates come in this backward
             self._pipeline.read_ahead(Phase.BACKWARD, given=True)
-        elif not (later and self.history.speculates):  # those that the next forward wants first; else another backward reads
+        elif not (
+            later and self.history.speculates
+        ):  # those that the next forward wants first; else another backward reads
             self._pipeline.read_ahead(Phase.TRAIN, given=False)
 
     def backward_end(self) -> None:
         while self._due:
             self._speculate(self._due.popleft())
-        for unit in sorted(self._ready, key=lambda unit: unit.index):  # not of memory addresses, as a set: ranks must agree
+        for unit in sorted(
+            self._ready, key=lambda unit: unit.index
+        ):  # not of memory addresses, as a set: ranks must agree
             self._speculate(unit)
         self._ready.clear()
         self._lasts += self._is_last
 
     def unit_released(self, unit: Unit) -> None:
-        if unit in self._ready and graph_task_id() != NO_TASK and self._unsharder.passes.all_ended(unit):
+        if (
+            unit in self._ready
+            and graph_task_id() != NO_TASK
+            and self._unsharder.passes.all_ended(unit)
+        ):
             self._ready.discard(unit)
             self._due.append(unit)
             # Waiting for the last one's gradients would let the device run dry.
@@ -149,7 +163,11 @@ class SpeculativeUpdate(DeferredUpdate):
     def _speculate(self, unit: Unit) -> None:
         if not (self._is_last and self.history.speculates) or unit in self._ahead:
             return
-        params = [param for param in unit.params if param.grad is not None and param.grad.state is SlotState.HELD]
+        params = [
+            param
+            for param in unit.params
+            if param.grad is not None and param.grad.state is SlotState.HELD
+        ]
         holders = {id(holder): holder for holder in map(self._holder_of, params)}
         holder = next(iter(holders.values()), None)
         if holder is None or len(holders) > 1:
@@ -161,7 +179,9 @@ class SpeculativeUpdate(DeferredUpdate):
         work = {item.param: item for item in holder.preview(params)[0]}
         in_place = self._unsharder.can_update_in_place(unit)
         targets = self._unsharder.targets(unit) if in_place else ()
-        ahead = _Ahead({param: item.hyper.tobytes() for param, item in work.items()}, unit.generation)
+        ahead = _Ahead(
+            {param: item.hyper.tobytes() for param, item in work.items()}, unit.generation
+        )
         self._ahead[unit] = ahead  # first: an interrupt must not leave one that nobody knows of
         ahead.ticket = self._pipeline.start(unit, work, slot_gradients(work), targets=targets)
         for param in params:
@@ -231,8 +251,12 @@ class SpeculativeUpdate(DeferredUpdate):
         self._withdraw(wrong)
         self._ahead.clear()
         if by_unit:
-            foreseen = self._lasts == 1 or not (self._lasts or self._expected)  # one that no step came for was in vain, too
-            self.history.add(foreseen and not wrong and not self._looked and all(map(_is_untouched, by_unit)))
+            foreseen = self._lasts == 1 or not (
+                self._lasts or self._expected
+            )  # one that no step came for was in vain, too
+            self.history.add(
+                foreseen and not wrong and not self._looked and all(map(_is_untouched, by_unit))
+            )
         self._expected, self._backwards, self._marked, self._lasts = self._backwards, 0, False, 0
         super().submit(left)
 
@@ -250,4 +274,9 @@ class _TakenBack:
 
 def _is_untouched(unit: Unit) -> bool:
     """Whether the loop left the unit's gradients as backward made them: what an update in backward would have taken."""
-    return all(factor == 1.0 for param in unit.params if param.grad is not None for _, factor in param.grad.log)
+    return all(
+        factor == 1.0
+        for param in unit.params
+        if param.grad is not None
+        for _, factor in param.grad.log
+    )

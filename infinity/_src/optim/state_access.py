@@ -51,7 +51,9 @@ class States:
     wait: returns when no update is pending, raises what one met.
     """
 
-    def __init__(self, rest: StateStore, residency: Unsharder, comm: Comm, *, wait: Callable[[], None]) -> None:
+    def __init__(
+        self, rest: StateStore, residency: Unsharder, comm: Comm, *, wait: Callable[[], None]
+    ) -> None:
         self.rest = rest
         self.rank = comm.rank
         self._residency = residency
@@ -70,7 +72,9 @@ class States:
 
         Raises: RanksDiverged.
         """
-        self._comm.check_same_collective(lambda: what if tensor is None else fingerprinted(what, digest(tensor)))
+        self._comm.check_same_collective(
+            lambda: what if tensor is None else fingerprinted(what, digest(tensor))
+        )
 
     # -- states ------------------------------------------------------------------------------------------------------------
 
@@ -95,7 +99,9 @@ class States:
         """
         self._wait()
         if param.unit.refs:
-            raise RuntimeError(f"{param.name} is in use; write its states outside of forward, backward and handle.gather()")
+            raise RuntimeError(
+                f"{param.name} is in use; write its states outside of forward, backward and handle.gather()"
+            )
         rest = self.rest[param.flat]
         wanted = tensor.detach().to("cpu", torch.float32).reshape(-1)
         if rest.format.moments is Moments.Q8 and value == 2 and bool((wanted < 0).any()):
@@ -113,8 +119,12 @@ class States:
             encode_value(rest.format, value, given, span_sections(stage, span))
             stage.store(sections).wait()
             if value == 0 and self._residency.shadow is not None:
-                written = torch.from_numpy(stage.section(0, span.start, span.numel)).view(param.dtype)
-                self._residency.shadow.write(param.flat, int(rest.starts[span.chunk]) + span.start, written)
+                written = torch.from_numpy(stage.section(0, span.start, span.numel)).view(
+                    param.dtype
+                )
+                self._residency.shadow.write(
+                    param.flat, int(rest.starts[span.chunk]) + span.start, written
+                )
 
     def touch(self, param: Param) -> None:
         """The parameter's values at rest are about to change: what is gathered of its unit is gathered anew."""
@@ -213,9 +223,19 @@ class OptimizerState(MutableMapping[str, Any]):
 
 def check_tensor(what: str, param: Param, value: object) -> None:
     """Raise ValueError unless `value` is a floating tensor of the parameter's shape."""
-    if not isinstance(value, torch.Tensor) or value.shape != param.shape or not value.is_floating_point():
-        shown = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ValueError(f"{what} of {param.name} is a floating tensor of shape {tuple(param.shape)}, not {shown}")
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.shape != param.shape
+        or not value.is_floating_point()
+    ):
+        shown = (
+            f"{value.dtype} {tuple(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else type(value).__name__
+        )
+        raise ValueError(
+            f"{what} of {param.name} is a floating tensor of shape {tuple(param.shape)}, not {shown}"
+        )
 
 
 def sections_with(form: Format, value: int) -> list[int]:
@@ -228,7 +248,10 @@ def sections_with(form: Format, value: int) -> list[int]:
 
 def span_sections(stage: ChunkBuffer, span: Span) -> list[Bytes]:
     """The span's part of every section of the chunk that the stage holds, but `grad`, as writable bytes."""
-    return [stage.section(index, span.start, span.numel) for index in range(stage.records.format.written_count)]
+    return [
+        stage.section(index, span.start, span.numel)
+        for index in range(stage.records.format.written_count)
+    ]
 
 
 def decode_values(form: Format, sections: Sequence[Bytes]) -> list[torch.Tensor]:
@@ -240,11 +263,18 @@ def decode_values(form: Format, sections: Sequence[Bytes]) -> list[torch.Tensor]
 
 
 def encode_values(
-    form: Format, values: Sequence[torch.Tensor], sections: Sequence[Bytes], *, key: int, element: int
+    form: Format,
+    values: Sequence[torch.Tensor],
+    sections: Sequence[Bytes],
+    *,
+    key: int,
+    element: int,
 ) -> None:
     """Put the master and the moments, fp32 [numel], into their sections, rounded at random as an update does."""
     master, *moments = values
-    coded = encode_sections(form.with_grad(GradSection.NONE), master, moments, key=key, element=element)
+    coded = encode_sections(
+        form.with_grad(GradSection.NONE), master, moments, key=key, element=element
+    )
     for target, source in zip(sections, coded, strict=True):
         target[:] = source.numpy().view(np.uint8)
 
@@ -254,7 +284,10 @@ def encode_value(form: Format, value: int, tensor: torch.Tensor, sections: Seque
     blank = torch.zeros_like(tensor)
     values = [tensor if index == value else blank for index in range(1 + form.count)]
     master, *moments = values
-    coded = [section.numpy() for section in encode_sections(form.with_grad(GradSection.NONE), master, moments)]
+    coded = [
+        section.numpy()
+        for section in encode_sections(form.with_grad(GradSection.NONE), master, moments)
+    ]
     for index in sections_with(form, value):
         if value and index == form.master_count + form.count:  # scales: one column is this moment's
             columns = sections[index].view(np.int16).reshape(-1, form.count)

@@ -105,7 +105,9 @@ class StepPipeline:
         self.steps = 0
         self.stepping: Any = None  # the optimizer whose step is being submitted
         self.transaction = transaction
-        self.updates_ahead = self.updates_withdrawn = 0  # units updated ahead of their step, and kept or not
+        self.updates_ahead = self.updates_withdrawn = (
+            0  # units updated ahead of their step, and kept or not
+        )
         self.begun = False  # updates of the step that comes were submitted
 
     def plan(self, flats: Sequence[Flat]) -> None:
@@ -122,7 +124,12 @@ class StepPipeline:
                     self._record_fault(ticket)
                     break
         fault = self._fault
-        if fault is not None and self.transaction is not None and self._comm.world == 1 and not self._final:
+        if (
+            fault is not None
+            and self.transaction is not None
+            and self._comm.world == 1
+            and not self._final
+        ):
             self._fault, self.begun = None, False
             self._pending.clear()
             self._mode.undone()
@@ -198,7 +205,9 @@ class StepPipeline:
 
     def check_finite(self, params: Sequence[Param]) -> list[Param]:
         """The parameters whose gradient is not finite on some rank. Collective: all ranks pass the same parameters."""
-        bad = self._comm.all_reduce_any([param.grad is not None and not param.grad.finite() for param in params])
+        bad = self._comm.all_reduce_any(
+            [param.grad is not None and not param.grad.finite() for param in params]
+        )
         return [param for param, is_bad in zip(params, bad, strict=True) if is_bad]
 
     def first_on_any_rank(self, params: Sequence[Param], flags: Sequence[bool]) -> Param | None:
@@ -305,7 +314,9 @@ class StepPipeline:
             if len(ids) >= READ_AHEAD_MAX:
                 break
         if ids:
-            self._executor.prefetch(np.array(ids[:READ_AHEAD_MAX], dtype=np.int32), param_in_memory=given)
+            self._executor.prefetch(
+                np.array(ids[:READ_AHEAD_MAX], dtype=np.int32), param_in_memory=given
+            )
 
     def plan_of(self, unit: Unit, work: Mapping[Param, Work], gradients: Gradients) -> Submission:
         """The jobs that do `work` in a unit; see `plan_unit`."""
@@ -319,7 +330,9 @@ class StepPipeline:
         """Forget updates that are done, whenever there are twice as many: a constant cost per update. Raises the sticky fault."""
         if len(self._pending) >= self._pending_max:
             self.raise_fault()
-            self._pending = [ticket for ticket in self._pending if not ticket.done or ticket.failed]  # in this order
+            self._pending = [
+                ticket for ticket in self._pending if not ticket.done or ticket.failed
+            ]  # in this order
             self._pending_max = max(2 * len(self._pending), PENDING_MIN)
 
     def start(
@@ -354,7 +367,9 @@ class StepPipeline:
         self._residency.device.behind()
         # Nothing may raise once it is submitted: only the caller keeps what threads then read and write.
         self._prune()
-        ticket = self._executor.submit(jobs, plan.segs, plan.hypers, priority=Priority.WRITEBACK, gate=gate)
+        ticket = self._executor.submit(
+            jobs, plan.segs, plan.hypers, priority=Priority.WRITEBACK, gate=gate
+        )
         self._pending.append(ticket)
         return ticket
 
@@ -397,7 +412,9 @@ def refuse_nonfinite(bad: Sequence[Param], mode: str) -> bool:
         return True
     if mode == "skip":
         return False
-    names = ", ".join(param.name for param in bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+    names = ", ".join(param.name for param in bad[:3]) + (
+        f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    )
     raise NonFiniteGradient(
         f"gradients of {names} are not finite; no state was touched. Policy(on_nonfinite='skip') skips such steps, "
         "'ignore' applies them"

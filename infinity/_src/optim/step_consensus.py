@@ -41,7 +41,11 @@ def values_of(optimizer: Grouped) -> list[dict[str, Any]]:
     """The values that an update takes from the groups; not what others keep there (schedulers: `initial_lr`)."""
     used = optimizer.defaults
     return [
-        {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items() if key in used}
+        {
+            key: value.item() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key in used
+        }
         for group in optimizer.param_groups
     ]
 
@@ -62,7 +66,11 @@ def told_of_step(optimizer: Grouped, params: Sequence[Param]) -> Told:
         for kind, factor in param.grad.log if param.grad is not None else ():
             done.append((param.name, kind))
             number(f"the gradient of {param.name} times", factor)
-    return Told(fingerprinted(f"a step of {_title(optimizer, params)}", _digest([held, done])), numbers, names)
+    return Told(
+        fingerprinted(f"a step of {_title(optimizer, params)}", _digest([held, done])),
+        numbers,
+        names,
+    )
 
 
 def told_of_holding(optimizer: Grouped, params: Sequence[Param]) -> list[str]:
@@ -73,7 +81,9 @@ def told_of_holding(optimizer: Grouped, params: Sequence[Param]) -> list[str]:
 
 
 def _title(optimizer: Grouped, params: Sequence[Param]) -> str:
-    return f"{type(optimizer).__name__} for {len(params)} parameter{'s' if len(params) != 1 else ''}"
+    return (
+        f"{type(optimizer).__name__} for {len(params)} parameter{'s' if len(params) != 1 else ''}"
+    )
 
 
 def _held(

@@ -54,7 +54,9 @@ class Durable(Protocol):
 class Transaction:
     """The versions of one model's states. One thread uses it at a time."""
 
-    def __init__(self, units: Sequence[Unit], *, rest: StateStore, executor: Executor, residency: Unsharder) -> None:
+    def __init__(
+        self, units: Sequence[Unit], *, rest: StateStore, executor: Executor, residency: Unsharder
+    ) -> None:
         self._units = list(units)
         self._rest = rest
         self._executor = executor

@@ -14,7 +14,11 @@ from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import HYPER, JOB, SEG, Format, GradDtype, JobKind
 
-_GRAD_DTYPES = {torch.bfloat16: GradDtype.BF16, torch.float32: GradDtype.FP32, torch.float16: GradDtype.FP16}
+_GRAD_DTYPES = {
+    torch.bfloat16: GradDtype.BF16,
+    torch.float32: GradDtype.FP32,
+    torch.float16: GradDtype.FP16,
+}
 
 
 _GRAD = np.dtype([("address", "<u8"), ("itemsize", "<u8"), ("dtype", "<i4")])
@@ -69,12 +73,23 @@ def plan_flat(rest: StateStore, flat: Flat, rank: int) -> FlatJobs:
             for index, span in enumerate(spans):
                 low, high = max(start, span.start), min(start + numel, span.start + span.numel)
                 if low < high:
-                    rows.append((index, low - span.start, high - low, position, low - start, source + low - start))
+                    rows.append(
+                        (
+                            index,
+                            low - span.start,
+                            high - low,
+                            position,
+                            low - start,
+                            source + low - start,
+                        )
+                    )
         rows.sort()
     segs = np.zeros(len(rows), dtype=SEG)
     columns = np.array(rows, dtype=np.int64).reshape(-1, 6)
     segs["start"], segs["numel"], segs["element"] = columns[:, 1], columns[:, 2], columns[:, 5]
-    return FlatJobs(flat, jobs, segs, owner=columns[:, 3], chunk=columns[:, 0], within=columns[:, 4])
+    return FlatJobs(
+        flat, jobs, segs, owner=columns[:, 3], chunk=columns[:, 0], within=columns[:, 4]
+    )
 
 
 def plan_unit(
