@@ -388,7 +388,7 @@ def build_optimizer(
     registry = OptimizerRegistry(
         policy,
         split.flats,
-        placing=tiers.planner,
+        planner=tiers.planner,
         rest=store,
         executor=executor,
         gradients=tiers.buffers,
@@ -398,14 +398,14 @@ def build_optimizer(
         mode=mode,
         rank=comm.rank,
         check_open=access.check_open,
-        together=split.resources.open_rendezvous,
+        open_rendezvous=split.resources.open_rendezvous,
     )
     # The mode asks the pipeline, and the pipeline the mode.
     mode.attach(
-        ModeParts(pipeline, unsharder, grads.reducer, registry.holder_of, registry.make_gradients)
+        ModeParts(pipeline, unsharder, grads.reducer, registry.optimizer_of, registry.make_gradients)
     )
     undo.callback(mode.close)
-    pipeline.plan(split.flats)
+    pipeline.prepare_jobs(split.flats)
     states = States(store, unsharder, comm, wait=access.before_write)
     saving = Saver(
         states,
@@ -413,7 +413,7 @@ def build_optimizer(
         executor=executor,
         comm=comm,
         policy=policy,
-        holder_of=registry.holder_of,
+        optimizer_of=registry.optimizer_of,
         mode=mode,
     )
     # Gathers ask for the faults of updates and saves, which are made of what gathers.

@@ -128,9 +128,9 @@ class Handle:
         self.pipeline, self.states = parts.optimizer.pipeline, parts.optimizer.states
         self.saving = parts.optimizer.saving
 
-    def hold(self, optimizer: Any, params: list[Param]) -> None:
+    def register(self, optimizer: Any, params: list[Param]) -> None:
         """Give parameters the states that `optimizer.moments_of` names (called by optimizers)."""
-        self.parts.optimizer.registry.hold(optimizer, params)
+        self.parts.optimizer.registry.register(optimizer, params)
 
     # -- what the user calls -------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Handle:
         """
         self.check_open()
         found = self._one(param)
-        holder = self.parts.optimizer.registry.holder_of(found)
+        holder = self.parts.optimizer.registry.optimizer_of(found)
         if holder is None:
             raise ValueError(
                 f"no optimizer holds {found.name}; build inf.AdamW(model.parameters()) first, and keep it"
@@ -248,7 +248,7 @@ class Handle:
         In a durable run the last step is committed then; on several ranks of one all call it.
         """
         self.parts.access.before_write()
-        self.pipeline.settle()
+        self.pipeline.commit()
 
     def close(self) -> None:
         """Flush, free everything, and leave the parameters unreadable (they raise). Idempotent. A durable run commits its last
@@ -277,7 +277,7 @@ class Handle:
             self.pipeline.wait()
             self.saving.raise_fault()
             if commit:
-                self.pipeline.settle()
+                self.pipeline.commit()
 
     def _forget(self) -> None:
         self.parts.access.closed = True

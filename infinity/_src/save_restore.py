@@ -98,5 +98,5 @@ def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str])
     if run is not None:
         of.pipeline.begun = False
         run.restored(restored.extra)
-        of.pipeline.settle()  # what is written from here on stands beside it
+        of.pipeline.commit()  # what is written from here on stands beside it
     return restored

@@ -65,11 +65,11 @@ class BackwardUpdate(DeferredUpdate):
         self._fresh_bytes = 0  # of gradients outside of slots, waiting or in flight
         self._bytes_max = UNITS_AHEAD * max((unit.size_bytes for unit in units), default=0)
         self._flights: deque[_Flight] = deque()
-        self._taken: set[Param] = set()  # updated since the last step
+        self._updated: set[Param] = set()  # updated since the last step
         self._captured: weakref.WeakKeyDictionary[Holder, list[dict[str, Any]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._staging = GradWindows(units, device, dtype_of) if device.copies else None
+        self._windows = GradWindows(units, device, dtype_of) if device.copies else None
         self._accumulating = False  # inside no_sync
         self._accumulated = False  # ever: gradients have memory
         self._fresh_bytes_peak = 0
@@ -96,7 +96,7 @@ class BackwardUpdate(DeferredUpdate):
             self._accumulating = before
 
     def check_whole(self) -> None:
-        if self._taken:
+        if self._updated:
             raise RuntimeError(
                 "between backward and opt.step(), with update='backward', some parameters are updated already: save and restore "
                 "after opt.step()"
@@ -108,36 +108,36 @@ class BackwardUpdate(DeferredUpdate):
 
     def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:  # noqa: ARG002 - windows are for all that learns
         """Make the windows fit what learns by now. Nothing may be pending."""
-        if self._staging is not None:
-            self._staging.grow()
+        if self._windows is not None:
+            self._windows.grow()
 
     def close(self) -> None:
         """Let go of gradients that updates have read. Nothing may be pending."""
         self._ready.clear()
         self._flights.clear()
-        if self._staging is not None:
-            self._staging.close()
+        if self._windows is not None:
+            self._windows.close()
 
     # -- gradients come ------------------------------------------------------------------------------------------------
 
     def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
-        held = self._holder_of(param) is not None
+        held = self._optimizer_of(param) is not None
         if held and self._accumulating:
-            self._check_taken(param)
+            self._check_not_updated(param)
         if not held or self._accumulating:
             self._grads.accumulate(param, grad)
             return
         slot = self._grads.slot(param)
         ready = self._ready.setdefault(param.unit, {})
         if param in ready:  # several drains in one backward: reentrant checkpointing
-            if self._staging is not None and param.unit in self._staging:
-                raise _comes_twice(param)
+            if self._windows is not None and param.unit in self._windows:
+                raise _second_gradient(param)
             if slot.state is SlotState.HELD:
                 slot.accumulate(grad)
             elif (before := ready[param]) is not None:
                 before.add_(grad.reshape(-1))
             return
-        self._check_taken(param)
+        self._check_not_updated(param)
         state = slot.reconcile(param.at_rest.grad)
         if state is SlotState.CONSUMED:
             raise RuntimeError(
@@ -155,19 +155,19 @@ class BackwardUpdate(DeferredUpdate):
             slot.consume()
         param.at_rest.grad = slot.stand_in
 
-    def _check_taken(self, param: Param) -> None:
-        if param in self._taken:
-            raise _comes_twice(param)
+    def _check_not_updated(self, param: Param) -> None:
+        if param in self._updated:
+            raise _second_gradient(param)
 
     def before_assign(self, param: Param) -> None:
-        if param in self._taken or param in self._ready.get(param.unit, ()):
-            raise _comes_late(param)
+        if param in self._updated or param in self._ready.get(param.unit, ()):
+            raise _late_gradient(param)
 
     # -- updates go ----------------------------------------------------------------------------------------------------
 
     def unit_released(self, unit: Unit) -> None:
         # Outside of backward (a state_dict after one that broke off) what waits here is not whole.
-        leaves = self._staging is not None and unit in self._staging
+        leaves = self._windows is not None and unit in self._windows
         if (
             self._ready.get(unit)
             and not leaves
@@ -178,25 +178,25 @@ class BackwardUpdate(DeferredUpdate):
 
     def backward_begin(self) -> None:
         if not self._accumulating:
-            self._pipeline.read_ahead(Phase.BACKWARD, given=True)
+            self._pipeline.prefetch_states(Phase.BACKWARD, given=True)
 
     def backward_end(self) -> None:
         for unit in list(self._ready):
-            if self._ready[unit] and (self._staging is None or unit not in self._staging):
+            if self._ready[unit] and (self._windows is None or unit not in self._windows):
                 self._complete(unit)
-        while self._staging is not None and (due := self._staging.next(0)) is not None:
+        while self._windows is not None and (due := self._windows.next(0)) is not None:
             self._update(due)
         self._ready.clear()
 
     def _complete(self, unit: Unit) -> None:
         """All gradients of the unit have come: update it; or, where they have yet to leave the device, units before it."""
-        if self._staging is None:
+        if self._windows is None:
             self._update(unit)
             return
-        self._ready[unit] = self._staging.send(
+        self._ready[unit] = self._windows.copy_out(
             unit, self._ready[unit], lambda param: _slot_state(param) is SlotState.CONSUMED
         )
-        while (due := self._staging.next(LAG_UNITS)) is not None:
+        while (due := self._windows.next(LAG_UNITS)) is not None:
             self._update(due)
 
     def _update(self, unit: Unit) -> None:
@@ -210,7 +210,7 @@ class BackwardUpdate(DeferredUpdate):
         if None in ready.values():
             self._grads.settle(unit)
         gradients = {param: grad for param, grad in ready.items() if grad is not None}
-        self._taken.update(ready)  # from here on a step that breaks off is half done
+        self._updated.update(ready)  # from here on a step that breaks off is half done
         work = {item.param: item for item in self._work(list(ready))}
         fresh = [
             grad for param, grad in gradients.items() if _slot_state(param) is SlotState.CONSUMED
@@ -218,8 +218,8 @@ class BackwardUpdate(DeferredUpdate):
         in_place = self._unsharder.can_update_in_place(unit)
         targets = self._unsharder.targets(unit) if in_place else ()
         ticket = self._pipeline.start(unit, work, gradients, targets=targets)
-        if self._staging is not None:
-            self._staging.taken(unit, ticket)
+        if self._windows is not None:
+            self._windows.update_submitted(unit, ticket)
         self._flights.append(
             _Flight(ticket, fresh, sum(grad.numel() * grad.element_size() for grad in fresh))
         )
@@ -234,16 +234,16 @@ class BackwardUpdate(DeferredUpdate):
     def _capture(self, params: Iterable[Param]) -> None:
         """The first update of a step, for each optimizer: the values of its groups are those of the step from here on. Raises:
         ValueError, RanksDiverged where those of other ranks are others; then nothing of it has been updated."""
-        for holder in {self._holder_of(param): None for param in params}:
+        for holder in {self._optimizer_of(param): None for param in params}:
             if holder is not None and holder not in self._captured:
-                holder.take_groups()
-                self._pipeline.meet(holder, holder.held)
+                holder.refresh_groups()
+                self._pipeline.check_ranks_agree(holder, holder.params_with_states)
                 self._captured[holder] = values_of(holder)
 
     def _work(self, params: list[Param]) -> list[Work]:
         by_holder: dict[Holder, list[Param]] = {}
         for param in params:
-            holder = self._holder_of(param)
+            holder = self._optimizer_of(param)
             assert holder is not None
             by_holder.setdefault(holder, []).append(param)
         work: list[Work] = []
@@ -257,7 +257,7 @@ class BackwardUpdate(DeferredUpdate):
             self._flights[0].ticket.filled or self._fresh_bytes > self._bytes_max
         ):
             flight = self._flights.popleft()
-            waits_for_filled(flight.ticket)
+            wait_filled_quietly(flight.ticket)
             self._fresh_bytes -= flight.size_bytes
 
     def _check_finite(self, gradients: Mapping[Param, torch.Tensor | None]) -> None:
@@ -267,8 +267,8 @@ class BackwardUpdate(DeferredUpdate):
         bad = self._pipeline.first_on_any_rank(list(gradients), [not flag for flag in finite])
         if bad is None:
             return
-        if self._taken:
-            self._pipeline.fail(
+        if self._updated:
+            self._pipeline.set_fault(
                 StateInvalid(
                     f"the gradient of {bad.name} is not finite, and other units of this step are updated already "
                     "(update='backward'); the step is half done: start again from the last export, or use "
@@ -287,10 +287,10 @@ class BackwardUpdate(DeferredUpdate):
         if not self._unsharder.passes.in_backward:
             # What torch puts into `p.grad` past the engine (a tensor of another class) is met here first.
             late = next(
-                (param for param in self._taken if _slot_state(param) is SlotState.HELD), None
+                (param for param in self._updated if _slot_state(param) is SlotState.HELD), None
             )
             if late is not None:
-                raise _comes_late(late)
+                raise _late_gradient(late)
             return
         lost = next(
             (
@@ -315,7 +315,7 @@ class BackwardUpdate(DeferredUpdate):
         stepping: Any = self._pipeline.stepping
         captured = self._captured.pop(stepping, None)
         if captured is not None and captured != values_of(stepping):
-            self._pipeline.fail(
+            self._pipeline.set_fault(
                 StateInvalid(
                     "lr, betas or another value of a parameter group changed between backward and opt.step(), and with "
                     "update='backward' the update has been made with the old one; change them before backward"
@@ -323,18 +323,18 @@ class BackwardUpdate(DeferredUpdate):
             )
             self._pipeline.raise_fault()
         # What other optimizers hold waits for their step: without one, its next gradient raises.
-        self._taken = {
-            param for param in self._taken if self._holder_of(param) not in (None, stepping)
+        self._updated = {
+            param for param in self._updated if self._optimizer_of(param) not in (None, stepping)
         }
         super().submit(by_unit)
 
     def backward_aborted(self) -> None:
         self._ready.clear()
-        if self._staging is not None:
-            self._staging.reset()
+        if self._windows is not None:
+            self._windows.reset()
         self._fresh_bytes = sum(flight.size_bytes for flight in self._flights)
-        if self._taken:
-            self._pipeline.fail(
+        if self._updated:
+            self._pipeline.set_fault(
                 StateInvalid(
                     "a backward with update='backward' broke off when some units were updated already; the step is half done: "
                     "start again from the last export, or use update='deferred'"
@@ -342,7 +342,7 @@ class BackwardUpdate(DeferredUpdate):
             )
 
 
-def waits_for_filled(ticket: Ticket) -> None:
+def wait_filled_quietly(ticket: Ticket) -> None:
     """Block until the update has read its gradients; its fault is the pipeline's to raise."""
     while not ticket.filled:
         try:
@@ -357,14 +357,14 @@ def _is_finite(param: Param, grad: torch.Tensor | None) -> bool:
     return all_finite(grad)
 
 
-def _comes_twice(param: Param) -> RuntimeError:
+def _second_gradient(param: Param) -> RuntimeError:
     return RuntimeError(
         f"a second gradient of {param.name} before opt.step(): with update='backward' the first was applied already. "
         "Run all micro-batches but the last inside `with inf.handle(model).no_sync():`, or use update='deferred'"
     )
 
 
-def _comes_late(param: Param) -> RuntimeError:
+def _late_gradient(param: Param) -> RuntimeError:
     return RuntimeError(
         f"a gradient was assigned to {param.name} after backward, and with update='backward' the update has taken the one that "
         "backward made; use update='deferred'"

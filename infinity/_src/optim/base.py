@@ -40,7 +40,7 @@ class StepEngine(Protocol):
     states: States
     on_nonfinite: str
 
-    def hold(self, optimizer: Any, params: list[Param]) -> None:
+    def register(self, optimizer: Any, params: list[Param]) -> None:
         """Give these parameters optimizer states, as many moments as `optimizer.moments_of(param)` names. Blocks.
 
         Raises: ValueError if another optimizer holds one, BudgetError.
@@ -79,7 +79,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         super().__init__(params, defaults)
         self._built = True
         for engine, held in self._engines.items():
-            engine.hold(self, held)
+            engine.register(self, held)
 
     # -- what a subclass says ----------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
                 self.check_engine(engine)
             if self._built:
                 for engine, params in added.items():
-                    engine.hold(self, params)
+                    engine.register(self, params)
         except BaseException:
             self.param_groups.remove(group)
             gone = {id(param) for param in group["params"]}
@@ -148,7 +148,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             self._engines.setdefault(engine, []).extend(params)
 
     @property
-    def held(self) -> list[Param]:
+    def params_with_states(self) -> list[Param]:
         """The parameters that it keeps states for: those of its groups, but what was frozen when they were added."""
         return [param for params in self._engines.values() for param in params]
 
@@ -179,33 +179,33 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
                 f"{thawed.name} has a gradient, but was frozen when the optimizer was built and has no states; call "
                 f"requires_grad_() before inf.offload and inf.{type(self).__name__}"
             )
-        self.take_groups()
+        self.refresh_groups()
         # All engines are asked before any is told: a step happens to every model, or to none.
         live: dict[StepEngine, list[Param]] = {}
-        goes_on = False
+        proceeds = False
         try:
-            goes_on = self._ask_all(live)
+            proceeds = self._check_all(live)
         finally:
-            if not goes_on:
+            if not proceeds:
                 for engine in self._engines:
-                    engine.pipeline.drop()
-        if goes_on:
+                    engine.pipeline.cancel_step()
+        if proceeds:
             self._update_all(live)
         return loss
 
-    def _ask_all(self, live: dict[StepEngine, list[Param]]) -> bool:
+    def _check_all(self, live: dict[StepEngine, list[Param]]) -> bool:
         """Whether the step happens; `live` gets the parameters of each engine that have a gradient."""
-        goes_on = True
+        proceeds = True
         for engine, params in self._engines.items():
             engine.check_open()
             live[engine] = [param for param in params if self._has_gradient(engine, param)]
-            engine.pipeline.meet(self, live[engine])
+            engine.pipeline.check_ranks_agree(self, live[engine])
             engine.pipeline.check_idle(live[engine])
             bad = engine.pipeline.check_finite(live[engine])
-            goes_on = refuse_nonfinite(bad, engine.on_nonfinite) and goes_on
+            proceeds = refuse_nonfinite(bad, engine.on_nonfinite) and proceeds
             if live[engine]:
                 engine.pipeline.begin()
-        return goes_on
+        return proceeds
 
     def work_of(self, params: Sequence[Param]) -> list[Work]:
         """The updates of these parameters with the gradients that they have now; their step counts advance.
@@ -242,16 +242,16 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         for engine, params in live.items():
             held = set(params)
             if engine.pipeline.transaction is not None:
-                engine.pipeline.transaction.counted(
-                    functools.partial(self._uncount, {param: before[param] for param in params})
+                engine.pipeline.transaction.on_undo(
+                    functools.partial(self._restore_counts, {param: before[param] for param in params})
                 )
             engine.pipeline.submit([item for item in work if item.param in held], optimizer=self)
 
-    def _uncount(self, before: Mapping[Param, dict[str, Any]]) -> None:
+    def _restore_counts(self, before: Mapping[Param, dict[str, Any]]) -> None:
         for param, state in before.items():
             self.state[param.at_rest] = state
 
-    def take_groups(self) -> None:
+    def refresh_groups(self) -> None:
         """Find each parameter's group anew: trainers replace and rearrange `param_groups`."""
         for group in self.param_groups:
             for at_rest in group["params"]:
@@ -277,7 +277,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             raise ValueError(f"step={value!r} of {param.name}: give a whole number, 0 or more")
         self.state[param.at_rest]["step"] = value
 
-    def moment_given(self, param: Param, name: str) -> None:
+    def moment_written(self, param: Param, name: str) -> None:
         """A moment was written by hand (`optimizer_state(p)[name] = tensor`)."""
 
     # -- the manifest ------------------------------------------------------------------------------------------------------

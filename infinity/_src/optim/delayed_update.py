@@ -48,7 +48,7 @@ class DelayedUpdate(DeferredUpdate):
     ) -> None:
         super().__init__()
         self._units = list(units)
-        self._shadow = self.delayed_params = DelayedParams(rest)
+        self._delayed = self.delayed_params = DelayedParams(rest)
         self._gradients = GradBuffers(rank, grad_dtype, device)  # the second set
         self._warmup = warmup
         self._taken = 0  # steps that updated something
@@ -56,25 +56,25 @@ class DelayedUpdate(DeferredUpdate):
 
     @property
     def memory_bytes(self) -> int:
-        return self._shadow.memory_bytes + self._gradients.size_bytes
+        return self._delayed.memory_bytes + self._gradients.size_bytes
 
     def restored(self, steps: int) -> None:
         self._taken = steps
 
     def backward_begin(self) -> None:
         # While an update overlaps with the step after it, the drives are busy with that.
-        if not self._shadow.active:
+        if not self._delayed.active:
             super().backward_begin()
 
     def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:
         """Make room for these flats' second copies and second gradients; those of `spilled` rest on NVMe, once."""
-        self._shadow.allocate(flats)
+        self._delayed.allocate(flats)
         self._gradients.allocate([flat for flat in flats if flat not in spilled])
 
     def close(self) -> None:
         """Free the second copies; the memory of gradients goes with the last slot that has it. Nothing may be pending."""
         self._spare.clear()
-        self._shadow.close()
+        self._delayed.close()
         self._gradients.close()
 
     def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
@@ -84,10 +84,10 @@ class DelayedUpdate(DeferredUpdate):
         if self._taken <= self._warmup:
             super().submit(by_unit)
             return
-        self._shadow.active = True
+        self._delayed.active = True
         for unit in self._pipeline.next_order(self._units):
             work = by_unit.get(unit)
-            if self._shadow.refresh(unit) or (
+            if self._delayed.refresh(unit) or (
                 work is not None and self._unsharder.shows_newest(unit)
             ):
                 unit.generation += 1
@@ -95,7 +95,7 @@ class DelayedUpdate(DeferredUpdate):
             if work is None:
                 continue
             self._pipeline.start(unit, work, slot_gradients(work))
-            self._shadow.outdated(unit)
+            self._delayed.outdated(unit)
             for param in work:
                 assert param.grad is not None
                 param.grad.guard(_Swap(self, param) if param.grad.home is None else None)

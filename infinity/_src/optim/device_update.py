@@ -59,7 +59,7 @@ class _Window:
         self.stored = None
 
 
-class Together:
+class JointTicket:
     """Several tickets as one (`infinity.aio.Ticket`)."""
 
     def __init__(self, tickets: Sequence[Ticket]) -> None:
@@ -117,12 +117,12 @@ class DeviceUpdate(DeferredUpdate):
             work = by_unit[unit]
             self._rest.will_write(unit.flats)
             in_place = self._unsharder.can_update_in_place(unit)
-            submission = self._pipeline.plan_of(unit, work, slot_gradients(work))
+            submission = self._pipeline.jobs_of(unit, work, slot_gradients(work))
             stored = list(self._update(self._chunks(unit, submission), in_place=in_place))
             if stored:
-                together = Together(stored)
-                self._pipeline.pend(together)
-                guard(work, together)
+                ticket = JointTicket(stored)
+                self._pipeline.add_pending(ticket)
+                guard(work, ticket)
             self._unsharder.rewritten(unit, in_place=in_place)
 
     def _chunks(self, unit: Unit, submission: Submission) -> Iterator[_Chunk]:
@@ -152,18 +152,18 @@ class DeviceUpdate(DeferredUpdate):
 
     def _update(self, chunks: Iterator[_Chunk], *, in_place: bool) -> Iterator[Ticket]:
         """Stream chunks through the windows. Yields the tickets of what is written back."""
-        coming: deque[tuple[_Chunk, _Window, Ticket]] = deque()
+        fetching: deque[tuple[_Chunk, _Window, Ticket]] = deque()
         for chunk in chunks:
             window = self._windows.popleft()
             self._windows.append(window)
             window.wait()
-            coming.append((chunk, window, self._move(JobKind.FETCH, chunk, window, chunk.reads)))
-            if len(coming) >= AHEAD_CHUNKS:
-                yield self._run(*coming.popleft(), in_place=in_place)
-        while coming:
-            yield self._run(*coming.popleft(), in_place=in_place)
+            fetching.append((chunk, window, self._submit(JobKind.FETCH, chunk, window, chunk.reads)))
+            if len(fetching) >= AHEAD_CHUNKS:
+                yield self._update_chunk(*fetching.popleft(), in_place=in_place)
+        while fetching:
+            yield self._update_chunk(*fetching.popleft(), in_place=in_place)
 
-    def _run(self, chunk: _Chunk, window: _Window, fetched: Ticket, *, in_place: bool) -> Ticket:
+    def _update_chunk(self, chunk: _Chunk, window: _Window, fetched: Ticket, *, in_place: bool) -> Ticket:
         """Update a chunk that is there, or will be, and start writing it back. Blocks until it is there."""
         fetched.wait_filled()
         sections = [window.memory[low:high] for low, high in self._bounds(chunk)]
@@ -175,7 +175,7 @@ class DeviceUpdate(DeferredUpdate):
                     values
                 )
         states = (1 << self._rest[chunk.flat].format.written_count) - 1
-        window.stored = self._move(JobKind.STORE, chunk, window, states)
+        window.stored = self._submit(JobKind.STORE, chunk, window, states)
         return window.stored
 
     def _bounds(self, chunk: _Chunk) -> list[tuple[int, int]]:
@@ -187,7 +187,7 @@ class DeviceUpdate(DeferredUpdate):
             at += round_up(size_bytes, _ALIGNMENT_BYTES)
         return found
 
-    def _move(self, kind: JobKind, chunk: _Chunk, window: _Window, mask: int) -> Ticket:
+    def _submit(self, kind: JobKind, chunk: _Chunk, window: _Window, mask: int) -> Ticket:
         job: Any = np.zeros(1, dtype=JOB)
         job["chunk"], job["kind"], job["base"], job["mask"] = chunk.id, kind, -1, mask | MASK_DEVICE
         for section, (low, _) in enumerate(self._bounds(chunk)):

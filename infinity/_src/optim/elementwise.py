@@ -174,7 +174,7 @@ class Elementwise(Optimizer):
             else:
                 numbers[name] = value
 
-    def moment_given(self, param: Param, name: str) -> None:  # noqa: ARG002 - whichever it is
+    def moment_written(self, param: Param, name: str) -> None:  # noqa: ARG002 - whichever it is
         """Note a moment written by hand: the class must not begin the parameter's states anew."""
         self.state[param.at_rest].setdefault("numbers", {})
 
@@ -217,10 +217,10 @@ class Elementwise(Optimizer):
         try:
             self._run(engine, turns, numbers)
         except AioError as error:
-            engine.pipeline.fail(half_done(error))
+            engine.pipeline.set_fault(half_done(error))
             engine.pipeline.raise_fault()
         except BaseException as error:  # Ctrl-C, or the class's own error
-            engine.pipeline.fail(half_done(error))
+            engine.pipeline.set_fault(half_done(error))
             raise
         for param, number in numbers.items():
             state = self.state[param.at_rest]
@@ -234,7 +234,7 @@ class Elementwise(Optimizer):
                     number,
                 )
             state["numbers"] = number.after
-        engine.pipeline.stepped()
+        engine.pipeline.count_step()
         engine.residency.prefetch_ahead()
 
     def _run(self, engine: StepEngine, turns: list[_Turn], numbers: dict[Param, _Numbers]) -> None:

@@ -46,7 +46,7 @@ class GradWindows:
         self._reads: list[Ticket | None] = [
             None
         ] * WINDOW_UNITS  # of each window, the update that reads it
-        self._at: dict[Unit, int] = {}
+        self._window_of: dict[Unit, int] = {}
         self._due: deque[Unit] = deque()
         self._tickets: dict[Unit, list[Ticket]] = {}
 
@@ -74,7 +74,7 @@ class GradWindows:
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._tickets
 
-    def send(
+    def copy_out(
         self,
         unit: Unit,
         gradients: Mapping[Param, torch.Tensor | None],
@@ -97,7 +97,7 @@ class GradWindows:
             at += round_up(size_bytes, _ALIGNMENT_BYTES)
             tickets.append(self._offload.copy_out(gradient, target))
             found[param] = target
-        self._at[unit], self._tickets[unit] = index, tickets
+        self._window_of[unit], self._tickets[unit] = index, tickets
         self._due.append(unit)
         return found
 
@@ -110,15 +110,15 @@ class GradWindows:
             ticket.wait_filled()
         return unit
 
-    def taken(self, unit: Unit, ticket: Ticket) -> None:
+    def update_submitted(self, unit: Unit, ticket: Ticket) -> None:
         """The unit's update was submitted, and reads the window until its ticket is filled."""
-        self._reads[self._at.pop(unit)] = ticket
+        self._reads[self._window_of.pop(unit)] = ticket
 
     def reset(self) -> None:
         """A backward broke off: what is on its way nobody wants. Later gradients for a window come behind it."""
         self._due.clear()
         self._tickets.clear()
-        self._at.clear()
+        self._window_of.clear()
 
     def close(self) -> None:
         """Free the windows. Nothing may be under way."""

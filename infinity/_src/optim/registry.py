@@ -18,7 +18,7 @@ from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.proxy import GradRegistry
 from infinity._src.memory.planner import PlacementPlanner
 from infinity._src.optim.step import StepPipeline
-from infinity._src.optim.step_consensus import told_of_holding
+from infinity._src.optim.step_consensus import describe_registration
 from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
@@ -38,7 +38,7 @@ class OptimizerRegistry:
         policy: Policy,
         flats: Sequence[Flat],
         *,
-        placing: PlacementPlanner,
+        planner: PlacementPlanner,
         rest: StateStore,
         executor: Executor,
         gradients: GradBuffers,
@@ -48,11 +48,11 @@ class OptimizerRegistry:
         mode: UpdateMode,
         rank: int,
         check_open: Callable[[], None],
-        together: Callable[..., AbstractContextManager[Callable[[], None]]],
+        open_rendezvous: Callable[..., AbstractContextManager[Callable[[], None]]],
     ) -> None:
         self._policy = policy
         self._flats = list(flats)
-        self._placing = placing
+        self._planner = planner
         self._rest = rest
         self._executor = executor
         self._gradients = gradients
@@ -62,51 +62,51 @@ class OptimizerRegistry:
         self._mode = mode
         self._rank = rank
         self._check_open = check_open
-        self._together = together
-        self._holders: dict[Param, weakref.ref[Any]] = {}
+        self._open_rendezvous = open_rendezvous
+        self._optimizers: dict[Param, weakref.ref[Any]] = {}
         self._formats: dict[Flat, Format] = {}  # of flats that an optimizer holds, or held
         self._has_gradient_memory = False
 
-    def holder_of(self, param: Param) -> Any:
+    def optimizer_of(self, param: Param) -> Any:
         """The optimizer that holds a parameter, or None."""
-        found = self._holders.get(param)
+        found = self._optimizers.get(param)
         return found() if found is not None else None
 
-    def hold(self, optimizer: Any, params: list[Param]) -> None:
+    def register(self, optimizer: Any, params: list[Param]) -> None:
         """Give parameters the states that `optimizer.moments_of` names. Blocks while they are written. Collective.
 
         Raises: ValueError when another optimizer holds one, when its dtype has no state format or that of its unit is another, or
         when other ranks hold others; BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. Then the optimizer holds none
         of them, and training goes on as before (what moved already, and memory that was made, stays and is counted).
         """
-        with self._together("building an optimizer", told_of_holding(optimizer, params)) as agree:
+        with self._open_rendezvous("building an optimizer", describe_registration(optimizer, params)) as agree:
             self._check_open()
             self._check(optimizer, params)
             formats = self._formats_with(optimizer, params)
-            with self._replacing():
+            with self._replanned():
                 self._formats = formats
-                self._placing.scratch_bytes = max(
-                    self._placing.scratch_bytes, optimizer.scratch_bytes(formats)
+                self._planner.scratch_bytes = max(
+                    self._planner.scratch_bytes, optimizer.scratch_bytes(formats)
                 )
-                self._place()
+                self._move_states()
                 for param in params:
-                    if param in self._holders and self._holders[param]() is not optimizer:
+                    if param in self._optimizers and self._optimizers[param]() is not optimizer:
                         # Its optimizer is gone; a new one starts with masters and moments of its own.
                         start, _, numel = param.flat.layout.shard_range(
                             param.slot_index, self._rank
                         )
                         self._rest.forget(param.flat, start, numel)
-                self._make_memory()
+                self._allocate_gradients()
                 agree()
-        holders_before = dict(self._holders)
-        self._holders.update((param, weakref.ref(optimizer)) for param in params)
+        optimizers_before = dict(self._optimizers)
+        self._optimizers.update((param, weakref.ref(optimizer)) for param in params)
         try:
             self._rebind_gradients()
         except BaseException:
-            self._holders = holders_before  # the states and their places stay, and are nobody's
+            self._optimizers = optimizers_before  # the states and their places stay, and are nobody's
             raise
         if self._pipeline.transaction is not None:
-            self._pipeline.transaction.replaced()
+            self._pipeline.transaction.states_moved()
 
     def make_gradients(self) -> None:
         """update="backward" accumulates for the first time: make room for the gradients of all that is held. Blocks.
@@ -115,39 +115,39 @@ class OptimizerRegistry:
         Raises: BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. Then all goes on without, and it may be called
         again.
         """
-        with self._together("making room for gradients") as agree:
+        with self._open_rendezvous("making room for gradients") as agree:
             self._check_open()
-            with self._replacing():
-                self._place()
-                self._make_memory()
+            with self._replanned():
+                self._move_states()
+                self._allocate_gradients()
                 agree()
         self._rebind_gradients()
 
     @contextlib.contextmanager
-    def _replacing(self) -> Iterator[None]:
+    def _replanned(self) -> Iterator[None]:
         """Inside, a new plan is put in force and carried out. If that breaks off, the plan before is in force again: what moved
         already stays where it is, with the values it had, and the ledger counts it; a later plan moves only the rest.
         """
         self._pipeline.wait()
         self._gradients.settle()
         self._executor.wait_all()
-        before, formats_before = self._placing.saved(), self._formats
+        before, formats_before = self._planner.saved(), self._formats
         try:
             yield
         except BaseException:
             self._formats = formats_before
             made = self._gradients.size_bytes + self._mode.memory_bytes
-            self._placing.restore(
+            self._planner.restore(
                 before, resident_bytes=self._rest.resident_bytes, gradient_bytes=made
             )
             raise
         finally:
-            self._pipeline.plan(
+            self._pipeline.prepare_jobs(
                 self._flats
             )  # what moved has other chunks, also where the rest did not
 
     def _check(self, optimizer: object, params: list[Param]) -> None:
-        others = [holder() for holder in self._holders.values()]
+        others = [holder() for holder in self._optimizers.values()]
         if self._policy.update == "delayed" and any(
             other not in (None, optimizer) for other in others
         ):
@@ -156,11 +156,11 @@ class OptimizerRegistry:
                 "delay of the other; use parameter groups, or update='deferred'"
             )
         for param in params:
-            if self.holder_of(param) not in (None, optimizer):
+            if self.optimizer_of(param) not in (None, optimizer):
                 raise ValueError(
                     f"{param.name} is held by another optimizer; give each parameter to one optimizer only"
                 )
-            if self._placing.state_format(param.flat) is Format.RAW:
+            if self._planner.state_format(param.flat) is Format.RAW:
                 raise ValueError(
                     f"{param.name} is {param.dtype}; optimizer states are built for bfloat16, float16 and float32 parameters: "
                     "cast the model before inf.offload, or freeze the parameter"
@@ -172,7 +172,7 @@ class OptimizerRegistry:
         for flat in {param.flat: None for param in params}:
             kept: dict[int, Param] = {}
             for param in flat.params:
-                holder = optimizer if param in wanted else self.holder_of(param)
+                holder = optimizer if param in wanted else self.optimizer_of(param)
                 if holder is not None:
                     kept[len(holder.moments_of(param))] = param
             if len(kept) > 1:
@@ -184,11 +184,11 @@ class OptimizerRegistry:
                     "dtype rest in one format: hold them by optimizers (or groups of SGD) with as many, or part them with "
                     "Policy(units=...)"
                 )
-            formats[flat] = self._placing.state_format(flat, next(iter(kept)))
+            formats[flat] = self._planner.state_format(flat, next(iter(kept)))
         return formats
 
     @property
-    def _held(self) -> list[Flat]:
+    def _registered(self) -> list[Flat]:
         """The flats that rest with optimizer states."""
         return [flat for flat in self._flats if flat in self._formats]
 
@@ -197,19 +197,19 @@ class OptimizerRegistry:
         """Whether gradients have memory, or get it now. What has it keeps it: spilled ones lie in a section of their chunks."""
         return self._has_gradient_memory or self._mode.stores_gradients
 
-    def _place(self) -> None:
+    def _move_states(self) -> None:
         """Plan for optimizer states of what is held, and move what has to move."""
-        formats = {flat: self._formats[flat] for flat in self._held}
-        plan = self._placing.replan(formats, stores_gradients=self._stores_gradients)
+        formats = {flat: self._formats[flat] for flat in self._registered}
+        plan = self._planner.replan(formats, stores_gradients=self._stores_gradients)
         self._rest.convert(self._flats, plan.formats, plan.nvme_masks)
 
-    def _make_memory(self) -> None:
+    def _allocate_gradients(self) -> None:
         """Room for the gradients of what is held, as planned, in RAM or on NVMe; and for what the mode wants besides."""
-        plan, spilled = self._placing.plan, self._placing.spilled
-        self._mode.allocate(self._held, spilled)
+        plan, spilled = self._planner.plan, self._planner.spilled
+        self._mode.allocate(self._registered, spilled)
         self._residency.gradients.allocate()
         if self._stores_gradients:
-            self._gradients.allocate([flat for flat in self._held if flat not in spilled])
+            self._gradients.allocate([flat for flat in self._registered if flat not in spilled])
             # The last that may fail: from here on these flats must have the section.
             self._gradients.spill(
                 spilled, self._rest, window_count=plan.window_count, window_bytes=plan.window_bytes
@@ -218,10 +218,10 @@ class OptimizerRegistry:
 
     def _rebind_gradients(self) -> None:
         """Give the slots of what is held the memory that was made for them, with the values they have."""
-        for flat in self._held:
+        for flat in self._registered:
             for param in flat.params:
                 if param.grad is not None:
                     self._gradients.take_in(param)
-                elif param in self._holders:
+                elif param in self._optimizers:
                     self._residency.slot(param)
         self._book.reserve()

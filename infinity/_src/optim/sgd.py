@@ -82,6 +82,6 @@ class SGD(Optimizer):
             log=log,
         )
 
-    def moment_given(self, param: Param, name: str) -> None:  # noqa: ARG002 - there is one
+    def moment_written(self, param: Param, name: str) -> None:  # noqa: ARG002 - there is one
         """The buffer has begun: the next step does not start it from the gradient."""
         self.state[param.at_rest]["begun"] = True

@@ -83,7 +83,7 @@ class SpeculativeUpdate(DeferredUpdate):
             True  # in this backward: whether it is the first since gradients were cleared
         )
         self._lasts = 0  # backwards since the last step that were taken for the last before it
-        self._looked = False  # somebody looked at the states since the last backward began
+        self._states_seen = False  # somebody looked at the states since the last backward began
         self._accumulating = False  # inside no_sync
         self.history = History()
 
@@ -123,7 +123,7 @@ class SpeculativeUpdate(DeferredUpdate):
 
     def backward_begin(self) -> None:
         self.withdraw()
-        self._looked = False
+        self._states_seen = False
         self._ready.clear()
         self._due.clear()
         self._backwards += 1
@@ -132,11 +132,11 @@ class SpeculativeUpdate(DeferredUpdate):
         goes = self._is_last and self.history.speculates
         later = self._accumulating or self._backwards < self._expected
         if goes:  # the first updates come in this backward
-            self._pipeline.read_ahead(Phase.BACKWARD, given=True)
+            self._pipeline.prefetch_states(Phase.BACKWARD, given=True)
         elif not (
             later and self.history.speculates
         ):  # those that the next forward wants first; else another backward reads
-            self._pipeline.read_ahead(Phase.TRAIN, given=False)
+            self._pipeline.prefetch_states(Phase.TRAIN, given=False)
 
     def backward_end(self) -> None:
         while self._due:
@@ -168,14 +168,14 @@ class SpeculativeUpdate(DeferredUpdate):
             for param in unit.params
             if param.grad is not None and param.grad.state is SlotState.HELD
         ]
-        holders = {id(holder): holder for holder in map(self._holder_of, params)}
+        holders = {id(holder): holder for holder in map(self._optimizer_of, params)}
         holder = next(iter(holders.values()), None)
         if holder is None or len(holders) > 1:
             return
         self._pipeline.begin()
         if any(param.grad is not None and param.grad.home is not None for param in params):
             self._grads.settle(unit)
-        holder.take_groups()
+        holder.refresh_groups()
         work = {item.param: item for item in holder.preview(params)[0]}
         in_place = self._unsharder.can_update_in_place(unit)
         targets = self._unsharder.targets(unit) if in_place else ()
@@ -186,18 +186,18 @@ class SpeculativeUpdate(DeferredUpdate):
         ahead.ticket = self._pipeline.start(unit, work, slot_gradients(work), targets=targets)
         for param in params:
             assert param.grad is not None
-            param.grad.guard(_TakenBack(self, unit))
+            param.grad.guard(_WithdrawOnWrite(self, unit))
         self._unsharder.updated(unit, ahead.ticket, in_place=in_place)
 
     # -- back ----------------------------------------------------------------------------------------------------------
 
-    def take_back(self, unit: Unit) -> None:
+    def withdraw_unit(self, unit: Unit) -> None:
         """Take the unit's update back: its gradients are about to change, or somebody looks at its values."""
-        self._looked = True
+        self._states_seen = True
         self._withdraw([unit])
 
     def withdraw(self) -> None:
-        self._looked = True
+        self._states_seen = True
         self._withdraw(list(self._ahead))
         self._pipeline.begun = False  # what is written until the step comes is no part of it
 
@@ -206,7 +206,7 @@ class SpeculativeUpdate(DeferredUpdate):
         if not self._unsharder.passes.in_backward:
             self.withdraw()
         elif unit in self._ahead:
-            self.take_back(unit)
+            self.withdraw_unit(unit)
 
     def _withdraw(self, units: Sequence[Unit]) -> None:
         gone = {unit: self._ahead[unit] for unit in units if unit in self._ahead}
@@ -255,21 +255,21 @@ class SpeculativeUpdate(DeferredUpdate):
                 self._lasts or self._expected
             )  # one that no step came for was in vain, too
             self.history.add(
-                foreseen and not wrong and not self._looked and all(map(_is_untouched, by_unit))
+                foreseen and not wrong and not self._states_seen and all(map(_is_untouched, by_unit))
             )
         self._expected, self._backwards, self._marked, self._lasts = self._backwards, 0, False, 0
         super().submit(left)
 
 
 @dataclasses.dataclass(frozen=True)
-class _TakenBack:
+class _WithdrawOnWrite:
     """Reads a slot's storage until the loop changes that: then the update was of other gradients."""
 
     updates: SpeculativeUpdate
     unit: Unit
 
     def before_write(self, _slot: GradSlot) -> None:
-        self.updates.take_back(self.unit)
+        self.updates.withdraw_unit(self.unit)
 
 
 def _is_untouched(unit: Unit) -> bool:

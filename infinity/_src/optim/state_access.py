@@ -41,7 +41,7 @@ class Holder(Protocol):
     def set_scalar(self, param: Param, name: str, value: Any) -> None:
         """Set one of them. Raises: ValueError."""
 
-    def moment_given(self, param: Param, name: str) -> None:
+    def moment_written(self, param: Param, name: str) -> None:
         """A moment was written by hand."""
 
 
@@ -67,7 +67,7 @@ class States:
             self._buffers.append(ChunkBuffer(self.rest))
         return self._buffers[:count]
 
-    def meet(self, what: str, tensor: torch.Tensor | None = None) -> None:
+    def check_ranks_agree(self, what: str, tensor: torch.Tensor | None = None) -> None:
         """Return when all ranks have come to this with the same tensor, of which each keeps its part. Collective.
 
         Raises: RanksDiverged.
@@ -82,12 +82,12 @@ class States:
         """The master (value 0) or a moment (1, 2, 3) in fp32 [param.shape], a copy. All ranks must ask."""
         self._wait()
         rest = self.rest[param.flat]
-        stage = ChunkBuffer(self.rest)
+        buffer = ChunkBuffer(self.rest)
         part = []
         for span in spans_of(param, self.rank):
             sections = sections_with(rest.format, value)
-            stage.fetch(rest, span.chunk, sections).wait()
-            part.append(decode_values(rest.format, span_sections(stage, span))[value])
+            buffer.fetch(rest, span.chunk, sections).wait()
+            part.append(decode_values(rest.format, span_sections(buffer, span))[value])
         return self._whole(param, part)
 
     def write(self, param: Param, value: int, tensor: torch.Tensor) -> None:
@@ -111,15 +111,15 @@ class States:
             )
         if value == 0:
             self.touch(param)
-        stage = ChunkBuffer(self.rest)
+        buffer = ChunkBuffer(self.rest)
         for span in spans_of(param, self.rank):
             sections = sections_with(rest.format, value)
-            stage.fetch(rest, span.chunk, sections).wait()
+            buffer.fetch(rest, span.chunk, sections).wait()
             given = wanted[span.element : span.element + span.numel].contiguous()
-            encode_value(rest.format, value, given, span_sections(stage, span))
-            stage.store(sections).wait()
+            encode_value(rest.format, value, given, span_sections(buffer, span))
+            buffer.store(sections).wait()
             if value == 0 and self._residency.shadow is not None:
-                written = torch.from_numpy(stage.section(0, span.start, span.numel)).view(
+                written = torch.from_numpy(buffer.section(0, span.start, span.numel)).view(
                     param.dtype
                 )
                 self._residency.shadow.write(
@@ -150,7 +150,7 @@ class States:
         """
         if tensor is not None:
             check_tensor("the gradient", param, tensor)
-            self.meet(f"setting the gradient of {param.name}", tensor)
+            self.check_ranks_agree(f"setting the gradient of {param.name}", tensor)
         self._wait()
         if tensor is None:
             self._residency.slot(param).empty()
@@ -198,14 +198,14 @@ class OptimizerState(MutableMapping[str, Any]):
         if name not in self._tensors:
             if name not in self._holder.scalars(param):
                 raise KeyError(f"{name!r} of {param.name}; it has {', '.join(self)}")
-            self._states.meet(f"writing {name}={value!r} of {param.name}")
+            self._states.check_ranks_agree(f"writing {name}={value!r} of {param.name}")
             self._holder.set_scalar(param, name, value)
             return
         check_tensor(name, param, value)
-        self._states.meet(f"writing {name} of {param.name}", value)
+        self._states.check_ranks_agree(f"writing {name} of {param.name}", value)
         self._states.write(param, self._tensors.index(name), value)
         if name != "master":
-            self._holder.moment_given(param, name)
+            self._holder.moment_written(param, name)
 
     def __delitem__(self, name: str) -> None:
         raise TypeError(f"{name!r} of {self._param.name} cannot be removed; assign zeros")
@@ -246,11 +246,11 @@ def sections_with(form: Format, value: int) -> list[int]:
     return [form.master_count + value - 1, *scales]
 
 
-def span_sections(stage: ChunkBuffer, span: Span) -> list[Bytes]:
+def span_sections(buffer: ChunkBuffer, span: Span) -> list[Bytes]:
     """The span's part of every section of the chunk that the stage holds, but `grad`, as writable bytes."""
     return [
-        stage.section(index, span.start, span.numel)
-        for index in range(stage.records.format.written_count)
+        buffer.section(index, span.start, span.numel)
+        for index in range(buffer.records.format.written_count)
     ]
 
 

@@ -30,9 +30,9 @@ from infinity._src._torch_compat import profiled
 from infinity._src.distributed.collectives import Comm
 from infinity._src.grads.slot import ReadByUpdate
 from infinity._src.memory.heap import Heap
-from infinity._src.optim.step_consensus import Grouped, told_of_step
+from infinity._src.optim.step_consensus import Grouped, describe_step
 from infinity._src.optim.transaction import Transaction
-from infinity._src.optim.update_jobs import FlatJobs, Submission, Work, plan_flat, plan_unit
+from infinity._src.optim.update_jobs import FlatJobs, Submission, Work, jobs_of_flat, jobs_of_unit
 from infinity._src.params.prefetch_schedule import Phase
 from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
@@ -41,7 +41,7 @@ from infinity.aio import Executor, Gate, JobKind, Priority, Ticket
 from infinity.aio._records import MASK_PARAM_IN_MEMORY
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid, StepUndone
 
-READ_AHEAD_MAX = 64
+PREFETCH_CHUNKS_MAX = 64
 """Chunks named for reading ahead; the executor takes as many as it has idle slots."""
 PENDING_MIN = 16
 """From so many updates on, those that are done are looked for."""
@@ -96,7 +96,7 @@ class StepPipeline:
         self._mode = mode
         self._heap = heap
         self._watch = watch
-        self._plans: dict[Flat, FlatJobs] = {}
+        self._jobs: dict[Flat, FlatJobs] = {}
         self._pending: list[Ticket] = []
         self._pending_max = PENDING_MIN
         self._fault: Exception | None = None
@@ -110,9 +110,9 @@ class StepPipeline:
         )
         self.begun = False  # updates of the step that comes were submitted
 
-    def plan(self, flats: Sequence[Flat]) -> None:
+    def prepare_jobs(self, flats: Sequence[Flat]) -> None:
         """Prepare the jobs of every flat; call it again when formats or places changed."""
-        self._plans = {flat: plan_flat(self._rest, flat, self._comm.rank) for flat in flats}
+        self._jobs = {flat: jobs_of_flat(self._rest, flat, self._comm.rank) for flat in flats}
 
     # -- faults and waiting ------------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class StepPipeline:
             self._comm.report_failure(fault)
             raise fault
 
-    def fail(self, fault: StateInvalid, *, final: bool = False) -> None:
+    def set_fault(self, fault: StateInvalid, *, final: bool = False) -> None:
         """Make `fault` what every later call raises; with two generations, unless it is `final`, what the next one undoes."""
         self._fault = self._fault or fault
         self._final = self._final or final
@@ -170,12 +170,12 @@ class StepPipeline:
             self.transaction.begin()
             self.begun = True
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Of a durable run: commit the last step now. Nothing may be pending, or ahead. Blocks; collective."""
         if self.transaction is not None:
-            self.transaction.settle()
+            self.transaction.commit()
 
-    def drop(self) -> None:
+    def cancel_step(self) -> None:
         """The step that would have come is not taken: what ran ahead of it is taken back."""
         self._mode.withdraw()
         self.begun = False
@@ -196,11 +196,11 @@ class StepPipeline:
 
     # -- the step ------------------------------------------------------------------------------------------------------------
 
-    def meet(self, optimizer: Grouped, params: Sequence[Param]) -> None:
+    def check_ranks_agree(self, optimizer: Grouped, params: Sequence[Param]) -> None:
         """Return when all ranks are about to update these parameters in the same way. Collective. Raises: RanksDiverged,
         ValueError for an lr, or another number, of one rank's own."""
         if self._comm.world > 1:
-            told = told_of_step(optimizer, params)
+            told = describe_step(optimizer, params)
             self._comm.check_same_numbers(told.what, told.numbers, told.names)
 
     def check_finite(self, params: Sequence[Param]) -> list[Param]:
@@ -252,11 +252,11 @@ class StepPipeline:
                 self._mode.submit(by_unit)
         except BaseException as error:
             if by_unit and not isinstance(error, StepUndone):
-                self.fail(half_done(error))
+                self.set_fault(half_done(error))
             raise
         finally:
             self.stepping = None
-        self.stepped()
+        self.count_step()
         self._residency.prefetch_ahead()
         self._residency.clock.enter("idle")
 
@@ -265,22 +265,22 @@ class StepPipeline:
         self._heap.restart()
         self._watch.step_begins(self.steps)
 
-    def stepped(self) -> None:
+    def count_step(self) -> None:
         """A step was taken: count it."""
         self.begun = False
         self._residency.passes.step_taken()
         if self.transaction is not None:
-            self.transaction.counted(self._uncount)
+            self.transaction.on_undo(self._uncount_step)
         self.steps += 1
         if self.transaction is not None:
-            self.transaction.stepped()
+            self.transaction.count_step()
 
     @property
     def steps_undone(self) -> int:
         """Steps that a fault undid."""
         return self.transaction.undone_steps if self.transaction is not None else 0
 
-    def _uncount(self) -> None:
+    def _uncount_step(self) -> None:
         self.steps -= 1
 
     def next_order(self, units: Sequence[Unit]) -> list[Unit]:
@@ -299,7 +299,7 @@ class StepPipeline:
         """A gate for `start`: closed until the unit is gathered."""
         return self._executor.gate()
 
-    def read_ahead(self, phase: Phase, *, given: bool) -> None:
+    def prefetch_states(self, phase: Phase, *, given: bool) -> None:
         """Let idle slots read the states that the first updates will want: those of the first units of `phase`. given: these
         updates will have the parameters. Never blocks; the executor gives the slots up when somebody else wants them.
 
@@ -309,24 +309,24 @@ class StepPipeline:
         ids: list[int] = []
         for index in self._residency.schedule.order(phase):
             for flat in self._units[index].flats:
-                plan = self._plans[flat]
+                plan = self._jobs[flat]
                 ids.extend(plan.jobs["chunk"][np.unique(plan.chunk)].tolist())
-            if len(ids) >= READ_AHEAD_MAX:
+            if len(ids) >= PREFETCH_CHUNKS_MAX:
                 break
         if ids:
             self._executor.prefetch(
-                np.array(ids[:READ_AHEAD_MAX], dtype=np.int32), param_in_memory=given
+                np.array(ids[:PREFETCH_CHUNKS_MAX], dtype=np.int32), param_in_memory=given
             )
 
-    def plan_of(self, unit: Unit, work: Mapping[Param, Work], gradients: Gradients) -> Submission:
-        """The jobs that do `work` in a unit; see `plan_unit`."""
-        return plan_unit(unit, self._plans, work, gradients)
+    def jobs_of(self, unit: Unit, work: Mapping[Param, Work], gradients: Gradients) -> Submission:
+        """The jobs that do `work` in a unit; see `jobs_of_unit`."""
+        return jobs_of_unit(unit, self._jobs, work, gradients)
 
-    def pend(self, ticket: Ticket) -> None:
+    def add_pending(self, ticket: Ticket) -> None:
         """An update was submitted past `start`: wait for it, and raise its fault, like the others."""
         self._pending.append(ticket)
 
-    def _prune(self) -> None:
+    def _forget_done(self) -> None:
         """Forget updates that are done, whenever there are twice as many: a constant cost per update. Raises the sticky fault."""
         if len(self._pending) >= self._pending_max:
             self.raise_fault()
@@ -351,7 +351,7 @@ class StepPipeline:
         hold the unit's parameters, which are taken from there and replaced.
         """
         self._rest.will_write(unit.flats)
-        plan = plan_unit(unit, self._plans, work, gradients)
+        plan = jobs_of_unit(unit, self._jobs, work, gradients)
         jobs = plan.jobs
         if gate is not None:
             jobs["mask"] |= self._residency.device.mask
@@ -366,7 +366,7 @@ class StepPipeline:
             jobs["base"] = -1
         self._residency.device.behind()
         # Nothing may raise once it is submitted: only the caller keeps what threads then read and write.
-        self._prune()
+        self._forget_done()
         ticket = self._executor.submit(
             jobs, plan.segs, plan.hypers, priority=Priority.WRITEBACK, gate=gate
         )

@@ -29,7 +29,7 @@ class Grouped(Protocol):
         """The parameter's group as it is now."""
 
 
-class Told(NamedTuple):
+class StepDescription(NamedTuple):
     """A step, as ranks tell each other of it. names: one for each of `numbers`, for messages."""
 
     what: str
@@ -50,7 +50,7 @@ def values_of(optimizer: Grouped) -> list[dict[str, Any]]:
     ]
 
 
-def told_of_step(optimizer: Grouped, params: Sequence[Param]) -> Told:
+def describe_step(optimizer: Grouped, params: Sequence[Param]) -> StepDescription:
     """A step that updates these parameters, with the values of their groups and what the loop did to their gradients."""
     numbers: list[float] = []
     names: list[str] = []
@@ -60,22 +60,22 @@ def told_of_step(optimizer: Grouped, params: Sequence[Param]) -> Told:
         names.append(name)
         return "#"
 
-    held = _held(optimizer, params, number)
+    held = _values_by_group(optimizer, params, number)
     done = []
     for param in sorted(params, key=lambda param: param.name):
         for kind, factor in param.grad.log if param.grad is not None else ():
             done.append((param.name, kind))
             number(f"the gradient of {param.name} times", factor)
-    return Told(
+    return StepDescription(
         fingerprinted(f"a step of {_title(optimizer, params)}", _digest([held, done])),
         numbers,
         names,
     )
 
 
-def told_of_holding(optimizer: Grouped, params: Sequence[Param]) -> list[str]:
+def describe_registration(optimizer: Grouped, params: Sequence[Param]) -> list[str]:
     """What an optimizer holds from now on: these parameters, by name, each with the values of its group."""
-    groups, found = _held(optimizer, params, lambda _name, value: f"{value:.6g}")
+    groups, found = _values_by_group(optimizer, params, lambda _name, value: f"{value:.6g}")
     rules = [json.dumps(group) for group in groups]
     return [_title(optimizer, params), *(f"{name} with {rules[place]}" for name, place in found)]
 
@@ -86,7 +86,7 @@ def _title(optimizer: Grouped, params: Sequence[Param]) -> str:
     )
 
 
-def _held(
+def _values_by_group(
     optimizer: Grouped, params: Sequence[Param], number: Callable[[str, float], str]
 ) -> tuple[list[dict[str, Any]], list[tuple[str, int]]]:
     """The values of groups, and each parameter's name with the place of its group among them."""

@@ -32,16 +32,16 @@ class Durable(Protocol):
     def check(self) -> None:
         """Raise ValueError if it waits."""
 
-    def stepped(self) -> None:
+    def count_step(self) -> None:
         """A step was taken."""
 
     def undone(self) -> None:
         """The states are those of the last commit again."""
 
-    def replaced(self) -> None:
+    def states_moved(self) -> None:
         """States were given other places or formats, and what the last commit names is nobody's any more."""
 
-    def make_way(self) -> None:
+    def prepare_next(self) -> None:
         """The commit is the executor's too: the places that are written next are made ready. Raises: SwapFullError."""
 
     def is_due(self) -> bool:
@@ -62,7 +62,7 @@ class Transaction:
         self._executor = executor
         self._residency = residency
         self._durable: Durable | None = None
-        self._forget_counts: list[Callable[[], None]] = []
+        self._undo_callbacks: list[Callable[[], None]] = []
         self._committing = False  # a commit has begun, and has not ended
         self.undone_steps = 0
         self.commit_s = 0.0
@@ -80,9 +80,9 @@ class Transaction:
             self._durable.check()
             if not (self._committing or self._durable.is_due()):
                 return  # the step that comes overwrites the one before, and is undone together with it
-        self._commit()
+        self._commit_now()
 
-    def _commit(self) -> None:
+    def _commit_now(self) -> None:
         # Where this breaks off, a manifest may name what was just written, or a place may still be a checkpoint's: the next step
         # writes nothing before a commit has ended, due or not.
         self._committing = True
@@ -97,31 +97,31 @@ class Transaction:
     def _flip(self) -> None:
         """What was written is what the executor calls committed."""
         self._executor.commit(self._ids(flat for unit in self._units for flat in unit.flats))
-        self._forget_counts.clear()
+        self._undo_callbacks.clear()
         if self._durable is not None:
-            self._durable.make_way()
+            self._durable.prepare_next()
         self._committing = False
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Of a durable run: commit now, whether a commit is due or not, if anything may be committed. As `begin`."""
         if self._durable is not None and not self._durable.waits:
-            self._commit()
+            self._commit_now()
 
-    def replaced(self) -> None:
+    def states_moved(self) -> None:
         """Flats have got other places or formats, with the values they had. As `begin`."""
         if self._durable is not None:
             self._committing = True
-            self._durable.replaced()
+            self._durable.states_moved()
             self._flip()
 
-    def stepped(self) -> None:
+    def count_step(self) -> None:
         """A step was taken and counted."""
         if self._durable is not None:
-            self._durable.stepped()
+            self._durable.count_step()
 
-    def counted(self, forget: Callable[[], None]) -> None:
+    def on_undo(self, callback: Callable[[], None]) -> None:
         """A step was counted: `forget` takes that back."""
-        self._forget_counts.append(forget)
+        self._undo_callbacks.append(callback)
 
     def undo(self, cause: BaseException) -> StepUndone:
         """Go back to the last commit after an update has failed, and say so. Blocks until nothing is in flight.
@@ -133,9 +133,9 @@ class Transaction:
         self._executor.wait_all()
         self._executor.rollback(self._ids(flat for unit in self._units for flat in unit.flats))
         recovery = self._executor.recover()
-        for forget in reversed(self._forget_counts):
-            forget()
-        self._forget_counts.clear()
+        for callback in reversed(self._undo_callbacks):
+            callback()
+        self._undo_callbacks.clear()
         self.undone_steps += 1
         if self._durable is not None:
             self._durable.undone()

@@ -58,7 +58,7 @@ class FlatJobs:
     within: npt.NDArray[np.int64]
 
 
-def plan_flat(rest: StateStore, flat: Flat, rank: int) -> FlatJobs:
+def jobs_of_flat(rest: StateStore, flat: Flat, rank: int) -> FlatJobs:
     """The plan of one flat as it rests now; make it anew when its format or place changed."""
     at_rest = rest[flat]
     spans = flat.layout.chunks
@@ -92,9 +92,9 @@ def plan_flat(rest: StateStore, flat: Flat, rank: int) -> FlatJobs:
     )
 
 
-def plan_unit(
+def jobs_of_unit(
     unit: Unit,
-    plans: Mapping[Flat, FlatJobs],
+    flat_jobs: Mapping[Flat, FlatJobs],
     work: Mapping[Param, Work],
     gradients: Mapping[Param, torch.Tensor],
 ) -> Submission:
@@ -108,7 +108,7 @@ def plan_unit(
     hypers: list[npt.NDArray[Any]] = []
     seg_count = 0
     for base, flat in enumerate(unit.flats):
-        plan = plans[flat]
+        plan = flat_jobs[flat]
         rows = np.full(len(flat.params), -1, dtype=np.int64)
         grads = np.zeros(len(flat.params), dtype=_GRAD)
         for param in flat.params:
@@ -151,4 +151,4 @@ def _filter(
     return jobs, segs
 
 
-__all__: Sequence[str] = ("FlatJobs", "Submission", "Work", "plan_flat", "plan_unit")
+__all__: Sequence[str] = ("FlatJobs", "Submission", "Work", "jobs_of_flat", "jobs_of_unit")

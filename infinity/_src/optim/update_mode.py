@@ -49,10 +49,10 @@ class Holder(Grouped, Protocol):
     """What updates in backward need of the optimizer that holds a parameter."""
 
     @property
-    def held(self) -> list[Param]:
+    def params_with_states(self) -> list[Param]:
         """The parameters that it keeps states for."""
 
-    def take_groups(self) -> None:
+    def refresh_groups(self) -> None:
         """A step begins: find each parameter's group anew."""
 
     def preview(self, params: Sequence[Param]) -> tuple[list[Work], list[dict[str, Any]]]:
@@ -75,7 +75,7 @@ class ModeParts:
     pipeline: StepPipeline
     unsharder: Unsharder
     grads: GradReducer
-    holder_of: Callable[[Param], Holder | None]
+    optimizer_of: Callable[[Param], Holder | None]
     make_gradients: Callable[[], None]
 
 
@@ -164,7 +164,7 @@ class DeferredUpdate(UpdateMode):
     _pipeline: StepPipeline
     _unsharder: Unsharder
     _grads: GradReducer
-    _holder_of: Callable[[Param], Holder | None]
+    _optimizer_of: Callable[[Param], Holder | None]
     _make_gradients: Callable[[], None]
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class DeferredUpdate(UpdateMode):
         self._pipeline = parts.pipeline
         self._unsharder = parts.unsharder
         self._grads = parts.grads
-        self._holder_of = parts.holder_of
+        self._optimizer_of = parts.optimizer_of
         self._make_gradients = parts.make_gradients
 
     # -- backward ---------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class DeferredUpdate(UpdateMode):
 
     def backward_begin(self) -> None:
         # The first updates after a backward are those that the next forward wants first.
-        self._pipeline.read_ahead(Phase.TRAIN, given=False)
+        self._pipeline.prefetch_states(Phase.TRAIN, given=False)
 
     def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
         self._grads.accumulate(param, grad)
