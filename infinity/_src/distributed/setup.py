@@ -84,7 +84,9 @@ class RankSetup:
         return self._policy.whole_params(several=self.several)
 
     def staging_bytes(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
-        """CPU memory of the buffers that several ranks need; it grows when parameters are unfrozen."""
+        """CPU memory of the buffers that several ranks need; it grows when parameters are
+        unfrozen.
+        """
         if not self.several:
             return 0
         topology, learning = self.comm.topology, [flat for flat in flats if flat.learns]

@@ -293,7 +293,9 @@ class Watchdog:
             )
 
     def _confirm_exception(self) -> None:
-        """Block until every rank is known to have broken off after the same collective as this one."""
+        """Block until every rank is known to have broken off after the same collective as this
+        one.
+        """
         assert self._heartbeat is not None
         here, waited_s, before_s = self._number, 0.0, time.monotonic()
         text = f"this rank ({self.topology.rank}) broke off ({self._raised[here]})"
@@ -438,7 +440,9 @@ class Watchdog:
             self._wake = -1
 
     def _watch_new_ranks(self, poll: select.poll) -> None:
-        """Choose for each rank whose first record has come: watch its process, its beats, or both."""
+        """Choose for each rank whose first record has come: watch its process, its beats, or
+        both.
+        """
         for rank, record in self._others().items():
             if rank in self._processes or rank in self._remote:
                 continue

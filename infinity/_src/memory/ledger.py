@@ -127,7 +127,9 @@ def describe_budget(ram: int | str | None) -> str:
 
 
 def describe_others(ram: int | str | None, owner: int) -> str:
-    """Say what other models hold of an explicit budget, and what to do about it; empty if nothing."""
+    """Say what other models hold of an explicit budget, and what to do about it; empty if
+    nothing.
+    """
     held, spare = LEDGER.others_bytes(owner), LEDGER.others_spare_bytes(owner)
     if not isinstance(ram, int) or not held:
         return ""

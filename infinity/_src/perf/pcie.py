@@ -53,7 +53,9 @@ class Copied:
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Copies of a step: in the window of the updates (as in `roofline.Traffic`), and in its rest."""
+    """Copies of a step: in the window of the updates (as in `roofline.Traffic`), and in its
+    rest.
+    """
 
     beside_states: Copied = Copied()
     rest: Copied = Copied()

@@ -313,7 +313,9 @@ def _of_gpus(
     host: float | None,
     peers: float | None,
 ) -> dict[str, Any]:
-    """The figures of the GPUs, as fields of a `Machine`; writes where each comes from to `sources`."""
+    """The figures of the GPUs, as fields of a `Machine`; writes where each comes from to
+    `sources`.
+    """
     whence = f"of {kind.name} ({kind.told})" if told else f"assumed: {kind.told}"
 
     def figure(name: str, given: float | None, default: float, text: str) -> float:

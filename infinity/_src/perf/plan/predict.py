@@ -92,7 +92,9 @@ class Prediction:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s utilisation: of what the GPUs could do at most. None where the CPU computes."""
+        """Model FLOP/s utilisation: of what the GPUs could do at most. None where the CPU
+        computes.
+        """
         return self.flops_per_gpu / self.machine.flops_peak_per_gpu if self.machine.gpus else None
 
     @property
@@ -450,7 +452,9 @@ def _why_not(
 
 
 def _what_fits(shape: ModelShape, machine: Machine, job: Job) -> str:
-    """Name the changes that alone make it fit, and the need then; else the least of all together."""
+    """Name the changes that alone make it fit, and the need then; else the least of all
+    together.
+    """
     ways = ways_to_fit(shape, machine, job)
     if ways:
         return "it fits with " + ", or ".join(
