@@ -35,7 +35,7 @@ from infinity._src.grads.proxy import GradRegistry
 from infinity._src.grads.reducer import GradReducer
 from infinity._src.hooks.forward import Lifecycle, attach
 from infinity._src.hooks.frames import FrameStack
-from infinity._src.memory.device import LEAVING_UNITS, Device, GradOffload, open_device
+from infinity._src.memory.device import OFFLOADING_UNITS, Device, GradOffload, open_device
 from infinity._src.memory.heap import Heap
 from infinity._src.memory.node_resources import NodeResources, sharing
 from infinity._src.memory.planner import PlacementPlanner, chunk_numel_of
@@ -216,13 +216,13 @@ def open_tiers(split: Split, seam: Seam | None, owner: Owner, undo: contextlib.E
     SwapFullError, OSError."""
     policy, ranks = split.policy, split.ranks
     largest = max((unit.size_bytes for unit in split.units), default=0)
-    offload = GradOffload(split.device, LEAVING_UNITS * largest) if split.device.copies else None
+    offload = GradOffload(split.device, OFFLOADING_UNITS * largest) if split.device.copies else None
     buffers = GradBuffers(
         split.comm.rank,
         policy.grad_dtype,
         split.device,
         # The parts of several ranks come back when they are added to.
-        leaving=None if ranks.several else offload,
+        offload=None if ranks.several else offload,
     )
     planner = PlacementPlanner(
         policy,
@@ -302,19 +302,19 @@ def choose_mode(split: Split, tiers: Tiers) -> UpdateMode:
 def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.ExitStack) -> Grads:
     """The way of gradients when backward makes them."""
     comm, ranks = split.comm, split.ranks
-    registry = GradRegistry(comm.sum_floats if comm.world > 1 else None, leaving=tiers.offload)
+    registry = GradRegistry(comm.sum_floats if comm.world > 1 else None, offload=tiers.offload)
     if tiers.offload is not None:
         undo.callback(tiers.offload.close)
     undo.callback(registry.release)
     learning = [flat for flat in split.flats if flat.learns]
     reducer = GradReducer(
         split.units,
-        gradients=tiers.buffers,
-        book=registry,
+        buffers=tiers.buffers,
+        registry=registry,
         comm=comm,
         mode=mode,
-        reducer=ranks.reduce_scatter(learning, tiers.buffers, undo),
-        local=ranks.local_sums(learning, tiers.buffers, undo),
+        reduce_scatter=ranks.reduce_scatter(learning, tiers.buffers, undo),
+        unreduced=ranks.local_sums(learning, tiers.buffers, undo),
     )
     return Grads(registry, reducer)
 

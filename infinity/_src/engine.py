@@ -143,7 +143,7 @@ class Handle:
         Raises: BudgetError when update="backward" has no room for gradients, at the first time.
         """
         self.check_open()
-        with self.parts.grads.reducer.accumulating(), self.parts.mode.no_sync():
+        with self.parts.grads.reducer.no_sync(), self.parts.mode.no_sync():
             yield
 
     def optimizer_state(self, param: torch.nn.Parameter) -> OptimizerState:

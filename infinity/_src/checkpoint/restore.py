@@ -212,7 +212,7 @@ class Restoring:
         describing.write_buffers(model, buffers)
         self._pipeline.steps = checkpoint.step
         self._saving.mode.restored(checkpoint.step)
-        self._residency.gradients.restored()
+        self._residency.gradients.forget()
         return Restored(checkpoint.step, extra, "; ".join(self._rounded), self._notes(checkpoint))
 
     def _turns(self, checkpoint: Checkpoint, found: Mapping[Param, SavedParam]) -> Iterator[_Turn]:

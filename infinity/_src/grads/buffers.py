@@ -29,7 +29,7 @@ class GradBuffers:
         grad_dtype: torch.dtype | None,
         device: Device | None = None,
         *,
-        leaving: GradOffload | None = None,
+        offload: GradOffload | None = None,
     ) -> None:
         self._rank = rank
         self._device = device or Device(torch.device("cpu"))
@@ -37,10 +37,10 @@ class GradBuffers:
         self._slabs: list[Slab] = []
         self._shards: dict[Flat, torch.Tensor] = {}
         self._spilled: SpilledGradients | None = None
-        self._settled: set[Param] = set()  # whose slots rest in what was allocated
+        self._placed: set[Param] = set()  # whose slots rest in what was allocated
         self.size_bytes = 0
-        self.leaving = leaving  # where the device has memory of its own, and adds gradients up
-        self._back: dict[Unit, bool] = {}  # whose sums were wanted back on the device, and whether a Use of the unit has ended
+        self.offload = offload  # where the device has memory of its own, and adds gradients up
+        self._prefetched: dict[Unit, bool] = {}  # whose sums were wanted back on the device, and whether a Use of the unit has ended
 
     def dtype(self, flat: Flat) -> torch.dtype:
         """The dtype in which gradients of this flat are accumulated and wait."""
@@ -69,7 +69,7 @@ class GradBuffers:
             self._shards[flat] = part.view(dtype)
             start += self.shard_bytes(flat)
 
-    def spill(self, flats: Sequence[Flat], rest: StateStore, *, window_count: int, window_bytes: int) -> None:
+    def spill(self, flats: Sequence[Flat], store: StateStore, *, window_count: int, window_bytes: int) -> None:
         """Let the gradients of these flats rest on NVMe, in sections that `rest` has for them.
 
         Raises: AioError, MemoryError; before anything has changed.
@@ -79,7 +79,7 @@ class GradBuffers:
             return
         if self._spilled is None:
             self._spilled = SpilledGradients(
-                rest, self._rank, dtypes, count=window_count, size_bytes=window_bytes, device=self._device
+                store, self._rank, dtypes, count=window_count, size_bytes=window_bytes, device=self._device
             )
         else:
             self._spilled.extend(dtypes, count=window_count, size_bytes=window_bytes)
@@ -88,7 +88,7 @@ class GradBuffers:
         """Whether the gradients of a flat rest on NVMe."""
         return self._spilled is not None and flat in self._spilled
 
-    def of(self, param: Param) -> torch.Tensor:
+    def shard_of(self, param: Param) -> torch.Tensor:
         """The gradient memory of this rank's part of a parameter, one-dimensional (possibly empty). Spilled: on "meta"."""
         start, _, numel = param.flat.layout.shard_range(param.slot_index, self._rank)
         if self.spills(param.flat):
@@ -98,46 +98,46 @@ class GradBuffers:
             return torch.empty(numel, dtype=self.dtype(param.flat))
         return shard[start : start + numel]
 
-    def take_in(self, param: Param) -> None:
+    def place_slot(self, param: Param) -> None:
         """Let the slot of a parameter, which has one, rest where `of` says; its values go along. Blocks.
 
         Raises: AioError; the slot then is as it was.
         """
         assert param.grad is not None
-        if param in self._settled or not (param.flat in self._shards or self.spills(param.flat)):
+        if param in self._placed or not (param.flat in self._shards or self.spills(param.flat)):
             return
         slot = param.grad
-        home, before = slot.home, slot.tensor
+        backing, before = slot.backing, slot.tensor
         try:
             if self._spilled is not None and param.flat in self._spilled:
-                self._spilled.adopt(param, slot)
-                slot.move_to(self.of(param), self._spilled)
+                self._spilled.add_slot(param, slot)
+                slot.move_to(self.shard_of(param), self._spilled)
             else:
-                slot.move_to(self.of(param), None)
+                slot.move_to(self.shard_of(param), None)
         except BaseException:
-            slot.stay(before, home)  # no window could be had: the values wait where they are
+            slot.undo_move(before, backing)  # no window could be had: the values wait where they are
             raise
-        self._settled.add(param)
+        self._placed.add(param)
 
     # -- what backward tells, for those that spill, or that a device adds up ----------------------------------------------
 
-    def ahead(self, unit: Unit) -> None:
+    def prefetch(self, unit: Unit) -> None:
         """Backward will come to this unit. Does not block."""
         if self._spilled is not None:
-            self._spilled.ahead(unit)
-        if self.leaving is not None:
-            self._back[unit] = False
+            self._spilled.prefetch(unit)
+        if self.offload is not None:
+            self._prefetched[unit] = False
             for param in unit.params:
                 if param.grad is not None and param.at_rest.grad is not None:  # else the loop has cleared it
-                    param.grad.bring_back(self.leaving)
+                    param.grad.prefetch_to_device(self.offload)
 
     def unit_done(self, unit: Unit) -> None:
         """A Use of the unit has ended, and its gradients are in their slots. Blocks for sums on their way to the device that no
         gradient came for: without, experts that got no tokens would fill the device."""
-        if unit in self._back:
-            for other in [each for each, ended in self._back.items() if ended and each is not unit]:
-                self._leave_here(other)
-            self._back[unit] = True  # the last of its gradients may come a little later
+        if unit in self._prefetched:
+            for other in [each for each, ended in self._prefetched.items() if ended and each is not unit]:
+                self._cancel(other)
+            self._prefetched[unit] = True  # the last of its gradients may come a little later
         if self._spilled is not None:
             self._spilled.unit_done(unit)
 
@@ -154,29 +154,29 @@ class GradBuffers:
             self._spilled.reset()
 
     def _count_backward(self) -> None:
-        if self.leaving is not None:
-            self.leaving.backwards += 1
-        for unit in list(self._back):
-            self._leave_here(unit)
+        if self.offload is not None:
+            self.offload.backwards += 1
+        for unit in list(self._prefetched):
+            self._cancel(unit)
 
-    def _leave_here(self, unit: Unit) -> None:
+    def _cancel(self, unit: Unit) -> None:
         """No gradient comes to the unit any more: sums of it that went to the device for that go from there."""
         for param in unit.params:
             if param.grad is not None:
-                param.grad.leave_it_here()
-        del self._back[unit]
+                param.grad.cancel_prefetch()
+        del self._prefetched[unit]
 
-    def settle(self, unit: Unit | None = None) -> None:
+    def flush(self, unit: Unit | None = None) -> None:
         """Return when updates (of a unit; None: of all) may read what spilled. Raises: AioError of a write that failed."""
         if self._spilled is not None:
-            self._spilled.settle(unit)
+            self._spilled.flush(unit)
 
     def close(self) -> None:
         """Forget the slabs; their memory goes with the last view of it that a slot holds."""
         if self._spilled is not None:
             self._spilled.close()
         self._spilled = None
-        self._settled.clear()
+        self._placed.clear()
         self._shards.clear()
         for slab in self._slabs:
             self._device.unpin(slab)

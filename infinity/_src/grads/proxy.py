@@ -163,7 +163,7 @@ def _foreach_norm(
         raise_unsupported(ours[0].slot.name, f"_foreach_norm in {dtype}")
     for grad in ours:
         grad.slot._require_held("norm")
-    values = ours[0].slot.book.norms([grad.slot for grad in ours], float(order))
+    values = ours[0].slot.registry.norms([grad.slot for grad in ours], float(order))
     norms = iter(torch.tensor(values, dtype=torch.float32, device=ours[0].device).unbind())
     return [
         next(norms) if isinstance(grad, GradProxy) else torch.linalg.vector_norm(grad, order, dtype=dtype)
@@ -176,7 +176,7 @@ def _scaling(kind: str) -> Callable[..., GradProxy]:
         if not isinstance(grad, GradProxy):  # a stand-in as the factor of an ordinary tensor
             raise_unsupported(_name_in(value), "being a factor")
         _check_factor(grad, value)
-        grad.slot.scale(kind, grad.slot.book.factor(value))
+        grad.slot.scale(kind, grad.slot.registry.factor(value))
         return grad
 
     return scale
@@ -230,10 +230,10 @@ def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
     slots = [grad.slot for grad in grads if isinstance(grad, GradProxy)]
-    if not slots[0].book.finite(slots):
+    if not slots[0].registry.finite(slots):
         found_inf.fill_(1.0)
     for slot in slots:
-        slot.scale("mul", slot.book.factor(inv_scale))
+        slot.scale("mul", slot.registry.factor(inv_scale))
 
 
 def _alias(grad: GradProxy) -> GradProxy:

@@ -40,21 +40,21 @@ class GradReducer:
         self,
         units: Sequence[Unit],
         *,
-        gradients: GradBuffers,
-        book: GradRegistry,
+        buffers: GradBuffers,
+        registry: GradRegistry,
         comm: Comm,
         mode: UpdateHooks,
-        reducer: ReduceScatter | None = None,
-        local: UnreducedGrads | None = None,
+        reduce_scatter: ReduceScatter | None = None,
+        unreduced: UnreducedGrads | None = None,
     ) -> None:
         self._units = units
-        self._reducer = reducer
-        self._local = local
-        self._accumulates = False  # inside no_sync, with `local`
-        self._under_way: deque[PendingReduce] = deque()
+        self._reduce_scatter = reduce_scatter
+        self._unreduced = unreduced
+        self._in_no_sync = False  # inside no_sync, with `local`
+        self._pending: deque[PendingReduce] = deque()
         self._mode = mode
-        self._gradients = gradients
-        self._book = book
+        self._buffers = buffers
+        self._registry = registry
         self._comm = comm
         self._fresh: dict[Unit, dict[Param, torch.Tensor]] = {}  # several ranks: gradients not yet reduced
         self._fresh_bytes = 0
@@ -63,19 +63,19 @@ class GradReducer:
 
     def dtype(self, flat: Flat) -> torch.dtype:
         """The dtype in which gradients of this flat wait."""
-        return self._gradients.dtype(flat)
+        return self._buffers.dtype(flat)
 
     def slot(self, param: Param) -> GradSlot:
         """The gradient slot of a parameter; made when it is first wanted."""
         if param.grad is None:
-            param.grad = self._book.add(
+            param.grad = self._registry.add(
                 param.name,
                 param.shape,
-                self._gradients.of(param),
+                self._buffers.shard_of(param),
                 param.flat.tensor.device,
-                on_zero=functools.partial(self._local.zero, param) if self._local is not None else None,
+                on_zero=functools.partial(self._unreduced.zero, param) if self._unreduced is not None else None,
             )
-            self._gradients.take_in(param)
+            self._buffers.place_slot(param)
             if param.grad.stand_in.dtype is not param.dtype:
                 param.at_rest.grad_dtype = param.grad.stand_in.dtype  # what torch lets `.grad` be
         return param.grad
@@ -83,12 +83,12 @@ class GradReducer:
     def allocate(self) -> None:
         """Make room for what the gradients of all that learns need on their way, if there is none yet. Raises: MemoryError."""
         flats = [flat for unit in self._units for flat in unit.flats if flat.learns]
-        if self._reducer is not None:
-            self._reducer.allocate(flats)
-        if self._local is not None:
-            self._local.allocate(flats)
+        if self._reduce_scatter is not None:
+            self._reduce_scatter.allocate(flats)
+        if self._unreduced is not None:
+            self._unreduced.allocate(flats)
 
-    def drain(self, param: Param, grad: torch.Tensor) -> None:
+    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]; on several ranks it waits until its unit is reduced."""
         if self._comm.world == 1:
             self.fresh_bytes_peak = max(self.fresh_bytes_peak, grad.numel() * grad.element_size())
@@ -117,94 +117,94 @@ class GradReducer:
         self._mode.before_assign(param)
         param.at_rest.grad = None
         self.accumulate(param, part)
-        self.slot(param).arrive()  # it is the loop's tensor, which may change it from here on
+        self.slot(param).wait_d2h()  # it is the loop's tensor, which may change it from here on
 
     def unit_done(self, unit: Unit) -> None:
         """A Use of the unit has ended. Several ranks: its gradients are reduced, each rank keeping its shard of the mean. Blocks
         while too many units are under way."""
         if self._comm.world == 1:
-            self._gradients.unit_done(unit)
-        elif self._accumulates:
-            self._add_up(unit)
+            self._buffers.unit_done(unit)
+        elif self._in_no_sync:
+            self._add_unreduced(unit)
         elif any(flat.learns for flat in unit.flats):
             # Also without a gradient here: another rank may have one, and all must take part.
             self._reduce(unit)
 
     @property
-    def waits_local(self) -> bool:
+    def reduces_later(self) -> bool:
         """Whether gradients that come now are reduced later."""
-        return self._accumulates
+        return self._in_no_sync
 
     @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Inside, gradients add up in this rank's whole sums, if the policy keeps such."""
-        if self._local is not None:
+        if self._unreduced is not None:
             self.allocate()  # what was thawed, and no optimizer holds
             # Slots in one order on all ranks, whichever of their parameters each uses.
             for unit in self._units:
                 for param in unit.params:
                     if param.flat.learns:
                         self.slot(param)
-        before, self._accumulates = self._accumulates, self._local is not None
+        before, self._in_no_sync = self._in_no_sync, self._unreduced is not None
         try:
             yield
         finally:
-            self._accumulates = before
+            self._in_no_sync = before
 
     def check_reduced(self) -> None:
         """Raise RuntimeError while whole sums of this rank wait for a reduction."""
-        if self._local is not None:
+        if self._unreduced is not None:
             for unit in self._units:
                 self._forget_cleared(unit)
-            waiting = next((param for unit in self._units for param in unit.params if self._local.has(param)), None)
+            waiting = next((param for unit in self._units for param in unit.params if self._unreduced.has(param)), None)
             if waiting is not None:
                 raise RuntimeError(
                     f"the gradient of {waiting.name} was added up inside handle.no_sync() and is not reduced over the ranks yet: "
                     "run the last micro-batch of a step outside of no_sync()"
                 )
 
-    def ahead(self, units: Sequence[Unit]) -> None:
+    def prefetch(self, units: Sequence[Unit]) -> None:
         """Backward comes to these units: start reading back gradients that spilled. Does not block."""
         for unit in units:
-            self._gradients.ahead(unit)
+            self._buffers.prefetch(unit)
 
-    def settle(self, unit: Unit | None = None) -> None:
+    def flush_spilled(self, unit: Unit | None = None) -> None:
         """Return when gradients that spill (of a unit; None: of all) are where updates read them. Raises: AioError."""
-        self._gradients.settle(unit)
+        self._buffers.flush(unit)
 
-    def let_go(self) -> None:
+    def free_offloaded(self) -> None:
         """A forward begins: free gradients on the device that have left it. Never blocks."""
-        if self._gradients.leaving is not None:
-            self._gradients.leaving.let_go()
+        if self._buffers.offload is not None:
+            self._buffers.offload.free_done()
 
     def backward_end(self) -> None:
         """Reduce what no Use claimed, in the order of units, and take all that is under way. Blocks."""
         if self._comm.world > 1:
-            if self._accumulates:
+            if self._in_no_sync:
                 for unit in list(self._fresh):
-                    self._add_up(unit)
+                    self._add_unreduced(unit)
             else:
                 waiting = self._comm.any_of([self._waits(unit) for unit in self._units])
                 for unit, has_some in zip(self._units, waiting, strict=True):
                     if has_some:
                         self._reduce(unit)
-            self._take_all(0)
-        self._gradients.backward_end()
+            self._finish(0)
+        self._buffers.backward_end()
 
     def reset(self) -> None:
         """Forget what an interrupted backward left. Blocks until nothing of it is under way."""
         self._fresh.clear()
         self._fresh_bytes = 0
-        while self._under_way:
-            self._under_way.popleft().op.finished()
-        self._gradients.reset()
+        while self._pending:
+            self._pending.popleft().op.finished()
+        self._buffers.reset()
 
-    def restored(self) -> None:
+    def forget(self) -> None:
         """The states are those of another step: nothing of the gradients before counts."""
-        if self._reducer is not None:
-            self._reducer.forget()
-        if self._local is not None:
-            self._local.forget()
+        if self._reduce_scatter is not None:
+            self._reduce_scatter.forget()
+        if self._unreduced is not None:
+            self._unreduced.clear()
 
     def accumulate(self, param: Param, grad: torch.Tensor) -> None:
         """Copy or add a gradient (this rank's part) into its slot, and show its stand-in in `p.grad`."""
@@ -214,50 +214,50 @@ class GradReducer:
         param.at_rest.grad = slot.stand_in
 
     def _waits(self, unit: Unit) -> bool:
-        if self._local is not None:
+        if self._unreduced is not None:
             self._forget_cleared(unit)
-        return bool(self._fresh.get(unit)) or (self._local is not None and self._local.any(unit))
+        return bool(self._fresh.get(unit)) or (self._unreduced is not None and self._unreduced.any(unit))
 
-    def _add_up(self, unit: Unit) -> None:
+    def _add_unreduced(self, unit: Unit) -> None:
         """Add the unit's fresh gradients to this rank's whole sums."""
-        assert self._local is not None
+        assert self._unreduced is not None
         fresh = self._fresh.pop(unit, {})
         self._fresh_bytes -= sizes(fresh)
         for param, grad in fresh.items():
             slot = self.slot(param)
-            if slot.expect(param.at_rest.grad):
-                self._local.drop(param)
-            self._local.add(param, grad)
+            if slot.expect_reduction(param.at_rest.grad):
+                self._unreduced.drop(param)
+            self._unreduced.add(param, grad)
             if param.at_rest.grad is None:
                 param.at_rest.grad = slot.stand_in
 
     def _forget_cleared(self, unit: Unit) -> None:
         """Drop sums whose gradients the loop has cleared."""
-        assert self._local is not None
-        for param in unit.params if self._local.any(unit) else ():
+        assert self._unreduced is not None
+        for param in unit.params if self._unreduced.any(unit) else ():
             slot = param.grad
-            if param.at_rest.grad is None or slot is None or (self._local.has(param) and not slot.unreduced):
-                self._local.drop(param)
+            if param.at_rest.grad is None or slot is None or (self._unreduced.has(param) and not slot.unreduced):
+                self._unreduced.drop(param)
 
     def _reduce(self, unit: Unit) -> None:
-        assert self._reducer is not None
+        assert self._reduce_scatter is not None
         terms: dict[Param, list[torch.Tensor]] = {}
-        if self._local is not None and self._local.any(unit):
+        if self._unreduced is not None and self._unreduced.any(unit):
             self._forget_cleared(unit)
-            terms = self._local.take(unit)
+            terms = self._unreduced.pop(unit)
             for param in terms:
                 assert param.grad is not None
                 param.grad.unreduced = False
         fresh = self._fresh.pop(unit, {})
         for param, grad in fresh.items():
             terms.setdefault(param, []).append(grad)
-        self._under_way.append(self._reducer.start(unit, terms, size_bytes=sizes(fresh)))
-        self._take_all(REDUCING_UNITS)
+        self._pending.append(self._reduce_scatter.start(unit, terms, size_bytes=sizes(fresh)))
+        self._finish(REDUCING_UNITS)
 
-    def _take_all(self, but: int) -> None:
+    def _finish(self, but: int) -> None:
         """Take what was reduced, in order, until no more than `but` units are under way. Blocks."""
-        while len(self._under_way) > but:
-            reduction = self._under_way.popleft()
+        while len(self._pending) > but:
+            reduction = self._pending.popleft()
             self._fresh_bytes -= reduction.size_bytes
             start = time.perf_counter()
             shards = reduction.shards(self._comm.rank)
@@ -266,11 +266,11 @@ class GradReducer:
                 if param.grad is not None and param.grad.unreduced:
                     param.grad.unreduced = False
                 self._mode.grad_ready(param, part)
-            self._gradients.unit_done(reduction.unit)
+            self._buffers.unit_done(reduction.unit)
             if reduction.unit.refs == 0:  # it went idle before this: the mode is told again
                 self._mode.unit_released(reduction.unit)
 
 
-def sizes(gradients: Mapping[Param, torch.Tensor]) -> int:
+def sizes(buffers: Mapping[Param, torch.Tensor]) -> int:
     """Bytes of these gradients."""
-    return sum(grad.numel() * grad.element_size() for grad in gradients.values())
+    return sum(grad.numel() * grad.element_size() for grad in buffers.values())

@@ -47,10 +47,10 @@ class SlotState(enum.Enum):
 class GradBacking(Protocol):
     """Where the gradients of several slots rest when it is not in memory of their own (`infinity._src.grads.spill`)."""
 
-    def bring(self, slot: GradSlot) -> torch.Tensor:
+    def read(self, slot: GradSlot) -> torch.Tensor:
         """The slot's values [this rank's part], valid until the next call. Blocks. Raises: AioError."""
 
-    def bring_to_write(self, slot: GradSlot) -> torch.Tensor:
+    def read_for_write(self, slot: GradSlot) -> torch.Tensor:
         """As `bring`, before they are written; what an empty slot gets is undefined. Blocks. Raises: AioError."""
 
 
@@ -93,33 +93,33 @@ class GradSlot:
 
     def __init__(
         self,
-        book: SlotBook,
+        registry: SlotBook,
         name: str,
         shape: torch.Size,
         tensor: torch.Tensor,
         *,
         on_zero: Callable[[], None] | None = None,
     ) -> None:
-        self.book = book
+        self.registry = registry
         self.name = name
         self.shape = shape
-        self.home: GradBacking | None = None
+        self.backing: GradBacking | None = None
         self.tensor = tensor
         self.state = SlotState.EMPTY
         self.log: list[LogEntry] = []
         self._reader: SlotReader | None = None
-        self._arriving: Ticket | None = None  # the copy from the device that fills the storage
-        self._left_in = -1  # the backward in which a gradient last left the device
-        self._back: tuple[Ticket, torch.Tensor] | None = None  # on its way back to the device, to be added to there
+        self._d2h: Ticket | None = None  # the copy from the device that fills the storage
+        self._offloaded_in = -1  # the backward in which a gradient last left the device
+        self._h2d: tuple[Ticket, torch.Tensor] | None = None  # on its way back to the device, to be added to there
         self._device_norm: torch.Tensor | None = None  # on the device: what `_part_norm` will be
         self._norm: float | None = None  # over all ranks; valid together with `_part_norm`
         self._part_norm: float | None = None  # this rank's part
         self._raw_norm: float | None = None  # this rank's part before the log; valid while there is a log
-        self._drains = 0  # since the slot was last empty
-        self._drains_before = 1  # the count the slot reached when it was last emptied
+        self._accumulations = 0  # since the slot was last empty
+        self._accumulations_before = 1  # the count the slot reached when it was last emptied
         self.unreduced = False  # this rank's whole sum waits for a reduction, besides what the slot holds
         self._on_zero = on_zero  # sets that sum to zeros, when the loop has
-        self._lost = False  # emptied while somebody may still have the stand-in
+        self._overwritten = False  # emptied while somebody may still have the stand-in
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -127,8 +127,8 @@ class GradSlot:
 
         Spilled: read back if need be, and valid until another slot's is asked for.
         """
-        self.arrive()
-        return self._tensor if self.home is None else self.home.bring(self)
+        self.wait_d2h()
+        return self._tensor if self.backing is None else self.backing.read(self)
 
     @tensor.setter
     def tensor(self, tensor: torch.Tensor) -> None:
@@ -155,28 +155,28 @@ class GradSlot:
     @property
     def _shaped(self) -> torch.Tensor:
         """The storage as torch would see it: its reductions may not order a 1-D sum as a 2-D one."""
-        self.arrive()
-        if self.home is None:
+        self.wait_d2h()
+        if self.backing is None:
             return self._own_shaped
-        tensor = self.home.bring(self)
+        tensor = self.backing.read(self)
         return tensor.view(self.shape) if self.whole else tensor
 
-    def move_to(self, tensor: torch.Tensor, home: GradBacking | None) -> None:
+    def move_to(self, tensor: torch.Tensor, backing: GradBacking | None) -> None:
         """Rest in other memory of the same size, or with a home (`tensor` then is on the meta device). Values go along."""
         values = self.tensor if self.state is SlotState.HELD else None
-        self.home, self.tensor = home, tensor
+        self.backing, self.tensor = backing, tensor
         if values is not None:
-            (tensor if home is None else home.bring_to_write(self)).copy_(values)
+            (tensor if backing is None else backing.read_for_write(self)).copy_(values)
 
-    def stay(self, tensor: torch.Tensor, home: GradBacking | None) -> None:
+    def undo_move(self, tensor: torch.Tensor, backing: GradBacking | None) -> None:
         """Rest where the values still are: moving away has failed."""
-        self.home, self.tensor = home, tensor
+        self.backing, self.tensor = backing, tensor
 
-    def arrive(self) -> None:
+    def wait_d2h(self) -> None:
         """Return when a gradient that is on its way from the device is here. Raises: DeviceCopyError."""
-        if self._arriving is not None:
-            self._arriving.wait_filled()
-            self._arriving = None
+        if self._d2h is not None:
+            self._d2h.wait_filled()
+            self._d2h = None
 
     # -- filling ---------------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class GradSlot:
 
         Raises: RuntimeError if `current` is the stand-in of another parameter.
         """
-        if current is self.stand_in and not self._lost:
+        if current is self.stand_in and not self._overwritten:
             return self.state
         if current is None:
             self.empty()
@@ -199,15 +199,15 @@ class GradSlot:
                     "is an ordinary tensor"
                 )
         else:
-            self._adopt(current)
-        if self._lost:
+            self._assign(current)
+        if self._overwritten:
             raise RuntimeError(
                 f"{self.name}.grad was taken away, and put back after other gradients came: it had spilled to NVMe, and its "
                 "values are gone; keep `p.grad.materialize()` instead, and assign that"
             )
         return self.state
 
-    def _adopt(self, grad: torch.Tensor) -> None:
+    def _assign(self, grad: torch.Tensor) -> None:
         if grad.shape != self.shape or not self.whole:
             raise RuntimeError(
                 f"{self.name}.grad was replaced by a tensor of shape {tuple(grad.shape)}; the engine takes one of shape "
@@ -215,7 +215,7 @@ class GradSlot:
             )
         self.empty()
         self.accumulate(grad)
-        self.arrive()  # it is the loop's tensor, which may change it from here on
+        self.wait_d2h()  # it is the loop's tensor, which may change it from here on
 
     def accumulate(self, grad: torch.Tensor) -> None:
         """Take one fresh gradient: the first is copied, later ones are added in the slot's dtype.
@@ -224,26 +224,26 @@ class GradSlot:
         """
         self._refuse_consumed()
         source = grad.detach() if grad.requires_grad else grad
-        self._will_mutate()
-        if self.book.leaving is not None and source.device == self.stand_in.device:
-            self._leave(source, self.book.leaving)
+        self._before_write()
+        if self.registry.offload is not None and source.device == self.stand_in.device:
+            self._accumulate_on_device(source, self.registry.offload)
             return
-        self.leave_it_here()
+        self.cancel_prefetch()
         target = self._shaped
         if source.shape != target.shape:
             source = source.reshape(target.shape)
         if self.state is SlotState.EMPTY:
             target.copy_(source)
             self.state = SlotState.HELD
-            self._drains = 1
+            self._accumulations = 1
         else:
             if self.log:
-                self._bake()
+                self._apply_log()
             target.add_(source if source.device == target.device else source.to(target.device))
-            self._drains += 1
+            self._accumulations += 1
         self._forget_norms()
         # The last drain of this step, if it is like the previous step: the data is hot now.
-        if self._drains >= self._drains_before or self.home is not None:
+        if self._accumulations >= self._accumulations_before or self.backing is not None:
             self._part_norm = self._compute_norm(2.0)
 
     def _refuse_consumed(self) -> None:
@@ -253,7 +253,7 @@ class GradSlot:
                 "call zero_grad() after opt.step(); with update='backward' gradients cannot add up over steps"
             )
 
-    def expect(self, current: torch.Tensor | None) -> bool:
+    def expect_reduction(self, current: torch.Tensor | None) -> bool:
         """A gradient of this rank has come that is reduced later; current: what is in `p.grad`. Returns whether it is the first
         since the slot was cleared, or reduced."""
         first = not self.unreduced or current is None
@@ -263,48 +263,48 @@ class GradSlot:
         self.unreduced = True
         return first
 
-    def _leave(self, source: torch.Tensor, leaving: GradOffload) -> None:
+    def _accumulate_on_device(self, source: torch.Tensor, offload: GradOffload) -> None:
         """`accumulate` on a device with memory of its own: it adds, takes the norm, and what comes of it goes on its way."""
         if self.state is SlotState.EMPTY:
             total = source.to(self.dtype)
-            self.state, self._drains = SlotState.HELD, 1
+            self.state, self._accumulations = SlotState.HELD, 1
         else:
             if self.log:
-                self._bake()
-            total = self._summed_so_far(source.device).add_(source.reshape(-1))
-            self._drains += 1
-        self._left_in = leaving.backwards
+                self._apply_log()
+            total = self._sum_on_device(source.device).add_(source.reshape(-1))
+            self._accumulations += 1
+        self._offloaded_in = offload.backwards
         self._forget_norms()
         self._device_norm = norm_there(total.view(self.shape) if self.whole else total.reshape(-1))
         # Of a small parameter a rank may have nothing.
-        self._arriving = leaving.send(total, self.tensor) if total.numel() else None
+        self._d2h = offload.copy_out(total, self.tensor) if total.numel() else None
 
-    def _summed_so_far(self, device: torch.device) -> torch.Tensor:
+    def _sum_on_device(self, device: torch.device) -> torch.Tensor:
         """What the slot holds, as a new tensor on the device."""
-        if self._back is None:
+        if self._h2d is None:
             return self.tensor.to(device, copy=True, non_blocking=True)
-        ticket, there = self._back
+        ticket, there = self._h2d
         ticket.wait_filled()
-        self._back = None
+        self._h2d = None
         return there
 
-    def bring_back(self, leaving: GradOffload) -> None:
+    def prefetch_to_device(self, offload: GradOffload) -> None:
         """Another gradient will come: start taking the sum so far to the device. Nothing where it has a home, or a log, or where
         this backward has brought its gradient already."""
-        came = self._left_in == leaving.backwards
-        if came or self._back is not None or self.state is not SlotState.HELD or self.home is not None or self.log:
+        came = self._offloaded_in == offload.backwards
+        if came or self._h2d is not None or self.state is not SlotState.HELD or self.backing is not None or self.log:
             return
         source = self.tensor
         there = torch.empty(self.numel, dtype=self.dtype, device=self.stand_in.device)
-        ticket = leaving.device.copy(there.data_ptr(), source.data_ptr(), self.numel * self.dtype.itemsize, out=True)
-        self._back = (ticket, there)
+        ticket = offload.device.copy(there.data_ptr(), source.data_ptr(), self.numel * self.dtype.itemsize, out=True)
+        self._h2d = (ticket, there)
 
-    def leave_it_here(self) -> None:
+    def cancel_prefetch(self) -> None:
         """What is on its way back to the device is not wanted. Its memory is free when nothing comes to it any more. Blocks."""
-        if self._back is None:
+        if self._h2d is None:
             return
-        interrupt = quiesce([self._back[0]])
-        self._back = None
+        interrupt = quiesce([self._h2d[0]])
+        self._h2d = None
         if interrupt is not None:
             raise interrupt
 
@@ -314,18 +314,18 @@ class GradSlot:
     def empty(self) -> None:
         """Forget the gradient, as `p.grad = None` does. The storage is left alone: an update may still read it."""
         if self.state is SlotState.HELD:
-            self._drains_before = max(1, self._drains)
-        self.leave_it_here()
+            self._accumulations_before = max(1, self._accumulations)
+        self.cancel_prefetch()
         self.state, self.unreduced = SlotState.EMPTY, False  # what of it waits for a reduction is dropped, too
-        self._drains = 0
+        self._accumulations = 0
         self.log.clear()
         self._forget_norms()
-        self._lost = False
+        self._overwritten = False
 
-    def lose(self) -> None:
+    def mark_overwritten(self) -> None:
         """Spilled, and in nobody's `p.grad`: its place is wanted for other gradients. If it comes back, that is an error."""
         self.empty()
-        self._lost = True
+        self._overwritten = True
 
     def consume(self) -> None:
         """An update has taken the gradient: the stand-in stays in `p.grad`, and raises when it is asked for values."""
@@ -342,11 +342,11 @@ class GradSlot:
         if self.state is SlotState.EMPTY:
             return
         self._require_held("zero_")
-        self.leave_it_here()
-        self._will_mutate()
+        self.cancel_prefetch()
+        self._before_write()
         self.tensor.zero_()
         self.log.clear()
-        self._drains_before, self._drains = max(1, self._drains), 0
+        self._accumulations_before, self._accumulations = max(1, self._accumulations), 0
         self._forget_norms()
         self._norm = self._part_norm = 0.0
 
@@ -371,14 +371,14 @@ class GradSlot:
     def norm(self, order: float = 2.0) -> float:
         """The norm of the whole gradient, in fp32. With several ranks a collective: every rank must ask."""
         self._require_held("norm")
-        return self.book.norms([self], order)[0]
+        return self.registry.norms([self], order)[0]
 
     def finite(self) -> bool:
         """Whether every element of this rank's part is finite after the log. Never communicates."""
         if self.state is not SlotState.HELD or self._bounded() or math.isfinite(self.part_norm()):
             return True
         # Squares overflow from 1.8e19 on, so an infinite norm does not yet condemn the gradient.
-        with self.book.scratch_lock:
+        with self.registry.scratch_lock:
             return all(bool(piece.isfinite().all()) for piece in self._replayed())
 
     def _bounded(self) -> bool:
@@ -446,16 +446,16 @@ class GradSlot:
                 "old reference; read p.grad again"
             )
 
-    def _will_mutate(self) -> None:
+    def _before_write(self) -> None:
         if self._reader is not None:
             self._reader.before_write(self)
-        if self.home is not None:
-            self.home.bring_to_write(self)
+        if self.backing is not None:
+            self.backing.read_for_write(self)
 
-    def _bake(self) -> None:
+    def _apply_log(self) -> None:
         """Replay the log on the storage: in fp32, then rounded to the slot's dtype."""
-        self.leave_it_here()
-        with self.book.scratch_lock:
+        self.cancel_prefetch()
+        with self.registry.scratch_lock:
             start = 0
             for piece in self._replayed():
                 self.tensor[start : start + piece.numel()].copy_(piece.view(-1))
@@ -468,7 +468,7 @@ class GradSlot:
         for start in range(0, self.numel, NORM_PIECE_NUMEL):
             part = self.tensor[start : start + NORM_PIECE_NUMEL]
             if part.dtype is not torch.float32 or self.log:
-                scratch = self.book.scratch(part.numel())
+                scratch = self.registry.scratch(part.numel())
                 scratch.copy_(part)
                 part = replay(scratch, self.log)
             yield part.view(self.shape) if part.numel() == self.shape.numel() else part
@@ -476,7 +476,7 @@ class GradSlot:
     def _compute_norm(self, order: float) -> float:
         if self._small and not self.log:  # one operation, which raises to fp32 on the way; the same bits
             return float(torch.linalg.vector_norm(self._shaped, order, dtype=torch.float32))
-        with self.book.scratch_lock:
+        with self.registry.scratch_lock:
             norms = [float(torch.linalg.vector_norm(piece, order)) for piece in self._replayed()]
         if len(norms) == 1:
             return norms[0]

@@ -80,21 +80,21 @@ class UnreducedGrads:
         for waiting in (self._present, self._zeroed):
             waiting.get(param.unit, set()).discard(param)
 
-    def take(self, unit: Unit) -> dict[Param, list[torch.Tensor]]:
+    def pop(self, unit: Unit) -> dict[Param, list[torch.Tensor]]:
         """What waits of the unit, each [numel], nothing for zeros: whoever takes it reads it before anything is added again."""
         found: dict[Param, list[torch.Tensor]] = {param: [] for param in self._zeroed.pop(unit, set())}
         for param in self._present.pop(unit, set()):
             found[param] = [self._sums[param.flat][param.offset : param.offset + param.numel]]
         return found
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Forget everything."""
         self._present.clear()
         self._zeroed.clear()
 
     def close(self) -> None:
         """Free the memory. Nothing may be under way."""
-        self.forget()
+        self.clear()
         self._sums.clear()
         for slab in self._slabs:
             slab.close()

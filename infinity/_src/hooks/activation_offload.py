@@ -34,7 +34,7 @@ from infinity._src._torch_compat import (
     watch_checkpoints,
 )
 from infinity._src.hooks import tensors
-from infinity._src.hooks.activation_store import Shelf, Shelved
+from infinity._src.hooks.activation_store import ActivationStore, StoredBytes
 from infinity._src.hooks.boundary import Boundary, Call, Remains, span_numel
 from infinity._src.params.unit import Unit
 from infinity._src.sizes import format_size
@@ -48,10 +48,10 @@ SMALLEST_BYTES = 64 << 10
 HELD_CALLS = 2
 """Calls at the end of a forward whose inputs stay: the one that runs, and the one before it."""
 
-AHEAD_CALLS = 2
+PREFETCH_CALLS = 2
 """Calls whose inputs come back ahead of the one that backward is at."""
 
-LEAVING_BYTES = 32 << 20
+STORING_BYTES_MAX = 32 << 20
 """Bytes on their way to the shelf, which are still in memory; or two of the largest tensors, if those are more."""
 
 _SEARCH_CALLS = 64  # micro-batches may lie between one call and the next in backward
@@ -99,7 +99,7 @@ class Activations:
 
     def __init__(
         self,
-        shelf: Shelf,
+        store: ActivationStore,
         model: torch.nn.Module,
         units: Sequence[Unit],
         timeline: Timeline,
@@ -110,7 +110,7 @@ class Activations:
         self._device = device or torch.device("cpu")
         self._frames = frames
         self._mark = object()  # in calls whose inputs these activations take
-        self._shelf = shelf
+        self._store = store
         self._names = {module: name for name, module in model.named_modules()}
         self._flats = [flat for unit in units for flat in unit.flats]
         self._timeline = timeline
@@ -120,9 +120,9 @@ class Activations:
         self._calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
         self._by_tensor: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()  # by id()
         self._recent: deque[list[weakref.ref[Boundary]]] = deque()
-        self._leaving: list[Boundary] = []  # their sources are being copied
-        self._storing: list[tuple[Shelved, str]] = []  # until they are written, or have failed
-        self._back: dict[int, Boundary] = {}  # with a target, by id()
+        self._storing: list[Boundary] = []  # their sources are being copied
+        self._stores: list[tuple[StoredBytes, str]] = []  # until they are written, or have failed
+        self._fetched: dict[int, Boundary] = {}  # with a target, by id()
         self._trash: deque[Remains] = deque()
         self._tasks: set[int] = set()
         self._fault: tuple[Ticket, str] | None = None
@@ -145,9 +145,9 @@ class Activations:
     def checkpoint_saved(self, call: CheckpointCall) -> None:
         """See `CheckpointWatcher`. Outside of a forward, a module of the model must have been entered, or be next."""
         if call.owner is self._mark:
-            self._take(call)
+            self._offload_inputs(call)
 
-    def entered(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def module_entered(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hooked module's forward begins: whose inputs a checkpoint has saved, or is about to."""
         call = getattr(self._here, "call", None)
         if call is None:
@@ -158,19 +158,19 @@ class Activations:
             if here.isdisjoint(map(id, call.inputs())):
                 return
             call.owner, call.label = self._mark, self._names.get(module, "")
-            self._take(call)  # nothing yet, if it is a reentrant one
+            self._offload_inputs(call)  # nothing yet, if it is a reentrant one
         elif call.owner is self._mark:
             call.label = self._names.get(module, "")
 
     # -- forward -----------------------------------------------------------------------------------------------------------
 
-    def _take(self, saved: CheckpointCall) -> None:
+    def _offload_inputs(self, saved: CheckpointCall) -> None:
         pairs = saved.pairs()
         if not pairs:
             return
         with self._lock:
             self._collect()
-            self._let_go()
+            self._drop_fetched()
             self._raise_fault()
             self._seen += 1
             self._numbers += 1
@@ -186,8 +186,8 @@ class Activations:
             while len(self._recent) > HELD_CALLS:
                 for ref in self._recent.popleft():
                     gone = ref()
-                    if gone is not None and not gone.shared and gone.shelved is None and gone.source is not None:
-                        self._store(gone)
+                    if gone is not None and not gone.shared and gone.stored is None and gone.source is not None:
+                        self._start_store(gone)
 
     def _boundary(self, tensor: torch.Tensor, call: Call) -> Boundary | None:
         """The boundary for a tensor that `call` saved; None for one that stays as torch keeps it."""
@@ -199,7 +199,7 @@ class Activations:
                     known.source = tensor.detach()
                     self._hold(known.span_bytes)
             return known
-        if not self._moves(tensor):
+        if not self._is_offloaded(tensor):
             self._kept += 1
             return None
         boundary = Boundary(tensor, call, self._trash)
@@ -208,7 +208,7 @@ class Activations:
         call.boundaries.append(weakref.ref(boundary))
         return boundary
 
-    def _moves(self, tensor: torch.Tensor) -> bool:
+    def _is_offloaded(self, tensor: torch.Tensor) -> bool:
         """Whether taking the tensor away frees memory worth the way, and its bytes are all there is to it."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return False
@@ -222,29 +222,29 @@ class Activations:
         address = address_of(tensor)
         return not any(0 <= address - address_of(flat.tensor) < flat.size_bytes for flat in self._flats)
 
-    def _store(self, boundary: Boundary) -> None:
+    def _start_store(self, boundary: Boundary) -> None:
         """Start a boundary's way to the shelf; waits while too many bytes are on it."""
         size = boundary.span_bytes
-        while self._leaving and sum(b.span_bytes for b in self._leaving) + size > max(LEAVING_BYTES, 2 * size):
-            oldest = self._leaving[0]
-            assert oldest.shelved is not None
-            self._wait(oldest.shelved.stored, f"the input of {oldest.call.label}", faults=False)
+        while self._storing and sum(b.span_bytes for b in self._storing) + size > max(STORING_BYTES_MAX, 2 * size):
+            oldest = self._storing[0]
+            assert oldest.stored is not None
+            self._wait(oldest.stored.written, f"the input of {oldest.call.label}", faults=False)
             self._collect()
             self._raise_fault()
         label = f"the input of {boundary.call.label}"
-        self._leaving.append(boundary)  # holds the memory that is copied from, whatever happens
+        self._storing.append(boundary)  # holds the memory that is copied from, whatever happens
         try:
             if self._broken:
-                self._shelf.mend()
+                self._store.recover()
                 self._broken = False
             assert boundary.source is not None
-            boundary.shelved = self._shelf.put(boundary.source.data_ptr(), size)
-            self._storing.append((boundary.shelved, label))
+            boundary.stored = self._store.store(boundary.source.data_ptr(), size)
+            self._stores.append((boundary.stored, label))
         except BaseException as error:
-            if boundary.shelved is None:
+            if boundary.stored is None:
                 if not isinstance(error, AioError):
-                    self._shelf.settle()  # interrupted: it may be on its way all the same
-                self._leaving.remove(boundary)
+                    self._store.wait_all()  # interrupted: it may be on its way all the same
+                self._storing.remove(boundary)
             if isinstance(error, AioError):
                 error.args = (f"{label} cannot be put away: {error}",)
             raise
@@ -255,11 +255,11 @@ class Activations:
     def _unpack(self, boundary: Boundary) -> torch.Tensor:
         """The tensor of a boundary, for autograd. Blocks until it is there."""
         with self._lock:
-            self._enter_task()
+            self._watch_task()
             self._collect()
             boundary.check_version()
-            for other in list(self._back.values()):
-                if other.handed and other.call is not boundary.call:
+            for other in list(self._fetched.values()):
+                if other.given and other.call is not boundary.call:
                     self._drop_target(other)
             if self._closed:
                 if boundary.source is None:
@@ -267,8 +267,8 @@ class Activations:
                 return boundary.source
             self._raise_fault()
             if boundary.source is None:
-                self._bring(boundary, Priority.DEMAND)
-            self._bring_ahead(boundary.call)
+                self._start_fetch(boundary, Priority.DEMAND)
+            self._prefetch(boundary.call)
             if boundary.source is not None:
                 return boundary.source
             assert boundary.fetch is not None
@@ -278,32 +278,32 @@ class Activations:
             except AioError:
                 self._drop_target(boundary)  # the next who wants it reads again
                 raise
-            boundary.handed = True
+            boundary.given = True
             return boundary.view()
 
-    def _bring(self, boundary: Boundary, priority: Priority) -> None:
+    def _start_fetch(self, boundary: Boundary, priority: Priority) -> None:
         """Start bringing a boundary's bytes back, if nobody has. Does not block."""
         if boundary.unwanted and boundary.fetch is not None:  # given up, and not ended yet
             self._wait(boundary.fetch, f"the input of {boundary.call.label}", faults=False)
             self._drop_target(boundary)
         if boundary.target is not None:
             return
-        assert boundary.shelved is not None
+        assert boundary.stored is not None
         with torch.inference_mode(False):
             target = torch.empty(boundary.lead + boundary.span, dtype=boundary.dtype, device=self._device)
-        boundary.target, boundary.handed = target, False
-        self._back[id(boundary)] = boundary
+        boundary.target, boundary.given = target, False
+        self._fetched[id(boundary)] = boundary
         self._hold(boundary.span_bytes)
         try:
             start = target.data_ptr() + boundary.lead * boundary.dtype.itemsize
-            boundary.fetch = self._shelf.fetch(boundary.shelved, start, priority)
+            boundary.fetch = self._store.fetch(boundary.stored, start, priority)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
-                self._shelf.settle()
+                self._store.wait_all()
             self._drop_target(boundary)
             raise
 
-    def _bring_ahead(self, call: Call) -> None:
+    def _prefetch(self, call: Call) -> None:
         """Start bringing back what the calls before `call` saved: backward comes to them next."""
         found = 0
         for number in range(call.number, max(call.number - _SEARCH_CALLS, 0), -1):
@@ -311,14 +311,14 @@ class Activations:
             if earlier is None:
                 continue
             found += earlier is not call
-            if found > AHEAD_CALLS:
+            if found > PREFETCH_CALLS:
                 return
             for ref in earlier.boundaries:
                 boundary = ref()
                 if boundary is not None and boundary.source is None:
-                    self._bring(boundary, Priority.PREFETCH)
+                    self._start_fetch(boundary, Priority.PREFETCH)
 
-    def _enter_task(self) -> None:
+    def _watch_task(self) -> None:
         """See to it that nothing stays that a backward brought back and did not use."""
         task = graph_task_id()
         if task != NO_TASK and task not in self._tasks:
@@ -329,14 +329,14 @@ class Activations:
         with self._lock:
             self._tasks.discard(task)
             if not self._tasks:
-                self._let_go()
+                self._drop_fetched()
 
     # -- memory --------------------------------------------------------------------------------------------------------------
 
-    def _let_go(self) -> None:
+    def _drop_fetched(self) -> None:
         """No backward runs: what came back goes."""
         self._tasks.clear()
-        for boundary in list(self._back.values()):
+        for boundary in list(self._fetched.values()):
             self._drop_target(boundary)
 
     def _drop_target(self, boundary: Boundary) -> None:
@@ -347,29 +347,29 @@ class Activations:
                 boundary.unwanted = True
                 return
         boundary.target = boundary.fetch = None
-        boundary.handed = boundary.unwanted = False
-        if self._back.pop(id(boundary), None) is not None:
+        boundary.given = boundary.unwanted = False
+        if self._fetched.pop(id(boundary), None) is not None:
             self._held_bytes -= boundary.span_bytes
 
     def _collect(self) -> None:
         """Free what has arrived, and what no graph holds. Does not block."""
-        for boundary in [b for b in self._leaving if b.shelved is not None and b.shelved.stored.filled]:
-            self._leaving.remove(boundary)
-            assert boundary.shelved is not None
-            if not boundary.shelved.stored.failed and not boundary.shared:
+        for boundary in [b for b in self._storing if b.stored is not None and b.stored.written.filled]:
+            self._storing.remove(boundary)
+            assert boundary.stored is not None
+            if not boundary.stored.written.failed and not boundary.shared:
                 boundary.source = None
                 self._held_bytes -= boundary.span_bytes
-        for boundary in [b for b in self._back.values() if b.unwanted]:
+        for boundary in [b for b in self._fetched.values() if b.unwanted]:
             self._drop_target(boundary)
-        for shelved, label in [of for of in self._storing if of[0].stored.done]:
-            self._storing.remove((shelved, label))
-            if shelved.stored.failed and self._fault is None:
-                self._fault = (shelved.stored, label)
+        for stored, label in [of for of in self._stores if of[0].written.done]:
+            self._stores.remove((stored, label))
+            if stored.written.failed and self._fault is None:
+                self._fault = (stored.written, label)
         while self._trash:
             remains = self._trash.popleft()
             self._held_bytes -= remains.memory_bytes
-            if remains.shelved is not None:
-                self._shelf.give_back(remains.shelved)
+            if remains.stored is not None:
+                self._store.free(remains.stored)
 
     def _hold(self, size_bytes: int) -> None:
         self._held_bytes += size_bytes
@@ -427,9 +427,9 @@ class Activations:
         with self._lock:
             self._collect()
             return ActivationFigures(
-                self._shelf.stored_bytes,
-                self._shelf.fetched_bytes,
-                self._shelf.rest_bytes_peak,
+                self._store.stored_bytes,
+                self._store.fetched_bytes,
+                self._store.rest_bytes_peak,
                 self._held_peak,
                 self._wait_s,
                 self._seen,
@@ -442,9 +442,9 @@ class Activations:
         with self._lock:
             self._collect()  # what is on the shelf leaves memory, whether or not a call has come by since it arrived
             self._closed = True
-            self._leaving.clear()
             self._storing.clear()
+            self._stores.clear()
             self._recent.clear()
-            for boundary in self._back.values():
+            for boundary in self._fetched.values():
                 boundary.target = boundary.fetch = None
-            self._back.clear()
+            self._fetched.clear()

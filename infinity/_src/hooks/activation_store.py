@@ -32,26 +32,26 @@ _FIRST_KEY = 1 << 62  # chunks of states count from 0
 
 
 @dataclasses.dataclass(eq=False)
-class Shelved:
+class StoredBytes:
     """`size_bytes` bytes at rest, or on their way there. `stored`: tells when their source may go."""
 
     size_bytes: int
-    stored: Ticket
+    written: Ticket
     fetches: list[Ticket] = dataclasses.field(default_factory=list)
 
     @property
     def idle(self) -> bool:
         """Whether nothing moves from or to it."""
-        return self.stored.done and all(ticket.done for ticket in self.fetches)
+        return self.written.done and all(ticket.done for ticket in self.fetches)
 
     @property
     def broken(self) -> bool:
         """Whether something that moved from or to it failed."""
-        return self.stored.failed or any(ticket.failed for ticket in self.fetches)
+        return self.written.failed or any(ticket.failed for ticket in self.fetches)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class OnDrives(Shelved):
+class StoredOnNvme(StoredBytes):
     """Shelved on NVMe."""
 
     ids: npt.NDArray[np.int32]  # [chunks]
@@ -61,36 +61,36 @@ class OnDrives(Shelved):
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class InMemory(Shelved):
+class StoredInHostMemory(StoredBytes):
     """Shelved in pinned CPU memory."""
 
     slab: Slab
 
 
-class Shelf(Protocol):
+class ActivationStore(Protocol):
     """Somewhere off the compute device where bytes can lie until backward. Calls do not block."""
 
     stored_bytes: int
     fetched_bytes: int
     rest_bytes_peak: int
 
-    def put(self, address: int, size_bytes: int) -> Any:
-        """Start taking `size_bytes` at `address`, which must live until `stored.filled`. Returns its `Shelved`."""
+    def store(self, address: int, size_bytes: int) -> Any:
+        """Start taking `size_bytes` at `address`, which must live until `stored.filled`. Returns its `StoredBytes`."""
 
-    def fetch(self, shelved: Any, address: int, priority: Priority) -> Ticket:
+    def fetch(self, stored: Any, address: int, priority: Priority) -> Ticket:
         """Start bringing the bytes to `address`."""
 
-    def give_back(self, shelved: Any) -> None:
+    def free(self, stored: Any) -> None:
         """The bytes are wanted no more."""
 
-    def mend(self) -> None:
+    def recover(self) -> None:
         """After a fault: try whether the place can be written again. Blocks. Raises: the AioError when it cannot."""
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """Block until nothing moves, whatever becomes of it."""
 
 
-class DriveShelf:
+class NvmeActivationStore:
     """A shelf on NVMe. Not safe from several threads at once. sums_on: keep checksums, which the executor then verifies.
 
     device: where the bytes come from and go to.
@@ -101,81 +101,81 @@ class DriveShelf:
         self._device = device or Device(torch.device("cpu"))
         self._space = space
         self._sums_on = sums_on
-        self._free: dict[int, list[OnDrives]] = {}  # idle, by size, the size that was last used last
-        self._leaving: list[OnDrives] = []  # given back while something still moved
+        self._free: dict[int, list[StoredOnNvme]] = {}  # idle, by size, the size that was last used last
+        self._freed: list[StoredOnNvme] = []  # given back while something still moved
         self._key = _FIRST_KEY
         self._rest_bytes = 0
         self.stored_bytes = 0
         self.fetched_bytes = 0
         self.rest_bytes_peak = 0
 
-    def put(self, address: int, size_bytes: int) -> OnDrives:
+    def store(self, address: int, size_bytes: int) -> StoredOnNvme:
         """See `Shelf.put`. Raises: SwapFullError when the drives have no room."""
         self._collect()
         if size_bytes in self._free:
-            shelved = self._take_free(size_bytes)
-            shelved.fetches.clear()
-            ids, starts = shelved.ids, shelved.starts
-            shelved.stored = self._move(JobKind.STORE, ids, starts, address, Priority.WRITEBACK)
+            stored = self._reuse(size_bytes)
+            stored.fetches.clear()
+            ids, starts = stored.ids, stored.starts
+            stored.written = self._move(JobKind.STORE, ids, starts, address, Priority.WRITEBACK)
         else:
-            self._make_room(size_bytes)
+            self._drop_idle(size_bytes)
             ids, starts, places, sums = self._define(size_bytes)
-            stored = self._move(JobKind.STORE, ids, starts, address, Priority.WRITEBACK)
-            shelved = OnDrives(size_bytes, stored, ids=ids, starts=starts, places=places, sums=sums)
+            written = self._move(JobKind.STORE, ids, starts, address, Priority.WRITEBACK)
+            stored = StoredOnNvme(size_bytes, written, ids=ids, starts=starts, places=places, sums=sums)
         self.stored_bytes += size_bytes
-        return shelved
+        return stored
 
-    def fetch(self, shelved: OnDrives, address: int, priority: Priority) -> Ticket:
+    def fetch(self, stored: StoredOnNvme, address: int, priority: Priority) -> Ticket:
         """See `Shelf.fetch`. What is still being stored is read after that."""
-        ticket = self._move(JobKind.FETCH, shelved.ids, shelved.starts, address, priority)
-        shelved.fetches.append(ticket)
-        self.fetched_bytes += shelved.size_bytes
+        ticket = self._move(JobKind.FETCH, stored.ids, stored.starts, address, priority)
+        stored.fetches.append(ticket)
+        self.fetched_bytes += stored.size_bytes
         return ticket
 
-    def give_back(self, shelved: OnDrives) -> None:
+    def free(self, stored: StoredOnNvme) -> None:
         """See `Shelf.give_back`."""
-        self._leaving.append(shelved)
+        self._freed.append(stored)
 
-    def mend(self) -> None:
+    def recover(self) -> None:
         """See `Shelf.mend`."""
         self._collect()
         self._executor.recover().wait()
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """See `Shelf.settle`."""
         self._executor.wait_all()
 
     def _collect(self) -> None:
         """Take what was given back and no longer moves: into the free list, or out of the books after a fault."""
-        leaving, self._leaving = self._leaving, []
-        for shelved in leaving:
-            if not shelved.idle:
-                self._leaving.append(shelved)
-            elif shelved.broken:
-                self._forget(shelved)
+        freed, self._freed = self._freed, []
+        for stored in freed:
+            if not stored.idle:
+                self._freed.append(stored)
+            elif stored.broken:
+                self._drop(stored)
             else:
                 # Newest size last: what is forgotten first is what was not wanted for longest.
-                kept = self._free.pop(shelved.size_bytes, [])
-                self._free[shelved.size_bytes] = [*kept, shelved]
+                kept = self._free.pop(stored.size_bytes, [])
+                self._free[stored.size_bytes] = [*kept, stored]
 
-    def _make_room(self, size_bytes: int) -> None:
+    def _drop_idle(self, size_bytes: int) -> None:
         """Forget idle ones of other sizes until `size_bytes` of them are given back: with lengths that change from step
         to step the files would else grow by all of them."""
         while size_bytes > 0 and self._free:
-            shelved = self._take_free(next(iter(self._free)))
-            self._forget(shelved)
-            size_bytes -= shelved.size_bytes
+            stored = self._reuse(next(iter(self._free)))
+            self._drop(stored)
+            size_bytes -= stored.size_bytes
 
-    def _take_free(self, size_bytes: int) -> OnDrives:
+    def _reuse(self, size_bytes: int) -> StoredOnNvme:
         free = self._free[size_bytes]
-        shelved = free.pop()
+        stored = free.pop()
         if not free:
             del self._free[size_bytes]
-        return shelved
+        return stored
 
-    def _forget(self, shelved: OnDrives) -> None:
-        self._executor.drop(shelved.ids)
-        for place in shelved.places:
+    def _drop(self, stored: StoredOnNvme) -> None:
+        self._executor.drop(stored.ids)
+        for place in stored.places:
             self._space.free(place)
             self._rest_bytes -= place.size_bytes
 
@@ -221,7 +221,7 @@ class DriveShelf:
         return self._executor.submit(jobs, priority=priority)
 
 
-class HostShelf:
+class HostActivationStore:
     """A shelf in pinned CPU memory, for a device with memory of its own. Not safe from several threads at once.
 
     It grows in the first steps, to what they need: how much that is depends on the batch. Places are used again, by size; those
@@ -230,57 +230,57 @@ class HostShelf:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._free: dict[int, list[InMemory]] = {}  # idle, by size, the size that was last used last
-        self._used: set[InMemory] = set()
-        self._leaving: list[InMemory] = []
+        self._free: dict[int, list[StoredInHostMemory]] = {}  # idle, by size, the size that was last used last
+        self._used: set[StoredInHostMemory] = set()
+        self._freed: list[StoredInHostMemory] = []
         self._rest_bytes = 0
         self.stored_bytes = 0
         self.fetched_bytes = 0
         self.rest_bytes_peak = 0
 
-    def put(self, address: int, size_bytes: int) -> InMemory:
+    def store(self, address: int, size_bytes: int) -> StoredInHostMemory:
         """See `Shelf.put`. Raises: MemoryError when the machine has no room, DeviceCopyError when it cannot be pinned."""
         self._collect()
-        slab = self._place(size_bytes)
-        stored = self._device.copy(slab.address, address, size_bytes, out=False)
-        shelved = InMemory(size_bytes, stored, slab=slab)
-        self._used.add(shelved)
+        slab = self._slab_of(size_bytes)
+        written = self._device.copy(slab.address, address, size_bytes, out=False)
+        stored = StoredInHostMemory(size_bytes, written, slab=slab)
+        self._used.add(stored)
         self.stored_bytes += size_bytes
-        return shelved
+        return stored
 
-    def fetch(self, shelved: InMemory, address: int, priority: Priority) -> Ticket:  # noqa: ARG002 - there is no queue
+    def fetch(self, stored: StoredInHostMemory, address: int, priority: Priority) -> Ticket:  # noqa: ARG002 - there is no queue
         """See `Shelf.fetch`."""
-        while not shelved.stored.filled:  # the two directions do not wait for each other
-            shelved.stored.wait_filled()
-        ticket = self._device.copy(address, shelved.slab.address, shelved.size_bytes, out=True)
-        shelved.fetches.append(ticket)
-        self.fetched_bytes += shelved.size_bytes
+        while not stored.written.filled:  # the two directions do not wait for each other
+            stored.written.wait_filled()
+        ticket = self._device.copy(address, stored.slab.address, stored.size_bytes, out=True)
+        stored.fetches.append(ticket)
+        self.fetched_bytes += stored.size_bytes
         return ticket
 
-    def give_back(self, shelved: InMemory) -> None:
+    def free(self, stored: StoredInHostMemory) -> None:
         """See `Shelf.give_back`."""
-        self._used.discard(shelved)
-        self._leaving.append(shelved)
+        self._used.discard(stored)
+        self._freed.append(stored)
 
-    def mend(self) -> None:
+    def recover(self) -> None:
         """See `Shelf.mend`. There is nothing to try: the next copy tells."""
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """See `Shelf.settle`."""
-        for shelved in (*self._used, *self._leaving):
-            for ticket in (shelved.stored, *shelved.fetches):
+        for stored in (*self._used, *self._freed):
+            for ticket in (stored.written, *stored.fetches):
                 with contextlib.suppress(AioError):
                     ticket.wait()
 
     def close(self) -> None:
         """Free all of it. Nothing may be under way."""
-        for shelved in (*self._used, *self._leaving, *(one for kept in self._free.values() for one in kept)):
-            self._drop(shelved)
+        for stored in (*self._used, *self._freed, *(one for kept in self._free.values() for one in kept)):
+            self._drop(stored)
         self._used.clear()
-        self._leaving.clear()
+        self._freed.clear()
         self._free.clear()
 
-    def _place(self, size_bytes: int) -> Slab:
+    def _slab_of(self, size_bytes: int) -> Slab:
         free = self._free.get(size_bytes)
         if free:
             found = free.pop()
@@ -288,8 +288,8 @@ class HostShelf:
                 del self._free[size_bytes]
             return found.slab
         while self._free:
-            for shelved in self._free.pop(next(iter(self._free))):
-                self._drop(shelved)
+            for stored in self._free.pop(next(iter(self._free))):
+                self._drop(stored)
         slab = Slab(size_bytes)
         try:
             self._device.pin(slab)
@@ -301,18 +301,18 @@ class HostShelf:
         return slab
 
     def _collect(self) -> None:
-        leaving, self._leaving = self._leaving, []
-        for shelved in leaving:
-            if not shelved.idle:
-                self._leaving.append(shelved)
+        freed, self._freed = self._freed, []
+        for stored in freed:
+            if not stored.idle:
+                self._freed.append(stored)
                 continue
-            kept = self._free.pop(shelved.size_bytes, [])
-            self._free[shelved.size_bytes] = [*kept, shelved]
+            kept = self._free.pop(stored.size_bytes, [])
+            self._free[stored.size_bytes] = [*kept, stored]
 
-    def _drop(self, shelved: InMemory) -> None:
-        self._device.unpin(shelved.slab)
-        shelved.slab.close()
-        self._rest_bytes -= shelved.slab.size_bytes
+    def _drop(self, stored: StoredInHostMemory) -> None:
+        self._device.unpin(stored.slab)
+        stored.slab.close()
+        self._rest_bytes -= stored.slab.size_bytes
 
 
 def _records(sizes: Sequence[int], key: int) -> npt.NDArray[Any]:

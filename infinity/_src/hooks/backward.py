@@ -44,7 +44,7 @@ class BackwardUse:
         if self.active and self.task == graph_task_id():
             self.backward.finish(self)
 
-    def listen(self, inputs: list[torch.Tensor], device: torch.device) -> None:
+    def hook_inputs(self, inputs: list[torch.Tensor], device: torch.device) -> None:
         """Finish when the gradient of the first of `inputs` is complete. Called before forward modifies them.
 
         device: that of the units. Nodes of other devices have their own queue, and no order against these.
@@ -53,7 +53,7 @@ class BackwardUse:
             if tensor.requires_grad and tensor.grad_fn is not None and tensor.device == device:
                 tensor.register_hook(self.finish)
 
-    def bind(self, outputs: list[torch.Tensor], first_node: int) -> None:
+    def hook_outputs(self, outputs: list[torch.Tensor], first_node: int) -> None:
         """Start when backward reaches one of `outputs`. first_node: sequence number when the call began; what was
         made before it was only passed through, and would gather the units again after they are done."""
         for tensor in outputs:
@@ -103,11 +103,11 @@ class Backward:
                 held = 0
                 try:
                     for slots in use.held:
-                        slots.enter()
+                        slots.acquire()
                         held += 1
                 except BaseException:
                     for slots in use.held[:held]:
-                        slots.leave(check=False)
+                        slots.release(check=False)
                     raise
                 use.active = True
             use.task = graph_task_id()
@@ -141,7 +141,7 @@ class Backward:
                 for use in uses:
                     use.active = False
                     for slots in use.held:
-                        slots.leave(check=False)
+                        slots.release(check=False)
 
     def _end_task(self, task: int) -> None:
         """The graph task has ended. It is forgotten last: where something here raises, the backward has broken off, and `reset`
@@ -161,27 +161,27 @@ class Backward:
                 self._residency.unit_done(slots.unit)
         except BaseException:  # a drive, or another rank, has failed: no reset will find this Use
             for slots in use.held:
-                slots.leave(check=False)
+                slots.release(check=False)
             raise
         failure: Exception | None = None
         for slots in use.held:
             try:
-                slots.leave()
+                slots.release()
             except Exception as error:  # noqa: BLE001  raised below, when the other units are released
                 failure = failure or error
         if failure is not None:
             raise failure
 
-    def drain_hook(self, param: Param) -> Callable[[torch.Tensor], None]:
+    def grad_hook(self, param: Param) -> Callable[[torch.Tensor], None]:
         """A post-accumulate hook that hands the gradient of a gathered parameter to the residency."""
 
-        def drain(tensor: torch.Tensor) -> None:
+        def accumulate(tensor: torch.Tensor) -> None:
             grad = tensor.grad
             if grad is None or type(grad) is not torch.Tensor:  # a stand-in that took the gradient itself
                 return
             tensor.grad = None
             with self._lock:
                 self.task()
-                self._residency.drain(param, grad if grad.layout is torch.strided else grad.to_dense())
+                self._residency.accumulate_grad(param, grad if grad.layout is torch.strided else grad.to_dense())
 
-        return drain
+        return accumulate

@@ -13,7 +13,7 @@ from collections import deque
 import torch
 
 from infinity._src._torch_compat import CheckpointCall, version_of, version_witness
-from infinity._src.hooks.activation_store import Shelved
+from infinity._src.hooks.activation_store import StoredBytes
 from infinity.aio import Ticket
 
 
@@ -44,14 +44,14 @@ class Boundary:
         "call",
         "dtype",
         "fetch",
-        "handed",
+        "given",
         "lead",
         "original",
         "shape",
         "shared",
-        "shelved",
         "source",
         "span",
+        "stored",
         "stride",
         "target",
         "trash",
@@ -70,10 +70,10 @@ class Boundary:
         self.version = version_of(tensor)
         self.witness = version_witness(tensor)
         self.source: torch.Tensor | None = tensor.detach()
-        self.shelved: Shelved | None = None
+        self.stored: StoredBytes | None = None
         self.target: torch.Tensor | None = None  # [lead + span] of dtype
         self.fetch: Ticket | None = None
-        self.handed = False  # the target was given to backward
+        self.given = False  # the target was given to backward
         self.unwanted = False  # the target goes as soon as nothing comes to it
         self.shared = False
         self.trash = trash
@@ -105,7 +105,7 @@ class Boundary:
         # Any thread, at any moment, may come by here: what is to be done is only noted.
         self.trash.append(
             Remains(
-                self.shelved,
+                self.stored,
                 self.span_bytes * ((self.source is not None) + (self.target is not None)),
             )
         )
@@ -115,7 +115,7 @@ class Boundary:
 class Remains:
     """What a boundary leaves that no graph holds any more."""
 
-    shelved: Shelved | None
+    stored: StoredBytes | None
     memory_bytes: int
 
 

@@ -83,9 +83,9 @@ class Lifecycle:
         self._lock = threading.RLock()
         self._frames = frames if frames is not None else FrameStack()
         self._backward = Backward(residency, self._lock)
-        self._drained: set[Param] = set()
+        self._grad_hooked: set[Param] = set()
         self._installed: Installed = install(model, units, self)
-        self._slots: dict[Unit, UnitRefs] = {
+        self._refs: dict[Unit, UnitRefs] = {
             unit: UnitRefs(
                 unit,
                 residency,
@@ -95,7 +95,7 @@ class Lifecycle:
         }
         for unit in units:
             for param in unit.params:
-                self._drain(param)
+                self._hook_grad(param)
                 for hook in self._installed.post_accumulate.get(param, ()):
                     param.at_rest.register_post_accumulate_grad_hook(hook)
         self._hooked: dict[torch.nn.Module, list[UnitRefs]] = {}
@@ -142,21 +142,21 @@ class Lifecycle:
                 uninstall(self._installed)
                 self.closed = self._backward.closed = True
 
-    def slots_of(self, unit: Unit) -> UnitRefs:
+    def refs_of(self, unit: Unit) -> UnitRefs:
         """The references to `unit`."""
-        return self._slots[unit]
+        return self._refs[unit]
 
-    def drain_into(self, window: Window) -> None:
+    def hook_window(self, window: Window) -> None:
         """Drain the gradients that reach an open window; refuse them where training computes with other values than it shows."""
-        slots = self._slots[window.param.unit]
+        refs = self._refs[window.param.unit]
 
         def check(_grad: torch.Tensor) -> None:
             with self._lock:
                 self._backward.task()  # a backward runs, also where it has met no unit yet
-                slots.check_age(window=False)
+                refs.check_version(window=False)
 
         window.tensor.register_hook(check)
-        window.tensor.register_post_accumulate_grad_hook(self._backward.drain_hook(window.param))
+        window.tensor.register_post_accumulate_grad_hook(self._backward.grad_hook(window.param))
 
     # -- Owner of the at-rest parameters ---------------------------------------------------------------------------------
 
@@ -173,16 +173,16 @@ class Lifecycle:
 
         Recompute inside backward may run without a frame: the Use of the call is active then, and holds the unit.
         """
-        slots = self._slots[param.unit]
+        refs = self._refs[param.unit]
         if not self._frames:
-            return param.gathered if slots.entered and graph_task_id() != NO_TASK else None
+            return param.gathered if refs.acquired and graph_task_id() != NO_TASK else None
         frame = self._frames[-1]
         if not frame.running_here:
             return None
-        if not slots.entered:
+        if not refs.acquired:
             with self._lock:
-                slots.enter()
-                frame.held.append(slots)
+                refs.acquire()
+                frame.held.append(refs)
         return param.gathered
 
     def where(self, param: Param) -> str:
@@ -199,7 +199,7 @@ class Lifecycle:
         window = self.windows.get(param)
         if window is not None:
             window.tensor.requires_grad_(flag)
-        self._drain(param)
+        self._hook_grad(param)
 
     def load(self, param: Param, value: torch.Tensor) -> None:
         """Set the values from a state dict. value: the shape is checked, the dtype is cast as `copy_` does."""
@@ -212,7 +212,7 @@ class Lifecycle:
         """Hook the modules of units, and all above them: those hold what they look up themselves."""
         for unit in self.units:
             for module in unit.modules:
-                self._hooked.setdefault(module, []).append(self._slots[unit])
+                self._hooked.setdefault(module, []).append(self._refs[unit])
         for module in self._hooked:
             self._attributes[module] = tensors.AttributeWatch(module)
         named = dict(self.model.named_modules(remove_duplicate=False))
@@ -236,13 +236,13 @@ class Lifecycle:
             frame = Frame(module, calling_module_frame(), threading.get_ident(), sequence_number(), outermost)
             self._frames.append(frame)  # before anything can raise: the post hook is always called, and pops it
             if self._activations is not None:
-                self._activations.entered(module, args, kwargs)
-            for slots in self._hooked[module]:
-                slots.enter()
-                frame.held.append(slots)
+                self._activations.module_entered(module, args, kwargs)
+            for refs in self._hooked[module]:
+                refs.acquire()
+                frame.held.append(refs)
             if torch.is_grad_enabled():
                 frame.use = BackwardUse(self._backward)
-                frame.use.listen(tensors.in_arguments(args, kwargs), self._device)
+                frame.use.hook_inputs(tensors.in_arguments(args, kwargs), self._device)
 
     def _find_place(self) -> bool:
         """Whether this forward is the outermost one; clears what an interrupted one left, if so."""
@@ -274,10 +274,10 @@ class Lifecycle:
                 return
             try:
                 if frame.held and output is not None:
-                    self._leave_use(frame, output)
+                    self._hook_backward(frame, output)
             finally:
                 try:
-                    self._leave_units(frame, check=True)
+                    self._release_units(frame, check=True)
                 finally:
                     if frame.outermost:
                         if (error := frame.raised) is not None:
@@ -291,12 +291,12 @@ class Lifecycle:
             frame = self._frames[index]
             if frame.module is module and (frame.caller is None or caller is None or frame.caller is caller):
                 for stale in reversed(self._frames[index + 1 :]):
-                    self._leave_units(stale, check=False)
+                    self._release_units(stale, check=False)
                 del self._frames[index:]
                 return frame
         return None
 
-    def _leave_use(self, frame: Frame, output: Any) -> None:
+    def _hook_backward(self, frame: Frame, output: Any) -> None:
         """Let backward gather the frame's units again; keep gathered what the output still shows."""
         found = tensors.in_output(output)
         watch = self._attributes.get(frame.module)
@@ -304,9 +304,9 @@ class Lifecycle:
             found += watch.found()
         use = frame.use or BackwardUse(self._backward)
         use.held = tuple(frame.held)
-        for slots in use.held:
-            self.residency.use_left(slots.unit)
-        use.bind(found, frame.first_node)
+        for refs in use.held:
+            self.residency.use_left(refs.unit)
+        use.hook_outputs(found, frame.first_node)
         for tensor in found:
             param = self._param_shown_by(tensor, frame)
             if param is None:
@@ -316,31 +316,31 @@ class Lifecycle:
                     f"the output of {type(frame.module).__name__} is {param.name}, or a view of it, whose values are "
                     "released when forward ends; return a copy (`.clone()`)"
                 )
-            slots = self._slots[param.unit]
+            refs = self._refs[param.unit]
             above = self._frames[-1]
-            if slots not in above.held:
-                slots.enter()
-                above.held.append(slots)
+            if refs not in above.held:
+                refs.acquire()
+                above.held.append(refs)
 
     def _param_shown_by(self, tensor: torch.Tensor, frame: Frame) -> Param | None:
         """The parameter of the frame's units whose storage `tensor` shares."""
         address = address_of(tensor)
         if address == 0:
             return None
-        for slots in frame.held:
-            for flat in slots.unit.flats:
+        for refs in frame.held:
+            for flat in refs.unit.flats:
                 offset = address - address_of(flat.tensor)
                 if 0 <= offset < flat.size_bytes:
                     start = offset // flat.layout.itemsize
                     return next((p for p in reversed(flat.params) if p.offset <= start), flat.params[0])
         return None
 
-    def _leave_units(self, frame: Frame, *, check: bool) -> None:
+    def _release_units(self, frame: Frame, *, check: bool) -> None:
         """Release what the frame holds. All are released even when a check raises; the first error is raised."""
         failure: Exception | None = None
         while frame.held:
             try:
-                frame.held.pop().leave(check=check)
+                frame.held.pop().release(check=check)
             except Exception as error:  # noqa: BLE001  raised below, when the others are released
                 failure = failure or error
         if failure is not None:
@@ -352,16 +352,16 @@ class Lifecycle:
         frames = list(self._frames)
         self._frames.clear()  # the same list: activations look at it
         for frame in reversed(frames):
-            self._leave_units(frame, check=False)
+            self._release_units(frame, check=False)
         self._backward.reset()
         self.residency.reset()
 
-    def _drain(self, param: Param) -> None:
+    def _hook_grad(self, param: Param) -> None:
         """Drain the parameter's gradients from now on, if it can have some."""
-        if param.gathered.requires_grad and param not in self._drained:
-            self._drained.add(param)
+        if param.gathered.requires_grad and param not in self._grad_hooked:
+            self._grad_hooked.add(param)
             param.flat.learns = True
-            hook = self._backward.drain_hook(param)
+            hook = self._backward.grad_hook(param)
             param.gathered.register_post_accumulate_grad_hook(hook)
             # A custom autograd Function that was handed the parameter at rest gives its gradient to that leaf.
             register_post_accumulate(param.at_rest, hook)

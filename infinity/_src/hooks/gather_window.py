@@ -56,16 +56,16 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
     well = False
     try:
         for unit in units:
-            slots = lifecycle.slots_of(unit)
-            slots.hold()
-            held.append(slots)
-            slots.check_age(window=True)
+            refs = lifecycle.refs_of(unit)
+            refs.add_ref()
+            held.append(refs)
+            refs.check_version(window=True)
         for param in params:
             window = Window(param)
             if window.tensor.requires_grad:
-                lifecycle.drain_into(window)
+                lifecycle.hook_window(window)
             lifecycle.windows[param] = window
-            lifecycle.slots_of(param.unit).windows.append(window)
+            lifecycle.refs_of(param.unit).windows.append(window)
             opened.append(window)
         yield
         well = True
@@ -73,8 +73,8 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
         try:
             _close(lifecycle, opened, together=well)
         finally:
-            for slots in reversed(held):
-                slots.release()
+            for refs in reversed(held):
+                refs.drop_ref()
 
 
 def _close(lifecycle: Lifecycle, opened: list[Window], *, together: bool) -> None:
@@ -85,9 +85,9 @@ def _close(lifecycle: Lifecycle, opened: list[Window], *, together: bool) -> Non
     others' (`dist.broadcast`) is no write that torch counts.
     """
     for window in opened:
-        slots = lifecycle.slots_of(window.param.unit)
-        slots.note_window_writes()
-        slots.windows.remove(window)
+        refs = lifecycle.refs_of(window.param.unit)
+        refs.note_window_writes()
+        refs.windows.remove(window)
         del lifecycle.windows[window.param]
         bump_version(window.tensor)
     failure: Exception | None = None

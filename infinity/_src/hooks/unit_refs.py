@@ -36,7 +36,7 @@ class Window:
         self.written = False
         self._seen_version = version_of(self.tensor)
 
-    def take_write(self) -> bool:
+    def poll_write(self) -> bool:
         """Whether it was written to since the last call."""
         version = version_of(self.tensor)
         changed = version != self._seen_version
@@ -52,7 +52,7 @@ class UnitRefs:
         self.unit = unit
         self.windows: list[Window] = []
         self._residency = residency
-        self._entered = 0  # the frames and Uses among the references
+        self._acquired = 0  # the frames and Uses among the references
         self._versions: list[int] = []
         self._stamped_generation: int | None = None
         self._spoilt = False
@@ -66,18 +66,18 @@ class UnitRefs:
         ]
 
     @property
-    def entered(self) -> bool:
+    def acquired(self) -> bool:
         """Whether the gathered parameters lie in the slots."""
-        return self._entered > 0
+        return self._acquired > 0
 
-    def hold(self) -> None:
+    def add_ref(self) -> None:
         """Count a reference; blocks until the unit is gathered."""
         unit = self.unit
         if unit.refs == 0:
             self._residency.demand(unit)
             assert unit.gathered, f"{unit.name} was demanded and is not gathered"
         else:
-            self.check_age(window=False)
+            self.check_version(window=False)
         if self._stamped_generation != unit.generation:
             self._versions = gathered.stamp(unit)
             self._stamped_generation = unit.generation
@@ -85,7 +85,7 @@ class UnitRefs:
             self.note_window_writes()
         unit.refs += 1
 
-    def check_age(self, *, window: bool) -> None:
+    def check_version(self, *, window: bool) -> None:
         """Raise if a training pass would take what `gather()` shows; or, with `window`, the reverse."""
         if self._residency.mixes(self.unit, window=window):
             raise RuntimeError(
@@ -95,7 +95,7 @@ class UnitRefs:
                 "without gradients may be inside)"
             )
 
-    def release(self) -> None:
+    def drop_ref(self) -> None:
         """Give a reference back."""
         unit = self.unit
         assert unit.refs > 0, f"{unit.name} was released more often than it was held"
@@ -106,22 +106,22 @@ class UnitRefs:
                 self._residency.discard(unit)
             self._residency.idle(unit)
 
-    def enter(self) -> None:
+    def acquire(self) -> None:
         """Hold, and put the gathered parameters into the slots."""
-        if self._entered == 0:
-            self._check_slots()
-            self.hold()
+        if self._acquired == 0:
+            self._check_modules()
+            self.add_ref()
             for parameters, attr, _, tensor in self._sites:
                 put(parameters, attr, tensor)
         else:
-            self.hold()
-        self._entered += 1
+            self.add_ref()
+        self._acquired += 1
 
-    def leave(self, *, check: bool = True) -> None:
+    def release(self, *, check: bool = True) -> None:
         """Undo `enter`. check: raise WeightWritten if forward wrote to a parameter; the unit is released first."""
-        self._entered -= 1
+        self._acquired -= 1
         written: list[str] = []
-        if self._entered == 0:
+        if self._acquired == 0:
             for parameters, attr, at_rest, _ in self._sites:
                 put(parameters, attr, at_rest)
             versions = [tensor._version for tensor in self._gathered]
@@ -133,7 +133,7 @@ class UnitRefs:
                 ]
                 self._spoilt = True
                 self._stamped_generation = None
-        self.release()
+        self.drop_ref()
         if written and check:
             raise WeightWritten(
                 f"forward wrote to {', '.join(written)}: a write to an offloaded parameter inside forward is lost. Write "
@@ -143,11 +143,11 @@ class UnitRefs:
     def note_window_writes(self) -> None:
         """What was written through a window modifies the gathered parameter too, for the graphs that saved it."""
         for window in self.windows:
-            if window.take_write():
+            if window.poll_write():
                 bump_version(window.param.gathered)
         self._versions = [version_of(tensor) for tensor in self._gathered]
 
-    def _check_slots(self) -> None:
+    def _check_modules(self) -> None:
         for attributes, parameters in self._modules:
             if attributes.get("_parameters") is not parameters:
                 raise ReplacedOutsideEngine(f"the parameters of a module of {self.unit.name} {_REPLACED}")

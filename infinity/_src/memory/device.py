@@ -109,7 +109,7 @@ class Device:
         self._pool = None
 
 
-LEAVING_UNITS = 2
+OFFLOADING_UNITS = 2
 """Fresh gradients of so many of the largest units may be on their way from the device; then backward waits."""
 
 
@@ -127,7 +127,7 @@ class GradOffload:
         self.bytes_peak = 0
         self.backwards = 0  # that have ended
 
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> Ticket:
+    def copy_out(self, source: torch.Tensor, target: torch.Tensor) -> Ticket:
         """Start copying `source` (on the device) to `target` (pinned, contiguous), both of one dtype and size.
 
         Blocks while too much is on its way. `source` may be changed by nobody from here on.
@@ -144,20 +144,20 @@ class GradOffload:
         return ticket
 
     def _make_room(self, size_bytes: int) -> None:
-        self.let_go()
+        self.free_done()
         while self._flights and self._bytes + size_bytes > self._bytes_max:
             ticket, source = self._flights[0]
             ticket.wait_filled()
             self._flights.popleft()
-            self._let_go(source)
+            self._free(source)
 
-    def let_go(self) -> None:
+    def free_done(self) -> None:
         """Free what has arrived. Never blocks."""
         while self._flights and self._flights[0][0].filled:
             _, source = self._flights.popleft()
-            self._let_go(source)
+            self._free(source)
 
-    def _let_go(self, source: torch.Tensor) -> None:
+    def _free(self, source: torch.Tensor) -> None:
         """It has arrived: its memory is the allocator's again, for kernels that are launched from here on."""
         self._bytes -= source.numel() * source.element_size()
 

@@ -89,7 +89,7 @@ class GradWindows:
             size_bytes = gradient.numel() * gradient.element_size()
             target = memory[at : at + size_bytes].view(gradient.dtype)
             at += round_up(size_bytes, _ALIGNMENT_BYTES)
-            tickets.append(self._leaving.send(gradient, target))
+            tickets.append(self._leaving.copy_out(gradient, target))
             found[param] = target
         self._at[unit], self._tickets[unit] = index, tickets
         self._due.append(unit)

@@ -81,7 +81,7 @@ class Unsharder(Gathering):
         """The outermost forward begins: a training forward when gradients are enabled."""
         if not self.passes.in_backward:
             self._rest.pin()
-            self.gradients.let_go()
+            self.gradients.free_offloaded()
             trains = torch.is_grad_enabled()
             self.passes.forward_start(trains=trains)
             self.clock.enter("forward" if trains else "evaluation", quiet=trains and not self._mode.updates_pending)
@@ -137,10 +137,10 @@ class Unsharder(Gathering):
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
-    def drain(self, param: Param, grad: torch.Tensor) -> None:
+    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]."""
         with profiled(f"infinity: drain {param.name}"):
-            self.gradients.drain(param, grad)
+            self.gradients.accumulate_grad(param, grad)
 
     def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
         """Make `grad` [param.shape] the parameter's whole gradient."""

@@ -140,7 +140,7 @@ class Residency(Protocol):
     def idle(self, unit: Unit) -> None:
         """The unit's reference count fell to 0: it may be evicted, now or later."""
 
-    def drain(self, param: Param, grad: torch.Tensor) -> None:
+    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape] and make the stand-in the at-rest parameter's `.grad`."""
 
     def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:

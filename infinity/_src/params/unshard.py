@@ -133,7 +133,7 @@ class Gathering:
             self._fill(unit, Priority.DEMAND, view)
         self.prefetch_ahead()
         if self.passes.in_backward:
-            self.gradients.ahead([unit, *(self.units[index] for index in itertools.islice(self.schedule.upcoming(), 1))])
+            self.gradients.prefetch([unit, *(self.units[index] for index in itertools.islice(self.schedule.upcoming(), 1))])
         if not ready:
             self._finish_fill(unit)
 

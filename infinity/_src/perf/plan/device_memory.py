@@ -20,8 +20,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from infinity._src.hooks.activation_offload import HELD_CALLS, LEAVING_BYTES
-from infinity._src.memory.device import LEAVING_UNITS
+from infinity._src.hooks.activation_offload import HELD_CALLS, STORING_BYTES_MAX
+from infinity._src.memory.device import OFFLOADING_UNITS
 from infinity._src.optim.backward_update import UNITS_AHEAD
 from infinity._src.optim.device_update import AHEAD_CHUNKS
 from infinity._src.optim.grad_windows import WINDOW_UNITS
@@ -82,7 +82,7 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     largest = float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world))
     early = job.update == "backward" and not job.speculates
     if machine.gpus:
-        waiting = 1 + (WINDOW_UNITS if early else LEAVING_UNITS)
+        waiting = 1 + (WINDOW_UNITS if early else OFFLOADING_UNITS)
     else:
         waiting = UNITS_AHEAD if early else 1
     parts = {
@@ -128,7 +128,7 @@ def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, flo
     one = float(tokens * shape.itemsize * shape.width)
     inputs = float(tokens * shape.boundary_bytes_per_token)
     if job.activations != "device":
-        inputs = min(inputs, HELD_CALLS * one + max(2 * one, LEAVING_BYTES))
+        inputs = min(inputs, HELD_CALLS * one + max(2 * one, STORING_BYTES_MAX))
     found = {"inputs of blocks": inputs}
     if logits > block:
         found["logits and loss (estimated)"] = logits
