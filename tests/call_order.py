@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from infinity._src.grads.reducer import GradReducer
+from infinity._src.grads.reduce import GradReducer
 from infinity._src.grads.slot import GradSlot
 from infinity._src.optim.backward_update import BackwardUpdate
 from infinity._src.optim.delayed_update import DelayedUpdate

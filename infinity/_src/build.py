@@ -31,10 +31,10 @@ from infinity._src.config import Policy
 from infinity._src.distributed.collectives import Comm
 from infinity._src.distributed.setup import RankSetup
 from infinity._src.grads.buffers import GradBuffers
-from infinity._src.grads.proxy import GradRegistry
-from infinity._src.grads.reducer import GradReducer
-from infinity._src.hooks.forward import Lifecycle, attach
-from infinity._src.hooks.frames import FrameStack
+from infinity._src.grads.proxy import GradProxy
+from infinity._src.grads.reduce import GradReducer
+from infinity._src.grads.slot import GradRegistry
+from infinity._src.hooks.forward import FrameStack, Lifecycle, attach
 from infinity._src.memory.device import OFFLOADING_UNITS, Device, GradOffload, open_device
 from infinity._src.memory.heap import Heap
 from infinity._src.memory.node_resources import NodeResources, sharing
@@ -302,7 +302,8 @@ def choose_mode(split: Split, tiers: Tiers) -> UpdateMode:
 def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.ExitStack) -> Grads:
     """The way of gradients when backward makes them."""
     comm, ranks = split.comm, split.ranks
-    registry = GradRegistry(comm.sum_floats if comm.world > 1 else None, offload=tiers.offload)
+    reduce_sum = comm.sum_floats if comm.world > 1 else None
+    registry = GradRegistry(GradProxy.of, reduce_sum, offload=tiers.offload)
     if tiers.offload is not None:
         undo.callback(tiers.offload.close)
     undo.callback(registry.release)

@@ -13,7 +13,7 @@ from infinity._src.checkpoint.run_files import RunFiles
 from infinity._src.config import Policy
 from infinity._src.hooks.activation_offload import ActivationFigures, Activations
 from infinity._src.hooks.activation_store import HostActivationStore, NvmeActivationStore
-from infinity._src.hooks.frames import FrameStack
+from infinity._src.hooks.forward import FrameStack
 from infinity._src.memory import numa
 from infinity._src.memory.device import Device
 from infinity._src.memory.node_resources import NodeResources

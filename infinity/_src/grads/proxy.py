@@ -16,30 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from infinity._src._torch_compat import NO_TORCH_FUNCTION
-from infinity._src.grads.norms import NORM_PIECE_NUMEL, raise_unsupported
-from infinity._src.grads.registry import SlotBook
-from infinity._src.grads.slot import LOG_MAX, GradSlot, SlotState
-
-__all__ = ["LOG_MAX", "NORM_PIECE_NUMEL", "GradProxy", "GradRegistry", "GradSlot", "SlotState"]
-
-
-class GradRegistry(SlotBook):
-    """The gradient slots of one model, each with its stand-in."""
-
-    def add(
-        self,
-        name: str,
-        shape: torch.Size,
-        tensor: torch.Tensor,
-        device: torch.device,
-        *,
-        on_zero: Callable[[], None] | None = None,
-    ) -> GradSlot:
-        """Make the slot of one parameter; all ranks add the same parameters in the same order. on_zero: see `GradSlot`."""
-        slot = GradSlot(self, name, shape, tensor, on_zero=on_zero)
-        slot.stand_in = GradProxy.of(slot, device)
-        self.slots.append(slot)
-        return slot
+from infinity._src.grads.slot import GradSlot, SlotState, raise_unsupported
 
 
 class GradProxy(torch.Tensor):

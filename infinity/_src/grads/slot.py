@@ -18,19 +18,56 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn, Protocol
 
 import torch
 
-from infinity._src.grads.norms import NORM_PIECE_NUMEL, LogEntry, norm_there, replay, to_fp32
 from infinity._src.memory.device import GradOffload
 from infinity._src.params.quiet import quiesce
 from infinity.aio import Ticket
 from infinity.errors import AioError
 
-if TYPE_CHECKING:
-    from infinity._src.grads.registry import SlotBook
+NORM_PIECE_NUMEL = 1 << 24  # 64 MiB of fp32 scratch per model, however large its embedding is
+LogEntry = tuple[str, float]
+
+
+def replay(value: torch.Tensor, log: Sequence[LogEntry]) -> torch.Tensor:
+    """Apply the log in place to an fp32 tensor, one rounding per entry."""
+    for kind, factor in log:
+        value.mul_(factor) if kind == "mul" else value.div_(factor)
+    return value
+
+
+def norm_there(gradient: torch.Tensor) -> torch.Tensor:
+    """The norm of a gradient by the rule of `GradSlot`, as a scalar on its device, which nobody waits for."""
+    if gradient.numel() <= NORM_PIECE_NUMEL:
+        norm: torch.Tensor = torch.linalg.vector_norm(gradient.float())
+        return norm
+    pieces = gradient.reshape(-1).split(NORM_PIECE_NUMEL)
+    whole: torch.Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(piece.float()) for piece in pieces]))
+    return whole
+
+
+def to_fp32(value: float) -> float:
+    """The number as fp32 rounds it."""
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def raise_unsupported(name: str, operation: str) -> NoReturn:
+    """Raise the error of an operation that a stand-in cannot answer, with the way that works."""
+    if "clamp" in operation or "clip" in operation:
+        way = "clip by norm (torch.nn.utils.clip_grad_norm_), or assign p.grad.materialize().clamp(...) to p.grad"
+    elif "addc" in operation or "lerp" in operation or "_fused_" in operation or "foreach_add" in operation:
+        way = "step with infinity's AdamW, SGD, Lion or Elementwise, which take the gradients where they rest"
+    else:
+        way = (
+            "it answers norms, `*=`, `/=`, zero_ and GradScaler; p.grad.materialize() returns its values on the CPU, and "
+            "a tensor assigned to p.grad takes their place"
+        )
+    raise RuntimeError(f"{name}.grad rests in CPU memory and does not support {operation}: {way}")
+
 
 _SMALL_NUMEL = 1 << 16  # up to here a norm may allocate its fp32 copy instead of taking the scratch
 LOG_MAX = 8  # entries that the update kernels replay (`hyper.log_kind` of native/infinity.h)
@@ -93,7 +130,7 @@ class GradSlot:
 
     def __init__(
         self,
-        registry: SlotBook,
+        registry: GradRegistry,
         name: str,
         shape: torch.Size,
         tensor: torch.Tensor,
@@ -483,3 +520,108 @@ class GradSlot:
         return (
             float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float32), order)) if norms else 0.0
         )
+
+
+SumReduce = Callable[[list[float]], list[float]]
+StandInOf = Callable[[GradSlot, torch.device], torch.Tensor]
+
+
+class GradRegistry:
+    """The gradient slots of one model: the fp32 scratch that they share, and their norms over all ranks.
+
+    `stand_in_of` makes what `p.grad` is for a slot on a device. `reduce_sum` adds a list of floats over the ranks in a fixed order and is called with the same length on all; None
+    on one rank.
+    """
+
+    def __init__(
+        self,
+        stand_in_of: StandInOf,
+        reduce_sum: SumReduce | None = None,
+        *,
+        offload: GradOffload | None = None,
+    ) -> None:
+        self._stand_in_of = stand_in_of
+        self.slots: list[GradSlot] = []
+        self.scratch_lock = threading.Lock()  # gradients may be drained by one thread per device
+        self.offload = offload  # where the device has memory of its own
+        self._reduce_sum = reduce_sum
+        self._scratch = torch.empty(0, dtype=torch.float32)
+        self._factor: tuple[torch.Tensor, int, float] | None = None
+
+    def add(
+        self,
+        name: str,
+        shape: torch.Size,
+        tensor: torch.Tensor,
+        device: torch.device,
+        *,
+        on_zero: Callable[[], None] | None = None,
+    ) -> GradSlot:
+        """Make the slot of one parameter, with its stand-in. All ranks add the same parameters in
+        the same order. on_zero: see `GradSlot`."""
+        slot = GradSlot(self, name, shape, tensor, on_zero=on_zero)
+        slot.stand_in = self._stand_in_of(slot, device)
+        self.slots.append(slot)
+        return slot
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch that the largest slot needs; `reserve` allocates them."""
+        return 4 * min(NORM_PIECE_NUMEL, max((slot.numel for slot in self.slots), default=0))
+
+    def reserve(self) -> None:
+        """Allocate the scratch, so that no step does."""
+        self._scratch = torch.empty(self.scratch_bytes // 4, dtype=torch.float32)
+
+    def release(self) -> None:
+        """Free the scratch; a norm that is asked for later takes what it needs."""
+        with self.scratch_lock:
+            self._scratch = torch.empty(0, dtype=torch.float32)
+
+    def scratch(self, numel: int) -> torch.Tensor:
+        """The first `numel` elements of the scratch; hold `scratch_lock`."""
+        if self._scratch.numel() < numel:
+            self._scratch = torch.empty(numel, dtype=torch.float32)
+        return self._scratch[:numel]
+
+    def norms(self, slots: Sequence[GradSlot], order: float = 2.0) -> list[float]:
+        """The norms of whole gradients, fp32 values. One reduction for all of them, and for later calls: with
+        several ranks the 2-norms of every slot are reduced together, so one norm at a time costs no more.
+
+        Raises: RuntimeError for orders that do not add up over pieces (0, negative; on several ranks inf).
+        """
+        if not order > 0:
+            raise_unsupported(slots[0].name, f"a norm of order {order}")
+        if self._reduce_sum is None:
+            return [slot.part_norm(order) for slot in slots]
+        if math.isinf(order):
+            raise_unsupported(slots[0].name, "an inf-norm while it is split over ranks")
+        if order != 2.0:
+            sums = self._reduce_sum([slot.part_norm(order) ** order for slot in slots])
+            return [to_fp32(total ** (1.0 / order)) for total in sums]
+        if any(slot._norm is None for slot in slots):
+            # All slots, also the empty ones: the reduction then has the same length on every rank.
+            parts = [slot.part_norm() if slot.state is SlotState.HELD else 0.0 for slot in self.slots]
+            for slot, total in zip(
+                self.slots, self._reduce_sum([part * part for part in parts]), strict=True
+            ):
+                slot._norm = to_fp32(math.sqrt(total)) if total >= 0 else math.nan
+        return [slot._norm for slot in slots if slot._norm is not None]
+
+    def finite(self, slots: Sequence[GradSlot]) -> bool:
+        """Whether these gradients are finite on every rank. With several ranks a collective."""
+        mine = all(slot.finite() for slot in slots)
+        if self._reduce_sum is None:
+            return mine
+        return self._reduce_sum([0.0 if mine else 1.0])[0] == 0.0
+
+    def factor(self, value: torch.Tensor | float) -> float:
+        """A scaling factor as the fp32 number that torch would use. Reads a device scalar once, however often asked."""
+        if not isinstance(value, torch.Tensor):
+            return to_fp32(float(value))
+        cached = self._factor
+        if cached is not None and cached[0] is value and cached[1] == value._version:
+            return cached[2]
+        number = value.detach().to(torch.float32).item()
+        self._factor = (value, value._version, number)
+        return number

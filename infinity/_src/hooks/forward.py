@@ -11,9 +11,12 @@ active Uses, active frames and open windows.
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,20 +28,61 @@ from infinity._src._torch_compat import (
     calling_module_frame,
     dynamo_disable,
     graph_task_id,
+    is_running,
     register_post_accumulate,
     sequence_number,
 )
 from infinity._src.hooks import tensors
 from infinity._src.hooks.activation_offload import Activations
 from infinity._src.hooks.backward import Backward, BackwardUse
-from infinity._src.hooks.frames import Frame, FrameStack
 from infinity._src.hooks.gather_window import Gatherable, open_windows
-from infinity._src.hooks.install import Installed, install, uninstall
+from infinity._src.hooks.module_params import Installed, install, uninstall
 from infinity._src.hooks.state_dict import Check, hook_state_dict
 from infinity._src.hooks.unit_refs import UnitRefs, Window
 from infinity._src.kernels.tiling.tiled_module import keep_uncompiled
 from infinity._src.params.unit import Param, Residency, Unit
 from infinity.errors import EngineClosed, ParameterReleased
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Frame:
+    """A hooked module whose forward is running."""
+
+    module: torch.nn.Module
+    caller: FrameType | None  # the Python frame of its __call__; tells whether it still runs
+    thread: int
+    first_node: int  # sequence number of the first autograd node that it can make
+    outermost: bool
+    held: list[UnitRefs] = dataclasses.field(default_factory=list)
+    use: BackwardUse | None = None
+    # Handled when it began: an exception that leaves the frame is another one.
+    handled: BaseException | None = dataclasses.field(default_factory=lambda: sys.exc_info()[1])
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs, in whatever thread. KeyboardInterrupt leaves frames behind."""
+        return self.caller is None or is_running(self.caller, self.thread)
+
+    @property
+    def raised(self) -> BaseException | None:
+        """The exception that leaves it now, in its post hook."""
+        error = sys.exc_info()[1]
+        return None if error is self.handled else error
+
+    @property
+    def running_here(self) -> bool:
+        """Whether it still runs, in this thread."""
+        return self.thread == threading.get_ident() and self.alive
+
+
+class FrameStack(list[Frame]):
+    """The frames of one model. The life cycle pushes and pops them; activations ask whether one
+    runs."""
+
+    @property
+    def running_here(self) -> bool:
+        """Whether a forward of the model runs in this thread."""
+        return bool(self) and self[-1].running_here
 
 
 class Hook:
@@ -84,7 +128,9 @@ class Lifecycle:
         self._frames = frames if frames is not None else FrameStack()
         self._backward = Backward(residency, self._lock)
         self._grad_hooked: set[Param] = set()
-        self._installed: Installed = install(model, units, self)
+        self._installed: Installed = install(
+            model, units, owner=self, on_demand=self.in_forward, read=residency.read
+        )
         self._refs: dict[Unit, UnitRefs] = {
             unit: UnitRefs(
                 unit,

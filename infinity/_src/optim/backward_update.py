@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from infinity._src._torch_compat import NO_TASK, graph_task_id
-from infinity._src.grads.proxy import SlotState
+from infinity._src.grads.slot import SlotState
 from infinity._src.kernels.update import all_finite
 from infinity._src.memory.device import Device
 from infinity._src.optim.grad_windows import LAG_UNITS, GradWindows

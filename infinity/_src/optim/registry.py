@@ -15,7 +15,7 @@ from typing import Any
 
 from infinity._src.config import Policy
 from infinity._src.grads.buffers import GradBuffers
-from infinity._src.grads.proxy import GradRegistry
+from infinity._src.grads.slot import GradRegistry
 from infinity._src.memory.planner import PlacementPlanner
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.step_consensus import told_of_holding

@@ -18,7 +18,7 @@ import torch
 
 from infinity._src.distributed.collectives import Comm
 from infinity._src.distributed.fingerprint import digest, named
-from infinity._src.grads.proxy import SlotState
+from infinity._src.grads.slot import SlotState
 from infinity._src.kernels.state_codec import decode_sections, encode_sections
 from infinity._src.params.chunk_buffer import ChunkBuffer, Span, spans_of
 from infinity._src.params.residency import Unsharder

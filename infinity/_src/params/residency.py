@@ -17,7 +17,7 @@ import torch
 from infinity._src._torch_compat import graph_is_kept, profiled
 from infinity._src.distributed.collectives import Comm
 from infinity._src.distributed.fingerprint import digest, named
-from infinity._src.grads.reducer import GradReducer
+from infinity._src.grads.reduce import GradReducer
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param as gathered

@@ -17,7 +17,7 @@ from infinity._src.kernels.tiling.tiled_module import Place, Tile, whole_name
 from infinity._src.memory.layout import FlatLayout
 
 if TYPE_CHECKING:
-    from infinity._src.grads.proxy import GradSlot
+    from infinity._src.grads.slot import GradSlot
     from infinity._src.params.sharded_param import ShardedParameter
     from infinity._src.params.unsharded_param import UnshardedParameter
 

@@ -23,7 +23,7 @@ import torch
 
 from infinity._src._torch_compat import profiled
 from infinity._src.distributed.collectives import Comm
-from infinity._src.grads.reducer import GradReducer
+from infinity._src.grads.reduce import GradReducer
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param as gathered

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src.grads.buffers import GradBuffers
-from infinity._src.grads.proxy import GradRegistry, GradSlot, SlotState
+from infinity._src.grads.proxy import GradProxy
+from infinity._src.grads.slot import GradRegistry, GradSlot, SlotState
 from infinity._src.grads.spill import SpilledGradients
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params.unit import Flat, Param, Unit
@@ -96,7 +97,7 @@ class Model:
     """Units with one flat each, and their slots: spilled (`drive`) or in memory."""
 
     def __init__(self, units: int, drive: Drive | None, windows: int = 3) -> None:
-        self.registry = GradRegistry()
+        self.registry = GradRegistry(GradProxy.of)
         self.units = [Unit(index, f"unit.{index}", ()) for index in range(units)]
         self.params: list[Param] = []
         self.memory = GradBuffers(0, None)

@@ -17,10 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from infinity._src.hooks import activation_offload as module
-from infinity._src.hooks.activation_offload import Activations
+from infinity._src.hooks.activation_offload import Activations, span_numel
 from infinity._src.hooks.activation_store import CHUNK_BYTES, NvmeActivationStore
-from infinity._src.hooks.boundary import span_numel
-from infinity._src.hooks.frames import FrameStack
+from infinity._src.hooks.forward import FrameStack
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.telemetry import Timeline
 from infinity.aio import Executor, Fault, PoolSpec, Seam, open_executor

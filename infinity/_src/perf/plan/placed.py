@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 
-from infinity._src.grads.proxy import NORM_PIECE_NUMEL
+from infinity._src.grads.slot import NORM_PIECE_NUMEL
 from infinity._src.memory.layout import FlatLayout, plan_flat
 from infinity._src.memory.needs import FlatNeed, Load
 from infinity._src.memory.placement import Plan, plan_placement
