@@ -135,7 +135,7 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
         found["parameters gathered, at most"] = Tiers(device=handle.stats().gathered_bytes_peak)
     reducer, kept = handle.parts.grads.reducer, handle.residency._fills.kept
     if reducer._unreduced is not None:
-        found["whole sums of gradients"] = Tiers(cpu=sum(slab.size_bytes for slab in reducer._unreduced._slabs))
+        found["whole sums of gradients"] = Tiers(cpu=reducer._unreduced.size_bytes)
     if kept is not None:
         size = sum(part.nbytes for part in kept._parts.values())
         if policy.hpz is None:

@@ -214,16 +214,10 @@ def take_apart(
 def open_tiers(split: Split, seam: Seam | None, owner: Owner, undo: contextlib.ExitStack) -> Tiers:
     """Plan the budget and open what holds values. Nothing rests yet. Raises: BudgetError,
     SwapFullError, OSError."""
-    policy, ranks = split.policy, split.ranks
+    policy = split.policy
     largest = max((unit.size_bytes for unit in split.units), default=0)
     offload = GradOffload(split.device, OFFLOADING_UNITS * largest) if split.device.copies else None
-    buffers = GradBuffers(
-        split.comm.rank,
-        policy.grad_dtype,
-        split.device,
-        # The parts of several ranks come back when they are added to.
-        offload=None if ranks.several else offload,
-    )
+    buffers = GradBuffers(split.comm.rank, policy.grad_dtype, split.device)
     planner = PlacementPlanner(
         policy,
         split.flats,
@@ -316,6 +310,8 @@ def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.E
         mode=mode,
         reduce_scatter=ranks.reduce_scatter(learning, tiers.buffers, undo),
         unreduced=ranks.local_sums(learning, tiers.buffers, undo),
+        # The parts of several ranks come back when they are added to.
+        offload=None if ranks.several else tiers.offload,
     )
     return Grads(registry, reducer)
 
