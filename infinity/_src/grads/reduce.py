@@ -3,15 +3,16 @@
     one rank        accumulate_grad(p, grad) -> mode.grad_ready(p, grad)
     several ranks   accumulate_grad(p, grad) -> unit_done -> reduce-scatter, while backward goes on
                     -> mode.grad_ready(p, this rank's part of the mean)
-    no_sync         accumulate_grad(p, grad) -> unit_done -> whole sums of this rank, which the first
-                    backward outside of no_sync reduces (accumulate="local" and stage 1)
+    no_sync         accumulate_grad(p, grad) -> unit_done -> whole sums of this rank; the first
+                    backward outside of no_sync reduces them (accumulate="local" and stage 1)
 
-`mode.grad_ready` puts the gradient into its slot by `GradReducer.accumulate`; update="backward" takes
-it straight into an update instead.
+`mode.grad_ready` puts the gradient into its slot by `GradReducer.accumulate`; update="backward"
+takes it straight into an update instead.
 
-A unit is reduced by one exchange, in a lane of its own. Flags of the parameters that have a gradient
-go along, and are united over the ranks: a parameter that only some ranks used gets the mean with
-zeros of the others, as with DDP(find_unused_parameters=True). One that no rank used gets none.
+A unit is reduced by one exchange, in a lane of its own. Flags of the parameters that have a
+gradient go along, and are united over the ranks: a parameter that only some ranks used gets the
+mean with zeros of the others, as with DDP(find_unused_parameters=True). One that no rank used gets
+none.
 """
 
 from __future__ import annotations
@@ -104,11 +105,13 @@ class ReduceScatter:
         for flat in flats if self._error_feedback else ():
             if flat not in self._errors:
                 shapes = self.error_shapes(flat, topology.nodes, topology.local_world)
-                self._errors[flat] = tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+                self._errors[flat] = tuple(
+                    torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes
+                )
 
     @staticmethod
     def error_shapes(flat: Flat, nodes: int, local_world: int) -> list[tuple[int, int]]:
-        """Shapes of the error-feedback buffers, one per reduction level: (parts, elements), bf16."""
+        """Shapes of the error-feedback buffers, one per reduction level: (parts, elements)."""
         shard = flat.layout.shard_numel
         first = (flat.layout.world, shard)
         # With several nodes of several ranks an exchange has two levels: in the node, then across.
@@ -117,12 +120,20 @@ class ReduceScatter:
     @property
     def feedback_bytes(self) -> int:
         """Bytes of the error-feedback buffers."""
-        return sum(error.numel() * error.element_size() for errors in self._errors.values() for error in errors)
+        return sum(
+            error.numel() * error.element_size()
+            for errors in self._errors.values()
+            for error in errors
+        )
 
     @classmethod
     def error_bytes(cls, flats: Sequence[Flat], nodes: int, local_world: int) -> int:
         """Bytes that the error-feedback buffers of these flats take."""
-        return sum(2 * math.prod(shape) for flat in flats for shape in cls.error_shapes(flat, nodes, local_world))
+        return sum(
+            2 * math.prod(shape)
+            for flat in flats
+            for shape in cls.error_shapes(flat, nodes, local_world)
+        )
 
     def start(self, unit: Unit, gradients: Wholes, *, size_bytes: int) -> PendingReduce:
         """Begin the reduction of a unit. Does not block. `gradients` must not change until it is
@@ -136,7 +147,10 @@ class ReduceScatter:
         params = [param for flat in flats for param in flat.params]
         present = torch.tensor([param in gradients for param in params], dtype=torch.uint8)
         device = unit.flats[0].tensor.device
-        means = [torch.empty(flat.layout.shard_numel, dtype=self._dtype_of(flat), device=device) for flat in flats]
+        means = [
+            torch.empty(flat.layout.shard_numel, dtype=self._dtype_of(flat), device=device)
+            for flat in flats
+        ]
         held = dict(gradients)
 
         def work(exchange: Exchange) -> None:
@@ -156,7 +170,9 @@ class ReduceScatter:
     ) -> None:
         wholes: list[Parts] = []
         for index, flat in enumerate(flats):
-            whole = exchange.buffer(f"whole {index}", flat.layout.numel, self._reduce_dtype or self._dtype_of(flat))
+            whole = exchange.buffer(
+                f"whole {index}", flat.layout.numel, self._reduce_dtype or self._dtype_of(flat)
+            )
             end = 0
             for param in flat.params:
                 # The padding between parameters travels, too: stale bytes there could be NaN.
@@ -172,11 +188,17 @@ class ReduceScatter:
             exchange.sums(wholes, means)
             return
         device = means[0].device
-        # The kernels add the errors on the device; where that has memory of its own, they are copied
-        # there and back.
-        taken = {flat: [error.to(device) for error in self._errors[flat]] for flat in flats if flat in self._errors}
+        # The kernels add the errors on the device; where that has memory of its own, they are
+        # copied there and back.
+        taken = {
+            flat: [error.to(device) for error in self._errors[flat]]
+            for flat in flats
+            if flat in self._errors
+        }
         exchange.sums_quantized(
-            wholes, means, lambda turn, index: list(taken[flats[index]][turn]) if flats[index] in taken else None
+            wholes,
+            means,
+            lambda turn, index: list(taken[flats[index]][turn]) if flats[index] in taken else None,
         )
         for flat, errors in taken.items():
             for kept, error in zip(self._errors[flat], errors, strict=True):
@@ -199,8 +221,9 @@ def _check_reducible(flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dty
     for flat in flats:
         if dtype_of(flat) not in _DTYPES:
             raise ValueError(
-                f"the gradient of {flat.params[0].name} is {dtype_of(flat)}; several ranks reduce bfloat16, float16 and float32 "
-                "gradients: cast the model before inf.offload, or freeze the parameter"
+                f"the gradient of {flat.params[0].name} is {dtype_of(flat)}; several ranks reduce "
+                "bfloat16, float16 and float32 gradients: cast the model before inf.offload, or "
+                "freeze the parameter"
             )
 
 
@@ -210,11 +233,13 @@ def _title(unit: Unit) -> str:
     flags = bytes(param.gathered.requires_grad for param in unit.params)
     if all(flags):
         return f"gradients of {unit.name}"
-    return f"gradients of {unit.name}, trained {sum(flags)} of its {len(flags)} parameters ({xxhash.xxh32_hexdigest(flags)})"
+    trained = f"trained {sum(flags)} of its {len(flags)} parameters"
+    return f"gradients of {unit.name}, {trained} ({xxhash.xxh32_hexdigest(flags)})"
 
 
 def _sum_into(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
-    """Write the sum of the terms to `target` [numel], added in the dtype of the first; zeros without any."""
+    """Write the sum of the terms to `target` [numel], added in the dtype of the first; zeros
+    without any."""
     if not terms:
         target.zero_()
         return
@@ -231,8 +256,9 @@ REDUCING_UNITS = 2
 class GradReducer:
     """The gradients of one model. One thread uses it at a time.
 
-    reduce_scatter: on several ranks. unreduced: sums of micro-batches inside of `no_sync`, where the
-    policy keeps such. offload: by which gradients leave a device that then adds further ones up.
+    reduce_scatter: on several ranks. unreduced: sums of micro-batches inside of `no_sync`, where
+    the policy keeps such. offload: by which gradients leave a device that then adds further ones
+    up.
     mode: gets each complete gradient (this rank's part of it), and is told of units that went idle
     before their gradients were reduced.
     """
@@ -295,15 +321,13 @@ class GradReducer:
         if self._unreduced is not None:
             self._unreduced.allocate(flats)
 
-    # -- backward -----------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]; on several ranks it waits until its unit is
         reduced."""
         if self._comm.world == 1:
-            self.fresh_bytes_peak = max(
-                self.fresh_bytes_peak, grad.numel() * grad.element_size()
-            )
+            self.fresh_bytes_peak = max(self.fresh_bytes_peak, grad.numel() * grad.element_size())
             self._mode.grad_ready(param, grad)
             return
         fresh = self._fresh.setdefault(param.unit, {})
@@ -328,8 +352,8 @@ class GradReducer:
                 self._prefetch.start(unit)
 
     def unit_done(self, unit: Unit) -> None:
-        """A use of the unit has ended. Several ranks: its gradients are reduced, and each rank keeps
-        its shard of the mean. Blocks while too many units are under way."""
+        """A use of the unit has ended. Several ranks: its gradients are reduced, and each rank
+        keeps its shard of the mean. Blocks while too many units are under way."""
         if self._comm.world == 1:
             self._flush_unit(unit)
         elif self._in_no_sync:
@@ -390,7 +414,7 @@ class GradReducer:
         finally:
             self._in_no_sync = before
 
-    # -- forward and step ---------------------------------------------------------------------------
+    # -- forward and step --------------------------------------------------------------------------
 
     def free_offloaded(self) -> None:
         """A forward begins: free gradients on the device that are copied out. Never blocks."""
@@ -414,7 +438,8 @@ class GradReducer:
         if waiting is not None:
             raise RuntimeError(
                 f"the gradient of {waiting.name} was added up inside handle.no_sync() and is not "
-                "reduced over the ranks yet: run the last micro-batch of a step outside of no_sync()"
+                "reduced over the ranks yet: run the last micro-batch of a step outside of "
+                "no_sync()"
             )
 
     def assign(self, param: Param, grad: torch.Tensor) -> None:
@@ -452,7 +477,7 @@ class GradReducer:
         if self._unreduced is not None:
             self._unreduced.clear()
 
-    # -- inside -------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _flush_unit(self, unit: Unit) -> None:
         """The unit's gradients are in their slots: let windows and device memory go to others."""
@@ -508,9 +533,7 @@ class GradReducer:
         fresh = self._fresh.pop(unit, {})
         for param, grad in fresh.items():
             terms.setdefault(param, []).append(grad)
-        self._pending.append(
-            self._reduce_scatter.start(unit, terms, size_bytes=_bytes_of(fresh))
-        )
+        self._pending.append(self._reduce_scatter.start(unit, terms, size_bytes=_bytes_of(fresh)))
         self._finish(REDUCING_UNITS)
 
     def _finish(self, but: int) -> None:

@@ -1,14 +1,16 @@
-"""Gradients that the budget does not hold: on NVMe, in a section of their chunks, by way of a few staging windows in RAM.
+"""Spilled gradients: on NVMe, in a section of their chunks, through a few staging windows in RAM.
 
-    backward reaches a unit     its flats' gradients are read into a window, if micro-batches before left some
-    a gradient comes            it is copied or added in the window; its norm is taken there, and kept
-    the unit is done            the window is written to the chunks' `grad` section; the next unit takes another window
-    opt.step()                  what is still in windows is written, then updates read the sections
+    backward reaches a unit   read its gradients of earlier micro-batches into a window
+    a gradient comes          copy or add it in the window; take its norm there, and cache it
+    the unit is done          write the window to the chunks' `grad` section
+    opt.step()                write the windows that are left; then updates read the sections
 
-So a micro-batch writes each gradient once, and reads it back unless it is the first. A window stays readable until another
-flat needs it, and is not given away before its write has ended well: a write that fails costs nothing that was safe.
+A micro-batch writes each gradient once, and reads it back unless it is the first. A window stays
+readable until another flat needs it. It is not given away before its write has succeeded, so a
+failed write loses no values.
 
-What needs values outside of a backward (materialize, norms that are not cached, zero_) brings them into a window.
+Reads of values outside of a backward (materialize, norms that are not cached, zero_) go through a
+window, too.
 """
 
 from __future__ import annotations
@@ -31,25 +33,37 @@ from infinity.errors import AioError
 
 @dataclasses.dataclass(eq=False)
 class _Window:
-    """A staging buffer. `flat` is whose gradients it holds; `dirty`: they are newer than what rests."""
+    """Staging buffer, and the flat whose gradients it holds. dirty: they are newer than on NVMe."""
 
     memory: torch.Tensor  # uint8
     flat: Flat | None = None
     dirty: bool = False
-    ahead: bool = False  # read for a drain that has not come yet
+    ahead: bool = False  # prefetched for a gradient that has not come yet
     reading: Ticket | None = None
     writing: Ticket | None = None
     turn: int = 0  # when it was last used
 
 
 class SpilledGradients:
-    """The gradients of the flats that spill. One thread uses it at a time; calls that need a window or values block.
+    """Gradients of the flats that spill. One thread uses it at a time; calls that need a window or
+    values block.
 
-    What moves over the drives is added to `rest.grads_read_bytes` and `grads_written_bytes`, reads by updates included.
+    Bytes moved over the drives are added to `store.grads_read_bytes` and `grads_written_bytes`,
+    reads by updates included.
     """
 
-    def __init__(self, rest: StateStore, rank: int, dtypes: dict[Flat, torch.dtype], *, count: int, size_bytes: int, device: Device):
-        """dtypes: of the gradients of each flat that spills. count, size_bytes: of the windows, as planned."""
+    def __init__(
+        self,
+        rest: StateStore,
+        rank: int,
+        dtypes: dict[Flat, torch.dtype],
+        *,
+        count: int,
+        size_bytes: int,
+        device: Device,
+    ):
+        """dtypes: of the gradients of each flat that spills. count, size_bytes: windows, as
+        planned."""
         self._store = rest
         self._device = device
         self._rank = rank
@@ -73,8 +87,8 @@ class SpilledGradients:
         return self._slab.size_bytes
 
     def extend(self, dtypes: dict[Flat, torch.dtype], *, count: int, size_bytes: int) -> None:
-        """Further flats that spill, and the windows that are planned now. If these are more or larger, both the old and the new
-        ones exist for a moment.
+        """Add flats that spill, and grow to the windows that are planned now. If these are more or
+        larger, the old and the new ones both exist for a moment.
 
         Raises: AioError of a write, MemoryError; before anything has changed.
         """
@@ -90,13 +104,14 @@ class SpilledGradients:
         self._dtypes.update(dtypes)
 
     def add_slot(self, param: Param, slot: GradSlot) -> None:
-        """The slot of a parameter of a spilled flat will ask here for its values."""
+        """Serve the slot of a parameter of a spilled flat."""
         self._params[slot] = param
 
-    # -- what slots ask (see `grad_slot.GradBacking`) ---------------------------------------------------------------------
+    # -- what slots ask (see `grad_slot.GradBacking`) ----------------------------------------------
 
     def read(self, slot: GradSlot) -> torch.Tensor:
-        """The slot's values, in a window: valid until the next call. Blocks while they are read."""
+        """Return the slot's values, in a window: valid until the next call. Blocks while they are
+        read."""
         param = self._params[slot]
         window = self._window_of(param.flat, slot)
         window.ahead = False
@@ -106,7 +121,7 @@ class SpilledGradients:
         return part.view(self._dtypes[param.flat])
 
     def read_for_write(self, slot: GradSlot) -> torch.Tensor:
-        """As `bring`, for writing: waits for a write of the window to NVMe."""
+        """Return the slot's values for writing. Waits for a write of the window to NVMe."""
         tensor = self.read(slot)
         param = self._params[slot]
         window = self._windows_of[param.flat]
@@ -115,10 +130,11 @@ class SpilledGradients:
         self._accumulated.setdefault(param.flat, set()).add(param)
         return tensor
 
-    # -- what backward tells -------------------------------------------------------------------------------------------
+    # -- what backward tells -----------------------------------------------------------------------
 
     def prefetch(self, unit: Unit) -> None:
-        """Backward will come to this unit: start reading what micro-batches before left, if a window is free."""
+        """Start reading the unit's gradients of earlier micro-batches, if a window is free. Does
+        not block."""
         for flat in unit.flats:
             if flat in self._dtypes and flat not in self._windows_of and self._on_nvme(flat, None):
                 window = self._free_window()
@@ -127,13 +143,16 @@ class SpilledGradients:
                     window.ahead = True
 
     def unit_done(self, unit: Unit) -> None:
-        """A Use of the unit has ended: start writing its gradients, or at the next such call if some are missing."""
+        """Start writing the gradients of a unit whose use has ended; if some are missing, at the
+        next such call."""
         due, self._due = self._due, []
         for flat in due:
             self._start_write(flat)
         for flat in unit.flats:
             if flat in self._windows_of:
-                missing = len(self._accumulated.get(flat, ())) < self._expected.get(flat, len(flat.params))
+                missing = len(self._accumulated.get(flat, ())) < self._expected.get(
+                    flat, len(flat.params)
+                )
                 self._due.append(flat) if missing else self._start_write(flat)
 
     def backward_end(self) -> None:
@@ -146,17 +165,22 @@ class SpilledGradients:
         self._accumulated.clear()
 
     def reset(self) -> None:
-        """Forget the progress of a backward that broke off. What it left in windows stays there."""
+        """Forget the progress of a backward that broke off. Gradients in windows stay there."""
         self._due.clear()
         self._accumulated.clear()
 
     def flush(self, unit: Unit | None = None) -> None:
-        """Return when what windows hold (of a unit; None: of all) is on NVMe, so that updates may read it there. What was
-        written since the last such call is counted as read by them: once, however often a step calls.
+        """Write windows (of a unit; None: of all) to NVMe and wait for it, so that updates may read
+        there. Gradients written since the last call are counted as read by the update: once,
+        however often a step calls.
 
         Raises: AioError of a write that failed; its window keeps the values.
         """
-        windows = [each for each in self._windows if each.flat is not None and unit in (None, each.flat.unit)]
+        windows = [
+            each
+            for each in self._windows
+            if each.flat is not None and unit in (None, each.flat.unit)
+        ]
         for window in windows:
             assert window.flat is not None
             self._start_write(window.flat)
@@ -175,10 +199,10 @@ class SpilledGradients:
         self._device.unpin(self._slab)
         self._slab.close()
 
-    # -- windows -------------------------------------------------------------------------------------------------------
+    # -- windows -----------------------------------------------------------------------------------
 
     def _window_of(self, flat: Flat, slot: GradSlot) -> _Window:
-        """The window of a flat, holding the values of `slot` if it has any."""
+        """Return the window of a flat, filled with the values of `slot` if it has any. Blocks."""
         window = self._windows_of.get(flat)
         if window is None:
             window = self._claim_window()
@@ -200,7 +224,9 @@ class SpilledGradients:
         window.flat = flat
         self._windows_of[flat] = window
         if read:
-            window.reading = self._store.fetch(flat, self._section(flat), window.memory.data_ptr(), priority=priority)
+            window.reading = self._store.fetch(
+                flat, self._section(flat), window.memory.data_ptr(), priority=priority
+            )
             self._store.grads_read_bytes += self._moved_bytes(flat)
             return
         for param in flat.params:
@@ -209,7 +235,7 @@ class SpilledGradients:
                 param.grad.mark_overwritten()
 
     def _free_window(self) -> _Window | None:
-        """A window that can be had without waiting, or None."""
+        """Return a window that can be had without waiting, or None."""
         for window in self._windows:
             if window.writing is not None and window.writing.done and not window.writing.failed:
                 window.writing = None
@@ -225,16 +251,21 @@ class SpilledGradients:
         return found
 
     def _claim_window(self) -> _Window:
-        """A window, whatever that costs: wait for a write, or write what another flat still gathers in one."""
+        """Return a window, and wait for it if need be: for a write, or by writing gradients that
+        another flat still accumulates."""
         free = self._free_window()
         if free is not None:
             return free
         window = min(
             self._windows,
             key=lambda each: (
-                each.dirty and each.flat not in self._due, each.dirty, each.ahead, each.reading is not None, each.turn
+                each.dirty and each.flat not in self._due,
+                each.dirty,
+                each.ahead,
+                each.reading is not None,
+                each.turn,
             ),
-        )  # fmt: skip
+        )
         if window.dirty:
             assert window.flat is not None
             self._start_write(window.flat)
@@ -252,13 +283,16 @@ class SpilledGradients:
         window.dirty = window.ahead = False
 
     def _start_write(self, flat: Flat) -> None:
-        """Start writing the window of a flat, if that has something new that is anybody's gradient. Does not block."""
+        """Start writing the window of a flat, if it holds new values that are in some `p.grad`.
+        Does not block."""
         window = self._windows_of.get(flat)
         if window is None or not window.dirty or window.writing is not None:
             return
         for param in flat.params:
             if param.grad is not None:
-                param.grad.wait_d2h()  # from the device: also where nobody wants it, for the window may be another flat's next
+                # Also for a gradient that was cleared: its copy from the device writes into this
+                # window, which may be another flat's next.
+                param.grad.wait_d2h()
         window.dirty = False
         if self._is_wanted(flat):
             window.writing = self._store.store(flat, self._section(flat), window.memory.data_ptr())
@@ -266,7 +300,8 @@ class SpilledGradients:
             self._fresh.add(flat)
 
     def _end_write(self, window: _Window) -> None:
-        """Wait for a window's write. Raises: AioError; the window then keeps what could not be written."""
+        """Wait for a window's write. Raises: AioError; the window then keeps what could not be
+        written."""
         if window.writing is None:
             return
         try:
@@ -276,12 +311,14 @@ class SpilledGradients:
             self._store.recover()
             assert window.flat is not None
             name = window.flat.unit.name
-            error.args = (f"the spilled gradients of {name} cannot be written; parameters and states are sound: {error}",)
+            message = f"the spilled gradients of {name} cannot be written; parameters and states are"
+            error.args = (f"{message} sound: {error}",)
             raise
         window.writing = None
 
     def _mark_failed_dirty(self) -> None:
-        """Of what is being written, windows keep what fails: the drive refused it on account of the first; one error will do."""
+        """After a failed write, mark every window whose write also failed as dirty. The first error
+        is enough: the drive refused the others because of it."""
         for window in self._windows:
             if window.writing is None:
                 continue
@@ -291,31 +328,38 @@ class SpilledGradients:
                 window.dirty = True
             window.writing = None
 
-    # -- which values there are ------------------------------------------------------------------------------------------
+    # -- which values there are --------------------------------------------------------------------
 
     def _section(self, flat: Flat) -> int:
         return len(self._store[flat].sections) - 1
 
     def _moved_bytes(self, flat: Flat) -> int:
-        """Bytes that drives move for the gradients of a flat, in one direction: of each chunk, whole blocks."""
+        """Bytes that drives move for the gradients of a flat, in one direction: whole blocks of
+        each chunk."""
         itemsize = self._dtypes[flat].itemsize
-        return sum(round_up(chunk.numel * itemsize, ALIGNMENT_BYTES) for chunk in flat.layout.chunks)
+        return sum(
+            round_up(chunk.numel * itemsize, ALIGNMENT_BYTES) for chunk in flat.layout.chunks
+        )
 
     @staticmethod
     def _is_wanted(flat: Flat) -> bool:
-        """Whether some parameter's `.grad` is a gradient that this flat holds."""
+        """Whether a gradient of this flat is in some `p.grad`."""
         return any(
-            param.grad is not None and param.grad.state is SlotState.HELD and param.at_rest.grad is not None
+            param.grad is not None
+            and param.grad.state is SlotState.HELD
+            and param.at_rest.grad is not None
             for param in flat.params
         )
 
     def _on_nvme(self, flat: Flat, slot: GradSlot | None) -> bool:
-        """Whether NVMe holds values of the flat that somebody wants; `slot` asks for its own."""
+        """Whether NVMe holds values of the flat that are wanted: by some `p.grad`, or by `slot`,
+        which asks for its own."""
         return self._is_wanted(flat) or (slot is not None and slot.state is SlotState.HELD)
 
 
 def _make_windows(count: int, size_bytes: int) -> tuple[Slab, list[_Window]]:
     slab = Slab(count * size_bytes)
-    # By way of numpy, whose arrays keep the slab mapped while a view lives; torch.frombuffer's do not.
+    # By way of numpy, whose arrays keep the slab mapped while a view lives; torch.frombuffer's do
+    # not.
     memory = torch.from_numpy(slab.array(np.uint8))
     return slab, [_Window(memory[at * size_bytes : (at + 1) * size_bytes]) for at in range(count)]

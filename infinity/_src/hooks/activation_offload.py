@@ -1,14 +1,21 @@
-"""Boundary activations, the inputs of checkpointed calls: away during forward, back ahead of need in backward.
+"""Activation offload: inputs of checkpointed calls leave memory in forward and return ahead of
+backward.
 
-    forward    call n saves its inputs -> those of call n - HELD_CALLS start for the shelf, and go when they are there
-    backward   call n asks for its inputs -> those of calls n - 1 ... n - AHEAD_CALLS start coming back -> wait for n's
+    forward    call n saves its inputs -> those of call n - HELD_CALLS start for the store, and are
+               freed when they are there
+    backward   call n asks for its inputs -> those of calls n - 1 ... n - PREFETCH_CALLS start
+               coming back -> wait for n's
 
-The last HELD_CALLS calls of a forward are the first of its backward: they stay, and are never written. What several calls
-take (a mask, the output of an encoder) stays too: it is one tensor, however many calls there are.
+The last HELD_CALLS calls of a forward are the first of its backward: their inputs stay, and are
+never written. Inputs of several calls (a mask, the output of an encoder) stay too: each is one
+tensor, however many calls there are.
 
-torch.utils.checkpoint keeps inputs as SavedTensors. Exactly those that move get hooks, so nothing else that autograd saves is
-touched. Torch checks no versions of what has hooks, so here it is done: a witness shares the counter, not the memory.
-A Boundary belongs to the graphs that saved it (`runtime.boundary`).
+torch.utils.checkpoint keeps inputs as SavedTensors. Exactly those that move get hooks, so nothing
+else that autograd saves is touched. Torch checks no versions of tensors with such hooks, so it is
+done here: a witness shares the counter, not the memory.
+
+A `Boundary` belongs to the graphs that saved it. When the last of them is gone, it leaves `Remains`
+in a queue, from which the engine frees its bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +51,7 @@ from infinity.errors import AioError, EngineClosed
 
 
 class Call:
-    """One checkpointed call and the boundaries that it was the first to save. Held by them."""
+    """Checkpointed call, and the boundaries that it was the first to save. Held by them."""
 
     __slots__ = ("__weakref__", "boundaries", "number", "saved")
 
@@ -55,14 +62,15 @@ class Call:
 
     @property
     def label(self) -> str:
-        """What it called, for messages."""
+        """Name of the called module, for messages."""
         return self.saved.label or "a checkpointed call"
 
 
 class Boundary:
-    """One tensor that checkpoints saved, wherever it is now. Its graphs hold it.
+    """Tensor that checkpoints saved, wherever it is now. Its graphs hold it.
 
-    Of `source` (the tensor itself), `shelved` and `target` (memory that it came back to, or comes), any may be set.
+    Any of `source` (the tensor itself), `stored` and `target` (memory into which it comes back) may
+    be set.
     """
 
     __slots__ = (
@@ -110,7 +118,7 @@ class Boundary:
         return self.span * self.dtype.itemsize
 
     def view(self) -> torch.Tensor:
-        """The tensor, as it was laid out, in the target."""
+        """Return the tensor, as it was laid out, in the target."""
         assert self.target is not None
         with torch.no_grad():
             return torch.empty(0, dtype=self.dtype, device=self.target.device).set_(
@@ -118,13 +126,13 @@ class Boundary:
             )
 
     def check_version(self) -> None:
-        """Raises RuntimeError, as torch does, when the tensor was modified after it was saved."""
+        """Raise RuntimeError, as torch does, when the tensor was modified after it was saved."""
         now = version_of(self.witness)
         if now != self.version:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.dtype} {list(self.shape)}], an input of {self.call.label}, is at version {now}; expected version "
-                f"{self.version} instead"
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{self.dtype} {list(self.shape)}], an input of "
+                f"{self.call.label}, is at version {now}; expected version {self.version} instead"
             )
 
     def __del__(self) -> None:
@@ -139,15 +147,17 @@ class Boundary:
 
 @dataclasses.dataclass(eq=False, frozen=True)
 class Remains:
-    """What a boundary leaves that no graph holds any more."""
+    """Bytes of a boundary that no graph holds any more."""
 
     stored: StoredBytes | None
     memory_bytes: int
 
 
 def span_numel(tensor: torch.Tensor) -> int:
-    """Elements from the first of `tensor` to its last, gaps included. `tensor` is not empty."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    """Count elements from the first of a non-empty tensor to its last, gaps included."""
+    return 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 SMALLEST_BYTES = 64 << 10
@@ -160,18 +170,20 @@ PREFETCH_CALLS = 2
 """Calls whose inputs come back ahead of the one that backward is at."""
 
 STORING_BYTES_MAX = 32 << 20
-"""Bytes on their way to the shelf, which are still in memory; or two of the largest tensors, if those are more."""
+"""Bytes on their way to the shelf, which are still in memory; or two of the largest tensors, if
+those are more."""
 
 _SEARCH_CALLS = 64  # micro-batches may lie between one call and the next in backward
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivationFigures:
-    """What was done with boundary activations. Bytes are bytes, times seconds.
+    """Counters of boundary activations. Bytes are bytes, times seconds.
 
-    stored_bytes: sent to their tier; fetched_bytes: brought back; rest_bytes_peak: the most that lay there; held_bytes_peak:
-    the most that was in memory at once: turning points, on their way out, come back ahead; wait_s: time that forward waited
-    for room and backward for bytes; calls: checkpointed calls seen; kept: tensors of theirs that stay where they are.
+    stored_bytes: sent to their tier; fetched_bytes: brought back; rest_bytes_peak: the most that
+    lay there; held_bytes_peak: the most in memory at once (inputs at the turning point, on their
+    way out, prefetched); wait_s: time that forward waited for room and backward for bytes; calls:
+    checkpointed calls seen; kept: tensors of theirs that stay where they are.
     """
 
     stored_bytes: int = 0
@@ -185,13 +197,15 @@ class ActivationFigures:
     def __str__(self) -> str:
         """One line for people."""
         return (
-            f"activations: {format_size(self.stored_bytes)} put away, {format_size(self.fetched_bytes)} brought back; at most "
-            f"{format_size(self.rest_bytes_peak)} away and {format_size(self.held_bytes_peak)} here; waited {self.wait_s:.2f} s"
+            f"activations: {format_size(self.stored_bytes)} put away, "
+            f"{format_size(self.fetched_bytes)} brought back; at most "
+            f"{format_size(self.rest_bytes_peak)} away and {format_size(self.held_bytes_peak)} "
+            f"here; waited {self.wait_s:.2f} s"
         )
 
 
 class RunningForward(Protocol):
-    """The forwards of one model (`infinity._src.hooks.frames`)."""
+    """Running forwards of one model (`infinity._src.hooks.forward.FrameStack`)."""
 
     @property
     def running_here(self) -> bool:
@@ -201,7 +215,8 @@ class RunningForward(Protocol):
 class Activations:
     """The boundary activations of one model.
 
-    shelf: where they rest. units: what `model` was taken apart into. frames: tells whether a forward of it runs.
+    shelf: where they rest. units: what `model` was taken apart into. frames: tells whether a
+        forward of it runs.
     Raises: ValueError when this torch keeps the inputs of checkpoints in a way that is not known.
     """
 
@@ -223,10 +238,12 @@ class Activations:
         self._flats = [flat for unit in units for flat in unit.flats]
         self._timeline = timeline
         self._lock = threading.RLock()
-        self._here = threading.local()  # .call: the checkpointed call that began last in this thread
+        # .call: the checkpointed call that began last in this thread.
+        self._here = threading.local()
         self._numbers = 0
         self._calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
-        self._by_tensor: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()  # by id()
+        # By id().
+        self._by_tensor: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()
         self._recent: deque[list[weakref.ref[Boundary]]] = deque()
         self._storing: list[Boundary] = []  # their sources are being copied
         self._stores: list[tuple[StoredBytes, str]] = []  # until they are written, or have failed
@@ -242,21 +259,25 @@ class Activations:
         self._said = False
         self._unwatch = watch_checkpoints(self)
 
-    # -- what checkpoints tell -------------------------------------------------------------------------------------------
+    # -- what checkpoints tell ---------------------------------------------------------------------
 
     def checkpoint_begins(self, call: CheckpointCall) -> None:
-        """See `CheckpointWatcher`."""
+        """Implement `CheckpointWatcher`: note the call, whose module is entered next."""
         self._here.call = call
         if call.owner is None and self._frames.running_here:
             call.owner = self._mark
 
     def checkpoint_saved(self, call: CheckpointCall) -> None:
-        """See `CheckpointWatcher`. Outside of a forward, a module of the model must have been entered, or be next."""
+        """Implement `CheckpointWatcher`: offload the inputs of a call of this model. Outside of a
+        forward, a module of the model must have been entered, or be next."""
         if call.owner is self._mark:
             self._offload_inputs(call)
 
-    def module_entered(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A hooked module's forward begins: whose inputs a checkpoint has saved, or is about to."""
+    def module_entered(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A hooked module's forward begins: claim the checkpoint call around it, if the call has
+        its inputs."""
         call = getattr(self._here, "call", None)
         if call is None:
             return
@@ -270,7 +291,7 @@ class Activations:
         elif call.owner is self._mark:
             call.label = self._names.get(module, "")
 
-    # -- forward -----------------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     def _offload_inputs(self, saved: CheckpointCall) -> None:
         pairs = saved.pairs()
@@ -294,11 +315,17 @@ class Activations:
             while len(self._recent) > HELD_CALLS:
                 for ref in self._recent.popleft():
                     gone = ref()
-                    if gone is not None and not gone.shared and gone.stored is None and gone.source is not None:
+                    if (
+                        gone is not None
+                        and not gone.shared
+                        and gone.stored is None
+                        and gone.source is not None
+                    ):
                         self._start_store(gone)
 
     def _boundary(self, tensor: torch.Tensor, call: Call) -> Boundary | None:
-        """The boundary for a tensor that `call` saved; None for one that stays as torch keeps it."""
+        """Return the boundary of a tensor that `call` saved; None for one that stays as torch keeps
+        it."""
         known = self._by_tensor.get(id(tensor))
         if known is not None and known.original() is tensor and known.version == version_of(tensor):
             if known.call is not call and not known.shared:
@@ -317,10 +344,17 @@ class Activations:
         return boundary
 
     def _is_offloaded(self, tensor: torch.Tensor) -> bool:
-        """Whether taking the tensor away frees memory worth the way, and its bytes are all there is to it."""
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
+        """Whether offloading the tensor frees enough memory, and its bytes are all of it."""
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.layout is not torch.strided
+            or tensor.device != self._device
+        ):
             return False
-        if tensor.numel() * tensor.element_size() < SMALLEST_BYTES or span_numel(tensor) > 2 * tensor.numel():
+        if (
+            tensor.numel() * tensor.element_size() < SMALLEST_BYTES
+            or span_numel(tensor) > 2 * tensor.numel()
+        ):
             return False
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference():
             return False
@@ -328,12 +362,16 @@ class Activations:
             return False
         # Parameters come and go by themselves.
         address = address_of(tensor)
-        return not any(0 <= address - address_of(flat.tensor) < flat.size_bytes for flat in self._flats)
+        return not any(
+            0 <= address - address_of(flat.tensor) < flat.size_bytes for flat in self._flats
+        )
 
     def _start_store(self, boundary: Boundary) -> None:
-        """Start a boundary's way to the shelf; waits while too many bytes are on it."""
+        """Start copying a boundary to the store. Waits while too many bytes are under way."""
         size = boundary.span_bytes
-        while self._storing and sum(b.span_bytes for b in self._storing) + size > max(STORING_BYTES_MAX, 2 * size):
+        while self._storing and sum(b.span_bytes for b in self._storing) + size > max(
+            STORING_BYTES_MAX, 2 * size
+        ):
             oldest = self._storing[0]
             assert oldest.stored is not None
             self._wait(oldest.stored.written, f"the input of {oldest.call.label}", faults=False)
@@ -358,10 +396,10 @@ class Activations:
             raise
         self._moved += 1
 
-    # -- backward ------------------------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     def _unpack(self, boundary: Boundary) -> torch.Tensor:
-        """The tensor of a boundary, for autograd. Blocks until it is there."""
+        """Return the tensor of a boundary, for autograd. Blocks until it is there."""
         with self._lock:
             self._watch_task()
             self._collect()
@@ -371,7 +409,9 @@ class Activations:
                     self._drop_target(other)
             if self._closed:
                 if boundary.source is None:
-                    raise EngineClosed("backward: the engine of this model was closed, and its activations with it")
+                    raise EngineClosed(
+                        "backward: the engine of this model was closed, and its activations with it"
+                    )
                 return boundary.source
             self._raise_fault()
             if boundary.source is None:
@@ -390,7 +430,7 @@ class Activations:
             return boundary.view()
 
     def _start_fetch(self, boundary: Boundary, priority: Priority) -> None:
-        """Start bringing a boundary's bytes back, if nobody has. Does not block."""
+        """Start bringing a boundary's bytes back, unless that has begun. Does not block."""
         if boundary.unwanted and boundary.fetch is not None:  # given up, and not ended yet
             self._wait(boundary.fetch, f"the input of {boundary.call.label}", faults=False)
             self._drop_target(boundary)
@@ -398,7 +438,9 @@ class Activations:
             return
         assert boundary.stored is not None
         with torch.inference_mode(False):
-            target = torch.empty(boundary.lead + boundary.span, dtype=boundary.dtype, device=self._device)
+            target = torch.empty(
+                boundary.lead + boundary.span, dtype=boundary.dtype, device=self._device
+            )
         boundary.target, boundary.given = target, False
         self._fetched[id(boundary)] = boundary
         self._hold(boundary.span_bytes)
@@ -412,7 +454,7 @@ class Activations:
             raise
 
     def _prefetch(self, call: Call) -> None:
-        """Start bringing back what the calls before `call` saved: backward comes to them next."""
+        """Start bringing back the inputs of earlier calls: backward comes to them next."""
         found = 0
         for number in range(call.number, max(call.number - _SEARCH_CALLS, 0), -1):
             earlier = self._calls.get(number)
@@ -427,7 +469,7 @@ class Activations:
                     self._start_fetch(boundary, Priority.PREFETCH)
 
     def _watch_task(self) -> None:
-        """See to it that nothing stays that a backward brought back and did not use."""
+        """Free prefetched inputs that the running backward does not use when it ends."""
         task = graph_task_id()
         if task != NO_TASK and task not in self._tasks:
             self._tasks.add(task)
@@ -439,16 +481,17 @@ class Activations:
             if not self._tasks:
                 self._drop_fetched()
 
-    # -- memory --------------------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def _drop_fetched(self) -> None:
-        """No backward runs: what came back goes."""
+        """Free all fetched inputs: no backward runs."""
         self._tasks.clear()
         for boundary in list(self._fetched.values()):
             self._drop_target(boundary)
 
     def _drop_target(self, boundary: Boundary) -> None:
-        """Free what a boundary came back to, now or when nothing comes to it any more."""
+        """Free the memory that a boundary came back to, now or when no transfer writes to it any
+        more."""
         if boundary.fetch is not None:
             boundary.fetch.cancel()
             if not boundary.fetch.filled:
@@ -460,8 +503,10 @@ class Activations:
             self._held_bytes -= boundary.span_bytes
 
     def _collect(self) -> None:
-        """Free what has arrived, and what no graph holds. Does not block."""
-        for boundary in [b for b in self._storing if b.stored is not None and b.stored.written.filled]:
+        """Free sources that are stored, and boundaries that no graph holds. Does not block."""
+        for boundary in [
+            b for b in self._storing if b.stored is not None and b.stored.written.filled
+        ]:
             self._storing.remove(boundary)
             assert boundary.stored is not None
             if not boundary.stored.written.failed and not boundary.shared:
@@ -484,7 +529,8 @@ class Activations:
         self._held_peak = max(self._held_peak, self._held_bytes)
 
     def _wait(self, ticket: Ticket, label: str, *, faults: bool) -> None:
-        """Block until the memory of a ticket may be used. faults: raise what went wrong; else `_collect` finds it."""
+        """Block until the memory of a ticket may be used. faults: raise its error here; else
+        `_collect` finds it."""
         start_ns, was_filled = time.monotonic_ns(), ticket.filled
         try:
             ticket.wait_filled()
@@ -499,7 +545,8 @@ class Activations:
                 self._timeline.add("wait", label, start_ns, end_ns)
 
     def _raise_fault(self) -> None:
-        """Raise, once, what a store met since it was started. The next store tries whether the drive works again."""
+        """Raise, once, the error of an earlier store. The next store tries whether the drive works
+        again."""
         if self._fault is None:
             return
         (ticket, label), self._fault = self._fault, None
@@ -510,28 +557,30 @@ class Activations:
             error.args = (f"{label} cannot be put away: {error}",)
             raise
 
-    # -- for the engine --------------------------------------------------------------------------------------------------------
+    # -- for the engine ----------------------------------------------------------------------------
 
     def step_ended(self) -> None:
-        """A training step has ended: say once that it had nothing to take away, if so."""
+        """End a training step: warn once if it had nothing to offload."""
         if self._said or self._moved or self._recent:
             return
         self._said = True
         if not self._seen:
             warnings.warn(
-                "activations= has nothing to take away: no checkpointed call was seen in this training step. Call "
-                "model.gradient_checkpointing_enable(), or torch.utils.checkpoint.checkpoint in forward",
+                "activations= has nothing to take away: no checkpointed call was seen in this "
+                "training step. Call model.gradient_checkpointing_enable(), or "
+                "torch.utils.checkpoint.checkpoint in forward",
                 stacklevel=2,
             )
         else:
             warnings.warn(
-                f"activations= has nothing to take away: the inputs of the {self._seen} checkpointed calls of this training "
-                f"step are smaller than {SMALLEST_BYTES >> 10} KiB, or held by the model besides, and stay in memory",
+                f"activations= has nothing to take away: the inputs of the {self._seen} "
+                f"checkpointed calls of this training step are smaller than {SMALLEST_BYTES >> 10} "
+                "KiB, or held by the model besides, and stay in memory",
                 stacklevel=2,
             )
 
     def figures(self) -> ActivationFigures:
-        """Counters since `inf.offload`."""
+        """Return counters since `inf.offload`."""
         with self._lock:
             self._collect()
             return ActivationFigures(
@@ -545,10 +594,13 @@ class Activations:
             )
 
     def close(self) -> None:
-        """End the watch. Nothing must be on its way. Graphs that live can run backward no further than memory goes."""
+        """End the watch. No transfer may be under way. Graphs that live can run backward only as
+        far as their inputs are in memory."""
         self._unwatch()
         with self._lock:
-            self._collect()  # what is on the shelf leaves memory, whether or not a call has come by since it arrived
+            # What is on the shelf leaves memory, whether or not a call has come by since it
+            # arrived.
+            self._collect()
             self._closed = True
             self._storing.clear()
             self._stores.clear()

@@ -1,9 +1,10 @@
-"""Where boundary activations rest: plain bytes in chunks of the swap files, or in pinned CPU memory, moved by the executor.
+"""Storage of boundary activations: bytes in chunks of the swap files, or in pinned CPU memory.
 
-    put(address, bytes) -> Shelved      fetch(shelved, address) -> Ticket      give_back(shelved)
+    store(address, bytes) -> StoredBytes     fetch(stored, address) -> Ticket     free(stored)
 
-Checksums, priorities, faults and statistics are the executor's, as for states. Places are used again: what is given back
-waits, by size, for the next of the same size, and goes back to the swap files when others are wanted.
+The executor moves them, with its checksums, priorities, faults and statistics, as it moves states.
+Places are used again: a place that was freed waits, by size, for the next store of the same size,
+and is dropped when other sizes need room.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from infinity.aio._records import ALIGNMENT_BYTES, CHUNK_NUMEL
 from infinity.errors import AioError
 
 CHUNK_BYTES = 2 * CHUNK_NUMEL
-"""Bytes per chunk at most (768 KiB): what a slot for the parameters of one chunk holds, and drives like."""
+"""Bytes per chunk at most (768 KiB): what a slot for the parameters of one chunk holds, and drives
+like."""
 
 _SUM_BYTES = 16 << 10
 _FIRST_KEY = 1 << 62  # chunks of states count from 0
@@ -33,7 +35,8 @@ _FIRST_KEY = 1 << 62  # chunks of states count from 0
 
 @dataclasses.dataclass(eq=False)
 class StoredBytes:
-    """`size_bytes` bytes at rest, or on their way there. `stored`: tells when their source may go."""
+    """Stored copy of `size_bytes` bytes, or one on its way. written: tells when the source may be
+    freed."""
 
     size_bytes: int
     written: Ticket
@@ -41,18 +44,18 @@ class StoredBytes:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing moves from or to it."""
+        """Whether no transfer reads or writes it."""
         return self.written.done and all(ticket.done for ticket in self.fetches)
 
     @property
     def broken(self) -> bool:
-        """Whether something that moved from or to it failed."""
+        """Whether one of its transfers failed."""
         return self.written.failed or any(ticket.failed for ticket in self.fetches)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class StoredOnNvme(StoredBytes):
-    """Shelved on NVMe."""
+    """Bytes stored on NVMe."""
 
     ids: npt.NDArray[np.int32]  # [chunks]
     starts: npt.NDArray[np.uint64]  # [chunks] byte at which each chunk starts
@@ -62,46 +65,52 @@ class StoredOnNvme(StoredBytes):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class StoredInHostMemory(StoredBytes):
-    """Shelved in pinned CPU memory."""
+    """Bytes stored in pinned CPU memory."""
 
     slab: Slab
 
 
 class ActivationStore(Protocol):
-    """Somewhere off the compute device where bytes can lie until backward. Calls do not block."""
+    """Storage off the compute device, for bytes that backward needs again. Calls do not block."""
 
     stored_bytes: int
     fetched_bytes: int
     rest_bytes_peak: int
 
     def store(self, address: int, size_bytes: int) -> Any:
-        """Start taking `size_bytes` at `address`, which must live until `stored.filled`. Returns its `StoredBytes`."""
+        """Start copying `size_bytes` from `address`, which must live until `written.filled`.
+        Returns the `StoredBytes`."""
 
     def fetch(self, stored: Any, address: int, priority: Priority) -> Ticket:
-        """Start bringing the bytes to `address`."""
+        """Start copying the bytes to `address`."""
 
     def free(self, stored: Any) -> None:
-        """The bytes are wanted no more."""
+        """Free the bytes, as soon as no transfer uses them."""
 
     def recover(self) -> None:
-        """After a fault: try whether the place can be written again. Blocks. Raises: the AioError when it cannot."""
+        """Try after a fault whether the place can be written again. Blocks. Raises: the AioError
+        when it cannot."""
 
     def wait_all(self) -> None:
-        """Block until nothing moves, whatever becomes of it."""
+        """Block until all transfers have ended, failed or not."""
 
 
 class NvmeActivationStore:
-    """A shelf on NVMe. Not safe from several threads at once. sums_on: keep checksums, which the executor then verifies.
+    """Activation store on NVMe. Not safe from several threads at once. sums_on: keep checksums,
+    which the executor then verifies.
 
-    device: where the bytes come from and go to.
+    device: the device that computes.
     """
 
-    def __init__(self, executor: Executor, space: SwapSpace, *, sums_on: bool, device: Device | None = None) -> None:
+    def __init__(
+        self, executor: Executor, space: SwapSpace, *, sums_on: bool, device: Device | None = None
+    ) -> None:
         self._executor = executor
         self._device = device or Device(torch.device("cpu"))
         self._space = space
         self._sums_on = sums_on
-        self._free: dict[int, list[StoredOnNvme]] = {}  # idle, by size, the size that was last used last
+        # Idle, by size, the size that was last used last.
+        self._free: dict[int, list[StoredOnNvme]] = {}
         self._freed: list[StoredOnNvme] = []  # given back while something still moved
         self._key = _FIRST_KEY
         self._rest_bytes = 0
@@ -110,7 +119,8 @@ class NvmeActivationStore:
         self.rest_bytes_peak = 0
 
     def store(self, address: int, size_bytes: int) -> StoredOnNvme:
-        """See `Shelf.put`. Raises: SwapFullError when the drives have no room."""
+        """Start copying; see `ActivationStore.store`. Raises: SwapFullError when the drives have no
+        room."""
         self._collect()
         if size_bytes in self._free:
             stored = self._reuse(size_bytes)
@@ -121,32 +131,35 @@ class NvmeActivationStore:
             self._drop_idle(size_bytes)
             ids, starts, places, sums = self._define(size_bytes)
             written = self._move(JobKind.STORE, ids, starts, address, Priority.WRITEBACK)
-            stored = StoredOnNvme(size_bytes, written, ids=ids, starts=starts, places=places, sums=sums)
+            stored = StoredOnNvme(
+                size_bytes, written, ids=ids, starts=starts, places=places, sums=sums
+            )
         self.stored_bytes += size_bytes
         return stored
 
     def fetch(self, stored: StoredOnNvme, address: int, priority: Priority) -> Ticket:
-        """See `Shelf.fetch`. What is still being stored is read after that."""
+        """Start copying back; see `ActivationStore.fetch`. The read of bytes that are still being
+        stored waits for that."""
         ticket = self._move(JobKind.FETCH, stored.ids, stored.starts, address, priority)
         stored.fetches.append(ticket)
         self.fetched_bytes += stored.size_bytes
         return ticket
 
     def free(self, stored: StoredOnNvme) -> None:
-        """See `Shelf.give_back`."""
+        """Free; see `ActivationStore.free`."""
         self._freed.append(stored)
 
     def recover(self) -> None:
-        """See `Shelf.mend`."""
+        """Let the executor try its drives again; see `ActivationStore.recover`."""
         self._collect()
         self._executor.recover().wait()
 
     def wait_all(self) -> None:
-        """See `Shelf.settle`."""
+        """Block until all transfers have ended; see `ActivationStore.wait_all`."""
         self._executor.wait_all()
 
     def _collect(self) -> None:
-        """Take what was given back and no longer moves: into the free list, or out of the books after a fault."""
+        """Move freed places that no transfer uses to the free list; drop them after a fault."""
         freed, self._freed = self._freed, []
         for stored in freed:
             if not stored.idle:
@@ -159,8 +172,8 @@ class NvmeActivationStore:
                 self._free[stored.size_bytes] = [*kept, stored]
 
     def _drop_idle(self, size_bytes: int) -> None:
-        """Forget idle ones of other sizes until `size_bytes` of them are given back: with lengths that change from step
-        to step the files would else grow by all of them."""
+        """Drop free places of other sizes until `size_bytes` are given back. Sequence lengths that
+        change from step to step would else grow the files by all of them."""
         while size_bytes > 0 and self._free:
             stored = self._reuse(next(iter(self._free)))
             self._drop(stored)
@@ -182,14 +195,19 @@ class NvmeActivationStore:
     def _define(
         self, size_bytes: int
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], list[Place], npt.NDArray[np.uint32]]:
-        """Chunks for `size_bytes` bytes: their ids, where each starts, their places and their checksums."""
+        """Define chunks for `size_bytes` bytes. Returns their ids, start bytes, places and
+        checksums."""
         starts = range(0, size_bytes, CHUNK_BYTES)
         sizes = [min(CHUNK_BYTES, size_bytes - start) for start in starts]
         records = _records(sizes, self._key)
         self._key += len(sizes)
-        sums: npt.NDArray[np.uint32] = np.zeros((len(sizes), -(-sizes[0] // _SUM_BYTES)), dtype=np.uint32)
+        sums: npt.NDArray[np.uint32] = np.zeros(
+            (len(sizes), -(-sizes[0] // _SUM_BYTES)), dtype=np.uint32
+        )
         if self._sums_on:
-            records["sums_ptr"] = sums.ctypes.data + np.arange(len(sizes), dtype=np.uint64) * np.uint64(sums.strides[0])
+            records["sums_ptr"] = sums.ctypes.data + np.arange(
+                len(sizes), dtype=np.uint64
+            ) * np.uint64(sums.strides[0])
         places = self._space.reserve([int(run) for run in records["run_bytes"]])
         try:
             for record, place in zip(records, places, strict=True):
@@ -222,15 +240,17 @@ class NvmeActivationStore:
 
 
 class HostActivationStore:
-    """A shelf in pinned CPU memory, for a device with memory of its own. Not safe from several threads at once.
+    """Activation store in pinned CPU memory, for a device with memory of its own. Not safe from
+    several threads at once.
 
-    It grows in the first steps, to what they need: how much that is depends on the batch. Places are used again, by size; those
-    of sizes that are not wanted any more go when others are.
+    It grows in the first steps to the size that they need, which depends on the batch. Slabs are
+    used again, by size; slabs of sizes that nobody wants any more go when others are needed.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._free: dict[int, list[StoredInHostMemory]] = {}  # idle, by size, the size that was last used last
+        # Idle, by size, the size that was last used last.
+        self._free: dict[int, list[StoredInHostMemory]] = {}
         self._used: set[StoredInHostMemory] = set()
         self._freed: list[StoredInHostMemory] = []
         self._rest_bytes = 0
@@ -239,7 +259,8 @@ class HostActivationStore:
         self.rest_bytes_peak = 0
 
     def store(self, address: int, size_bytes: int) -> StoredInHostMemory:
-        """See `Shelf.put`. Raises: MemoryError when the machine has no room, DeviceCopyError when it cannot be pinned."""
+        """Start copying; see `ActivationStore.store`. Raises: MemoryError when the machine has no
+        room, DeviceCopyError when it cannot be pinned."""
         self._collect()
         slab = self._slab_of(size_bytes)
         written = self._device.copy(slab.address, address, size_bytes, out=False)
@@ -248,8 +269,9 @@ class HostActivationStore:
         self.stored_bytes += size_bytes
         return stored
 
-    def fetch(self, stored: StoredInHostMemory, address: int, priority: Priority) -> Ticket:  # noqa: ARG002 - there is no queue
-        """See `Shelf.fetch`."""
+    def fetch(self, stored: StoredInHostMemory, address: int, priority: Priority) -> Ticket:
+        """Start copying back; see `ActivationStore.fetch`. There is no queue with priorities."""
+        del priority
         while not stored.written.filled:  # the two directions do not wait for each other
             stored.written.wait_filled()
         ticket = self._device.copy(address, stored.slab.address, stored.size_bytes, out=True)
@@ -258,23 +280,27 @@ class HostActivationStore:
         return ticket
 
     def free(self, stored: StoredInHostMemory) -> None:
-        """See `Shelf.give_back`."""
+        """Free; see `ActivationStore.free`."""
         self._used.discard(stored)
         self._freed.append(stored)
 
     def recover(self) -> None:
-        """See `Shelf.mend`. There is nothing to try: the next copy tells."""
+        """Do nothing: the next copy tells whether the device works."""
 
     def wait_all(self) -> None:
-        """See `Shelf.settle`."""
+        """Block until all transfers have ended; see `ActivationStore.wait_all`."""
         for stored in (*self._used, *self._freed):
             for ticket in (stored.written, *stored.fetches):
                 with contextlib.suppress(AioError):
                     ticket.wait()
 
     def close(self) -> None:
-        """Free all of it. Nothing may be under way."""
-        for stored in (*self._used, *self._freed, *(one for kept in self._free.values() for one in kept)):
+        """Free all slabs. Nothing may be under way."""
+        for stored in (
+            *self._used,
+            *self._freed,
+            *(one for kept in self._free.values() for one in kept),
+        ):
             self._drop(stored)
         self._used.clear()
         self._freed.clear()
@@ -316,7 +342,7 @@ class HostActivationStore:
 
 
 def _records(sizes: Sequence[int], key: int) -> npt.NDArray[Any]:
-    """CHUNK records of one section of bytes each, without their places."""
+    """Make CHUNK records of one section of bytes each, without their places."""
     records = np.zeros(len(sizes), dtype=CHUNK)
     records["key"] = np.arange(key, key + len(sizes), dtype=np.uint64)
     records["numel"] = sizes

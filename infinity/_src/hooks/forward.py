@@ -1,12 +1,14 @@
-"""The life cycle of offloaded parameters: hooks on the modules, frames for running forwards, Uses for backward.
+"""Forward: hooks on the modules that gather units before a call and release them after it.
 
-    forward   pre hook: push a frame, gather the module's units | post hook: leave a Use on the graph, release
-    lookup    `self.wte.weight` of a unit that no frame holds: gathered at once, held by the innermost frame
-    backward  see `runtime.backward`
-    between   `gather()` opens windows, `state_dict` copies, everything else raises `ParameterReleased`
+    forward   pre hook: push a frame, gather the module's units
+              post hook: leave a BackwardUse on the graph, release
+    lookup    `self.wte.weight` of a unit that no frame holds: gathered at once, held by the
+              innermost frame
+    backward  see `infinity._src.hooks.backward`
+    between   `gather()` opens windows, `state_dict` copies, all else raises `ParameterReleased`
 
-The life cycle decides when a unit must be gathered; the residency decides what else is. References to a unit are
-active Uses, active frames and open windows.
+The life cycle decides when a unit must be gathered; the residency decides which others are.
+References to a unit are active uses, active frames and open windows.
 """
 
 from __future__ import annotations
@@ -60,12 +62,12 @@ class Frame:
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs, in whatever thread. KeyboardInterrupt leaves frames behind."""
+        """Whether it still runs, in any thread. KeyboardInterrupt leaves dead frames behind."""
         return self.caller is None or is_running(self.caller, self.thread)
 
     @property
     def raised(self) -> BaseException | None:
-        """The exception that leaves it now, in its post hook."""
+        """Exception that leaves the frame now, in its post hook."""
         error = sys.exc_info()[1]
         return None if error is self.handled else error
 
@@ -76,8 +78,8 @@ class Frame:
 
 
 class FrameStack(list[Frame]):
-    """The frames of one model. The life cycle pushes and pops them; activations ask whether one
-    runs."""
+    """Running forwards of one model, innermost last. The life cycle pushes and pops them;
+    activations ask whether one runs."""
 
     @property
     def running_here(self) -> bool:
@@ -86,7 +88,8 @@ class FrameStack(list[Frame]):
 
 
 class Hook:
-    """A hook that torch.compile does not trace, and that says why a hooked module cannot be pickled."""
+    """Module hook that torch.compile does not trace. Pickling a hooked module raises, with the
+    reason."""
 
     def __init__(self, function: Callable[..., None], units: list[Unit]) -> None:
         self._function = dynamo_disable(function)
@@ -103,7 +106,7 @@ class Hook:
 
 
 class Lifecycle:
-    """The life cycle of one model's offloaded parameters. Made by `attach`."""
+    """Life cycle of one model's offloaded parameters. Made by `attach`."""
 
     def __init__(
         self,
@@ -123,7 +126,9 @@ class Lifecycle:
         self.windows: dict[Param, Window] = {}
         self._activations = activations
         self._where = where
-        self._device = next((flat.tensor.device for unit in units for flat in unit.flats), torch.device("cpu"))
+        self._device = next(
+            (flat.tensor.device for unit in units for flat in unit.flats), torch.device("cpu")
+        )
         self._lock = threading.RLock()
         self._frames = frames if frames is not None else FrameStack()
         self._backward = Backward(residency, self._lock)
@@ -135,7 +140,10 @@ class Lifecycle:
             unit: UnitRefs(
                 unit,
                 residency,
-                [(module, self._installed.owned[module]) for module in self._installed.modules_of[unit]],
+                [
+                    (module, self._installed.owned[module])
+                    for module in self._installed.modules_of[unit]
+                ],
             )
             for unit in units
         }
@@ -149,13 +157,17 @@ class Lifecycle:
         keep_uncompiled(model)
         self._handles: list[RemovableHandle] = self._hook_modules()
         self._handles += hook_state_dict(
-            model, self._installed.owned, (param for unit in units for param in unit.params), check_state_dict
+            model,
+            self._installed.owned,
+            (param for unit in units for param in unit.params),
+            check_state_dict,
         )
 
-    # -- what the engine and users call --------------------------------------------------------------------------------
+    # -- what the engine and users call ------------------------------------------------------------
 
     def gather(self, params: Gatherable) -> AbstractContextManager[None]:
-        """Inside, `params` (a module, a parameter, or parameters) are readable and writable; writes are kept.
+        """Open windows: inside, `params` (a module, a parameter, or parameters) are readable and
+        writable; writes are kept.
 
         Blocks until they are gathered. Views kept past the end are undefined.
         """
@@ -164,18 +176,21 @@ class Lifecycle:
         return open_windows(self, params)
 
     def reset(self) -> None:
-        """Release everything that interrupted forwards and backwards left. Not to be called while one runs."""
+        """Release everything that interrupted forwards and backwards left. Not to be called while
+        one runs."""
         with self._lock:
             self._reset()
 
     def recover(self) -> None:
-        """Release what a forward or backward that broke off has left; nothing if one runs."""
+        """Release the units that a broken-off forward or backward has left. Does nothing while one
+        runs."""
         left = not self._frames[-1].alive if self._frames else self._backward.running
         if left and graph_task_id() == NO_TASK:
             self.reset()
 
     def detach(self) -> None:
-        """Remove the hooks. The module keeps its at-rest parameters, which raise EngineClosed from now on."""
+        """Remove the hooks. The module keeps its at-rest parameters, which raise EngineClosed from
+        now on."""
         if self.closed:
             return
         with self._lock:
@@ -189,11 +204,12 @@ class Lifecycle:
                 self.closed = self._backward.closed = True
 
     def refs_of(self, unit: Unit) -> UnitRefs:
-        """The references to `unit`."""
+        """References to `unit`."""
         return self._refs[unit]
 
     def hook_window(self, window: Window) -> None:
-        """Drain the gradients that reach an open window; refuse them where training computes with other values than it shows."""
+        """Accumulate gradients that reach an open window; refuse them where training computes with
+        other values than the window shows."""
         refs = self._refs[window.param.unit]
 
         def check(_grad: torch.Tensor) -> None:
@@ -204,10 +220,11 @@ class Lifecycle:
         window.tensor.register_hook(check)
         window.tensor.register_post_accumulate_grad_hook(self._backward.grad_hook(window.param))
 
-    # -- Owner of the at-rest parameters ---------------------------------------------------------------------------------
+    # -- Owner of the at-rest parameters -----------------------------------------------------------
 
     def readable(self, param: Param) -> torch.Tensor | None:
-        """The gathered parameter inside forward, its window inside `gather()`, None elsewhere."""
+        """Return the gathered parameter inside forward, its window inside `gather()`, None
+        elsewhere."""
         inside = self.in_forward(param)
         if inside is not None:
             return inside
@@ -215,9 +232,11 @@ class Lifecycle:
         return window.tensor if window is not None else None
 
     def in_forward(self, param: Param) -> torch.Tensor | None:
-        """The gathered parameter if a forward runs, gathered at once and held by the innermost frame if need be.
+        """Return the gathered parameter if a forward runs; gathered at once and held by the
+        innermost frame if need be.
 
-        Recompute inside backward may run without a frame: the Use of the call is active then, and holds the unit.
+        Recompute inside backward may run without a frame: the use of the call is active then, and
+        holds the unit.
         """
         refs = self._refs[param.unit]
         if not self._frames:
@@ -232,7 +251,7 @@ class Lifecycle:
         return param.gathered
 
     def where(self, param: Param) -> str:
-        """Where the values rest, for messages."""
+        """Name the tier of the values, for messages."""
         return self._where(param) if self._where is not None else "its tier"
 
     def take_gradient(self, param: Param, grad: torch.Tensor) -> None:
@@ -248,14 +267,16 @@ class Lifecycle:
         self._hook_grad(param)
 
     def load(self, param: Param, value: torch.Tensor) -> None:
-        """Set the values from a state dict. value: the shape is checked, the dtype is cast as `copy_` does."""
+        """Set the values from a state dict. value: the shape is checked, the dtype is cast as
+        `copy_` does."""
         with torch.no_grad():
             self.residency.write_alike(param, value.detach().expand(param.shape))
 
-    # -- forward -----------------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     def _hook_modules(self) -> list[RemovableHandle]:
-        """Hook the modules of units, and all above them: those hold what they look up themselves."""
+        """Hook the modules of units, and all above them: a parent's frame holds the parameters that
+        the parent looks up itself."""
         for unit in self.units:
             for module in unit.modules:
                 self._hooked.setdefault(module, []).append(self._refs[unit])
@@ -276,11 +297,16 @@ class Lifecycle:
             handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         return handles
 
-    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         with self._lock:
             outermost = self._find_place()
-            frame = Frame(module, calling_module_frame(), threading.get_ident(), sequence_number(), outermost)
-            self._frames.append(frame)  # before anything can raise: the post hook is always called, and pops it
+            frame = Frame(
+                module, calling_module_frame(), threading.get_ident(), sequence_number(), outermost
+            )
+            # Before anything can raise: the post hook is always called, and pops it.
+            self._frames.append(frame)
             if self._activations is not None:
                 self._activations.module_entered(module, args, kwargs)
             for refs in self._hooked[module]:
@@ -291,14 +317,16 @@ class Lifecycle:
                 frame.use.hook_inputs(tensors.in_arguments(args, kwargs), self._device)
 
     def _find_place(self) -> bool:
-        """Whether this forward is the outermost one; clears what an interrupted one left, if so."""
+        """Return whether this forward is the outermost one. If so, clear the frames that an
+        interrupted one left."""
         in_backward = graph_task_id() != NO_TASK
         # KeyboardInterrupt leaves frames behind; looking up the stack costs a microsecond or two.
         if self._frames and (in_backward or self._frames[-1].alive):
             self._check_thread(in_backward)
             return False
         if in_backward:  # recompute
-            self._backward.task()  # also of a reentrant checkpoint, whose backward inside is only a part of this one
+            # Also of a reentrant checkpoint, whose backward inside is only a part of this one.
+            self._backward.task()
             return False
         if self._frames or self._backward.running:
             self._reset()
@@ -308,7 +336,8 @@ class Lifecycle:
     def _check_thread(self, in_backward: bool) -> None:
         if not in_backward and threading.get_ident() != self._frames[-1].thread:
             raise RuntimeError(
-                "two threads run forward of one offloaded model; its units are gathered for one forward at a time"
+                "two threads run forward of one offloaded model; its units are gathered for one "
+                "forward at a time"
             )
 
     def _after_forward(
@@ -331,11 +360,14 @@ class Lifecycle:
                         self.residency.forward_end()
 
     def _pop(self, module: torch.nn.Module) -> Frame | None:
-        """The frame of this call, and off the stack what an exception left above it. None: it never got one."""
+        """Return the frame of this call, and remove frames above it that an exception left. None:
+        the call never got one."""
         caller = calling_module_frame()
         for index in range(len(self._frames) - 1, -1, -1):
             frame = self._frames[index]
-            if frame.module is module and (frame.caller is None or caller is None or frame.caller is caller):
+            if frame.module is module and (
+                frame.caller is None or caller is None or frame.caller is caller
+            ):
                 for stale in reversed(self._frames[index + 1 :]):
                     self._release_units(stale, check=False)
                 del self._frames[index:]
@@ -343,7 +375,8 @@ class Lifecycle:
         return None
 
     def _hook_backward(self, frame: Frame, output: Any) -> None:
-        """Let backward gather the frame's units again; keep gathered what the output still shows."""
+        """Let backward gather the frame's units again. Units that the output still shows stay
+        gathered for the frame above."""
         found = tensors.in_output(output)
         watch = self._attributes.get(frame.module)
         if watch is not None:
@@ -359,8 +392,8 @@ class Lifecycle:
                 continue
             if not self._frames:
                 raise ParameterReleased(
-                    f"the output of {type(frame.module).__name__} is {param.name}, or a view of it, whose values are "
-                    "released when forward ends; return a copy (`.clone()`)"
+                    f"the output of {type(frame.module).__name__} is {param.name}, or a view of "
+                    "it, whose values are released when forward ends; return a copy (`.clone()`)"
                 )
             refs = self._refs[param.unit]
             above = self._frames[-1]
@@ -369,7 +402,7 @@ class Lifecycle:
                 above.held.append(refs)
 
     def _param_shown_by(self, tensor: torch.Tensor, frame: Frame) -> Param | None:
-        """The parameter of the frame's units whose storage `tensor` shares."""
+        """Return the parameter of the frame's units whose storage `tensor` shares, or None."""
         address = address_of(tensor)
         if address == 0:
             return None
@@ -378,11 +411,14 @@ class Lifecycle:
                 offset = address - address_of(flat.tensor)
                 if 0 <= offset < flat.size_bytes:
                     start = offset // flat.layout.itemsize
-                    return next((p for p in reversed(flat.params) if p.offset <= start), flat.params[0])
+                    return next(
+                        (p for p in reversed(flat.params) if p.offset <= start), flat.params[0]
+                    )
         return None
 
     def _release_units(self, frame: Frame, *, check: bool) -> None:
-        """Release what the frame holds. All are released even when a check raises; the first error is raised."""
+        """Release the units of a frame. All are released even when a check raises; the first error
+        is raised."""
         failure: Exception | None = None
         while frame.held:
             try:
@@ -403,18 +439,21 @@ class Lifecycle:
         self.residency.reset()
 
     def _hook_grad(self, param: Param) -> None:
-        """Drain the parameter's gradients from now on, if it can have some."""
+        """Hook the parameter's gradients from now on, if it requires one."""
         if param.gathered.requires_grad and param not in self._grad_hooked:
             self._grad_hooked.add(param)
             param.flat.learns = True
             hook = self._backward.grad_hook(param)
             param.gathered.register_post_accumulate_grad_hook(hook)
-            # A custom autograd Function that was handed the parameter at rest gives its gradient to that leaf.
+            # A custom autograd Function that was handed the parameter at rest gives its gradient to
+            # that leaf.
             register_post_accumulate(param.at_rest, hook)
 
     def _require_open(self, what: str) -> None:
         if self.closed:
-            raise EngineClosed(f"{what}: the engine of this model was closed, and its parameters' values with it")
+            raise EngineClosed(
+                f"{what}: the engine of this model was closed, and its parameters' values with it"
+            )
 
 
 def attach(
@@ -427,11 +466,14 @@ def attach(
     activations: Activations | None = None,
     frames: FrameStack | None = None,
 ) -> Lifecycle:
-    """Replace the parameters of `units` in `model` by parameters at rest, and run their life cycle with hooks.
+    """Replace the parameters of `units` in `model` by sharded parameters, and run their life cycle
+    with hooks.
 
-    The residency must already hold the values: the original parameters are dropped here. Sets `at_rest` and `gathered`
-    of every Param. where: names the tier of a parameter in errors. check_state_dict: see `runtime.state_dict.Check`.
-    activations: is told of every hooked module's forward, and looks at the same `frames`.
+    The residency must already hold the values: the original parameters are dropped here. Sets
+    `at_rest` and `gathered` of every Param. where: names the tier of a parameter in errors.
+    check_state_dict: see `infinity._src.hooks.state_dict.Check`. activations: is told of every
+    hooked module's forward, and looks at the same `frames`.
+
     Raises: ValueError when a parameter already has a gradient.
     """
     return Lifecycle(

@@ -1,11 +1,13 @@
-"""One unit as the life cycle holds it: reference count, the slots of its modules, and the checks on both.
+"""References to one unit: its count, the `_parameters` of its modules, and the checks on both.
 
-    hold / release   count a reference; the first makes the residency gather the unit, the last lets it evict
-    enter / leave    the same for a running forward or an active Use, and the gathered parameters lie in the slots:
-                     recompute may call `forward` itself, past all hooks, and finds them there
+    add_ref / drop_ref   count a reference; the first gathers the unit, the last lets it be evicted
+    acquire / release    the same for a running forward or an active use; meanwhile the gathered
+                         parameters lie in the modules' `_parameters`, where recompute, which may
+                         call `forward` past all hooks, finds them
 
-Checks: on the way in, every slot still has the at-rest parameter that the engine put there. On the way out, no
-version counter has moved: a weight written in forward would be lost at the next eviction.
+Checks: on the way in, every module still has the sharded parameter that the engine put there. On
+the way out, no version counter has moved: a weight written in forward would be lost at the next
+eviction.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from infinity.errors import ReplacedOutsideEngine, WeightWritten
 
 
 class Window:
-    """A parameter while `gather()` has it open: a leaf on the gathered storage with a version counter of its own.
+    """Parameter inside of `gather()`: a leaf on the gathered storage with a version counter of its
+    own.
 
-    Its counter tells what was written. It is bumped on closing, so that a graph made from it, which needs values that
-    are released by then, raises in backward.
+    The counter tells of writes. It is bumped on closing, so that backward raises for a graph made
+    from the window: the values that it saved are released by then.
     """
 
     def __init__(self, param: Param) -> None:
@@ -37,7 +40,7 @@ class Window:
         self._seen_version = version_of(self.tensor)
 
     def poll_write(self) -> bool:
-        """Whether it was written to since the last call."""
+        """Return whether it was written to since the last call."""
         version = version_of(self.tensor)
         changed = version != self._seen_version
         self._seen_version = version
@@ -46,9 +49,15 @@ class Window:
 
 
 class UnitRefs:
-    """The references to one unit, and the module slots of its parameters (see the module's docstring)."""
+    """References to one unit, and the places of its parameters in modules (see the module's
+    docstring)."""
 
-    def __init__(self, unit: Unit, residency: Residency, modules: list[tuple[torch.nn.Module, ModuleParameters]]) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        residency: Residency,
+        modules: list[tuple[torch.nn.Module, ModuleParameters]],
+    ) -> None:
         self.unit = unit
         self.windows: list[Window] = []
         self._residency = residency
@@ -67,7 +76,7 @@ class UnitRefs:
 
     @property
     def acquired(self) -> bool:
-        """Whether the gathered parameters lie in the slots."""
+        """Whether the gathered parameters lie in the modules' `_parameters`."""
         return self._acquired > 0
 
     def add_ref(self) -> None:
@@ -86,17 +95,19 @@ class UnitRefs:
         unit.refs += 1
 
     def check_version(self, *, window: bool) -> None:
-        """Raise if a training pass would take what `gather()` shows; or, with `window`, the reverse."""
+        """Raise if a training pass would take what `gather()` shows; or, with `window`, the
+        reverse."""
         if self._residency.mixes(self.unit, window=window):
             raise RuntimeError(
-                f"a training forward or backward beside handle.gather() of {self.unit.name}: gather() shows the newest "
-                "parameters as they are, and training computes with those before the update (update='delayed'), or as they "
-                "travel (qwz=True); run forward and backward outside of gather(), and gather outside of them (evaluation "
+                f"a training forward or backward beside handle.gather() of {self.unit.name}: "
+                "gather() shows the newest parameters as they are, and training computes with "
+                "those before the update (update='delayed'), or as they travel (qwz=True); run "
+                "forward and backward outside of gather(), and gather outside of them (evaluation "
                 "without gradients may be inside)"
             )
 
     def drop_ref(self) -> None:
-        """Give a reference back."""
+        """Drop a reference; at the last one the unit may be evicted."""
         unit = self.unit
         assert unit.refs > 0, f"{unit.name} was released more often than it was held"
         unit.refs -= 1
@@ -107,7 +118,7 @@ class UnitRefs:
             self._residency.idle(unit)
 
     def acquire(self) -> None:
-        """Hold, and put the gathered parameters into the slots."""
+        """Add a reference, and put the gathered parameters into the modules."""
         if self._acquired == 0:
             self._check_modules()
             self.add_ref()
@@ -118,7 +129,8 @@ class UnitRefs:
         self._acquired += 1
 
     def release(self, *, check: bool = True) -> None:
-        """Undo `enter`. check: raise WeightWritten if forward wrote to a parameter; the unit is released first."""
+        """Undo `acquire`. check: raise WeightWritten if forward wrote to a parameter; the unit is
+        released first."""
         self._acquired -= 1
         written: list[str] = []
         if self._acquired == 0:
@@ -128,7 +140,9 @@ class UnitRefs:
             if versions != self._versions:
                 written = [
                     param.name
-                    for param, now, then in zip(self.unit.params, versions, self._versions, strict=True)
+                    for param, now, then in zip(
+                        self.unit.params, versions, self._versions, strict=True
+                    )
                     if now != then
                 ]
                 self._spoilt = True
@@ -136,12 +150,14 @@ class UnitRefs:
         self.drop_ref()
         if written and check:
             raise WeightWritten(
-                f"forward wrote to {', '.join(written)}: a write to an offloaded parameter inside forward is lost. Write "
-                "between steps, with `with torch.no_grad(), inf.handle(model).gather(parameter): parameter.clamp_(...)`"
+                f"forward wrote to {', '.join(written)}: a write to an offloaded parameter inside "
+                "forward is lost. Write between steps, with `with torch.no_grad(), "
+                "inf.handle(model).gather(parameter): parameter.clamp_(...)`"
             )
 
     def note_window_writes(self) -> None:
-        """What was written through a window modifies the gathered parameter too, for the graphs that saved it."""
+        """Bump the version of gathered parameters that were written through windows: autograd must
+        find out if their old values were saved."""
         for window in self.windows:
             if window.poll_write():
                 bump_version(window.param.gathered)
@@ -150,7 +166,9 @@ class UnitRefs:
     def _check_modules(self) -> None:
         for attributes, parameters in self._modules:
             if attributes.get("_parameters") is not parameters:
-                raise ReplacedOutsideEngine(f"the parameters of a module of {self.unit.name} {_REPLACED}")
+                raise ReplacedOutsideEngine(
+                    f"the parameters of a module of {self.unit.name} {_REPLACED}"
+                )
         for parameters, attr, at_rest, _ in self._sites:
             if look(parameters, attr) is not at_rest or type(at_rest) is not ShardedParameter:
                 raise ReplacedOutsideEngine(f"{self._name(parameters, attr)} {_REPLACED}")
@@ -162,6 +180,7 @@ class UnitRefs:
 
 
 _REPLACED = (
-    "was replaced outside the engine, which would go on training the old one; change the module before `inf.offload`, "
-    "or write values with `with inf.handle(model).gather(parameter): parameter.copy_(...)`"
+    "was replaced outside the engine, which would go on training the old one; change the module "
+    "before `inf.offload`, or write values with `with inf.handle(model).gather(parameter): "
+    "parameter.copy_(...)`"
 )
