@@ -400,7 +400,9 @@ def _busy_times(
 # -- what is needed
 
 
-def _ram(plan: PlacementPlan, machine: Machine, beside: Mapping[str, float], waiting: float) -> Need:
+def _ram(
+    plan: PlacementPlan, machine: Machine, beside: Mapping[str, float], waiting: float
+) -> Need:
     ranks = machine.ranks
     found = {
         name: float(ranks * size) for name, size in {**plan.ram_parts, **beside}.items() if size
