@@ -241,7 +241,7 @@ class DevicePrefetch:
 
     def backward_end(self) -> None:
         """A backward has ended, or was broken off. Blocks as `unit_done` does."""
-        self.offload.backwards += 1
+        self.offload.backward_count += 1
         for unit in list(self._use_ended):
             self._cancel(unit)
 

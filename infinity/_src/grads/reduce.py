@@ -157,7 +157,7 @@ class ReduceScatter:
             with torch.no_grad():
                 self._reduce(exchange, flats, held, means, present)
 
-        op = self._comm.reduce(_title(unit), work)
+        op = self._comm.submit_reduce_scatter(_title(unit), work)
         return PendingReduce(unit, op, flats, means, size_bytes, held, present)
 
     def _reduce(
@@ -182,10 +182,10 @@ class ReduceScatter:
             whole[end:].zero_()
             wholes.append(list(whole.view(flat.layout.world, -1)))
         flags = present.to(means[0].device)
-        exchange.union(flags)
+        exchange.all_reduce_or(flags)
         present.copy_(flags)
         if not self._qgz:
-            exchange.sums(wholes, means)
+            exchange.reduce_scatter_mean(wholes, means)
             return
         device = means[0].device
         # The kernels add the errors on the device; where that has memory of its own, they are
@@ -195,7 +195,7 @@ class ReduceScatter:
             for flat in flats
             if flat in self._errors
         }
-        exchange.sums_quantized(
+        exchange.reduce_scatter_mean_quantized(
             wholes,
             means,
             lambda turn, index: list(taken[flats[index]][turn]) if flats[index] in taken else None,
@@ -257,7 +257,7 @@ class GradReducer:
     """The gradients of one model. One thread uses it at a time.
 
     reduce_scatter: on several ranks. unreduced: sums of micro-batches inside of `no_sync`, where
-    the policy keeps such. offload: by which gradients leave a device that then adds further ones
+    the policy keeps such. grad_offload: by which gradients leave a device that then adds further ones
     up.
     mode: gets each complete gradient (this rank's part of it), and is told of units that went idle
     before their gradients were reduced.
@@ -273,7 +273,7 @@ class GradReducer:
         mode: UpdateHooks,
         reduce_scatter: ReduceScatter | None = None,
         unreduced: UnreducedGrads | None = None,
-        offload: GradOffload | None = None,
+        grad_offload: GradOffload | None = None,
     ) -> None:
         self._units = units
         self._reduce_scatter = reduce_scatter
@@ -282,7 +282,7 @@ class GradReducer:
         self._pending: deque[PendingReduce] = deque()
         self._mode = mode
         self._buffers = buffers
-        self._prefetch = DevicePrefetch(offload) if offload is not None else None
+        self._prefetch = DevicePrefetch(grad_offload) if grad_offload is not None else None
         self._registry = registry
         self._comm = comm
         # Several ranks: gradients of this backward that no reduction has taken yet.
@@ -371,7 +371,7 @@ class GradReducer:
                     self._add_unreduced(unit)
             else:
                 # Collective, so that ranks agree on the units and their order.
-                waiting = self._comm.any_of([self._waits(unit) for unit in self._units])
+                waiting = self._comm.all_reduce_any([self._waits(unit) for unit in self._units])
                 for unit, has_some in zip(self._units, waiting, strict=True):
                     if has_some:
                         self._reduce(unit)
@@ -416,7 +416,7 @@ class GradReducer:
 
     # -- forward and step --------------------------------------------------------------------------
 
-    def free_offloaded(self) -> None:
+    def free_done(self) -> None:
         """A forward begins: free gradients on the device that are copied out. Never blocks."""
         if self._prefetch is not None:
             self._prefetch.offload.free_done()

@@ -125,7 +125,9 @@ class ReadByUpdate:
 
     def before_write(self, _slot: GradSlot) -> None:
         """Block until the update is done."""
-        wait_through(self._ticket)
+        # Nearly always it is: no further call then.
+        if not self._ticket.done:
+            wait_through(self._ticket)
 
 
 def wait_through(ticket: Ticket) -> None:
@@ -290,8 +292,8 @@ class GradSlot:
         self._refuse_consumed()
         source = grad.detach() if grad.requires_grad else grad
         self._before_write()
-        if self.registry.offload is not None and source.device == self.stand_in.device:
-            self._accumulate_on_device(source, self.registry.offload)
+        if self.registry.grad_offload is not None and source.device == self.stand_in.device:
+            self._accumulate_on_device(source, self.registry.grad_offload)
             return
         self.cancel_prefetch()
         target = self._shaped
@@ -341,7 +343,7 @@ class GradSlot:
                 self._apply_log()
             total = self._sum_on_device(source.device).add_(source.reshape(-1))
             self._accumulations += 1
-        self._offloaded_in = offload.backwards
+        self._offloaded_in = offload.backward_count
         self._forget_norms()
         self._device_norm = norm_there(total.view(self.shape) if self.whole else total.reshape(-1))
         # A rank may have no part of a small parameter.
@@ -359,7 +361,7 @@ class GradSlot:
     def prefetch_to_device(self, offload: GradOffload) -> None:
         """Start copying the sum so far to the device, where backward adds the next gradient. Does
         nothing for a slot with a backing or a log, and after this backward's gradient has come."""
-        came = self._offloaded_in == offload.backwards
+        came = self._offloaded_in == offload.backward_count
         if (
             came
             or self._h2d is not None
@@ -584,7 +586,7 @@ class GradRegistry:
 
     stand_in_of: makes the tensor that is `p.grad` for a slot on a device. reduce_sum: adds a list
     of floats over the ranks in a fixed order, and is called with the same length on all; None on
-    one rank. offload: copies gradients from a device with memory of its own.
+    one rank. grad_offload: copies gradients from a device with memory of its own.
     """
 
     def __init__(
@@ -592,12 +594,12 @@ class GradRegistry:
         stand_in_of: StandInOf,
         reduce_sum: SumReduce | None = None,
         *,
-        offload: GradOffload | None = None,
+        grad_offload: GradOffload | None = None,
     ) -> None:
         self._stand_in_of = stand_in_of
         self.slots: list[GradSlot] = []
         self.scratch_lock = threading.Lock()  # autograd has one thread per device
-        self.offload = offload  # where the device has memory of its own
+        self.grad_offload = grad_offload  # where the device has memory of its own
         self._reduce_sum = reduce_sum
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._factor: tuple[torch.Tensor, int, float] | None = None

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from infinity._src.memory.device import Device
-from infinity._src.memory.swap_space import Place, SwapSpace
+from infinity._src.memory.swap_space import SwapExtent, SwapSpace
 from infinity._src.sizes import round_up
 from infinity.aio import CHUNK, JOB, Executor, JobKind, Priority, Slab, Ticket
 from infinity.aio._records import ALIGNMENT_BYTES, CHUNK_NUMEL
@@ -59,7 +59,7 @@ class StoredOnNvme(StoredBytes):
 
     ids: npt.NDArray[np.int32]  # [chunks]
     starts: npt.NDArray[np.uint64]  # [chunks] byte at which each chunk starts
-    places: list[Place]
+    places: list[SwapExtent]
     sums: npt.NDArray[np.uint32]
 
 
@@ -194,7 +194,7 @@ class NvmeActivationStore:
 
     def _define(
         self, size_bytes: int
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], list[Place], npt.NDArray[np.uint32]]:
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], list[SwapExtent], npt.NDArray[np.uint32]]:
         """Define chunks for `size_bytes` bytes. Returns their ids, start bytes, places and
         checksums."""
         starts = range(0, size_bytes, CHUNK_BYTES)

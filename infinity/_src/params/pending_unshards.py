@@ -121,9 +121,9 @@ class PendingUnshards:
         def work(exchange: Exchange) -> None:
             with torch.no_grad():
                 put()
-                exchange.spread([_parts(flat) for flat in flats], across=across)
+                exchange.all_gather([_parts(flat) for flat in flats], across=across)
 
-        self._fills[unit] = PendingUnshard((), self._comm.gather(f"gather of {unit.name} as it is kept", work))
+        self._fills[unit] = PendingUnshard((), self._comm.submit_all_gather(f"gather of {unit.name} as it is kept", work))
 
     def finish(self, unit: Unit) -> PendingUnshard:
         """Take the unit's fill, for the caller to wait for."""
@@ -157,13 +157,13 @@ class PendingUnshards:
             for ticket in tickets:
                 ticket.wait_filled()
             with torch.no_grad():
-                exchange.spread([_parts(flat) for flat in plain])
-                exchange.spread_quantized([_parts(flat) for flat in coded])
+                exchange.all_gather([_parts(flat) for flat in plain])
+                exchange.all_gather_quantized([_parts(flat) for flat in coded])
                 if keep is not None:
                     keep()
 
         how = " in int8 groups" if coarse else ""
-        return self._comm.gather(f"gather of {unit.name}{how}", work)
+        return self._comm.submit_all_gather(f"gather of {unit.name}{how}", work)
 
     def close(self) -> None:
         """Return when nothing is under way, and forget everything."""

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from infinity._src._torch_compat import graph_is_kept, profiled
-from infinity._src.distributed.collectives import Comm
-from infinity._src.distributed.fingerprint import digest, named
+from infinity._src.distributed.collectives import Comm, digest, fingerprinted
 from infinity._src.grads.reduce import GradReducer
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
@@ -81,7 +80,7 @@ class Unsharder(Gathering):
         """The outermost forward begins: a training forward when gradients are enabled."""
         if not self.passes.in_backward:
             self._rest.pin()
-            self.gradients.free_offloaded()
+            self.gradients.free_done()
             trains = torch.is_grad_enabled()
             self.passes.forward_start(trains=trains)
             self.clock.enter("forward" if trains else "evaluation", quiet=trains and not self._mode.updates_pending)
@@ -118,7 +117,7 @@ class Unsharder(Gathering):
 
     def broke(self, where: str, error: BaseException) -> None:
         """A forward or backward of this rank has raised: the others, which may wait for it, are told."""
-        self._comm.raised(where, error)
+        self._comm.report_exception(where, error)
 
     def reset(self) -> None:
         """Forget what an interrupted forward or backward left."""
@@ -237,11 +236,11 @@ class Unsharder(Gathering):
     def written(self, here: list[bool]) -> list[bool]:
         """Of windows that all ranks close now, which some rank has written to; where ranks keep all weights, one may look alone,
         and they are asked nothing."""
-        return here if self._keep else self._comm.any_of(here)
+        return here if self._keep else self._comm.all_reduce_any(here)
 
     def write_alike(self, param: Param, value: torch.Tensor) -> None:
         """As `write`, when all ranks have come to it with the same value."""
-        self._comm.meet(lambda: named(f"writing {param.name}", digest(value)))
+        self._comm.check_same_collective(lambda: fingerprinted(f"writing {param.name}", digest(value)))
         self.write(param, value)
 
     def write(self, param: Param, value: torch.Tensor) -> None:

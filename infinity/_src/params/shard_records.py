@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infinity._src.memory.layout import Section, run_bytes, sections_of
-from infinity._src.memory.swap_space import Place, Want
+from infinity._src.memory.layout import Section, aligned_section_bytes, sections_of
+from infinity._src.memory.swap_space import ExtentRequest, SwapExtent
 from infinity._src.params.unit import Flat
 from infinity.aio import CHUNK, Format
 from infinity.aio._records import PIECE_NUMEL, GradSection, Master, piece_count
@@ -49,7 +49,7 @@ class ShardRecords:
     sections: tuple[Section, ...]
     records: npt.NDArray[Any]  # CHUNK [chunks]
     ids: npt.NDArray[np.int32]  # [chunks]
-    places: list[Place]  # of its runs, first and second ones
+    places: list[SwapExtent]  # of its runs, first and second ones
     sums: npt.NDArray[np.uint32]  # [places, chunks, sections * pieces]
     versioned: bool  # each chunk has a second place
 
@@ -74,16 +74,16 @@ class ShardRecords:
 
     def grad_bytes(self, record: Any) -> int:
         """Bytes of a chunk's spilled gradients, at the end of its run."""
-        return run_bytes(self.sections[-1], int(record["numel"])) if self.format.grad else 0
+        return aligned_section_bytes(self.sections[-1], int(record["numel"])) if self.format.grad else 0
 
-    def wants(self, record: Any, layers: tuple[int, int]) -> list[Want]:
+    def wants(self, record: Any, layers: tuple[int, int]) -> list[ExtentRequest]:
         """What a chunk wants of the swap space, in the order of `PLACES`; its first and second run in these layers."""
         if not self.versioned:
-            return [Want(int(record["run_bytes"]), layers[0])]
+            return [ExtentRequest(int(record["run_bytes"]), layers[0])]
         states = int(record["other_bytes"])
-        return [Want(states, layers[0]), Want(states, layers[1]), Want(self.grad_bytes(record))]
+        return [ExtentRequest(states, layers[0]), ExtentRequest(states, layers[1]), ExtentRequest(self.grad_bytes(record))]
 
-    def put(self, record: Any, places: Sequence[Place | None]) -> None:
+    def put(self, record: Any, places: Sequence[SwapExtent | None]) -> None:
         """A chunk got what it wants."""
         self.places.extend(place for place in places if place is not None)
         record["drive"] = next(place.drive for place in places if place is not None)
@@ -112,7 +112,7 @@ def unplaced(
             record["itemsize"][s], record["group_numel"][s] = section.itemsize, section.group_numel
             if mask >> s & 1:
                 record["section_at"][s] = record["run_bytes"]
-                record["run_bytes"] += run_bytes(section, span.numel)
+                record["run_bytes"] += aligned_section_bytes(section, span.numel)
         if sums_on:
             record["sums_ptr"] = sums[0, index].ctypes.data
             record["other_sums_ptr"] = sums[1, index].ctypes.data if versioned else 0

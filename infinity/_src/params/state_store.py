@@ -17,7 +17,7 @@ import torch
 
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import give_back
-from infinity._src.memory.swap_space import Place, SwapSpace
+from infinity._src.memory.swap_space import SwapExtent, SwapSpace
 from infinity._src.params.shard_records import ShardRecords, sections_carried, sections_in_common, unplaced
 from infinity._src.params.unit import Flat
 from infinity._src.sizes import round_up
@@ -72,7 +72,7 @@ class StateStore:
         self.resident_bytes = 0
         self._reader: StateReader | None = None
         self.writes = 0  # how often something was about to be written
-        self._dropped: list[Place] = []  # places that a durable run's last commit names, and that are nobody's
+        self._dropped: list[SwapExtent] = []  # places that a durable run's last commit names, and that are nobody's
         self._named = False
         self.params_read_bytes = 0  # of parameters on NVMe, since the beginning, whose reading alone has begun
         self.grads_read_bytes = self.grads_written_bytes = 0  # of spilled gradients; `SpilledGradients` counts them
@@ -316,7 +316,7 @@ class StateStore:
         """Make chunk records for `flats`, reserve their space, and make them known to the executor."""
         made = [self._unplaced(flat, fmt, row) for flat, fmt, row in zip(flats, formats, masks, strict=True)]
         with contextlib.ExitStack() as undo:
-            with self._space.at_once() if self._space is not None else contextlib.nullcontext():
+            with self._space.grow_together() if self._space is not None else contextlib.nullcontext():
                 places = [place for rest in made for place in self._reserve(rest, undo)]
             slab = self._place_resident(made, keep)
             if slab is not None:
@@ -332,7 +332,7 @@ class StateStore:
             self.resident_bytes += slab.size_bytes
         return made
 
-    def _reserve(self, rest: ShardRecords, undo: contextlib.ExitStack) -> list[Place]:
+    def _reserve(self, rest: ShardRecords, undo: contextlib.ExitStack) -> list[SwapExtent]:
         """Reserve the runs of a flat's chunks, on NVMe, and put them into the records."""
         runs = np.flatnonzero(rest.records["run_bytes"])
         if self._space is None or not runs.size:

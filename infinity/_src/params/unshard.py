@@ -24,6 +24,7 @@ import torch
 from infinity._src._torch_compat import profiled
 from infinity._src.distributed.collectives import Comm
 from infinity._src.grads.reduce import GradReducer
+from infinity._src.memory.constants import AHEAD
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param as gathered
@@ -36,9 +37,6 @@ from infinity._src.params.update_hooks import Access, UpdateHooks
 from infinity._src.telemetry import Timeline
 from infinity.aio import Gate, Priority, Ticket
 from infinity.errors import AioError
-
-AHEAD = 2
-"""There is room for so many of the largest units besides the one in use."""
 
 
 @dataclasses.dataclass

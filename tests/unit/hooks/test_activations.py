@@ -28,7 +28,7 @@ from tests.unit.hooks.rig import Rig
 
 
 class Place:
-    """An executor over one swap file, a shelf on it, and the activations of a model that always runs."""
+    """An executor over one swap file, an activation store on it, and the activations of a model that always runs."""
 
     def __init__(
         self, directory: Path, seam: Seam | None = None, model: nn.Module | None = None, frames: Any = None
@@ -175,7 +175,7 @@ def test_memory_goes_while_forward_goes_on_and_returns_a_few_calls_at_a_time(
     assert weight.grad is not None
     assert torch.equal(weight.grad, expected.grad)
     assert place.activations._held_bytes == 0
-    assert not place.activations._back
+    assert not place.activations._fetched
 
 
 def test_a_backward_in_flight_reads_ahead(make_place: Callable[..., Place]) -> None:
@@ -191,7 +191,7 @@ def test_a_backward_in_flight_reads_ahead(make_place: Callable[..., Place]) -> N
 
     place.activations._start_fetch = count  # type: ignore[method-assign]
     total.backward()
-    assert fetched[0] == 1  # the first to be wanted from the shelf was read ahead, at PREFETCH
+    assert fetched[0] == 1  # the first to be wanted from the store was read ahead, at PREFETCH
     assert place.store.fetched_bytes == 6 * 4000
 
 
