@@ -76,8 +76,7 @@ class GradProxy(torch.Tensor):
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise_unsupported(self.slot.name, "deepcopy")
 
-    # These reach the storage without passing the dispatcher: unanswered, they would hand out a null
-    # pointer.
+    # These reach the storage without passing the dispatcher, and would hand out a null pointer.
     def data_ptr(self) -> NoReturn:
         raise_unsupported(self.slot.name, "data_ptr")
 

@@ -175,7 +175,7 @@ class ReduceScatter:
             )
             end = 0
             for param in flat.params:
-                # The padding between parameters travels, too: stale bytes there could be NaN.
+                # The padding between parameters is reduced and encoded, too: it must be zeros.
                 whole[end : param.offset].zero_()
                 end = param.offset + param.numel
                 _sum_into(whole[param.offset : end], gradients.get(param, ()))
@@ -257,8 +257,7 @@ class GradReducer:
     """The gradients of one model. One thread uses it at a time.
 
     reduce_scatter: on several ranks. unreduced: sums of micro-batches inside of `no_sync`, where
-    the policy keeps such. grad_offload: by which gradients leave a device that then adds further ones
-    up.
+    the policy keeps such. grad_offload: copies gradients from a device that adds further ones up.
     mode: gets each complete gradient (this rank's part of it), and is told of units that went idle
     before their gradients were reduced.
     """

@@ -174,14 +174,14 @@ class GradSlot:
         self._device_norm: torch.Tensor | None = None  # on the device: what `_part_norm` will be
         self._norm: float | None = None  # over all ranks; valid together with `_part_norm`
         self._part_norm: float | None = None  # this rank's part
-        # This rank's part before the log; valid while there is a log.
+        # 2-norm of this rank's part before the log; valid while there is a log.
         self._raw_norm: float | None = None
         self._accumulations = 0  # since the slot was last empty
         self._accumulations_before = 1  # the count the slot reached when it was last emptied
-        # This rank's whole sum waits for a reduction, besides what the slot holds.
+        # Whether this rank's whole sum waits for a reduction, besides the values of the slot.
         self.unreduced = False
         self._on_zero = on_zero  # sets that sum to zeros
-        self._overwritten = False  # emptied while somebody may still have the stand-in
+        self._overwritten = False  # the loop may still have the stand-in of the lost values
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -282,7 +282,8 @@ class GradSlot:
             )
         self.empty()
         self.accumulate(grad)
-        self.wait_d2h()  # it is the loop's tensor, which may change it from here on
+        # The tensor is the loop's, which may change it from here on.
+        self.wait_d2h()
 
     def accumulate(self, grad: torch.Tensor) -> None:
         """Take one fresh gradient: the first is copied, later ones are added in the slot's dtype.
@@ -300,6 +301,7 @@ class GradSlot:
         if source.shape != target.shape:
             source = source.reshape(target.shape)
         if self.state is SlotState.EMPTY:
+            # Copied, not added to zeros: clearing a gradient costs no pass over memory.
             target.copy_(source)
             self.state = SlotState.HELD
             self._accumulations = 1
@@ -352,6 +354,7 @@ class GradSlot:
     def _sum_on_device(self, device: torch.device) -> torch.Tensor:
         """Return the sum so far as a new tensor on the device."""
         if self._h2d is None:
+            # Not prefetched: copy now. `copy=True`, since the caller adds in place.
             return self.tensor.to(device, copy=True, non_blocking=True)
         ticket, there = self._h2d
         ticket.wait_filled()
@@ -361,6 +364,7 @@ class GradSlot:
     def prefetch_to_device(self, offload: GradOffload) -> None:
         """Start copying the sum so far to the device, where backward adds the next gradient. Does
         nothing for a slot with a backing or a log, and after this backward's gradient has come."""
+        # After this backward's gradient another one is unlikely, and the copy out is under way.
         came = self._offloaded_in == offload.backward_count
         if (
             came
@@ -562,7 +566,7 @@ class GradSlot:
             yield part.view(self.shape) if part.numel() == self.shape.numel() else part
 
     def _compute_norm(self, order: float) -> float:
-        # One operation, which raises to fp32 on the way; the same bits.
+        # One operation, which raises to fp32 on the way, with the same bits as below.
         if self._small and not self.log:
             return float(torch.linalg.vector_norm(self._shaped, order, dtype=torch.float32))
         with self.registry.scratch_lock:

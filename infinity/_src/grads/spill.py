@@ -73,9 +73,10 @@ class SpilledGradients:
         device.pin(self._slab)
         self._windows_of: dict[Flat, _Window] = {}
         self._turn = 0
-        self._due: list[Flat] = []  # their unit was done before all of their gradients came
+        # Flats whose unit was done before all of their gradients came: written at the next call.
+        self._due: list[Flat] = []
         self._accumulated: dict[Flat, set[Param]] = {}  # in this backward
-        self._expected: dict[Flat, int] = {}  # gradients that the last backward brought
+        self._expected: dict[Flat, int] = {}  # count of gradients in the last backward
         self._fresh: set[Flat] = set()  # written since an update last read them
 
     def __contains__(self, flat: Flat) -> bool:
@@ -146,6 +147,8 @@ class SpilledGradients:
         """Start writing the gradients of a unit whose use has ended; if some are missing, at the
         next such call."""
         due, self._due = self._due, []
+        # The last gradients of a unit may come a little after its use has ended. By the end of the
+        # next use they are here, or there are none.
         for flat in due:
             self._start_write(flat)
         for flat in unit.flats:
@@ -230,7 +233,7 @@ class SpilledGradients:
             self._store.grads_read_bytes += self._moved_bytes(flat)
             return
         for param in flat.params:
-            # Held, but no longer any parameter's gradient: the window begins without its values.
+            # Held, but in no `p.grad` any more: the write of this window will overwrite its values.
             if param.grad is not None and param.grad.state is SlotState.HELD:
                 param.grad.mark_overwritten()
 
@@ -256,6 +259,8 @@ class SpilledGradients:
         free = self._free_window()
         if free is not None:
             return free
+        # Cheapest first: a window that no gradient is still coming to, then a clean one, then one
+        # that was not prefetched, then one without a read under way, then the oldest.
         window = min(
             self._windows,
             key=lambda each: (
@@ -271,7 +276,9 @@ class SpilledGradients:
             self._start_write(window.flat)
         self._end_write(window)
         if window.reading is not None:
-            with contextlib.suppress(AioError):  # a read that nobody waits for any more
+            # The memory goes to another flat, so the read must have ended. Its error does not
+            # matter: the values are still on NVMe, and are read again when they are wanted.
+            with contextlib.suppress(AioError):
                 window.reading.wait()
         self._free(window)
         return window
@@ -294,6 +301,7 @@ class SpilledGradients:
                 # window, which may be another flat's next.
                 param.grad.wait_d2h()
         window.dirty = False
+        # Gradients that the loop has cleared are not written.
         if self._is_wanted(flat):
             window.writing = self._store.store(flat, self._section(flat), window.memory.data_ptr())
             self._store.grads_written_bytes += self._moved_bytes(flat)
@@ -311,7 +319,9 @@ class SpilledGradients:
             self._store.recover()
             assert window.flat is not None
             name = window.flat.unit.name
-            message = f"the spilled gradients of {name} cannot be written; parameters and states are"
+            message = (
+                f"the spilled gradients of {name} cannot be written; parameters and states are"
+            )
             error.args = (f"{message} sound: {error}",)
             raise
         window.writing = None

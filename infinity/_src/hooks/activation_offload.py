@@ -109,7 +109,7 @@ class Boundary:
         self.target: torch.Tensor | None = None  # [lead + span] of dtype
         self.fetch: Ticket | None = None
         self.given = False  # the target was given to backward
-        self.unwanted = False  # the target goes as soon as nothing comes to it
+        self.unwanted = False  # the target is freed as soon as no transfer writes to it
         self.shared = False
         self.trash = trash
 
@@ -137,7 +137,8 @@ class Boundary:
             )
 
     def __del__(self) -> None:
-        # Any thread, at any moment, may come by here: what is to be done is only noted.
+        # The last reference may go in any thread, at any moment: taking the lock here could block,
+        # so the work is only queued for `_collect`.
         self.trash.append(
             Remains(
                 self.stored,
@@ -207,10 +208,10 @@ class RunningForward(Protocol):
 
 
 class Activations:
-    """The boundary activations of one model.
+    """Boundary activations of one model.
 
-    shelf: where they rest. units: what `model` was taken apart into. frames: tells whether a
-        forward of it runs.
+    store: keeps them. units: of `model`. frames: tell whether a forward of it runs.
+
     Raises: ValueError when this torch keeps the inputs of checkpoints in a way that is not known.
     """
 
@@ -226,17 +227,17 @@ class Activations:
     ) -> None:
         self._device = device or torch.device("cpu")
         self._frames = frames
-        self._mark = object()  # in calls whose inputs these activations take
+        self._mark = object()  # owner of the calls whose inputs are offloaded here
         self._store = store
         self._names = {module: name for name, module in model.named_modules()}
         self._flats = [flat for unit in units for flat in unit.flats]
         self._timeline = timeline
         self._lock = threading.RLock()
-        # .call: the checkpointed call that began last in this thread.
+        # Attribute `call`: the checkpointed call that began last in this thread.
         self._here = threading.local()
         self._numbers = 0
         self._calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
-        # By id().
+        # By id(), so that an input of several calls is found again.
         self._by_tensor: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()
         self._recent: deque[list[weakref.ref[Boundary]]] = deque()
         self._storing: list[Boundary] = []  # their sources are being copied
@@ -281,7 +282,7 @@ class Activations:
             if here.isdisjoint(map(id, call.inputs())):
                 return
             call.owner, call.label = self._mark, self._names.get(module, "")
-            self._offload_inputs(call)  # nothing yet, if it is a reentrant one
+            self._offload_inputs(call)  # a reentrant one has saved nothing yet
         elif call.owner is self._mark:
             call.label = self._names.get(module, "")
 
@@ -352,9 +353,9 @@ class Activations:
             return False
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference():
             return False
-        if tensor.is_leaf and tensor.requires_grad:  # its gradient's place keeps it
+        if tensor.is_leaf and tensor.requires_grad:  # its AccumulateGrad node keeps it in memory
             return False
-        # Parameters come and go by themselves.
+        # A view of a gathered unit: the engine evicts and gathers that by itself.
         address = address_of(tensor)
         return not any(
             0 <= address - address_of(flat.tensor) < flat.size_bytes for flat in self._flats
@@ -383,7 +384,7 @@ class Activations:
         except BaseException as error:
             if boundary.stored is None:
                 if not isinstance(error, AioError):
-                    self._store.wait_all()  # interrupted: it may be on its way all the same
+                    self._store.wait_all()  # interrupted: the transfer may have begun all the same
                 self._storing.remove(boundary)
             if isinstance(error, AioError):
                 error.args = (f"{label} cannot be put away: {error}",)
@@ -592,8 +593,7 @@ class Activations:
         far as their inputs are in memory."""
         self._unwatch()
         with self._lock:
-            # What is on the shelf leaves memory, whether or not a call has come by since it
-            # arrived.
+            # Sources that are stored by now leave memory, also if no call came by since.
             self._collect()
             self._closed = True
             self._storing.clear()

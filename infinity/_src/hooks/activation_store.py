@@ -109,9 +109,9 @@ class NvmeActivationStore:
         self._device = device or Device(torch.device("cpu"))
         self._space = space
         self._sums_on = sums_on
-        # Idle, by size, the size that was last used last.
+        # Free places by size. The size that was used last comes last.
         self._free: dict[int, list[StoredOnNvme]] = {}
-        self._freed: list[StoredOnNvme] = []  # given back while something still moved
+        self._freed: list[StoredOnNvme] = []  # freed while a transfer still used them
         self._key = _FIRST_KEY
         self._rest_bytes = 0
         self.stored_bytes = 0
@@ -167,7 +167,7 @@ class NvmeActivationStore:
             elif stored.broken:
                 self._drop(stored)
             else:
-                # Newest size last: what is forgotten first is what was not wanted for longest.
+                # Newest size last: `_drop_idle` begins with the size unused for longest.
                 kept = self._free.pop(stored.size_bytes, [])
                 self._free[stored.size_bytes] = [*kept, stored]
 
@@ -194,7 +194,9 @@ class NvmeActivationStore:
 
     def _define(
         self, size_bytes: int
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], list[SwapExtent], npt.NDArray[np.uint32]]:
+    ) -> tuple[
+        npt.NDArray[np.int32], npt.NDArray[np.uint64], list[SwapExtent], npt.NDArray[np.uint32]
+    ]:
         """Define chunks for `size_bytes` bytes. Returns their ids, start bytes, places and
         checksums."""
         starts = range(0, size_bytes, CHUNK_BYTES)
@@ -249,7 +251,7 @@ class HostActivationStore:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        # Idle, by size, the size that was last used last.
+        # Free slabs by size. The size that was used last comes last.
         self._free: dict[int, list[StoredInHostMemory]] = {}
         self._used: set[StoredInHostMemory] = set()
         self._freed: list[StoredInHostMemory] = []
@@ -272,7 +274,8 @@ class HostActivationStore:
     def fetch(self, stored: StoredInHostMemory, address: int, priority: Priority) -> Ticket:
         """Start copying back; see `ActivationStore.fetch`. There is no queue with priorities."""
         del priority
-        while not stored.written.filled:  # the two directions do not wait for each other
+        # D2H and H2D have streams of their own, which do not wait for each other.
+        while not stored.written.filled:
             stored.written.wait_filled()
         ticket = self._device.copy(address, stored.slab.address, stored.size_bytes, out=True)
         stored.fetches.append(ticket)

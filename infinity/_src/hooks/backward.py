@@ -101,6 +101,7 @@ class Backward:
                     "backward: the engine of this model was closed, and its parameters' values "
                     "with it"
                 )
+            # Autograd enables gradients inside of nodes exactly when create_graph=True.
             if torch.is_grad_enabled():
                 names = ", ".join(slots.unit.name for slots in use.held)
                 raise SecondOrderUnsupported(
@@ -112,6 +113,7 @@ class Backward:
             if use.active:  # left by a backward that raised: it still holds its units
                 stale = self._tasks.get(use.task)
                 if stale is not None:
+                    # Moved, not released: this task needs the same units.
                     stale.remove(use)
             else:
                 held = 0
@@ -120,6 +122,7 @@ class Backward:
                         slots.acquire()
                         held += 1
                 except BaseException:
+                    # The use stays inactive, so nobody else would give these references back.
                     for slots in use.held[:held]:
                         slots.release(check=False)
                     raise
@@ -140,6 +143,7 @@ class Backward:
         task = graph_task_id()
         uses = self._tasks.get(task)
         if uses is None:
+            # Nested tasks are parts of one backward, which begins with the first.
             first = not self._tasks
             uses = self._tasks[task] = []
             queue_callback(lambda: self._end_task(task))
@@ -193,9 +197,10 @@ class Backward:
 
         def accumulate(tensor: torch.Tensor) -> None:
             grad = tensor.grad
-            # A stand-in that took the gradient itself.
+            # A stand-in here means that another hook has taken the gradient already.
             if grad is None or type(grad) is not torch.Tensor:
                 return
+            # The gathered leaf never keeps a gradient: slots do, and the memory is freed at once.
             tensor.grad = None
             with self._lock:
                 self.task()

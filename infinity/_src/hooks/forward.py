@@ -129,6 +129,7 @@ class Lifecycle:
         self._device = next(
             (flat.tensor.device for unit in units for flat in unit.flats), torch.device("cpu")
         )
+        # Autograd runs hooks of a device in a thread of its own.
         self._lock = threading.RLock()
         self._frames = frames if frames is not None else FrameStack()
         self._backward = Backward(residency, self._lock)
@@ -149,6 +150,7 @@ class Lifecycle:
         }
         for unit in units:
             for param in unit.params:
+                # Users' hooks come after the engine's: they find the stand-in in `p.grad`.
                 self._hook_grad(param)
                 for hook in self._installed.post_accumulate.get(param, ()):
                     param.at_rest.register_post_accumulate_grad_hook(hook)
@@ -311,6 +313,7 @@ class Lifecycle:
                 self._activations.module_entered(module, args, kwargs)
             for refs in self._hooked[module]:
                 refs.acquire()
+                # One by one: if a later unit fails, the post hook releases those before it.
                 frame.held.append(refs)
             if torch.is_grad_enabled():
                 frame.use = BackwardUse(self._backward)
@@ -329,6 +332,7 @@ class Lifecycle:
             self._backward.task()
             return False
         if self._frames or self._backward.running:
+            # All frames are dead, and no graph task runs here: an exception left them.
             self._reset()
         self.residency.forward_start()
         return True
@@ -348,12 +352,14 @@ class Lifecycle:
             if frame is None:
                 return
             try:
+                # No output, when forward raised: there is no graph to hook.
                 if frame.held and output is not None:
                     self._hook_backward(frame, output)
             finally:
                 try:
                     self._release_units(frame, check=True)
                 finally:
+                    # Last, also after an error: the phase of the clock must end.
                     if frame.outermost:
                         if (error := frame.raised) is not None:
                             self.residency.broke("forward", error)
@@ -378,6 +384,7 @@ class Lifecycle:
         """Let backward gather the frame's units again. Units that the output still shows stay
         gathered for the frame above."""
         found = tensors.in_output(output)
+        # Outputs that forward leaves in attributes, as MoE layers do with `self.aux_loss`.
         watch = self._attributes.get(frame.module)
         if watch is not None:
             found += watch.found()
@@ -404,7 +411,7 @@ class Lifecycle:
     def _param_shown_by(self, tensor: torch.Tensor, frame: Frame) -> Param | None:
         """Return the parameter of the frame's units whose storage `tensor` shares, or None."""
         address = address_of(tensor)
-        if address == 0:
+        if address == 0:  # no storage: a meta tensor, or one that is released
             return None
         for refs in frame.held:
             for flat in refs.unit.flats:
@@ -432,7 +439,7 @@ class Lifecycle:
         if self._frames or self._backward.running:
             self.residency.broke("forward or backward", RuntimeError("it was interrupted"))
         frames = list(self._frames)
-        self._frames.clear()  # the same list: activations look at it
+        self._frames.clear()  # not a new list: activations look at this one
         for frame in reversed(frames):
             self._release_units(frame, check=False)
         self._backward.reset()
@@ -445,7 +452,7 @@ class Lifecycle:
             param.flat.learns = True
             hook = self._backward.grad_hook(param)
             param.gathered.register_post_accumulate_grad_hook(hook)
-            # A custom autograd Function that was handed the parameter at rest gives its gradient to
+            # A custom autograd Function that was handed the sharded parameter gives its gradient to
             # that leaf.
             register_post_accumulate(param.at_rest, hook)
 

@@ -53,7 +53,7 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
     """Open windows on the chosen parameters: inside, they are readable and writable. Writes are
     kept, also when the body raises."""
     params = [param for param in chosen_params(lifecycle, what) if param not in lifecycle.windows]
-    # The same on all ranks.
+    # In one order on all ranks: gathering is a collective.
     params.sort(key=lambda param: (param.unit.index, param.flat.index, param.slot_index))
     units = list({param.unit: None for param in params})
     held = []

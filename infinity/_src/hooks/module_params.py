@@ -25,7 +25,7 @@ from infinity.errors import ReplacedOutsideEngine
 OnDemand = Callable[[Param], "torch.Tensor | None"]
 Read = Callable[[Param], torch.Tensor]
 
-# The life cycle's own way to a slot, past the methods below and as fast as a plain dict.
+# Access of `UnitRefs` past the methods below, as fast as a plain dict.
 look = dict.get
 put = dict.__setitem__
 
@@ -146,7 +146,7 @@ class ModuleParameters(dict[str, Any]):
 
 Hook = Callable[[torch.Tensor], None]
 _CAPTURE_DEPTH = 3
-"""How deep in containers a captured parameter is looked for."""
+"""Depth of nested containers to which captured parameters are searched for."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -155,8 +155,8 @@ class Installed:
 
     owned: dict[torch.nn.Module, ModuleParameters] = dataclasses.field(default_factory=dict)
     modules_of: dict[Unit, list[torch.nn.Module]] = dataclasses.field(default_factory=dict)
-    # Users' hooks from before: to be registered after the one that drains, so that they find the
-    # stand-in.
+    # Hooks that users had registered. They are registered again after the engine's own, so that
+    # they find the stand-in in `p.grad`.
     post_accumulate: dict[Param, list[Hook]] = dataclasses.field(default_factory=dict)
 
 
@@ -167,7 +167,7 @@ def install(
     modules. on_demand, read: see `ModuleParameters`."""
     installed = Installed()
     replaced: dict[int, ShardedParameter] = {}
-    originals: list[torch.Tensor] = []  # alive until the end, so that an id names one object
+    originals: list[torch.Tensor] = []  # kept alive to the end: `replaced` is keyed by id()
     for unit in units:
         for param in unit.params:
             module, attr = param.sites[0]
@@ -213,7 +213,7 @@ def _install_unit(
             assert site is not None
             originals.append(site)
             replaced[id(site)] = at_rest
-            setattr(module, attr, at_rest)  # not by the dict: nn.RNNBase keeps a list of its own
+            setattr(module, attr, at_rest)  # not in the dict: nn.RNNBase keeps a list besides
 
 
 def _original(param: Param) -> torch.nn.Parameter:

@@ -61,7 +61,7 @@ class UnitRefs:
         self.unit = unit
         self.windows: list[Window] = []
         self._residency = residency
-        self._acquired = 0  # the frames and Uses among the references
+        self._acquired = 0  # frames and uses among the references
         self._versions: list[int] = []
         self._stamped_generation: int | None = None
         self._spoilt = False
@@ -137,6 +137,7 @@ class UnitRefs:
             for parameters, attr, at_rest, _ in self._sites:
                 put(parameters, attr, at_rest)
             versions = [tensor._version for tensor in self._gathered]
+            # A write bumps the version counter of the tensor, and would be lost when it is evicted.
             if versions != self._versions:
                 written = [
                     param.name
