@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from infinity._src.grads.reducer import GradReducer
+from infinity._src.grads.reduce import GradReducer
 from infinity._src.grads.slot import GradSlot
 from infinity._src.optim.backward_update import BackwardUpdate
 from infinity._src.optim.delayed_update import DelayedUpdate
@@ -71,7 +71,7 @@ EVENTS = [
     Event("backward_begin", Unsharder, "backward_start"),
     Event("backward_end", Unsharder, "backward_end"),
     Event("reset", Unsharder, "reset"),
-    Event("grad", Unsharder, "drain", _name),
+    Event("grad", Unsharder, "accumulate_grad", _name),
     Event("unit_done", Unsharder, "unit_done", _name),
     Event("reduce", GradReducer, "_reduce", _name),
     Event("accumulate", GradReducer, "accumulate", _name),
@@ -81,7 +81,7 @@ EVENTS = [
     Event(
         "slot.wait_for_reader",
         GradSlot,
-        "_will_mutate",
+        "_before_write",
         lambda slot: slot.name if slot.guarded else None,
     ),
     Event(

@@ -32,10 +32,10 @@ from infinity._src.config import Policy
 from infinity._src.distributed.collectives import Comm
 from infinity._src.distributed.setup import RankSetup
 from infinity._src.grads.buffers import GradBuffers
-from infinity._src.grads.proxy import GradRegistry
-from infinity._src.grads.reducer import GradReducer
-from infinity._src.hooks.forward import Lifecycle, attach
-from infinity._src.hooks.frames import FrameStack
+from infinity._src.grads.proxy import GradProxy
+from infinity._src.grads.reduce import GradReducer
+from infinity._src.grads.slot import GradRegistry
+from infinity._src.hooks.forward import FrameStack, Lifecycle, attach
 from infinity._src.memory.constants import OFFLOAD_UNITS
 from infinity._src.memory.device import Device, GradOffload, open_device
 from infinity._src.memory.heap import Heap
@@ -216,16 +216,10 @@ def take_apart(
 def open_tiers(split: Split, seam: Seam | None, owner: Owner, undo: contextlib.ExitStack) -> Tiers:
     """Plan the budget and open what holds values. Nothing rests yet. Raises: BudgetError,
     SwapFullError, OSError."""
-    policy, ranks = split.policy, split.ranks
+    policy = split.policy
     largest = max((unit.size_bytes for unit in split.units), default=0)
     offload = GradOffload(split.device, OFFLOAD_UNITS * largest) if split.device.copies else None
-    buffers = GradBuffers(
-        split.comm.rank,
-        policy.grad_dtype,
-        split.device,
-        # The parts of several ranks come back when they are added to.
-        grad_offload=None if ranks.several else offload,
-    )
+    buffers = GradBuffers(split.comm.rank, policy.grad_dtype, split.device)
     planner = PlacementPlanner(
         policy,
         split.flats,
@@ -304,19 +298,22 @@ def choose_mode(split: Split, tiers: Tiers) -> UpdateMode:
 def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.ExitStack) -> Grads:
     """The way of gradients when backward makes them."""
     comm, ranks = split.comm, split.ranks
-    registry = GradRegistry(comm.all_reduce_sum if comm.world > 1 else None, grad_offload=tiers.offload)
+    reduce_sum = comm.all_reduce_sum if comm.world > 1 else None
+    registry = GradRegistry(GradProxy.of, reduce_sum, grad_offload=tiers.offload)
     if tiers.offload is not None:
         undo.callback(tiers.offload.close)
     undo.callback(registry.release)
     learning = [flat for flat in split.flats if flat.learns]
     reducer = GradReducer(
         split.units,
-        gradients=tiers.buffers,
-        book=registry,
+        buffers=tiers.buffers,
+        registry=registry,
         comm=comm,
         mode=mode,
-        reducer=ranks.reduce_scatter(learning, tiers.buffers, undo),
-        local=ranks.local_sums(learning, tiers.buffers, undo),
+        reduce_scatter=ranks.reduce_scatter(learning, tiers.buffers, undo),
+        unreduced=ranks.local_sums(learning, tiers.buffers, undo),
+        # The parts of several ranks come back when they are added to.
+        grad_offload=None if ranks.several else tiers.offload,
     )
     return Grads(registry, reducer)
 

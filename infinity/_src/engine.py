@@ -24,7 +24,7 @@ from infinity._src.build import build_engine
 from infinity._src.cleanup import run_all
 from infinity._src.config import Policy
 from infinity._src.hooks.gather_window import chosen_params
-from infinity._src.hooks.install import part
+from infinity._src.hooks.module_params import detach_params
 from infinity._src.hooks.state_dict import check_copies
 from infinity._src.memory.device import compute_device
 from infinity._src.optim.state_access import OptimizerState
@@ -143,7 +143,7 @@ class Handle:
         Raises: BudgetError when update="backward" has no room for gradients, at the first time.
         """
         self.check_open()
-        with self.parts.grads.reducer.accumulating(), self.parts.mode.no_sync():
+        with self.parts.grads.reducer.no_sync(), self.parts.mode.no_sync():
             yield
 
     def optimizer_state(self, param: torch.nn.Parameter) -> OptimizerState:
@@ -243,7 +243,7 @@ class Handle:
             return
         if self.parts.lifecycle.windows:
             raise RuntimeError("handle.close() inside handle.gather(): the writes of the block would be lost; leave it first")
-        steps = (self.parts.lifecycle.detach, self.parts.tiers.executor.wait_all, self.residency.close, lambda: part(self.parts.split.params))
+        steps = (self.parts.lifecycle.detach, self.parts.tiers.executor.wait_all, self.residency.close, lambda: detach_params(self.parts.split.params))
         with run_all(self._forget, *steps, self.parts.tiers.buffers.close, self._undo.close):
             self.saving.wait_for_last()
             self.pipeline.wait()

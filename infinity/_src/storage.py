@@ -12,8 +12,8 @@ import torch
 from infinity._src.checkpoint.run_files import RunFiles
 from infinity._src.config import Policy
 from infinity._src.hooks.activation_offload import ActivationFigures, Activations
-from infinity._src.hooks.activation_store import DriveShelf, HostShelf
-from infinity._src.hooks.frames import FrameStack
+from infinity._src.hooks.activation_store import HostActivationStore, NvmeActivationStore
+from infinity._src.hooks.forward import FrameStack
 from infinity._src.memory import numa
 from infinity._src.memory.device import Device
 from infinity._src.memory.node_resources import NodeResources
@@ -76,7 +76,7 @@ class Storage:
         self.space = space
         self._policy = policy
         self._activations: Activations | None = None
-        self._shelf: DriveShelf | HostShelf | None = None
+        self._shelf: NvmeActivationStore | HostActivationStore | None = None
         self.executor: Executor = open_executor(
             space.files if space is not None else [],
             small=PoolSpec(plan.small_count, plan.small_bytes),
@@ -126,12 +126,12 @@ class Storage:
         if self._policy.activations == "device":
             return None
         if self._policy.activations == "cpu":
-            self._shelf = HostShelf(self._device)
+            self._shelf = HostActivationStore(self._device)
             undo.callback(self._shelf.close)
         else:
             assert self.space is not None, "Policy sees to it that there are directories"
             sums_on = self._policy.verify != "off"
-            self._shelf = DriveShelf(self.executor, self.space, sums_on=sums_on, device=self._device)
+            self._shelf = NvmeActivationStore(self.executor, self.space, sums_on=sums_on, device=self._device)
         self._activations = Activations(
             self._shelf, model, units, timeline, self._device.torch_device, frames=frames
         )
@@ -144,7 +144,7 @@ class Storage:
 
     def activations_moved(self) -> tuple[int, int]:
         """Bytes of activations that were read from the drives and written there, as far as that was begun."""
-        if not isinstance(self._shelf, DriveShelf):
+        if not isinstance(self._shelf, NvmeActivationStore):
             return 0, 0
         return self._shelf.fetched_bytes, self._shelf.stored_bytes
 

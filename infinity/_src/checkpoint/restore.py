@@ -396,7 +396,7 @@ class RestoreJob:
         metadata.write_buffers(model, buffers)
         self._pipeline.steps = checkpoint.step
         self._saver.mode.restored(checkpoint.step)
-        self._residency.gradients.restored()
+        self._residency.gradients.forget()
         return Restored(checkpoint.step, extra, "; ".join(self._rounded), self._notes(checkpoint))
 
     def _turns(self, checkpoint: Checkpoint, found: Mapping[Param, SavedParam]) -> Iterator[_Turn]:

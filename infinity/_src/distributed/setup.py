@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 from infinity._src.config import Policy
 from infinity._src.distributed.collectives import Comm, digest
-from infinity._src.grads.buffers import GradBuffers
-from infinity._src.grads.reduce_scatter import ReduceScatter
-from infinity._src.grads.unreduced import UnreducedGrads
+from infinity._src.grads.buffers import GradBuffers, UnreducedGrads
+from infinity._src.grads.reduce import ReduceScatter
 from infinity._src.memory.device import Device
 from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.unit import Flat, Unit

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from infinity._src._torch_compat import NO_TASK, graph_task_id
-from infinity._src.grads.proxy import SlotState
+from infinity._src.grads.slot import SlotState
 from infinity._src.kernels.update import all_finite
 from infinity._src.memory.constants import LAG_UNITS, UNITS_AHEAD
 from infinity._src.memory.device import Device
@@ -80,7 +80,7 @@ class BackwardUpdate(DeferredUpdate):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         # Where sums wait for a reduction none is taken here before, and they have memory of their own.
-        if not (self._accumulated or self._grads.waits_local):
+        if not (self._accumulated or self._grads.reduces_later):
             self._accumulated = True
             try:
                 self._make_gradients()
@@ -144,7 +144,7 @@ class BackwardUpdate(DeferredUpdate):
             )
         if state is SlotState.HELD:
             slot.accumulate(grad)
-            ready[param] = slot.storage if slot.home is None else None
+            ready[param] = slot.storage if slot.backing is None else None
         else:
             fresh = grad.detach().reshape(-1).to(slot.dtype).contiguous()
             ready[param] = fresh
@@ -194,12 +194,12 @@ class BackwardUpdate(DeferredUpdate):
         ready = self._ready[unit]
         for param in ready:
             assert param.grad is not None
-            param.grad.arrive()
+            param.grad.wait_d2h()
         self._check_finite(ready)
         self._capture(ready)
         del self._ready[unit]
         if None in ready.values():
-            self._grads.settle(unit)
+            self._grads.flush_spilled(unit)
         gradients = {param: grad for param, grad in ready.items() if grad is not None}
         self._taken.update(ready)  # from here on a step that breaks off is half done
         work = {item.param: item for item in self._work(list(ready))}

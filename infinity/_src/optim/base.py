@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from infinity._src.config import Policy
-from infinity._src.grads.proxy import SlotState
+from infinity._src.grads.slot import SlotState
 from infinity._src.kernels.rounding import rounding_key
 from infinity._src.optim.state_access import States
 from infinity._src.optim.step import StepPipeline, refuse_nonfinite

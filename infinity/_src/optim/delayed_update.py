@@ -96,13 +96,13 @@ class DelayedUpdate(DeferredUpdate):
             self._shadow.outdated(unit)
             for param in work:
                 assert param.grad is not None
-                param.grad.guard(_Swap(self, param) if param.grad.home is None else None)
+                param.grad.guard(_Swap(self, param) if param.grad.backing is None else None)
 
     def swap(self, param: Param, slot: GradSlot) -> None:
         """Give the parameter's slot the other memory: the update reads the one that it has."""
         slot.guard(None)
         read = slot.tensor
-        written = self._spare.pop(param) if param in self._spare else self._gradients.of(param)
+        written = self._spare.pop(param) if param in self._spare else self._gradients.shard_of(param)
         if slot.state is SlotState.HELD:
             written.copy_(read)
         slot.tensor = written

@@ -15,7 +15,7 @@ from typing import Any
 
 from infinity._src.config import Policy
 from infinity._src.grads.buffers import GradBuffers
-from infinity._src.grads.proxy import GradRegistry
+from infinity._src.grads.slot import GradRegistry
 from infinity._src.memory.planner import PlacementPlanner
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.step_consensus import told_of_holding
@@ -125,7 +125,7 @@ class OptimizerRegistry:
         already stays where it is, with the values it had, and the ledger counts it; a later plan moves only the rest.
         """
         self._pipeline.wait()
-        self._gradients.settle()
+        self._residency.gradients.flush_spilled()
         self._executor.wait_all()
         before, formats_before = self._placing.saved(), self._formats
         try:
@@ -207,7 +207,7 @@ class OptimizerRegistry:
         for flat in self._held:
             for param in flat.params:
                 if param.grad is not None:
-                    self._gradients.take_in(param)
+                    self._gradients.place_slot(param)
                 elif param in self._holders:
                     self._residency.slot(param)
         self._book.reserve()

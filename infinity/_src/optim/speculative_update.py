@@ -155,8 +155,8 @@ class SpeculativeUpdate(DeferredUpdate):
         if holder is None or len(holders) > 1:
             return
         self._pipeline.begin()
-        if any(param.grad is not None and param.grad.home is not None for param in params):
-            self._grads.settle(unit)
+        if any(param.grad is not None and param.grad.backing is not None for param in params):
+            self._grads.flush_spilled(unit)
         holder.take_groups()
         work = {item.param: item for item in holder.preview(params)[0]}
         in_place = self._unsharder.can_update_in_place(unit)

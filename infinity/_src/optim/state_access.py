@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from infinity._src.distributed.collectives import Comm, digest, fingerprinted
-from infinity._src.grads.proxy import SlotState
+from infinity._src.grads.slot import SlotState
 from infinity._src.kernels.state_codec import decode_sections, encode_sections
 from infinity._src.params.chunk_pipeline import ChunkBuffer, Span, spans_of
 from infinity._src.params.residency import Unsharder

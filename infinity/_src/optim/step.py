@@ -219,7 +219,7 @@ class StepPipeline:
                 f"opt.step() while unit {busy.name} is in use: call it after forward and backward have ended, and "
                 "outside handle.gather()"
             )
-        self._residency.gradients.settle()
+        self._residency.gradients.flush_spilled()
 
     def submit(self, work: Sequence[Work], *, optimizer: Any) -> None:
         """Start the update of these parameters, and count a step of `optimizer`. Their gradients' logs are in the hyper records.
@@ -364,7 +364,7 @@ def slot_gradients(work: Mapping[Param, Work]) -> dict[Param, torch.Tensor]:
     gradients = {}
     for param in work:
         assert param.grad is not None
-        if param.grad.home is None:
+        if param.grad.backing is None:
             gradients[param] = param.grad.tensor
     return gradients
 
@@ -375,7 +375,7 @@ def guard(params: Iterable[Param], ticket: Ticket) -> None:
     reader = ReadByUpdate(ticket)
     for param in params:
         assert param.grad is not None
-        param.grad.guard(reader if param.grad.home is None else None)
+        param.grad.guard(reader if param.grad.backing is None else None)
 
 
 def half_done(error: BaseException) -> StateInvalid:

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 
 import torch
 
-from infinity._src.grads.reducer import GradReducer
+from infinity._src.grads.reduce import GradReducer
 from infinity._src.optim.step import StepPipeline, guard, slot_gradients
 from infinity._src.optim.step_consensus import Grouped
 from infinity._src.optim.update_jobs import Work

@@ -16,7 +16,7 @@ import torch
 
 from infinity._src._torch_compat import graph_is_kept, profiled
 from infinity._src.distributed.collectives import Comm, digest, fingerprinted
-from infinity._src.grads.reducer import GradReducer
+from infinity._src.grads.reduce import GradReducer
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param as gathered
@@ -136,10 +136,10 @@ class Unsharder(Gathering):
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
-    def drain(self, param: Param, grad: torch.Tensor) -> None:
+    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]."""
         with profiled(f"infinity: drain {param.name}"):
-            self.gradients.drain(param, grad)
+            self.gradients.accumulate_grad(param, grad)
 
     def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
         """Make `grad` [param.shape] the parameter's whole gradient."""

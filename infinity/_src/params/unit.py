@@ -17,7 +17,7 @@ from infinity._src.kernels.tiling.tiled_module import Place, Tile, whole_name
 from infinity._src.memory.layout import FlatLayout
 
 if TYPE_CHECKING:
-    from infinity._src.grads.proxy import GradSlot
+    from infinity._src.grads.slot import GradSlot
     from infinity._src.params.sharded_param import ShardedParameter
     from infinity._src.params.unsharded_param import UnshardedParameter
 
@@ -140,7 +140,7 @@ class Residency(Protocol):
     def idle(self, unit: Unit) -> None:
         """The unit's reference count fell to 0: it may be evicted, now or later."""
 
-    def drain(self, param: Param, grad: torch.Tensor) -> None:
+    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape] and make the stand-in the at-rest parameter's `.grad`."""
 
     def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from infinity._src._torch_compat import profiled
 from infinity._src.distributed.collectives import Comm
-from infinity._src.grads.reducer import GradReducer
+from infinity._src.grads.reduce import GradReducer
 from infinity._src.memory.constants import AHEAD
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
@@ -131,7 +131,7 @@ class Gathering:
             self._fill(unit, Priority.DEMAND, view)
         self.prefetch_ahead()
         if self.passes.in_backward:
-            self.gradients.ahead([unit, *(self.units[index] for index in itertools.islice(self.schedule.upcoming(), 1))])
+            self.gradients.prefetch([unit, *(self.units[index] for index in itertools.islice(self.schedule.upcoming(), 1))])
         if not ready:
             self._finish_fill(unit)
 

@@ -72,7 +72,7 @@ class RamResidency:
     def discard(self, unit: Unit) -> None:
         gathered.evict(unit)
 
-    def drain(self, param: Param, grad: torch.Tensor) -> None:
+    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         assert grad.shape == param.shape
         have = param.at_rest.grad
         total = grad.clone() if have is None else have.as_subclass(torch.Tensor).add_(grad)
@@ -80,7 +80,7 @@ class RamResidency:
 
     def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
         param.at_rest.grad = None
-        self.drain(param, grad)
+        self.accumulate_grad(param, grad)
 
     def use_left(self, unit: Unit) -> None:
         """Counted by engines that update in backward only."""

@@ -36,13 +36,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from infinity._src.grads.proxy import NORM_PIECE_NUMEL
+from infinity._src.grads.slot import NORM_PIECE_NUMEL
 from infinity._src.memory.constants import (
     AHEAD,
     AHEAD_CHUNKS,
     HELD_CALLS,
-    LEAVING_BYTES,
     OFFLOAD_UNITS,
+    STORING_BYTES_MAX,
     UNITS_AHEAD,
     WINDOW_UNITS,
 )
@@ -396,7 +396,7 @@ def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, flo
     one = float(tokens * shape.itemsize * shape.width)
     inputs = float(tokens * shape.boundary_bytes_per_token)
     if job.policy.activations != "device":
-        inputs = min(inputs, HELD_CALLS * one + max(2 * one, LEAVING_BYTES))
+        inputs = min(inputs, HELD_CALLS * one + max(2 * one, STORING_BYTES_MAX))
     found = {"inputs of blocks": inputs}
     if logits > block:
         found["logits and loss (estimated)"] = logits
