@@ -139,8 +139,7 @@ class SwapSpace:
         return layer
 
     def freeze_layer(self, layer: int) -> None:
-        """Reserve and shrink nothing in a layer any more: its files are also those of a saved run.
-        """
+        """Reserve and shrink nothing in a layer any more: a checkpoint has links to its files."""
         self._frozen.add(layer)
 
     def remove_layer(self, layer: int) -> None:
