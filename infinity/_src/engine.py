@@ -243,7 +243,12 @@ class Handle:
             return
         if self.parts.lifecycle.windows:
             raise RuntimeError("handle.close() inside handle.gather(): the writes of the block would be lost; leave it first")
-        steps = (self.parts.lifecycle.detach, self.parts.tiers.executor.wait_all, self.residency.close, lambda: detach_params(self.parts.split.params))
+        steps = (
+            self.parts.lifecycle.detach,
+            self.parts.tiers.executor.wait_all,
+            self.residency.close,
+            lambda: detach_params(self.parts.split.params),
+        )
         with run_all(self._forget, *steps, self.parts.tiers.buffers.close, self._undo.close):
             self.saving.wait_for_last()
             self.pipeline.wait()
