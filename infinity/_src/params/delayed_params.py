@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
+from infinity._src.params.flat_buffers import FlatBuffers, flat_bytes
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
-from infinity._src.sizes import round_up
-from infinity.aio import Priority, Slab, Ticket
+from infinity.aio import Priority, Ticket
 
 
 class DelayedParams:
@@ -28,8 +27,7 @@ class DelayedParams:
 
     def __init__(self, rest: StateStore) -> None:
         self._rest = rest
-        self._slabs: list[Slab] = []
-        self._shards: dict[Flat, torch.Tensor] = {}
+        self._shards = FlatBuffers(lambda flat: flat.layout.shard_numel, lambda flat: flat.dtype)
         self._tickets: dict[Flat, Ticket] = {}
         self._stale: set[Flat] = set()
         self.active = False
@@ -37,28 +35,16 @@ class DelayedParams:
     @staticmethod
     def shard_bytes(flat: Flat) -> int:
         """Bytes that one flat takes."""
-        return round_up(flat.layout.shard_numel * flat.layout.itemsize, 64)
+        return flat_bytes(flat.layout.shard_numel, flat.dtype)
 
     def allocate(self, flats: Sequence[Flat]) -> None:
         """Make room for those of these flats that have none yet."""
-        fresh = [flat for flat in flats if flat not in self._shards]
-        size_bytes = sum(self.shard_bytes(flat) for flat in fresh)
-        if not size_bytes:
-            return
-        slab = Slab(size_bytes)
-        self._slabs.append(slab)
-        memory = torch.from_numpy(slab.array(np.uint8))
-        start = 0
-        for flat in fresh:
-            part = memory[start : start + flat.layout.shard_numel * flat.layout.itemsize]
-            self._shards[flat] = part.view(flat.dtype)
-            self._stale.add(flat)
-            start += self.shard_bytes(flat)
+        self._stale.update(self._shards.allocate(flats))
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of the copy."""
-        return sum(slab.size_bytes for slab in self._slabs)
+        return self._shards.size_bytes
 
     def __contains__(self, flat: Flat) -> bool:
         """Whether computing takes the flat from here. What an optimizer took since the last step is not here yet, nor updated."""
@@ -107,10 +93,7 @@ class DelayedParams:
 
     def close(self) -> None:
         """Free the memory. Pending reads must have been waited for."""
-        self._shards.clear()
         self._tickets.clear()
         self._stale.clear()
-        for slab in self._slabs:
-            slab.close()
-        self._slabs.clear()
+        self._shards.close()
         self.active = False

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
-import numpy as np
 import torch
 
 from infinity._src.memory.device import Device
+from infinity._src.params.flat_buffers import FlatBuffers, flat_bytes
 from infinity._src.params.unit import Flat, Unit
-from infinity._src.sizes import round_up
-from infinity.aio import Slab
 
 
 class SecondaryShards:
@@ -28,24 +26,21 @@ class SecondaryShards:
 
     def __init__(self, units: Sequence[Unit], ranks: Sequence[int], where: str, device: Device) -> None:
         self.ranks = tuple(ranks)
+        # Memory of those that are kept in RAM; pinned, since the gather lane copies to the device.
+        self._buffers = FlatBuffers(
+            lambda flat: len(self.ranks) * flat.layout.shard_numel, lambda flat: flat.dtype, device
+        )
         self._age: dict[Unit, Hashable] = {}  # of what is kept, or will be when the lane has come so far
-        self._slab: Slab | None = None
-        self._device = device
-        flats = [flat for unit in units for flat in unit.flats]
         self._parts: dict[Flat, torch.Tensor] = {}  # [ranks, shard]
+        flats = [flat for unit in units for flat in unit.flats]
         if where == "device":
             for flat in flats:
                 shape = (len(self.ranks), flat.layout.shard_numel)
                 self._parts[flat] = torch.empty(shape, dtype=flat.dtype, device=device.torch_device)
             return
-        self._slab = Slab(max(self.needs_bytes(flats, len(self.ranks)), 1))
-        memory = torch.from_numpy(self._slab.array(np.uint8))
-        start = 0
+        self._buffers.allocate(flats)
         for flat in flats:
-            size_bytes = len(self.ranks) * flat.layout.shard_numel * flat.layout.itemsize
-            self._parts[flat] = memory[start : start + size_bytes].view(flat.dtype).view(len(self.ranks), -1)
-            start += round_up(size_bytes, 64)
-        device.pin(self._slab)
+            self._parts[flat] = self._buffers[flat].view(len(self.ranks), -1)
 
     @property
     def size_bytes(self) -> int:
@@ -55,7 +50,7 @@ class SecondaryShards:
     @staticmethod
     def needs_bytes(flats: Sequence[Flat], rank_count: int) -> int:
         """Bytes that the shards of so many ranks take."""
-        return sum(round_up(rank_count * flat.layout.shard_numel * flat.layout.itemsize, 64) for flat in flats)
+        return sum(flat_bytes(rank_count * flat.layout.shard_numel, flat.dtype) for flat in flats)
 
     def has(self, unit: Unit, age: Hashable) -> bool:
         """Whether the weights of this age are kept."""
@@ -93,7 +88,4 @@ class SecondaryShards:
         """Free the memory. Nothing may be under way."""
         self._age.clear()
         self._parts.clear()
-        if self._slab is not None:
-            self._device.unpin(self._slab)
-            self._slab.close()
-            self._slab = None
+        self._buffers.close()
