@@ -28,8 +28,7 @@ from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_mode import DeferredUpdate, UpdateMode
 from infinity._src.params.delayed_params import DelayedParams
-from infinity._src.params.residency import Unsharder
-from infinity._src.params.unshard import Gathering
+from infinity._src.params.unshard import Unsharder
 
 
 class Event(NamedTuple):
@@ -65,7 +64,7 @@ MODE_EVENTS = [  # of whichever mode, when others call it
     Event("mode.undone", UpdateMode, "undone"),
 ]
 EVENTS = [
-    Event("gather", Gathering, "demand", _name),
+    Event("gather", Unsharder, "demand", _name),
     Event("forward_begin", Unsharder, "forward_start"),
     Event("forward_end", Unsharder, "forward_end"),
     Event("backward_begin", Unsharder, "backward_start"),

@@ -16,8 +16,8 @@ import torch
 from infinity._src import build
 from infinity._src.memory import device as module
 from infinity._src.memory.device import Device, GradOffload
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.unit import Unit
+from infinity._src.params.unshard import Unsharder
 from tests.simulated import Simulated
 
 

@@ -49,12 +49,11 @@ from infinity._src.optim.state_access import States
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_mode import DeferredUpdate, ModeParts, UpdateMode
-from infinity._src.params.discover import build, find_units
+from infinity._src.params.discover import build, check_gatherable, device_memory_bytes, find_units
 from infinity._src.params.materialize import OpenSource, Source, fill_unit, open_source
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
-from infinity._src.params.too_large import check_gatherable, device_memory_bytes
 from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.unshard import Unsharder
 from infinity._src.storage import Storage, check_activations
 from infinity._src.telemetry import Timeline
 from infinity.aio import Executor, Seam

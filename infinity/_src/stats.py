@@ -10,7 +10,7 @@ from typing import Any
 from infinity._src.hooks.activation_offload import ActivationFigures
 from infinity._src.memory.placement import Plan, name_parts
 from infinity._src.optim.step import StepPipeline
-from infinity._src.params.residency import Unsharder
+from infinity._src.params.unshard import Unsharder
 from infinity._src.perf.step_report import StepTerms
 from infinity._src.sizes import format_size
 from infinity._src.telemetry import PhaseFigures

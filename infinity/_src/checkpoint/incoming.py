@@ -15,8 +15,8 @@ import torch
 
 from infinity._src.optim.state_access import States
 from infinity._src.params.materialize import find_buffers
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.unit import Param, Unit
+from infinity._src.params.unshard import Unsharder
 from infinity.aio import Format
 
 _LISTED_MAX = 5  # names in a message

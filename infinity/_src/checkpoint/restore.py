@@ -27,9 +27,9 @@ from infinity._src.config import Policy
 from infinity._src.distributed.collectives import Comm
 from infinity._src.optim.step import StepPipeline
 from infinity._src.params.chunk_buffer import ChunkBuffer, spans_of
-from infinity._src.params.residency import Unsharder
-from infinity._src.params.shard_records import ShardRecords
+from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Param
+from infinity._src.params.unshard import Unsharder
 from infinity.aio import Ticket
 from infinity.errors import AioError, StateInvalid
 

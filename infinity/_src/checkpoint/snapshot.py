@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from infinity._src.checkpoint.data_file import DataWriter, new_rows
 from infinity._src.checkpoint.manifest import FlatEntry, section_bytes
-from infinity._src.params.shard_records import ShardRecords
+from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat
 from infinity._src.sizes import round_up
 from infinity.aio import JOB, Executor, JobKind, Priority, Slab, Ticket

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from infinity._src.cleanup import cancel_and_wait
 from infinity._src.grads.norms import NORM_PIECE_NUMEL, LogEntry, norm_there, replay, to_fp32
 from infinity._src.memory.device import GradOffload
-from infinity._src.params.quiet import quiesce
 from infinity.aio import Ticket
 from infinity.errors import AioError
 
@@ -303,7 +303,7 @@ class GradSlot:
         """What is on its way back to the device is not wanted. Its memory is free when nothing comes to it any more. Blocks."""
         if self._back is None:
             return
-        interrupt = quiesce([self._back[0]])
+        interrupt = cancel_and_wait([self._back[0]])
         self._back = None
         if interrupt is not None:
             raise interrupt

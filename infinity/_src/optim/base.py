@@ -21,9 +21,9 @@ from infinity._src.kernels.rounding import rounding_key
 from infinity._src.optim.state_access import States
 from infinity._src.optim.step import StepPipeline, refuse_nonfinite
 from infinity._src.optim.update_jobs import Work
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Flat, Param
+from infinity._src.params.unshard import Unsharder
 from infinity.aio import Format
 
 MANIFEST_VERSION = 1

@@ -25,7 +25,7 @@ from infinity._src.optim.probe import Traits, defaults_of, make_group, probe
 from infinity._src.optim.state_access import decode_values, encode_values, span_sections
 from infinity._src.optim.step import half_done
 from infinity._src.params.chunk_buffer import ChunkBuffer, Span, spans_of
-from infinity._src.params.shard_records import ShardRecords
+from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat, Param
 from infinity.aio import Format
 from infinity.errors import AioError

@@ -20,9 +20,9 @@ from infinity._src.memory.planner import PlacementPlanner
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.step_consensus import told_of_holding
 from infinity._src.optim.update_mode import UpdateMode
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param
+from infinity._src.params.unshard import Unsharder
 from infinity.aio import Executor, Format
 
 

@@ -21,9 +21,9 @@ from infinity._src.distributed.fingerprint import digest, named
 from infinity._src.grads.proxy import SlotState
 from infinity._src.kernels.state_codec import decode_sections, encode_sections
 from infinity._src.params.chunk_buffer import ChunkBuffer, Span, spans_of
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Param
+from infinity._src.params.unshard import Unsharder
 from infinity.aio import Format
 from infinity.aio._records import GradSection, Moments
 

@@ -34,9 +34,9 @@ from infinity._src.optim.step_consensus import Grouped, told_of_step
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import FlatJobs, Submission, Work, plan_flat, plan_unit
 from infinity._src.params.prefetch_schedule import Phase
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.unshard import Unsharder
 from infinity.aio import Executor, Gate, JobKind, Priority, Ticket
 from infinity.aio._records import MASK_PARAM_IN_MEMORY
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid, StepUndone

@@ -15,9 +15,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
+from infinity._src.params.unshard import Unsharder
 from infinity.aio import Executor
 from infinity.errors import AioError, StepUndone
 

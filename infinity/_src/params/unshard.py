@@ -8,33 +8,50 @@ next use is farthest goes; a prefetch never evicts a unit that is needed sooner 
 
 On several ranks all of this follows the program alone, never what has arrived by when: what is gathered, and given up, is
 so on all of them.
+
+Between `opt.step()` and the next forward a unit's values are on their way: its update was submitted behind a *gate*.
+Filling such a unit means opening the gate with the unit's buffers as targets: the update hands the new parameters over
+as it computes them. A gate that escaped (no forward came) has updated the states at rest, and the unit is read as ever.
+
+What is on its way into the buffers of gathered units: the reads of this rank's shards, then the shards of the others.
+
+    one rank        tickets                                             ready when they are filled
+    several ranks   tickets -> gather lane: wait, exchange, keep        ready when the lane has done it
+
+On several ranks what begins is never broken off, since the others count on it, and everything here follows the program
+alone: all ranks exchange the same units in the same order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from infinity._src._torch_compat import profiled
+from infinity._src._torch_compat import graph_is_kept, profiled
+from infinity._src.cleanup import cancel_and_wait
 from infinity._src.distributed.collectives import Comm
+from infinity._src.distributed.exchange import Exchange
+from infinity._src.distributed.fingerprint import digest, named
+from infinity._src.distributed.lanes import Op
 from infinity._src.grads.reducer import GradReducer
+from infinity._src.kernels.quantize import DTYPES
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param as gathered
-from infinity._src.params.pass_tracker import Passes
-from infinity._src.params.pending_unshards import PendingUnshards
-from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, Schedule
+from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, PassTracker, Phase, Schedule
+from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.state_store import StateStore
-from infinity._src.params.unit import Flat, Unit
+from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.update_hooks import Access, UpdateHooks
-from infinity._src.telemetry import Timeline
-from infinity.aio import Gate, Priority, Ticket
+from infinity._src.telemetry import Marks, PhaseClock, Timeline
+from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.errors import AioError
 
 AHEAD = 2
@@ -62,12 +79,12 @@ AT_REST = ParamVersion()
 """What `gather()`, reads and exports show."""
 
 
-class Gathering:
-    """The gathered units of one model. One thread uses it at a time.
+class Unsharder:
+    """The gathered units of one model, over an executor (see `params.unit.Residency`). One thread uses it at a time.
 
     gathered_bytes_max bounds what is gathered, prefetches included, as far as units in use allow: room for AHEAD + 1
-    of the largest units. keep: units are never evicted. coarse: forward and backward compute with weights as they travel, in int8
-    groups.
+    of the largest units. keep: units are never evicted (whole parameters on the device). qwz: weights travel as int8 groups, and
+    forward and backward compute with them as they travel. kept: see `PendingUnshards`.
     """
 
     def __init__(
@@ -75,29 +92,33 @@ class Gathering:
         units: list[Unit],
         *,
         rest: StateStore,
-        comm: Comm,
-        keep: bool,
-        timeline: Timeline,
-        device: Device,
-        fills: PendingUnshards,
-        coarse: bool,
+        executor: Executor,
         gradients: GradReducer,
+        comm: Comm,
         mode: UpdateHooks,
         access: Access,
         heap: Heap,
+        keep: bool,
+        timeline: Timeline,
+        device: Device | None = None,
+        qwz: bool = False,
+        kept: SecondaryShards | None = None,
+        activations_moved: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         self.units = units
         self.schedule = Schedule()
-        self.passes = Passes()
+        self.passes = PassTracker()
         self.wait_s = 0.0  # for units
+        self.update_wait_s = 0.0  # told by the pipeline
         self.demands = self.demand_reads = self.gathered_bytes_peak = 0
-        self.device = device
+        self.device = device or Device(torch.device("cpu"))
         self._rest = rest
+        self._executor = executor
         self._comm = comm
         self._keep = keep
         self._timeline = timeline
-        self._fills = fills
-        self._coarse = coarse
+        self._fills = PendingUnshards(comm, kept=kept)
+        self._coarse = qwz and comm.world > 1
         self._held: set[Unit] = set()  # gathered or filling
         self._held_bytes = 0
         self.gathered_bytes_max = (AHEAD + 1) * max((unit.size_bytes for unit in units), default=0)
@@ -106,9 +127,13 @@ class Gathering:
         self.shadow = mode.delayed_params
         self._views: dict[Unit, ParamVersion] = {}  # of what is held
         self.gradients = gradients
+        self.use_left, self.slot = self.passes.use_left, gradients.slot
         self._mode = mode
         self._access = access
         self._heap = heap
+        self.clock = PhaseClock(timeline, self._marks, activations_moved)
+
+    # -- units ---------------------------------------------------------------------------------------------------------
 
     def demand(self, unit: Unit) -> None:
         """Block until the unit is gathered with its current values."""
@@ -317,3 +342,357 @@ class Gathering:
         interrupt = self._fills.abandon(unit)
         if interrupt is not None:
             raise interrupt
+
+    # -- phases ----------------------------------------------------------------------------------------------------------
+
+    def forward_start(self) -> None:
+        """The outermost forward begins: a training forward when gradients are enabled."""
+        if not self.passes.in_backward:
+            self._rest.pin()
+            self.gradients.let_go()
+            trains = torch.is_grad_enabled()
+            self.passes.forward_start(trains=trains)
+            self.clock.enter("forward" if trains else "evaluation", quiet=trains and not self._mode.updates_pending)
+            self.schedule.start(Phase.TRAIN if trains else Phase.EVAL)
+            if self._updates:
+                self._executor.hold_gates(True)
+
+    def forward_end(self) -> None:
+        """The outermost forward has returned or raised."""
+        if not self.passes.in_backward:
+            self.passes.forward_end()
+            self.schedule.end()
+            self._executor.hold_gates(False)
+            self.clock.enter("idle")
+
+    def backward_start(self) -> None:
+        """A backward begins."""
+        self.passes.backward_start(kept=graph_is_kept())
+        self.clock.enter("backward")
+        self.schedule.start(Phase.BACKWARD)
+        self._mode.backward_begin()
+
+    def backward_end(self) -> None:
+        """A backward has ended: gradients that no Use claimed are reduced."""
+        self.passes.backward_end()
+        try:
+            self.schedule.end()
+            self.gradients.backward_end()
+            self._mode.backward_end()
+        except BaseException:
+            self.passes.in_backward = True  # it has broken off, as what comes next is to know
+            raise
+        self.clock.enter("idle")
+
+    def broke(self, where: str, error: BaseException) -> None:
+        """A forward or backward of this rank has raised: the others, which may wait for it, are told."""
+        self._comm.raised(where, error)
+
+    def reset(self) -> None:
+        """Forget what an interrupted forward or backward left."""
+        if self.passes.in_backward:
+            self._mode.backward_aborted()
+        self.passes.reset()
+        self.gradients.reset()
+        self._executor.hold_gates(False)
+        self.schedule.abandon()
+        self.clock.enter("idle")
+
+    def _marks(self) -> Marks:
+        """What the clock divides into phases."""
+        grads = self._rest.grads_read_bytes, self._rest.grads_written_bytes
+        return Marks.of(self._executor.stats(), self._rest.params_read_bytes, self.wait_s + self.update_wait_s, grads)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------------
+
+    def drain(self, param: Param, grad: torch.Tensor) -> None:
+        """Take one fresh gradient [param.shape]."""
+        with profiled(f"infinity: drain {param.name}"):
+            self.gradients.drain(param, grad)
+
+    def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
+        """Make `grad` [param.shape] the parameter's whole gradient."""
+        self.gradients.assign(param, grad)
+
+    def unit_done(self, unit: Unit) -> None:
+        """A Use of the unit has ended; its gradients are reduced."""
+        self.passes.use_ended(unit)
+        # Ranks reduce a unit once: what several of its modules gave it, or several calls of one, comes together.
+        if self._comm.world == 1 or self.passes.all_ended(unit):
+            self.gradients.unit_done(unit)
+
+    # -- updates -----------------------------------------------------------------------------------------------------------
+
+    def hand_over(self, unit: Unit, ticket: Ticket, gate: Gate) -> None:
+        """An update of the unit was submitted behind `gate`. If the unit is gathered it becomes the gate's target."""
+        self._changed(unit)
+        update = self._updates[unit] = PendingUpdate(ticket, gate)
+        if unit not in self._held:
+            return
+        self._abandon(unit)
+        update.opened = True
+        self.device.behind()
+        if gate.open(self.targets(unit)):
+            self._begin(unit, [ticket], self._trained(unit))
+        else:  # it escaped while this thread was held up: read the values that the update left at rest
+            self._fill(unit, Priority.PREFETCH, self._trained(unit))
+
+    def can_update_in_place(self, unit: Unit) -> bool:
+        """Whether an update may take the unit's parameters from its buffers and leave the new ones there."""
+        ready = unit in self._held and unit.gathered and unit.refs == 0 and unit not in self._fills
+        return ready and not self._views[unit].coarse  # which is not what the optimizer holds
+
+    def updated(self, unit: Unit, ticket: Ticket, *, in_place: bool) -> None:
+        """An update of the unit was submitted without a gate; in_place: into its buffers, too."""
+        self._changed(unit)
+        if in_place:
+            gathered.invalidate(unit)
+            self._begin(unit, [ticket], self._views[unit])
+        else:
+            self.renew(unit)
+
+    def rewritten(self, unit: Unit, *, in_place: bool) -> None:
+        """The unit's values were replaced; in_place: in its buffers, too."""
+        self._changed(unit)
+        if not in_place:
+            self.renew(unit)
+        elif self._comm.world > 1:  # this rank's shards; the others are on their way
+            gathered.invalidate(unit)
+            self._begin(unit, (), self._views[unit])
+        else:
+            gathered.mark_filled(unit)
+
+    def stale(self, units: Iterable[Unit]) -> None:
+        """What was written of these units is taken back: what is gathered of them is gathered anew. Blocks while it fills."""
+        for unit in units:
+            self._changed(unit)
+            self._updates.pop(unit, None)
+            if unit in self._held:
+                self._abandon(unit)
+
+    def touched(self, unit: Unit) -> None:
+        """The unit's values at rest are about to change: what is gathered of it is gathered anew."""
+        self._changed(unit)
+        self.discard(unit)
+
+    def updates_ended(self) -> None:
+        """Every update that was submitted has been waited for."""
+        self._updates.clear()
+
+    # -- single values ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def borrowed(self, unit: Unit) -> Iterator[None]:
+        """The unit is gathered inside, without a trace in the schedule."""
+        self._access.before_read(unit)
+        self._refill(unit, AT_REST)
+        if unit not in self._held:
+            self._start_fill(unit, Priority.DEMAND, AT_REST)
+        self._settle(unit)
+        unit.refs += 1
+        try:
+            yield
+        finally:
+            unit.refs -= 1
+            if unit.refs == 0:
+                self.idle(unit)
+
+    def read(self, param: Param) -> torch.Tensor:
+        """The current value [param.shape] as an ordinary CPU tensor; waits for pending updates of its unit."""
+        with self.borrowed(param.unit), torch.no_grad():
+            return param.flat.tensor[param.offset :][: param.numel].view(param.shape).to("cpu", copy=True)
+
+    def written(self, here: list[bool]) -> list[bool]:
+        """Of windows that all ranks close now, which some rank has written to; where ranks keep all weights, one may look alone,
+        and they are asked nothing."""
+        return here if self._keep else self._comm.any_of(here)
+
+    def write_alike(self, param: Param, value: torch.Tensor) -> None:
+        """As `write`, when all ranks have come to it with the same value."""
+        self._comm.meet(lambda: named(f"writing {param.name}", digest(value)))
+        self.write(param, value)
+
+    def write(self, param: Param, value: torch.Tensor) -> None:
+        """Set the value, master included. value: [param.shape], any floating dtype (cast as copy_ does)."""
+        self._access.before_write()  # waits for all updates: one that fails later would take the value back together with its step
+        flat_value = value.detach().to("cpu", param.dtype).reshape(-1).contiguous()
+        assert flat_value.numel() == param.numel
+        self._settle(param.unit)
+        start, source, numel = param.flat.layout.shard_range(param.slot_index, self._comm.rank)
+        if numel:
+            values = flat_value[source : source + numel]
+            self._rest.overwrite(param.flat, start, values)
+            if self.shadow is not None:
+                self.shadow.write(param.flat, start, values)
+        unit = param.unit
+        self._changed(unit)
+        if unit in self._held:
+            if unit.refs == 0 and not self._keep:
+                self._forget(unit)
+            elif unit.refs == 0 and self._views[unit].coarse:
+                self.renew(unit)
+            else:
+                with torch.no_grad():
+                    param.flat.tensor[param.offset :][: param.numel].copy_(flat_value)
+                gathered.mark_filled(unit)
+
+    def close(self) -> None:
+        """Evict everything. Pending work must have been waited for."""
+        self._fills.close()
+        self._updates.clear()
+        for unit in list(self._held):
+            self._forget(unit)
+
+
+@dataclasses.dataclass
+class PendingUnshard:
+    """What fills one unit. op: None on one rank. before: what the thread that waits does once the tickets are filled; submit:
+    makes the op then, where it could not run ahead."""
+
+    tickets: Sequence[Ticket]
+    op: Op | None = None
+    before: Callable[[], None] | None = None
+    submit: Callable[[], Op] | None = None
+    stuck: bool = False
+
+    @property
+    def filled(self) -> bool:
+        """Whether nothing is under way any more."""
+        return all(ticket.filled for ticket in self.tickets) and (self.op is None or self.op.done)
+
+    def wait(self) -> None:
+        """Block until the unit's buffers hold its values. Raises: AioError, RankFailed."""
+        if self.op is None:
+            for ticket in self.tickets:
+                ticket.wait_filled()
+        if self.before is not None:
+            self.before()
+        if self.submit is not None:
+            self.op, self.submit = self.submit(), None
+        if self.op is not None:
+            self.op.wait()
+
+    def quiesce(self) -> KeyboardInterrupt | None:
+        """Return when nothing is on its way into the buffers, whatever became of it; an interrupt that came meanwhile. `stuck` is
+        set where that cannot be had: a rank has failed, and a call that waited for it does not return."""
+        if self.op is None:
+            return cancel_and_wait(self.tickets)
+        interrupt = None
+        while True:
+            try:
+                self.stuck = not self.op.finished()
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        return cancel_and_wait(self.tickets) or interrupt
+
+
+class PendingUnshards:
+    """The fills of one model. One thread uses it at a time.
+
+    kept: where they may come from instead of from rest.
+    """
+
+    def __init__(self, comm: Comm, *, kept: SecondaryShards | None = None) -> None:
+        self._comm = comm
+        self.kept = kept
+        self._fills: dict[Unit, PendingUnshard] = {}
+        self.stuck: set[Unit] = set()  # whose memory must stay
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._fills
+
+    def under_way(self, unit: Unit) -> bool:
+        """Whether something is on its way into the unit's buffers."""
+        fill = self._fills.get(unit)
+        return fill is not None and not fill.filled
+
+    def has_kept(self, unit: Unit, age: Hashable) -> bool:
+        """Whether the unit's weights of this age need not come from rest."""
+        return self.kept is not None and self.kept.has(unit, age)
+
+    def begin(
+        self,
+        unit: Unit,
+        tickets: Sequence[Ticket],
+        age: Hashable,
+        *,
+        coarse: bool = False,
+        late: Callable[[], None] | None = None,
+    ) -> None:
+        """The tickets fill this rank's shards, of weights of this age; gather the others' behind them. Does not block.
+
+        age: None for what shall not be kept. coarse: they travel as int8 groups, and are rounded to these here, too.
+        late: to be called by the thread that waits, between the tickets and the exchange.
+        """
+        if self._comm.world == 1:
+            self._fills[unit] = PendingUnshard(tickets, before=late)
+        elif late is None:
+            self._fills[unit] = PendingUnshard(tickets, self._submit(unit, tickets, age, coarse))
+        else:
+            self._fills[unit] = PendingUnshard(tickets, before=late, submit=lambda: self._submit(unit, tickets, age, coarse))
+
+    def begin_kept(self, unit: Unit) -> None:
+        """Gather the unit from what is kept of it. Does not block."""
+        assert self.kept is not None
+        put, flats = self.kept.put(unit), list(unit.flats)
+        across = len(self.kept.ranks) == 1
+
+        def work(exchange: Exchange) -> None:
+            with torch.no_grad():
+                put()
+                exchange.spread([_parts(flat) for flat in flats], across=across)
+
+        self._fills[unit] = PendingUnshard((), self._comm.gather(f"gather of {unit.name} as it is kept", work))
+
+    def finish(self, unit: Unit) -> PendingUnshard:
+        """Take the unit's fill, for the caller to wait for."""
+        return self._fills.pop(unit)
+
+    def put_back(self, unit: Unit, fill: PendingUnshard) -> None:
+        """Waiting for it has failed: it is to be abandoned."""
+        self._fills[unit] = fill
+
+    def abandon(self, unit: Unit) -> KeyboardInterrupt | None:
+        """Nobody wants what is on its way into the unit's buffers; returns when nothing is."""
+        fill = self._fills.pop(unit, None)
+        if fill is None:
+            return None
+        interrupt = fill.quiesce()
+        if fill.stuck:
+            self.stuck.add(unit)
+        return interrupt
+
+    def changed(self, unit: Unit) -> None:
+        """The unit's weights have changed: nothing that is kept of them counts."""
+        if self.kept is not None:
+            self.kept.forget(unit)
+
+    def _submit(self, unit: Unit, tickets: Sequence[Ticket], age: Hashable, coarse: bool) -> Op:
+        keep = self.kept.keep(unit, age) if self.kept is not None and age is not None else None
+        coded = [flat for flat in unit.flats if coarse and flat.dtype in DTYPES]
+        plain = [flat for flat in unit.flats if flat not in coded]
+
+        def work(exchange: Exchange) -> None:
+            for ticket in tickets:
+                ticket.wait_filled()
+            with torch.no_grad():
+                exchange.spread([_parts(flat) for flat in plain])
+                exchange.spread_quantized([_parts(flat) for flat in coded])
+                if keep is not None:
+                    keep()
+
+        how = " in int8 groups" if coarse else ""
+        return self._comm.gather(f"gather of {unit.name}{how}", work)
+
+    def close(self) -> None:
+        """Return when nothing is under way, and forget everything."""
+        for unit in list(self._fills):
+            self.abandon(unit)
+        if self.kept is not None:
+            self.kept.close()
+
+
+def _parts(flat: Flat) -> list[torch.Tensor]:
+    """The shards of all ranks in a gathered flat."""
+    return list(flat.tensor.view(-1, flat.layout.shard_numel))

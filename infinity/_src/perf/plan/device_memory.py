@@ -1,6 +1,6 @@
 """Memory of one GPU (or, where the CPU computes, of the process as a device): what a step takes at most, part by part.
 
-    gathered units       (AHEAD + 1) times the largest: the bound that the engine keeps (`params.residency`); all where whole
+    gathered units       (AHEAD + 1) times the largest: the bound that the engine keeps (`params.unshard`); all where whole
                          parameters stay on the device
     shards on the device of several ranks: this one's share of its node's copy (hpZ), or of parameters that stay under stage 3
     exchange buffers     of several ranks: the largest unit's gradients to be reduced, and those that come; codes besides
