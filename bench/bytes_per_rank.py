@@ -133,7 +133,7 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
         found["parameters on the device"] = Tiers(device=live)
     else:
         found["parameters gathered, at most"] = Tiers(device=handle.stats().gathered_bytes_peak)
-    drain, kept = handle.parts.grads.reducer, handle.residency._fills.kept
+    drain, kept = handle.parts.grads.reducer, handle.unsharder._pending.secondary
     if drain._local is not None:
         found["whole sums of gradients"] = Tiers(cpu=sum(slab.size_bytes for slab in drain._local._slabs))
     if kept is not None:

@@ -29,7 +29,7 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
 def simulated(monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, delay_us: int = 2000) -> Iterator[Simulated]:
     """Models that are offloaded inside compute on a simulated device. At the end nothing may have raced."""
     device = Simulated(seed=seed, delay_us=delay_us)
-    demand, idle, copy, let_go = Unsharder.demand, Unsharder.idle, Device.copy, GradOffload._let_go
+    demand, idle, copy, let_go = Unsharder.unshard, Unsharder.release, Device.copy, GradOffload._let_go
 
     def reads(unit: Unit, what: str) -> None:
         for flat in unit.flats:
@@ -55,8 +55,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, delay_us: int =
     def opened(torch_device: torch.device) -> Device:
         return Device(torch_device, device.driver())
 
-    monkeypatch.setattr(Unsharder, "demand", demanded)
-    monkeypatch.setattr(Unsharder, "idle", idled)
+    monkeypatch.setattr(Unsharder, "unshard", demanded)
+    monkeypatch.setattr(Unsharder, "release", idled)
     monkeypatch.setattr(module.Device, "copy", copied)
     monkeypatch.setattr(GradOffload, "_let_go", gone)
     monkeypatch.setattr(build, "open_device", opened)

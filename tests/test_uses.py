@@ -163,7 +163,7 @@ def test_a_unit_is_never_done_with_while_a_use_is_left(rounds: list[tuple[list[A
             continue
         first = len(run) == len(graphs) and not ran
         ran = True
-        passes.backward_start(kept=kept)
+        passes.backward_start(retain_graph=kept)
         left = [unit for graph in reversed(run) for unit in reversed(graph)]
         while left:
             unit = left.pop(0)

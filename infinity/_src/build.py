@@ -337,11 +337,11 @@ def build_unsharder(
         mode=mode,
         access=access,
         heap=heap,
-        keep=split.ranks.whole_params,
+        never_evict=split.ranks.whole_params,
         timeline=timeline,
         device=split.device,
         qwz=split.policy.qwz,
-        kept=split.ranks.kept(split.units, split.device),
+        secondary=split.ranks.kept(split.units, split.device),
         activations_moved=tiers.storage.activations_moved,
     )
 
@@ -362,12 +362,12 @@ def build_optimizer(
     executor, store = tiers.executor, tiers.store
     transaction = None
     if policy.generations > 1:
-        transaction = Transaction(units, rest=store, executor=executor, residency=unsharder)
+        transaction = Transaction(units, rest=store, executor=executor, unsharder=unsharder)
     pipeline = StepPipeline(
         units,
         rest=store,
         executor=executor,
-        residency=unsharder,
+        unsharder=unsharder,
         comm=comm,
         mode=mode,
         transaction=transaction,
@@ -382,7 +382,7 @@ def build_optimizer(
         executor=executor,
         gradients=tiers.buffers,
         book=grads.registry,
-        residency=unsharder,
+        unsharder=unsharder,
         pipeline=pipeline,
         mode=mode,
         rank=comm.rank,

@@ -74,7 +74,7 @@ def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str])
             )
     elif run is not None and run.waits:
         run.check()
-    restored = Restoring(of.saving, of.residency, of.pipeline, of.saving.comm, of.policy).run(model, opt, source)
+    restored = Restoring(of.saving, of.unsharder, of.pipeline, of.saving.comm, of.policy).run(model, opt, source)
     if run is not None:
         of.pipeline.begun = False
         run.restored(restored.extra)

@@ -47,7 +47,7 @@ class Receiver(Protocol):
 
     units: list[Unit]
     states: States
-    residency: Unsharder
+    unsharder: Unsharder
 
 
 class Loaded(NamedTuple):
@@ -147,7 +147,7 @@ def write_param(of: Receiver, param: Param, value: torch.Tensor) -> None:
     if has_master(of.states, param):
         of.states.write(param, 0, value)
     else:
-        of.residency.write(param, value)
+        of.unsharder.write(param, value)
 
 
 class LastRead:

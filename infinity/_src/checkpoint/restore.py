@@ -68,11 +68,11 @@ class Restoring:
     """One restoring. `run` blocks; collective on several ranks."""
 
     def __init__(
-        self, saving: Saving, residency: Unsharder, pipeline: StepPipeline, comm: Comm, policy: Policy
+        self, saving: Saving, unsharder: Unsharder, pipeline: StepPipeline, comm: Comm, policy: Policy
     ) -> None:
         self._saving = saving
         self._states = saving.states
-        self._residency = residency
+        self._unsharder = unsharder
         self._pipeline = pipeline
         self._comm = comm
         self._policy = policy
@@ -212,7 +212,7 @@ class Restoring:
         describing.write_buffers(model, buffers)
         self._pipeline.steps = checkpoint.step
         self._saving.mode.restored(checkpoint.step)
-        self._residency.gradients.restored()
+        self._unsharder.gradients.restored()
         return Restored(checkpoint.step, extra, "; ".join(self._rounded), self._notes(checkpoint))
 
     def _turns(self, checkpoint: Checkpoint, found: Mapping[Param, SavedParam]) -> Iterator[_Turn]:
@@ -242,7 +242,7 @@ class Restoring:
 
     def _show(self, turn: _Turn, stage: ChunkBuffer) -> None:
         """With update="delayed", passes may compute from a second copy: it gets the parameters too."""
-        shadow, flat = self._residency.shadow, turn.rest.flat
+        shadow, flat = self._unsharder.delayed_params, turn.rest.flat
         if shadow is not None:
             chunk = flat.layout.chunks[turn.chunk]
             values = torch.from_numpy(stage.section(0, 0, chunk.numel)).view(flat.dtype)

@@ -37,7 +37,7 @@ from infinity._src.hooks.install import Installed, install, uninstall
 from infinity._src.hooks.state_dict import Check, hook_state_dict
 from infinity._src.hooks.unit_refs import UnitRefs, Window
 from infinity._src.kernels.tiling.tiled_module import keep_uncompiled
-from infinity._src.params.unit import Param, Residency, Unit
+from infinity._src.params.unit import Param, Unit, UnsharderInterface
 from infinity.errors import EngineClosed, ParameterReleased
 
 
@@ -65,7 +65,7 @@ class Lifecycle:
         self,
         model: torch.nn.Module,
         units: list[Unit],
-        residency: Residency,
+        unsharder: UnsharderInterface,
         *,
         where: Callable[[Param], str] | None = None,
         check_state_dict: Check | None = None,
@@ -74,7 +74,7 @@ class Lifecycle:
     ) -> None:
         self.model = model
         self.units = units
-        self.residency = residency
+        self.unsharder = unsharder
         self.closed = False
         self.windows: dict[Param, Window] = {}
         self._activations = activations
@@ -82,13 +82,13 @@ class Lifecycle:
         self._device = next((flat.tensor.device for unit in units for flat in unit.flats), torch.device("cpu"))
         self._lock = threading.RLock()
         self._frames = frames if frames is not None else FrameStack()
-        self._backward = Backward(residency, self._lock)
+        self._backward = Backward(unsharder, self._lock)
         self._drained: set[Param] = set()
         self._installed: Installed = install(model, units, self)
         self._slots: dict[Unit, UnitRefs] = {
             unit: UnitRefs(
                 unit,
-                residency,
+                unsharder,
                 [(module, self._installed.owned[module]) for module in self._installed.modules_of[unit]],
             )
             for unit in units
@@ -191,7 +191,7 @@ class Lifecycle:
 
     def take_gradient(self, param: Param, grad: torch.Tensor) -> None:
         """`parameter.grad = tensor`: the tensor becomes the whole gradient."""
-        self.residency.assign_gradient(param, grad.detach())
+        self.unsharder.assign_gradient(param, grad.detach())
 
     def set_requires_grad(self, param: Param, flag: bool) -> None:
         """Mirror `requires_grad` on the gathered parameter and its window."""
@@ -204,7 +204,7 @@ class Lifecycle:
     def load(self, param: Param, value: torch.Tensor) -> None:
         """Set the values from a state dict. value: the shape is checked, the dtype is cast as `copy_` does."""
         with torch.no_grad():
-            self.residency.write_alike(param, value.detach().expand(param.shape))
+            self.unsharder.write_alike(param, value.detach().expand(param.shape))
 
     # -- forward -----------------------------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Lifecycle:
             return False
         if self._frames or self._backward.running:
             self._reset()
-        self.residency.forward_start()
+        self.unsharder.forward_start()
         return True
 
     def _check_thread(self, in_backward: bool) -> None:
@@ -281,8 +281,8 @@ class Lifecycle:
                 finally:
                     if frame.outermost:
                         if (error := frame.raised) is not None:
-                            self.residency.broke("forward", error)
-                        self.residency.forward_end()
+                            self.unsharder.broke("forward", error)
+                        self.unsharder.forward_end()
 
     def _pop(self, module: torch.nn.Module) -> Frame | None:
         """The frame of this call, and off the stack what an exception left above it. None: it never got one."""
@@ -305,7 +305,7 @@ class Lifecycle:
         use = frame.use or BackwardUse(self._backward)
         use.held = tuple(frame.held)
         for slots in use.held:
-            self.residency.use_left(slots.unit)
+            self.unsharder.use_left(slots.unit)
         use.bind(found, frame.first_node)
         for tensor in found:
             param = self._param_shown_by(tensor, frame)
@@ -348,13 +348,13 @@ class Lifecycle:
 
     def _reset(self) -> None:
         if self._frames or self._backward.running:
-            self.residency.broke("forward or backward", RuntimeError("it was interrupted"))
+            self.unsharder.broke("forward or backward", RuntimeError("it was interrupted"))
         frames = list(self._frames)
         self._frames.clear()  # the same list: activations look at it
         for frame in reversed(frames):
             self._leave_units(frame, check=False)
         self._backward.reset()
-        self.residency.reset()
+        self.unsharder.reset()
 
     def _drain(self, param: Param) -> None:
         """Drain the parameter's gradients from now on, if it can have some."""
@@ -374,7 +374,7 @@ class Lifecycle:
 def attach(
     model: torch.nn.Module,
     units: list[Unit],
-    residency: Residency,
+    unsharder: UnsharderInterface,
     *,
     where: Callable[[Param], str] | None = None,
     check_state_dict: Check | None = None,
@@ -391,7 +391,7 @@ def attach(
     return Lifecycle(
         model,
         units,
-        residency,
+        unsharder,
         where=where,
         check_state_dict=check_state_dict,
         activations=activations,

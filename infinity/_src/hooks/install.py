@@ -54,7 +54,7 @@ def install(model: torch.nn.Module, units: list[Unit], lifecycle: Lifecycle) -> 
         installed.modules_of[unit] = modules
         for module in modules:
             if module not in installed.owned:
-                installed.owned[module] = ModuleParameters(module._parameters, in_forward, lifecycle.residency.read)
+                installed.owned[module] = ModuleParameters(module._parameters, in_forward, lifecycle.unsharder.read)
                 module.__dict__["_parameters"] = installed.owned[module]
     return installed
 

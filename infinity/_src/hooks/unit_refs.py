@@ -16,7 +16,7 @@ from infinity._src._torch_compat import bump_version, separate_version, version_
 from infinity._src.hooks.module_params import ModuleParameters, look, put
 from infinity._src.params import unsharded_param as gathered
 from infinity._src.params.sharded_param import ShardedParameter
-from infinity._src.params.unit import Param, Residency, Unit
+from infinity._src.params.unit import Param, Unit, UnsharderInterface
 from infinity.errors import ReplacedOutsideEngine, WeightWritten
 
 
@@ -48,10 +48,10 @@ class Window:
 class UnitRefs:
     """The references to one unit, and the module slots of its parameters (see the module's docstring)."""
 
-    def __init__(self, unit: Unit, residency: Residency, modules: list[tuple[torch.nn.Module, ModuleParameters]]) -> None:
+    def __init__(self, unit: Unit, unsharder: UnsharderInterface, modules: list[tuple[torch.nn.Module, ModuleParameters]]) -> None:
         self.unit = unit
         self.windows: list[Window] = []
-        self._residency = residency
+        self._unsharder = unsharder
         self._entered = 0  # the frames and Uses among the references
         self._versions: list[int] = []
         self._stamped_generation: int | None = None
@@ -74,7 +74,7 @@ class UnitRefs:
         """Count a reference; blocks until the unit is gathered."""
         unit = self.unit
         if unit.refs == 0:
-            self._residency.demand(unit)
+            self._unsharder.unshard(unit)
             assert unit.gathered, f"{unit.name} was demanded and is not gathered"
         else:
             self.check_age(window=False)
@@ -87,7 +87,7 @@ class UnitRefs:
 
     def check_age(self, *, window: bool) -> None:
         """Raise if a training pass would take what `gather()` shows; or, with `window`, the reverse."""
-        if self._residency.mixes(self.unit, window=window):
+        if self._unsharder.mixes(self.unit, window=window):
             raise RuntimeError(
                 f"a training forward or backward beside handle.gather() of {self.unit.name}: gather() shows the newest "
                 "parameters as they are, and training computes with those before the update (update='delayed'), or as they "
@@ -103,8 +103,8 @@ class UnitRefs:
         if unit.refs == 0:
             if self._spoilt:
                 self._spoilt = False
-                self._residency.discard(unit)
-            self._residency.idle(unit)
+                self._unsharder.invalidate(unit)
+            self._unsharder.release(unit)
 
     def enter(self) -> None:
         """Hold, and put the gathered parameters into the slots."""

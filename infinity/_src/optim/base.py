@@ -36,7 +36,7 @@ class StepEngine(Protocol):
 
     policy: Policy
     pipeline: StepPipeline
-    residency: Unsharder
+    unsharder: Unsharder
     states: States
     on_nonfinite: str
 
@@ -252,7 +252,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     def _has_gradient(self, engine: StepEngine, param: Param) -> bool:
         if param.grad is None and param.at_rest.grad is None:
             return False
-        slot = engine.residency.slot(param)
+        slot = engine.unsharder.slot(param)
         return slot.reconcile(param.at_rest.grad) is SlotState.HELD
 
     # -- single states -----------------------------------------------------------------------------------------------------

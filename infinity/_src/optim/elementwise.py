@@ -175,7 +175,7 @@ class Elementwise(Optimizer):
         turns = list(_turns(engine, params))
         for unit in {param.unit: None for param in params}:
             unit.generation += 1
-            engine.residency.discard(unit)
+            engine.unsharder.invalidate(unit)
         engine.pipeline.step_begins()
         try:
             self._run(engine, turns, numbers)
@@ -192,7 +192,7 @@ class Elementwise(Optimizer):
                 self._step(param, torch.zeros(1), torch.zeros(1), [torch.zeros(1) for _ in self.moments_of(param)], number)
             state["numbers"] = number.after
         engine.pipeline.stepped()
-        engine.residency.prefetch_ahead()
+        engine.unsharder.prefetch_ahead()
 
     def _run(self, engine: StepEngine, turns: list[_Turn], numbers: dict[Param, _Numbers]) -> None:
         """All chunks, with reads ahead and writes behind."""

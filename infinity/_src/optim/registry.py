@@ -43,7 +43,7 @@ class OptimizerRegistry:
         executor: Executor,
         gradients: GradBuffers,
         book: GradRegistry,
-        residency: Unsharder,
+        unsharder: Unsharder,
         pipeline: StepPipeline,
         mode: UpdateMode,
         rank: int,
@@ -57,7 +57,7 @@ class OptimizerRegistry:
         self._executor = executor
         self._gradients = gradients
         self._book = book
-        self._residency = residency
+        self._unsharder = unsharder
         self._pipeline = pipeline
         self._mode = mode
         self._rank = rank
@@ -195,7 +195,7 @@ class OptimizerRegistry:
         """Room for the gradients of what is held, as planned, in RAM or on NVMe; and for what the mode wants besides."""
         plan, spilled = self._placing.plan, self._placing.spilled
         self._mode.allocate(self._held, spilled)
-        self._residency.gradients.allocate()
+        self._unsharder.gradients.allocate()
         if self._stores_gradients:
             self._gradients.allocate([flat for flat in self._held if flat not in spilled])
             # The last that may fail: from here on these flats must have the section.
@@ -209,5 +209,5 @@ class OptimizerRegistry:
                 if param.grad is not None:
                     self._gradients.take_in(param)
                 elif param in self._holders:
-                    self._residency.slot(param)
+                    self._unsharder.slot(param)
         self._book.reserve()

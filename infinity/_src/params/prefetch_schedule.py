@@ -294,7 +294,7 @@ class PassTracker:
         self._idle_left: dict[Unit, int] = {}
         self._ended: dict[Unit, int] = {}  # of those, for good: in backwards that freed their graph
         self._ended_now: dict[Unit, int] = {}  # in this backward
-        self._kept = False  # the graph of this backward may run again
+        self._retains_graph = False  # the graph of this backward may run again
 
     @property
     def evaluates(self) -> bool:
@@ -315,16 +315,16 @@ class PassTracker:
             self._idle_left.clear()
         self._forward = Phase.TRAIN if trains else Phase.EVAL
 
-    def backward_start(self, *, kept: bool) -> None:
-        """A backward begins; kept: with retain_graph."""
+    def backward_start(self, *, retain_graph: bool) -> None:
+        """A backward begins, with `retain_graph` or without."""
         self.in_backward = True
-        self._kept = kept
+        self._retains_graph = retain_graph
         self._ended_now.clear()
 
     def backward_end(self) -> None:
         """A backward has ended."""
         self.in_backward = False
-        if self._kept:
+        if self._retains_graph:
             return
         for unit, count in self._ended_now.items():
             self._ended[unit] = self._ended.get(unit, 0) + count

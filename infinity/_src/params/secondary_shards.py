@@ -30,7 +30,7 @@ class SecondaryShards:
         self._buffers = FlatBuffers(
             lambda flat: len(self.ranks) * flat.layout.shard_numel, lambda flat: flat.dtype, device
         )
-        self._age: dict[Unit, Hashable] = {}  # of what is kept, or will be when the lane has come so far
+        self._stored: dict[Unit, Hashable] = {}  # of what is kept, or will be when the lane has come so far
         self._parts: dict[Flat, torch.Tensor] = {}  # [ranks, shard]
         flats = [flat for unit in units for flat in unit.flats]
         if where == "device":
@@ -52,13 +52,13 @@ class SecondaryShards:
         """Bytes that the shards of so many ranks take."""
         return sum(flat_bytes(rank_count * flat.layout.shard_numel, flat.dtype) for flat in flats)
 
-    def has(self, unit: Unit, age: Hashable) -> bool:
+    def has(self, unit: Unit, version: Hashable) -> bool:
         """Whether the weights of this age are kept."""
-        return unit in self._age and self._age[unit] == age
+        return unit in self._stored and self._stored[unit] == version
 
-    def keep(self, unit: Unit, age: Hashable) -> Callable[[], None]:
+    def store(self, unit: Unit, version: Hashable) -> Callable[[], None]:
         """What keeps the unit's weights once they are gathered."""
-        self._age[unit] = age
+        self._stored[unit] = version
 
         def work() -> None:
             for flat in unit.flats:
@@ -66,7 +66,7 @@ class SecondaryShards:
 
         return work
 
-    def put(self, unit: Unit) -> Callable[[], None]:
+    def load(self, unit: Unit) -> Callable[[], None]:
         """What puts the weights that are kept into the unit's flats, which are allocated."""
 
         def work() -> None:
@@ -82,10 +82,10 @@ class SecondaryShards:
 
     def forget(self, unit: Unit) -> None:
         """The unit's weights have changed."""
-        self._age.pop(unit, None)
+        self._stored.pop(unit, None)
 
     def close(self) -> None:
         """Free the memory. Nothing may be under way."""
-        self._age.clear()
+        self._stored.clear()
         self._parts.clear()
         self._buffers.close()

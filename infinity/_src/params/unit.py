@@ -124,23 +124,23 @@ class Unit:
         return sum(flat.size_bytes for flat in self.flats)
 
 
-class Residency(Protocol):
+class UnsharderInterface(Protocol):
     """Who decides what is gathered, and moves it. The life cycle asks; it never decides.
 
     All calls come from the thread that runs forward or backward.
     """
 
-    def demand(self, unit: Unit) -> None:
+    def unshard(self, unit: Unit) -> None:
         """Block until the unit is gathered: storages allocated and filled with its current values."""
 
     def mixes(self, unit: Unit, *, window: bool) -> bool:
         """Whether what is gathered of the unit, which is in use, is of another age than what this pass computes with; or, with
         `window`, than what `gather()` shows."""
 
-    def idle(self, unit: Unit) -> None:
+    def release(self, unit: Unit) -> None:
         """The unit's reference count fell to 0: it may be evicted, now or later."""
 
-    def drain(self, param: Param, grad: torch.Tensor) -> None:
+    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape] and make the stand-in the at-rest parameter's `.grad`."""
 
     def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
@@ -176,7 +176,7 @@ class Residency(Protocol):
     def backward_end(self) -> None:
         """A backward over this model's graph has ended."""
 
-    def discard(self, unit: Unit) -> None:
+    def invalidate(self, unit: Unit) -> None:
         """The gathered values were overwritten and `unit.refs` is 0: fill them again at the next demand."""
 
     def broke(self, where: str, error: BaseException) -> None:

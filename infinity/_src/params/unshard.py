@@ -44,7 +44,7 @@ from infinity._src.grads.reducer import GradReducer
 from infinity._src.kernels.quantize import DTYPES
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
-from infinity._src.params import unsharded_param as gathered
+from infinity._src.params import unsharded_param
 from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, PassTracker, Phase, Schedule
 from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.state_store import StateStore
@@ -68,11 +68,11 @@ class PendingUpdate:
 
 
 class ParamVersion(NamedTuple):
-    """Which values of a unit are gathered. lags: those before an update that is delayed; coarse: as they travel, in int8 groups.
+    """Which values of a unit are gathered. delayed: those before an update that is delayed; quantized: as they travel, in int8 groups.
     Neither: those that rest."""
 
-    lags: bool = False
-    coarse: bool = False
+    delayed: bool = False
+    quantized: bool = False
 
 
 AT_REST = ParamVersion()
@@ -80,11 +80,11 @@ AT_REST = ParamVersion()
 
 
 class Unsharder:
-    """The gathered units of one model, over an executor (see `params.unit.Residency`). One thread uses it at a time.
+    """The gathered units of one model, over an executor (see `params.unit.UnsharderInterface`). One thread uses it at a time.
 
     gathered_bytes_max bounds what is gathered, prefetches included, as far as units in use allow: room for AHEAD + 1
-    of the largest units. keep: units are never evicted (whole parameters on the device). qwz: weights travel as int8 groups, and
-    forward and backward compute with them as they travel. kept: see `PendingUnshards`.
+    of the largest units. never_evict: units are never evicted (whole parameters on the device). qwz: weights travel as int8 groups, and
+    forward and backward compute with them as they travel. secondary: see `PendingUnshards`.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class Unsharder:
         mode: UpdateHooks,
         access: Access,
         heap: Heap,
-        keep: bool,
+        never_evict: bool,
         timeline: Timeline,
         device: Device | None = None,
         qwz: bool = False,
-        kept: SecondaryShards | None = None,
+        secondary: SecondaryShards | None = None,
         activations_moved: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         self.units = units
@@ -115,17 +115,16 @@ class Unsharder:
         self._rest = rest
         self._executor = executor
         self._comm = comm
-        self._keep = keep
+        self._never_evict = never_evict
         self._timeline = timeline
-        self._fills = PendingUnshards(comm, kept=kept)
-        self._coarse = qwz and comm.world > 1
-        self._held: set[Unit] = set()  # gathered or filling
-        self._held_bytes = 0
+        self._pending = PendingUnshards(comm, secondary=secondary)
+        self._quantized = qwz and comm.world > 1
+        self._gathered_bytes = 0
         self.gathered_bytes_max = (AHEAD + 1) * max((unit.size_bytes for unit in units), default=0)
         self._updates: dict[Unit, PendingUpdate] = {}
-        self._current: Unit | None = None  # being demanded: nobody holds it yet, and it must not go
-        self.shadow = mode.delayed_params
-        self._views: dict[Unit, ParamVersion] = {}  # of what is held
+        self._unsharding: Unit | None = None  # being demanded: nobody holds it yet, and it must not go
+        self.delayed_params = mode.delayed_params
+        self._gathered: dict[Unit, ParamVersion] = {}  # gathered or filling, and what with
         self.gradients = gradients
         self.use_left, self.slot = self.passes.use_left, gradients.slot
         self._mode = mode
@@ -135,27 +134,27 @@ class Unsharder:
 
     # -- units ---------------------------------------------------------------------------------------------------------
 
-    def demand(self, unit: Unit) -> None:
+    def unshard(self, unit: Unit) -> None:
         """Block until the unit is gathered with its current values."""
         self._access.before_read(unit)
         self.demands += 1
-        self._current = unit
+        self._unsharding = unit
         try:
             with profiled(f"infinity: gather {unit.name}"):
-                self._demand(unit)
+                self._unshard(unit)
         finally:
-            self._current = None
+            self._unsharding = None
 
-    def _demand(self, unit: Unit) -> None:
+    def _unshard(self, unit: Unit) -> None:
         self.schedule.demand(unit.index)
-        view = self._wanted(unit)
-        self._refill(unit, view)
-        ready = unit.gathered and unit not in self._fills
-        if not ready and unit not in self._held:
+        version = self._wanted(unit)
+        self._match_version(unit, version)
+        ready = unit.gathered and unit not in self._pending
+        if not ready and unit not in self._gathered:
             self.demand_reads += 1
-            self._start_fill(unit, Priority.DEMAND, view)
-        elif not ready and unit not in self._fills:  # an interrupt broke its fill off
-            self._fill(unit, Priority.DEMAND, view)
+            self._allocate_and_fill(unit, Priority.DEMAND, version)
+        elif not ready and unit not in self._pending:  # an interrupt broke its fill off
+            self._fill(unit, Priority.DEMAND, version)
         self.prefetch_ahead()
         if self.passes.in_backward:
             self.gradients.ahead([unit, *(self.units[index] for index in itertools.islice(self.schedule.upcoming(), 1))])
@@ -165,75 +164,75 @@ class Unsharder:
     def mixes(self, unit: Unit, *, window: bool) -> bool:
         """Whether a training pass would meet the values that `gather()` shows of the unit; with `window`, the reverse."""
         if window:
-            return self._views.get(unit, AT_REST) != AT_REST
-        return self.passes.trains and self._views.get(unit, AT_REST) != self._trained(unit)
+            return self._gathered.get(unit, AT_REST) != AT_REST
+        return self.passes.trains and self._gathered.get(unit, AT_REST) != self._trained(unit)
 
     def shows_newest(self, unit: Unit) -> bool:
-        """Whether the unit is gathered from rest although the shadow computes."""
-        return unit in self._views and self._views[unit].lags != self._trained(unit).lags
+        """Whether the unit is gathered from rest although training computes with delayed ones."""
+        return unit in self._gathered and self._gathered[unit].delayed != self._trained(unit).delayed
 
     def _trained(self, unit: Unit) -> ParamVersion:
         """What training computes with."""
-        return ParamVersion(self.shadow is not None and self.shadow.computes(unit), self._coarse)
+        return ParamVersion(self.delayed_params is not None and self.delayed_params.computes(unit), self._quantized)
 
     def _wanted(self, unit: Unit) -> ParamVersion:
         """What the pass that runs computes with, or `gather()` shows."""
         if self.passes.trains:
             return self._trained(unit)
-        return ParamVersion(False, self._coarse and self.passes.evaluates)
+        return ParamVersion(False, self._quantized and self.passes.evaluates)
 
-    def idle(self, unit: Unit) -> None:
+    def release(self, unit: Unit) -> None:
         """The unit may be evicted; it stays until its room is wanted."""
         self._mode.unit_released(unit)
-        if not self._keep and self._held_bytes > self.gathered_bytes_max:
+        if not self._never_evict and self._gathered_bytes > self.gathered_bytes_max:
             self._make_room(0, NEVER)
 
-    def _start_fill(self, unit: Unit, priority: Priority, view: ParamVersion) -> None:
+    def _allocate_and_fill(self, unit: Unit, priority: Priority, version: ParamVersion) -> None:
         """Allocate the unit's buffers and start filling them. Does not block."""
         self._make_room(unit.size_bytes, NEVER)
-        gathered.allocate(unit, self.device)
-        self._held.add(unit)
-        self._held_bytes += unit.size_bytes
-        self.gathered_bytes_peak = max(self.gathered_bytes_peak, self._held_bytes)
-        self._fill(unit, priority, view)
+        unsharded_param.allocate(unit, self.device)
+        self._gathered[unit] = version
+        self._gathered_bytes += unit.size_bytes
+        self.gathered_bytes_peak = max(self.gathered_bytes_peak, self._gathered_bytes)
+        self._fill(unit, priority, version)
 
-    def _fill(self, unit: Unit, priority: Priority, view: ParamVersion) -> None:
+    def _fill(self, unit: Unit, priority: Priority, version: ParamVersion) -> None:
         """Start filling the unit's buffers, which are allocated."""
-        self._views[unit] = view
-        shadow = self.shadow if view.lags else None
+        self._gathered[unit] = version
+        delayed_params = self.delayed_params if version.delayed else None
         update = self._updates.get(unit)
         if update is not None and not update.opened:
             update.opened = True
             self.device.behind()
             if update.gate.open(self.targets(unit)):
-                self._begin(unit, [update.ticket], view)
+                self._begin(unit, [update.ticket], version)
                 return
-        if view.coarse == self._coarse and self._fills.has_kept(unit, (unit.generation, view)):
-            self._fills.begin_kept(unit)
+        if version.quantized == self._quantized and self._pending.in_secondary(unit, (unit.generation, version)):
+            self._pending.begin_from_secondary(unit)
             return
         tickets = [
             self._rest.fetch(flat, 0, self._target(flat), priority=priority, there=True)
             for flat in unit.flats
-            if shadow is None or flat not in shadow  # those are copied when somebody waits for them
+            if delayed_params is None or flat not in delayed_params  # those are copied when somebody waits for them
         ]
-        self._begin(unit, tickets, view, late=functools.partial(shadow.copy_to, unit, self._comm.rank) if shadow else None)
+        self._begin(unit, tickets, version, before_gather=functools.partial(delayed_params.copy_to, unit, self._comm.rank) if delayed_params else None)
 
     def _begin(
-        self, unit: Unit, tickets: Sequence[Ticket], view: ParamVersion, *, late: Callable[[], None] | None = None
+        self, unit: Unit, tickets: Sequence[Ticket], version: ParamVersion, *, before_gather: Callable[[], None] | None = None
     ) -> None:
-        """The tickets fill this rank's shards with what `view` says."""
-        self._views[unit] = view
+        """The tickets fill this rank's shards with what `version` says."""
+        self._gathered[unit] = version
         # Only what forward computes with is kept for the next one.
-        age = (unit.generation, view) if view.coarse == self._coarse else None
-        self._fills.begin(unit, tickets, age, coarse=view.coarse, late=late)
+        version_key = (unit.generation, version) if version.quantized == self._quantized else None
+        self._pending.begin(unit, tickets, version_key, quantized=version.quantized, before_gather=before_gather)
 
-    def _refill(self, unit: Unit, view: ParamVersion) -> None:
+    def _match_version(self, unit: Unit, version: ParamVersion) -> None:
         """Gather the unit anew if what is gathered is not what is wanted now, unless somebody uses it."""
-        if unit not in self._held or unit.refs or self._views[unit] == view:
+        if unit not in self._gathered or unit.refs or self._gathered[unit] == version:
             return
-        self._settle(unit)
-        gathered.invalidate(unit)
-        self._fill(unit, Priority.DEMAND, view)
+        self._finish_pending(unit)
+        unsharded_param.invalidate(unit)
+        self._fill(unit, Priority.DEMAND, version)
 
     def _target(self, flat: Flat) -> int:
         """Where this rank's shard lies in the gathered flat."""
@@ -241,13 +240,13 @@ class Unsharder:
 
     def _finish_fill(self, unit: Unit) -> None:
         """Wait until the unit's buffers are filled. After a fault the unit is evicted."""
-        fill = self._fills.finish(unit)
+        fill = self._pending.finish(unit)
         start_ns = time.monotonic_ns()
         try:
             fill.wait()
         except BaseException as error:
-            self._fills.put_back(unit, fill)
-            self._forget(unit)
+            self._pending.put_back(unit, fill)
+            self._evict(unit)
             if isinstance(error, AioError):
                 self._access.before_read(unit)  # if it was an update that failed, this says so and what helps
                 error.args = (f"{unit.name} cannot be gathered: {error}",)
@@ -256,90 +255,89 @@ class Unsharder:
         self.wait_s += (end_ns - start_ns) / 1e9
         if end_ns - start_ns > 20_000:
             self._timeline.add("wait", unit.name, start_ns, end_ns)
-        gathered.mark_filled(unit)
+        unsharded_param.mark_filled(unit)
 
-    def _forget(self, unit: Unit) -> None:
-        interrupt = self._fills.abandon(unit)
-        self._held.discard(unit)
-        self._views.pop(unit, None)
-        self._held_bytes -= unit.size_bytes
-        if unit in self._fills.stuck:
-            gathered.invalidate(unit)
+    def _evict(self, unit: Unit) -> None:
+        interrupt = self._pending.cancel(unit)
+        self._gathered.pop(unit, None)
+        self._gathered_bytes -= unit.size_bytes
+        if unit in self._pending.stuck:
+            unsharded_param.invalidate(unit)
         else:
-            gathered.evict(unit)
+            unsharded_param.evict(unit)
         self._heap.freed()
         if interrupt is not None:
             raise interrupt
 
     def prefetch_ahead(self) -> None:
         """Start reading the units that the schedule wants next, as many as there is room for (in bytes). Does not block."""
-        if self._keep and len(self._held) == len(self.units):
+        if self._never_evict and len(self._gathered) == len(self.units):
             return
         for index in itertools.islice(self.schedule.upcoming(), AHEAD_MAX):
             unit = self.units[index]
-            if unit in self._held:
+            if unit in self._gathered:
                 continue
             if not self._make_room(unit.size_bytes, self.schedule.distance(index)):
                 return
-            view = ParamVersion(False, self._coarse) if self.passes.evaluates else self._trained(unit)
-            self._start_fill(unit, Priority.PREFETCH, view)
+            version = ParamVersion(False, self._quantized) if self.passes.evaluates else self._trained(unit)
+            self._allocate_and_fill(unit, Priority.PREFETCH, version)
 
     def _make_room(self, size_bytes: int, distance: int) -> bool:
         """Evict idle units, farthest next use first, until `size_bytes` more fit; only such as are needed later than
         `distance`. Returns whether they fit."""
-        if self._keep:
+        if self._never_evict:
             return True
-        while self._held_bytes + size_bytes > self.gathered_bytes_max:
-            idle = filter(self._may_evict, self._held)
+        while self._gathered_bytes + size_bytes > self.gathered_bytes_max:
+            idle = filter(self._may_evict, self._gathered)
             far = max(idle, key=lambda unit: (self.schedule.distance(unit.index), unit.index), default=None)
             if far is None or (distance is not NEVER and self.schedule.distance(far.index) <= distance):
                 return False
-            self._forget(far)
+            self._evict(far)
         return True
 
     def _may_evict(self, unit: Unit) -> bool:
         """Idle, and nothing is on its way into its buffers."""
-        if unit.refs or unit is self._current:
+        if unit.refs or unit is self._unsharding:
             return False
         if self._comm.world > 1:
             return True  # what is filled already is a matter of timing, and all ranks must evict the same
-        return not self._fills.under_way(unit)
+        return not self._pending.under_way(unit)
 
-    def discard(self, unit: Unit) -> None:
+    def invalidate(self, unit: Unit) -> None:
         """The gathered values were overwritten and nobody uses them: read them again when they are wanted."""
-        if unit in self._held:
-            self._forget(unit)
+        if unit in self._gathered:
+            self._evict(unit)
 
     def targets(self, unit: Unit) -> list[int]:
-        """Where this rank's shards lie in the unit's flats, which are gathered."""
+        """Where this rank's shards lie in the unit's flats, which are unsharded_param."""
         return [self._target(flat) for flat in unit.flats]
 
     def shard_of(self, flat: Flat) -> torch.Tensor:
-        """This rank's shard [shard_numel] of a flat, which is gathered."""
+        """This rank's shard [shard_numel] of a flat, which is unsharded_param."""
         start = self._comm.rank * flat.layout.shard_numel
         return flat.tensor[start : start + flat.layout.shard_numel]
 
     def renew(self, unit: Unit) -> None:
         """The unit's values have changed: if it is gathered, start filling its buffers again."""
-        if unit in self._held:
-            self._abandon(unit)
+        if unit in self._gathered:
+            self._cancel(unit)
             self._fill(unit, Priority.PREFETCH, self._trained(unit))
 
     def _changed(self, unit: Unit) -> None:
         unit.generation += 1
-        self._fills.changed(unit)
+        self._pending.changed(unit)
 
-    def _settle(self, unit: Unit) -> None:
+    def _finish_pending(self, unit: Unit) -> None:
         """Finish a fill that nobody has waited for, or make it if its values were taken back."""
-        if unit in self._held and not unit.gathered and unit not in self._fills:
-            self._fill(unit, Priority.DEMAND, self._views[unit])
-        if unit in self._fills:
+        if unit in self._gathered and not unit.gathered and unit not in self._pending:
+            self._fill(unit, Priority.DEMAND, self._gathered[unit])
+        if unit in self._pending:
             self._finish_fill(unit)
 
-    def _abandon(self, unit: Unit) -> None:
+    def _cancel(self, unit: Unit) -> None:
         """What is gathered of the unit, or on its way, nobody wants any more. The memory stays allocated."""
-        gathered.invalidate(unit)
-        interrupt = self._fills.abandon(unit)
+        unsharded_param.invalidate(unit)
+        interrupt = self._pending.cancel(unit)
         if interrupt is not None:
             raise interrupt
 
@@ -367,7 +365,7 @@ class Unsharder:
 
     def backward_start(self) -> None:
         """A backward begins."""
-        self.passes.backward_start(kept=graph_is_kept())
+        self.passes.backward_start(retain_graph=graph_is_kept())
         self.clock.enter("backward")
         self.schedule.start(Phase.BACKWARD)
         self._mode.backward_begin()
@@ -405,7 +403,7 @@ class Unsharder:
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
-    def drain(self, param: Param, grad: torch.Tensor) -> None:
+    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]."""
         with profiled(f"infinity: drain {param.name}"):
             self.gradients.drain(param, grad)
@@ -427,9 +425,9 @@ class Unsharder:
         """An update of the unit was submitted behind `gate`. If the unit is gathered it becomes the gate's target."""
         self._changed(unit)
         update = self._updates[unit] = PendingUpdate(ticket, gate)
-        if unit not in self._held:
+        if unit not in self._gathered:
             return
-        self._abandon(unit)
+        self._cancel(unit)
         update.opened = True
         self.device.behind()
         if gate.open(self.targets(unit)):
@@ -439,15 +437,15 @@ class Unsharder:
 
     def can_update_in_place(self, unit: Unit) -> bool:
         """Whether an update may take the unit's parameters from its buffers and leave the new ones there."""
-        ready = unit in self._held and unit.gathered and unit.refs == 0 and unit not in self._fills
-        return ready and not self._views[unit].coarse  # which is not what the optimizer holds
+        ready = unit in self._gathered and unit.gathered and unit.refs == 0 and unit not in self._pending
+        return ready and not self._gathered[unit].quantized  # which is not what the optimizer holds
 
     def updated(self, unit: Unit, ticket: Ticket, *, in_place: bool) -> None:
         """An update of the unit was submitted without a gate; in_place: into its buffers, too."""
         self._changed(unit)
         if in_place:
-            gathered.invalidate(unit)
-            self._begin(unit, [ticket], self._views[unit])
+            unsharded_param.invalidate(unit)
+            self._begin(unit, [ticket], self._gathered[unit])
         else:
             self.renew(unit)
 
@@ -457,23 +455,23 @@ class Unsharder:
         if not in_place:
             self.renew(unit)
         elif self._comm.world > 1:  # this rank's shards; the others are on their way
-            gathered.invalidate(unit)
-            self._begin(unit, (), self._views[unit])
+            unsharded_param.invalidate(unit)
+            self._begin(unit, (), self._gathered[unit])
         else:
-            gathered.mark_filled(unit)
+            unsharded_param.mark_filled(unit)
 
-    def stale(self, units: Iterable[Unit]) -> None:
+    def mark_stale(self, units: Iterable[Unit]) -> None:
         """What was written of these units is taken back: what is gathered of them is gathered anew. Blocks while it fills."""
         for unit in units:
             self._changed(unit)
             self._updates.pop(unit, None)
-            if unit in self._held:
-                self._abandon(unit)
+            if unit in self._gathered:
+                self._cancel(unit)
 
     def touched(self, unit: Unit) -> None:
         """The unit's values at rest are about to change: what is gathered of it is gathered anew."""
         self._changed(unit)
-        self.discard(unit)
+        self.invalidate(unit)
 
     def updates_ended(self) -> None:
         """Every update that was submitted has been waited for."""
@@ -485,17 +483,17 @@ class Unsharder:
     def borrowed(self, unit: Unit) -> Iterator[None]:
         """The unit is gathered inside, without a trace in the schedule."""
         self._access.before_read(unit)
-        self._refill(unit, AT_REST)
-        if unit not in self._held:
-            self._start_fill(unit, Priority.DEMAND, AT_REST)
-        self._settle(unit)
+        self._match_version(unit, AT_REST)
+        if unit not in self._gathered:
+            self._allocate_and_fill(unit, Priority.DEMAND, AT_REST)
+        self._finish_pending(unit)
         unit.refs += 1
         try:
             yield
         finally:
             unit.refs -= 1
             if unit.refs == 0:
-                self.idle(unit)
+                self.release(unit)
 
     def read(self, param: Param) -> torch.Tensor:
         """The current value [param.shape] as an ordinary CPU tensor; waits for pending updates of its unit."""
@@ -505,7 +503,7 @@ class Unsharder:
     def written(self, here: list[bool]) -> list[bool]:
         """Of windows that all ranks close now, which some rank has written to; where ranks keep all weights, one may look alone,
         and they are asked nothing."""
-        return here if self._keep else self._comm.any_of(here)
+        return here if self._never_evict else self._comm.any_of(here)
 
     def write_alike(self, param: Param, value: torch.Tensor) -> None:
         """As `write`, when all ranks have come to it with the same value."""
@@ -517,31 +515,31 @@ class Unsharder:
         self._access.before_write()  # waits for all updates: one that fails later would take the value back together with its step
         flat_value = value.detach().to("cpu", param.dtype).reshape(-1).contiguous()
         assert flat_value.numel() == param.numel
-        self._settle(param.unit)
+        self._finish_pending(param.unit)
         start, source, numel = param.flat.layout.shard_range(param.slot_index, self._comm.rank)
         if numel:
             values = flat_value[source : source + numel]
             self._rest.overwrite(param.flat, start, values)
-            if self.shadow is not None:
-                self.shadow.write(param.flat, start, values)
+            if self.delayed_params is not None:
+                self.delayed_params.write(param.flat, start, values)
         unit = param.unit
         self._changed(unit)
-        if unit in self._held:
-            if unit.refs == 0 and not self._keep:
-                self._forget(unit)
-            elif unit.refs == 0 and self._views[unit].coarse:
+        if unit in self._gathered:
+            if unit.refs == 0 and not self._never_evict:
+                self._evict(unit)
+            elif unit.refs == 0 and self._gathered[unit].quantized:
                 self.renew(unit)
             else:
                 with torch.no_grad():
                     param.flat.tensor[param.offset :][: param.numel].copy_(flat_value)
-                gathered.mark_filled(unit)
+                unsharded_param.mark_filled(unit)
 
     def close(self) -> None:
         """Evict everything. Pending work must have been waited for."""
-        self._fills.close()
+        self._pending.close()
         self._updates.clear()
-        for unit in list(self._held):
-            self._forget(unit)
+        for unit in list(self._gathered):
+            self._evict(unit)
 
 
 @dataclasses.dataclass
@@ -551,7 +549,7 @@ class PendingUnshard:
 
     tickets: Sequence[Ticket]
     op: Op | None = None
-    before: Callable[[], None] | None = None
+    before_gather: Callable[[], None] | None = None
     submit: Callable[[], Op] | None = None
     stuck: bool = False
 
@@ -565,14 +563,14 @@ class PendingUnshard:
         if self.op is None:
             for ticket in self.tickets:
                 ticket.wait_filled()
-        if self.before is not None:
-            self.before()
+        if self.before_gather is not None:
+            self.before_gather()
         if self.submit is not None:
             self.op, self.submit = self.submit(), None
         if self.op is not None:
             self.op.wait()
 
-    def quiesce(self) -> KeyboardInterrupt | None:
+    def cancel_and_wait(self) -> KeyboardInterrupt | None:
         """Return when nothing is on its way into the buffers, whatever became of it; an interrupt that came meanwhile. `stuck` is
         set where that cannot be had: a rank has failed, and a call that waited for it does not return."""
         if self.op is None:
@@ -593,84 +591,84 @@ class PendingUnshards:
     kept: where they may come from instead of from rest.
     """
 
-    def __init__(self, comm: Comm, *, kept: SecondaryShards | None = None) -> None:
+    def __init__(self, comm: Comm, *, secondary: SecondaryShards | None = None) -> None:
         self._comm = comm
-        self.kept = kept
-        self._fills: dict[Unit, PendingUnshard] = {}
+        self.secondary = secondary
+        self._by_unit: dict[Unit, PendingUnshard] = {}
         self.stuck: set[Unit] = set()  # whose memory must stay
 
     def __contains__(self, unit: Unit) -> bool:
-        return unit in self._fills
+        return unit in self._by_unit
 
     def under_way(self, unit: Unit) -> bool:
         """Whether something is on its way into the unit's buffers."""
-        fill = self._fills.get(unit)
+        fill = self._by_unit.get(unit)
         return fill is not None and not fill.filled
 
-    def has_kept(self, unit: Unit, age: Hashable) -> bool:
+    def in_secondary(self, unit: Unit, version: Hashable) -> bool:
         """Whether the unit's weights of this age need not come from rest."""
-        return self.kept is not None and self.kept.has(unit, age)
+        return self.secondary is not None and self.secondary.has(unit, version)
 
     def begin(
         self,
         unit: Unit,
         tickets: Sequence[Ticket],
-        age: Hashable,
+        version: Hashable,
         *,
-        coarse: bool = False,
-        late: Callable[[], None] | None = None,
+        quantized: bool = False,
+        before_gather: Callable[[], None] | None = None,
     ) -> None:
         """The tickets fill this rank's shards, of weights of this age; gather the others' behind them. Does not block.
 
-        age: None for what shall not be kept. coarse: they travel as int8 groups, and are rounded to these here, too.
+        age: None for what shall not be kept. quantized: they travel as int8 groups, and are rounded to these here, too.
         late: to be called by the thread that waits, between the tickets and the exchange.
         """
         if self._comm.world == 1:
-            self._fills[unit] = PendingUnshard(tickets, before=late)
-        elif late is None:
-            self._fills[unit] = PendingUnshard(tickets, self._submit(unit, tickets, age, coarse))
+            self._by_unit[unit] = PendingUnshard(tickets, before_gather=before_gather)
+        elif before_gather is None:
+            self._by_unit[unit] = PendingUnshard(tickets, self._submit(unit, tickets, version, quantized))
         else:
-            self._fills[unit] = PendingUnshard(tickets, before=late, submit=lambda: self._submit(unit, tickets, age, coarse))
+            self._by_unit[unit] = PendingUnshard(tickets, before_gather=before_gather, submit=lambda: self._submit(unit, tickets, version, quantized))
 
-    def begin_kept(self, unit: Unit) -> None:
+    def begin_from_secondary(self, unit: Unit) -> None:
         """Gather the unit from what is kept of it. Does not block."""
-        assert self.kept is not None
-        put, flats = self.kept.put(unit), list(unit.flats)
-        across = len(self.kept.ranks) == 1
+        assert self.secondary is not None
+        load, flats = self.secondary.load(unit), list(unit.flats)
+        across = len(self.secondary.ranks) == 1
 
         def work(exchange: Exchange) -> None:
             with torch.no_grad():
-                put()
+                load()
                 exchange.spread([_parts(flat) for flat in flats], across=across)
 
-        self._fills[unit] = PendingUnshard((), self._comm.gather(f"gather of {unit.name} as it is kept", work))
+        self._by_unit[unit] = PendingUnshard((), self._comm.gather(f"gather of {unit.name} as it is kept", work))
 
     def finish(self, unit: Unit) -> PendingUnshard:
         """Take the unit's fill, for the caller to wait for."""
-        return self._fills.pop(unit)
+        return self._by_unit.pop(unit)
 
     def put_back(self, unit: Unit, fill: PendingUnshard) -> None:
         """Waiting for it has failed: it is to be abandoned."""
-        self._fills[unit] = fill
+        self._by_unit[unit] = fill
 
-    def abandon(self, unit: Unit) -> KeyboardInterrupt | None:
+    def cancel(self, unit: Unit) -> KeyboardInterrupt | None:
         """Nobody wants what is on its way into the unit's buffers; returns when nothing is."""
-        fill = self._fills.pop(unit, None)
+        fill = self._by_unit.pop(unit, None)
         if fill is None:
             return None
-        interrupt = fill.quiesce()
+        interrupt = fill.cancel_and_wait()
         if fill.stuck:
             self.stuck.add(unit)
         return interrupt
 
     def changed(self, unit: Unit) -> None:
         """The unit's weights have changed: nothing that is kept of them counts."""
-        if self.kept is not None:
-            self.kept.forget(unit)
+        if self.secondary is not None:
+            self.secondary.forget(unit)
 
-    def _submit(self, unit: Unit, tickets: Sequence[Ticket], age: Hashable, coarse: bool) -> Op:
-        keep = self.kept.keep(unit, age) if self.kept is not None and age is not None else None
-        coded = [flat for flat in unit.flats if coarse and flat.dtype in DTYPES]
+    def _submit(self, unit: Unit, tickets: Sequence[Ticket], version: Hashable, quantized: bool) -> Op:
+        store = self.secondary.store(unit, version) if self.secondary is not None and version is not None else None
+        coded = [flat for flat in unit.flats if quantized and flat.dtype in DTYPES]
         plain = [flat for flat in unit.flats if flat not in coded]
 
         def work(exchange: Exchange) -> None:
@@ -679,18 +677,18 @@ class PendingUnshards:
             with torch.no_grad():
                 exchange.spread([_parts(flat) for flat in plain])
                 exchange.spread_quantized([_parts(flat) for flat in coded])
-                if keep is not None:
-                    keep()
+                if store is not None:
+                    store()
 
-        how = " in int8 groups" if coarse else ""
+        how = " in int8 groups" if quantized else ""
         return self._comm.gather(f"gather of {unit.name}{how}", work)
 
     def close(self) -> None:
         """Return when nothing is under way, and forget everything."""
-        for unit in list(self._fills):
-            self.abandon(unit)
-        if self.kept is not None:
-            self.kept.close()
+        for unit in list(self._by_unit):
+            self.cancel(unit)
+        if self.secondary is not None:
+            self.secondary.close()
 
 
 def _parts(flat: Flat) -> list[torch.Tensor]:
