@@ -28,6 +28,7 @@ from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_mode import DeferredUpdate, UpdateMode
 from infinity._src.params.delayed_params import DelayedParams
+from infinity._src.params.unit import TRANSITIONS, Unit, UnitState
 from infinity._src.params.unshard import Unsharder
 
 
@@ -132,6 +133,7 @@ class Recorder:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.on = False
+        self.transitions: set[tuple[UnitState, UnitState]] = set()
         self._thread = threading.get_ident()
 
     def told(self, line: str) -> None:
@@ -169,10 +171,26 @@ def _wrapped_of_mode(
     return called
 
 
+def _by_drawn_transitions(recorder: Recorder) -> Callable[[Unit, str, Any], None]:
+    """`Unit.__setattr__` that lets a unit's state change only as `UnitState` draws it."""
+
+    def assign(unit: Unit, name: str, value: Any) -> None:
+        if name == "state":
+            now = unit.__dict__.get("state", value)
+            if now is not value:
+                assert (now, value) in TRANSITIONS, f"{unit.name}: {now} -> {value}"
+                recorder.transitions.add((now, value))
+        object.__setattr__(unit, name, value)
+
+    return assign
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Models that are offloaded inside are recorded while `on` of the recorder is set."""
+    """Models that are offloaded inside are recorded while `on` of the recorder is set, and their
+    units change states as `UnitState` draws it."""
     recorder, patch = Recorder(), pytest.MonkeyPatch()
+    patch.setattr(Unit, "__setattr__", _by_drawn_transitions(recorder))
     for event in EVENTS:
         patch.setattr(
             event.owner, event.method, _wrapped(recorder, event, getattr(event.owner, event.method))

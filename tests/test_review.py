@@ -20,6 +20,7 @@ from torch import nn
 import infinity as inf
 from infinity._src.engine import offload
 from infinity._src.memory.layout import plan_flat
+from infinity._src.params.unit import UnitState
 from infinity._src.params.unshard import AT_REST
 from infinity.aio import Priority, Seam
 from infinity.errors import NonFiniteGradient
@@ -274,6 +275,6 @@ def test_an_interrupt_while_a_unit_is_evicted_is_raised_after_its_reads_have_end
         unsharder._evict(unit)
     timer.join()
     assert ticket.filled
-    assert not unit.gathered
+    assert unit.state is UnitState.SHARDED
     assert unit not in unsharder._gathered
     inf.handle(model).close()

@@ -16,7 +16,7 @@ from infinity._src._torch_compat import bump_version, separate_version, version_
 from infinity._src.hooks.module_params import ModuleParameters, look, put
 from infinity._src.params import unsharded_param as gathered
 from infinity._src.params.sharded_param import ShardedParameter
-from infinity._src.params.unit import Param, Unit, UnsharderInterface
+from infinity._src.params.unit import UNSHARDED, Param, Unit, UnsharderInterface
 from infinity.errors import ReplacedOutsideEngine, WeightWritten
 
 
@@ -75,7 +75,7 @@ class UnitRefs:
         unit = self.unit
         if unit.refs == 0:
             self._unsharder.unshard(unit)
-            assert unit.gathered, f"{unit.name} was demanded and is not gathered"
+            assert unit.state is UNSHARDED, f"{unit.name} was unsharded and is {unit.state}"
         else:
             self.check_age(window=False)
         if self._stamped_generation != unit.generation:

@@ -8,6 +8,7 @@ gathered parameters are views of it. What the module and the optimizer hold is `
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +21,56 @@ if TYPE_CHECKING:
     from infinity._src.grads.proxy import GradSlot
     from infinity._src.params.sharded_param import ShardedParameter
     from infinity._src.params.unsharded_param import UnshardedParameter
+
+
+class UnitState(enum.Enum):
+    """Where the values of a unit are, as seen from its memory on the device.
+
+        SHARDED ---allocate---> STALE ---begin---> PENDING ---waited for---> UNSHARDED
+           ^                    ^ | ^                | |                      |    |
+           |                    | | '--- cancel -----' |                      |    |
+           |                    | |                    |                      |    |
+           |                    '-|--------------------|-- values changed ----'    |
+           '------- evict --------'--------------------'---------------------------'
+
+    `Unsharder` moves a unit along the arrows; `TRANSITIONS` lists them, and tests watch that no
+    unit takes another way. The values at rest on their tier are always there, in every state: they
+    may be newer than the memory (an update is pending) and are never older.
+
+    Orthogonal to it: `Unit.refs`, how many forwards, backwards and windows use the unit (it is not
+    evicted before 0); `Unsharder._gathered`, the `ParamVersion` in the memory of each unit that has
+    some; `PendingUnshards`, the tickets and collectives of each unit that is PENDING.
+    """
+
+    SHARDED = "sharded"
+    """No memory: the values rest on their tier (device, RAM or NVMe), each rank's shard apart."""
+    STALE = "stale"
+    """Memory, and no values: they were never filled in, have changed since, or were taken back. The
+    next `unshard` fills it."""
+    PENDING = "pending"
+    """Memory that is being filled: by reads and an all_gather, or by the update that computes the
+    new values. A fill that an interrupt broke off stays PENDING, and `unshard` begins it again."""
+    UNSHARDED = "unsharded"
+    """Memory that holds the values of the unit's generation: modules may use them."""
+
+
+SHARDED, STALE, PENDING, UNSHARDED = UnitState
+"""The states by themselves: before Python 3.12 `UnitState.SHARDED` is a call, and hooks read
+these for every module."""
+
+TRANSITIONS = frozenset(
+    {
+        (SHARDED, STALE),  # allocate
+        (STALE, PENDING),  # begin
+        (PENDING, UNSHARDED),  # waited for
+        (PENDING, STALE),  # cancel
+        (UNSHARDED, STALE),  # values changed, or another version is wanted
+        (STALE, SHARDED),  # evict, from here on
+        (PENDING, SHARDED),
+        (UNSHARDED, SHARDED),
+    }
+)
+"""The arrows between different states. Writing in place keeps UNSHARDED."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -110,8 +161,8 @@ class Unit:
     modules: tuple[torch.nn.Module, ...]
     flats: list[Flat] = dataclasses.field(default_factory=list)
     params: list[Param] = dataclasses.field(default_factory=list)
-    refs: int = 0  # active Uses and frames; the unit may be evicted only at 0
-    gathered: bool = False
+    state: UnitState = SHARDED
+    refs: int = 0  # uses: forwards, backwards and windows; it may be evicted only at 0
     generation: int = 0  # counts the optimizer steps and writes that changed its values
     engine: Any = None  # the handle that owns it; layers below pass it on and never look inside
 

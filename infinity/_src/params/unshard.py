@@ -1,25 +1,27 @@
-"""What is gathered: units that have memory and are filled, or being filled; what is fetched ahead, and what goes for it.
+"""Unsharder: when a unit has memory on the device, and what fills it.
 
-    demand(u)  -> start reading u if nobody has -> start reading what the schedule wants next -> wait for u
+    unshard(u)   begin to fill u if nobody has -> begin what the schedule wants next -> wait for u
+    release(u)   nobody uses u: it stays, until its memory is wanted
 
-A released unit stays gathered until its buffer is wanted, so the units at a turning point (last in forward, first in
-backward; last in backward, first in the next forward) are not read twice. When room is wanted, the idle unit whose
-next use is farthest goes; a prefetch never evicts a unit that is needed sooner than what it brings.
+`UnitState` (`params.unit`) names the states that a unit goes through here, and draws the ways
+between them. A released unit keeps its memory as long as there is room, so the units at a turning
+point (last in forward, first in backward; last in backward, first in the next forward) are not read
+twice. When room is wanted, the idle unit whose next use is farthest is evicted; a prefetch never
+evicts a unit that is needed sooner than the one it brings.
 
-On several ranks all of this follows the program alone, never what has arrived by when: what is gathered, and given up, is
-so on all of them.
+A unit is filled by reads of this rank's shards, then by an all_gather of the others:
 
-Between `opt.step()` and the next forward a unit's values are on their way: its update was submitted behind a *gate*.
-Filling such a unit means opening the gate with the unit's buffers as targets: the update hands the new parameters over
-as it computes them. A gate that escaped (no forward came) has updated the states at rest, and the unit is read as ever.
+    one rank        tickets                                                ready when they are filled
+    several ranks   tickets -> gather lane: wait, all_gather, store        ready when the lane is done
 
-What is on its way into the buffers of gathered units: the reads of this rank's shards, then the shards of the others.
+On several ranks all of this follows the program alone, never the times at which reads end: every
+rank unshards and evicts the same units in the same order, and a collective that has begun is never
+broken off, since the others count on it.
 
-    one rank        tickets                                             ready when they are filled
-    several ranks   tickets -> gather lane: wait, exchange, keep        ready when the lane has done it
-
-On several ranks what begins is never broken off, since the others count on it, and everything here follows the program
-alone: all ranks exchange the same units in the same order.
+Between `opt.step()` and the next forward the new values of a unit are still being computed: its
+update was submitted behind a *gate*. Filling such a unit opens the gate with the unit's buffers as
+targets, and the update hands the new parameters over as it computes them. A gate that escaped (no
+forward came in time) has updated the states at rest, and the unit is read as ever.
 """
 
 from __future__ import annotations
@@ -48,19 +50,22 @@ from infinity._src.params import unsharded_param
 from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, PassTracker, Phase, Schedule
 from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.state_store import StateStore
-from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.unit import PENDING, SHARDED, UNSHARDED, Flat, Param, Unit
 from infinity._src.params.update_hooks import Access, UpdateHooks
 from infinity._src.telemetry import Marks, PhaseClock, Timeline
 from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.errors import AioError
 
 AHEAD = 2
-"""There is room for so many of the largest units besides the one in use."""
+"""Units of the largest size for which there is room besides the one in use."""
+
+SHORT_WAIT_NS = 20_000
+"""Shorter waits are not drawn in the timeline: they are the cost of asking."""
 
 
 @dataclasses.dataclass
 class PendingUpdate:
-    """An update of a unit that was submitted and whose gate may still be closed."""
+    """An update of a unit that was submitted, and whose gate may still be closed."""
 
     ticket: Ticket
     gate: Gate
@@ -68,23 +73,26 @@ class PendingUpdate:
 
 
 class ParamVersion(NamedTuple):
-    """Which values of a unit are gathered. delayed: those before an update that is delayed; quantized: as they travel, in int8 groups.
-    Neither: those that rest."""
+    """The values that a unit's memory holds, or is being filled with. Neither flag: those at rest.
+
+    delayed: those before an update that is delayed. quantized: as they travel, in int8 groups.
+    """
 
     delayed: bool = False
     quantized: bool = False
 
 
 AT_REST = ParamVersion()
-"""What `gather()`, reads and exports show."""
+"""The version that `gather()`, reads and exports show."""
 
 
 class Unsharder:
-    """The gathered units of one model, over an executor (see `params.unit.UnsharderInterface`). One thread uses it at a time.
+    """The unsharded units of one model (`UnsharderInterface`). One thread uses it at a time.
 
-    gathered_bytes_max bounds what is gathered, prefetches included, as far as units in use allow: room for AHEAD + 1
-    of the largest units. never_evict: units are never evicted (whole parameters on the device). qwz: weights travel as int8 groups, and
-    forward and backward compute with them as they travel. secondary: see `PendingUnshards`.
+    gathered_bytes_max bounds the memory of units, prefetches included, as far as units in use
+    allow: room for AHEAD + 1 of the largest. never_evict: all units stay once they were unsharded
+    (whole parameters on the device). qwz: weights travel as int8 groups, and forward and backward
+    compute with them as they travel. secondary: see `PendingUnshards`.
     """
 
     def __init__(
@@ -109,7 +117,7 @@ class Unsharder:
         self.schedule = Schedule()
         self.passes = PassTracker()
         self.wait_s = 0.0  # for units
-        self.update_wait_s = 0.0  # told by the pipeline
+        self.update_wait_s = 0.0  # the step pipeline adds to it
         self.demands = self.demand_reads = self.gathered_bytes_peak = 0
         self.device = device or Device(torch.device("cpu"))
         self._rest = rest
@@ -118,24 +126,29 @@ class Unsharder:
         self._never_evict = never_evict
         self._timeline = timeline
         self._pending = PendingUnshards(comm, secondary=secondary)
+        # One rank has nobody to send weights to: they stay as they are.
         self._quantized = qwz and comm.world > 1
+        # Units with memory on the device, all that are not SHARDED, and the version in it.
+        self._gathered: dict[Unit, ParamVersion] = {}
         self._gathered_bytes = 0
         self.gathered_bytes_max = (AHEAD + 1) * max((unit.size_bytes for unit in units), default=0)
         self._updates: dict[Unit, PendingUpdate] = {}
-        self._unsharding: Unit | None = None  # being demanded: nobody holds it yet, and it must not go
+        # The unit that is being unsharded has no reference yet, and must not be evicted for the
+        # prefetches that follow it.
+        self._unsharding: Unit | None = None
         self.delayed_params = mode.delayed_params
-        self._gathered: dict[Unit, ParamVersion] = {}  # gathered or filling, and what with
         self.gradients = gradients
+        # Bound once: hooks call these for every module, and each level of calls would cost.
         self.use_left, self.slot = self.passes.use_left, gradients.slot
         self._mode = mode
         self._access = access
         self._heap = heap
         self.clock = PhaseClock(timeline, self._marks, activations_moved)
 
-    # -- units ---------------------------------------------------------------------------------------------------------
+    # -- unshard, release, prefetch, evict ---------------------------------------------------------
 
     def unshard(self, unit: Unit) -> None:
-        """Block until the unit is gathered with its current values."""
+        """Block until the unit is unsharded, with its current values."""
         self._access.before_read(unit)
         self.demands += 1
         self._unsharding = unit
@@ -149,46 +162,54 @@ class Unsharder:
         self.schedule.demand(unit.index)
         version = self._wanted(unit)
         self._match_version(unit, version)
-        ready = unit.gathered and unit not in self._pending
+        ready = unit.state is UNSHARDED and unit not in self._pending
         if not ready and unit not in self._gathered:
             self.demand_reads += 1
             self._allocate_and_fill(unit, Priority.DEMAND, version)
         elif not ready and unit not in self._pending:  # an interrupt broke its fill off
             self._fill(unit, Priority.DEMAND, version)
+        # Before waiting: reads of the units to come are under way while this thread sleeps.
         self.prefetch_ahead()
         if self.passes.in_backward:
-            self.gradients.ahead([unit, *(self.units[index] for index in itertools.islice(self.schedule.upcoming(), 1))])
+            # Sums of gradients that rest elsewhere are fetched with the parameters they belong to.
+            soon = itertools.islice(self.schedule.upcoming(), 1)
+            self.gradients.ahead([unit, *(self.units[index] for index in soon)])
         if not ready:
             self._finish_fill(unit)
 
     def mixes(self, unit: Unit, *, window: bool) -> bool:
-        """Whether a training pass would meet the values that `gather()` shows of the unit; with `window`, the reverse."""
+        """Whether a training pass would meet the values that `gather()` shows of the unit; with
+        `window`, the reverse.
+        """
         if window:
             return self._gathered.get(unit, AT_REST) != AT_REST
         return self.passes.trains and self._gathered.get(unit, AT_REST) != self._trained(unit)
 
     def shows_newest(self, unit: Unit) -> bool:
-        """Whether the unit is gathered from rest although training computes with delayed ones."""
-        return unit in self._gathered and self._gathered[unit].delayed != self._trained(unit).delayed
+        """Whether the unit holds the values at rest although training computes with delayed ones."""
+        gathered = self._gathered
+        return unit in gathered and gathered[unit].delayed != self._trained(unit).delayed
 
     def _trained(self, unit: Unit) -> ParamVersion:
-        """What training computes with."""
-        return ParamVersion(self.delayed_params is not None and self.delayed_params.computes(unit), self._quantized)
+        """The version that training computes with."""
+        delayed = self.delayed_params is not None and self.delayed_params.computes(unit)
+        return ParamVersion(delayed, self._quantized)
 
     def _wanted(self, unit: Unit) -> ParamVersion:
-        """What the pass that runs computes with, or `gather()` shows."""
+        """The version that the running pass computes with, or that `gather()` shows."""
         if self.passes.trains:
             return self._trained(unit)
         return ParamVersion(False, self._quantized and self.passes.evaluates)
 
     def release(self, unit: Unit) -> None:
-        """The unit may be evicted; it stays until its room is wanted."""
+        """Let the unit, which nobody uses any more, be evicted once its room is wanted."""
         self._mode.unit_released(unit)
+        # Units in use may have exceeded the bound; the excess goes as soon as it can.
         if not self._never_evict and self._gathered_bytes > self.gathered_bytes_max:
             self._make_room(0, NEVER)
 
     def _allocate_and_fill(self, unit: Unit, priority: Priority, version: ParamVersion) -> None:
-        """Allocate the unit's buffers and start filling them. Does not block."""
+        """Allocate the unit's memory and begin to fill it. Does not block."""
         self._make_room(unit.size_bytes, NEVER)
         unsharded_param.allocate(unit, self.device)
         self._gathered[unit] = version
@@ -197,72 +218,92 @@ class Unsharder:
         self._fill(unit, priority, version)
 
     def _fill(self, unit: Unit, priority: Priority, version: ParamVersion) -> None:
-        """Start filling the unit's buffers, which are allocated."""
+        """Begin to fill the unit's memory, which is allocated: from its update, from secondary
+        shards, or from the tier where it rests.
+        """
         self._gathered[unit] = version
         delayed_params = self.delayed_params if version.delayed else None
         update = self._updates.get(unit)
         if update is not None and not update.opened:
             update.opened = True
+            # The update writes to this memory: kernels that still read it come first.
             self.device.behind()
             if update.gate.open(self.targets(unit)):
                 self._begin(unit, [update.ticket], version)
                 return
-        if version.quantized == self._quantized and self._pending.in_secondary(unit, (unit.generation, version)):
+        same_codec = version.quantized == self._quantized
+        if same_codec and self._pending.in_secondary(unit, (unit.generation, version)):
             self._pending.begin_from_secondary(unit)
             return
         tickets = [
             self._rest.fetch(flat, 0, self._target(flat), priority=priority, there=True)
             for flat in unit.flats
-            if delayed_params is None or flat not in delayed_params  # those are copied when somebody waits for them
+            # Flats with delayed parameters are copied from these by the thread that waits.
+            if delayed_params is None or flat not in delayed_params
         ]
-        self._begin(unit, tickets, version, before_gather=functools.partial(delayed_params.copy_to, unit, self._comm.rank) if delayed_params else None)
+        rank = self._comm.rank
+        copy = functools.partial(delayed_params.copy_to, unit, rank) if delayed_params else None
+        self._begin(unit, tickets, version, before_gather=copy)
 
     def _begin(
-        self, unit: Unit, tickets: Sequence[Ticket], version: ParamVersion, *, before_gather: Callable[[], None] | None = None
+        self,
+        unit: Unit,
+        tickets: Sequence[Ticket],
+        version: ParamVersion,
+        *,
+        before_gather: Callable[[], None] | None = None,
     ) -> None:
-        """The tickets fill this rank's shards with what `version` says."""
+        """Record that these tickets fill this rank's shards with `version`."""
         self._gathered[unit] = version
-        # Only what forward computes with is kept for the next one.
-        version_key = (unit.generation, version) if version.quantized == self._quantized else None
-        self._pending.begin(unit, tickets, version_key, quantized=version.quantized, before_gather=before_gather)
+        # Secondary shards serve the next pass: another version is not worth their place.
+        key = (unit.generation, version) if version.quantized == self._quantized else None
+        self._pending.begin(
+            unit, tickets, key, quantized=version.quantized, before_gather=before_gather
+        )
 
     def _match_version(self, unit: Unit, version: ParamVersion) -> None:
-        """Gather the unit anew if what is gathered is not what is wanted now, unless somebody uses it."""
+        """Fill the unit anew if it holds another version than this, unless somebody uses it."""
         if unit not in self._gathered or unit.refs or self._gathered[unit] == version:
             return
         self._finish_pending(unit)
-        unsharded_param.invalidate(unit)
+        unsharded_param.mark_stale(unit)
         self._fill(unit, Priority.DEMAND, version)
 
     def _target(self, flat: Flat) -> int:
-        """Where this rank's shard lies in the gathered flat."""
-        return flat.tensor.data_ptr() + self._comm.rank * flat.layout.shard_numel * flat.layout.itemsize
+        """Address of this rank's shard in the unsharded flat."""
+        shard_bytes = flat.layout.shard_numel * flat.layout.itemsize
+        return flat.tensor.data_ptr() + self._comm.rank * shard_bytes
 
     def _finish_fill(self, unit: Unit) -> None:
-        """Wait until the unit's buffers are filled. After a fault the unit is evicted."""
-        fill = self._pending.finish(unit)
+        """Wait until the unit's memory is filled. After a fault the unit is evicted."""
+        fill = self._pending.pop(unit)
         start_ns = time.monotonic_ns()
         try:
             fill.wait()
         except BaseException as error:
+            # Put back first: evicting waits for what is still on its way into the memory.
             self._pending.put_back(unit, fill)
             self._evict(unit)
             if isinstance(error, AioError):
-                self._access.before_read(unit)  # if it was an update that failed, this says so and what helps
+                # An update that failed is told as such, with what helps; else it was a read.
+                self._access.before_read(unit)
                 error.args = (f"{unit.name} cannot be gathered: {error}",)
             raise
         end_ns = time.monotonic_ns()
         self.wait_s += (end_ns - start_ns) / 1e9
-        if end_ns - start_ns > 20_000:
+        if end_ns - start_ns > SHORT_WAIT_NS:
             self._timeline.add("wait", unit.name, start_ns, end_ns)
         unsharded_param.mark_filled(unit)
 
     def _evict(self, unit: Unit) -> None:
+        """Free the unit's memory, once nothing is on its way into it."""
         interrupt = self._pending.cancel(unit)
         self._gathered.pop(unit, None)
         self._gathered_bytes -= unit.size_bytes
         if unit in self._pending.stuck:
-            unsharded_param.invalidate(unit)
+            # A collective that does not return may still write here: the memory is given up for
+            # the books, and stays allocated.
+            unsharded_param.mark_stale(unit)
         else:
             unsharded_param.evict(unit)
         self._heap.freed()
@@ -270,7 +311,9 @@ class Unsharder:
             raise interrupt
 
     def prefetch_ahead(self) -> None:
-        """Start reading the units that the schedule wants next, as many as there is room for (in bytes). Does not block."""
+        """Begin to fill the units that the schedule wants next, as many as there is room for (in
+        bytes). Does not block.
+        """
         if self._never_evict and len(self._gathered) == len(self.units):
             return
         for index in itertools.islice(self.schedule.upcoming(), AHEAD_MAX):
@@ -278,47 +321,62 @@ class Unsharder:
             if unit in self._gathered:
                 continue
             if not self._make_room(unit.size_bytes, self.schedule.distance(index)):
+                # In order only: a smaller unit farther away must not take the room of this one.
                 return
-            version = ParamVersion(False, self._quantized) if self.passes.evaluates else self._trained(unit)
+            if self.passes.evaluates:
+                version = ParamVersion(False, self._quantized)
+            else:
+                version = self._trained(unit)
             self._allocate_and_fill(unit, Priority.PREFETCH, version)
 
     def _make_room(self, size_bytes: int, distance: int) -> bool:
-        """Evict idle units, farthest next use first, until `size_bytes` more fit; only such as are needed later than
-        `distance`. Returns whether they fit."""
+        """Evict idle units, farthest next use first, until `size_bytes` more fit; only such as are
+        needed later than `distance`. Returns whether they fit.
+        """
         if self._never_evict:
             return True
         while self._gathered_bytes + size_bytes > self.gathered_bytes_max:
             idle = filter(self._may_evict, self._gathered)
-            far = max(idle, key=lambda unit: (self.schedule.distance(unit.index), unit.index), default=None)
-            if far is None or (distance is not NEVER and self.schedule.distance(far.index) <= distance):
+            # The index decides between equals, so that all ranks choose the same one.
+            far = max(
+                idle,
+                key=lambda unit: (self.schedule.distance(unit.index), unit.index),
+                default=None,
+            )
+            if far is None:
+                return False
+            if distance is not NEVER and self.schedule.distance(far.index) <= distance:
                 return False
             self._evict(far)
         return True
 
     def _may_evict(self, unit: Unit) -> bool:
-        """Idle, and nothing is on its way into its buffers."""
+        """Whether the unit is idle, and nothing is on its way into its memory."""
         if unit.refs or unit is self._unsharding:
             return False
         if self._comm.world > 1:
-            return True  # what is filled already is a matter of timing, and all ranks must evict the same
+            # Whether a fill has ended is a matter of timing, and all ranks must evict the same.
+            return True
         return not self._pending.under_way(unit)
 
     def invalidate(self, unit: Unit) -> None:
-        """The gathered values were overwritten and nobody uses them: read them again when they are wanted."""
+        """Forget the unit's values, which were overwritten; nobody uses them. The next `unshard`
+        reads them again.
+        """
         if unit in self._gathered:
             self._evict(unit)
 
     def targets(self, unit: Unit) -> list[int]:
-        """Where this rank's shards lie in the unit's flats, which are unsharded_param."""
+        """Addresses of this rank's shards in the unit's flats, which have memory."""
         return [self._target(flat) for flat in unit.flats]
 
     def shard_of(self, flat: Flat) -> torch.Tensor:
-        """This rank's shard [shard_numel] of a flat, which is unsharded_param."""
+        """This rank's shard [shard_numel] of a flat, which has memory."""
         start = self._comm.rank * flat.layout.shard_numel
         return flat.tensor[start : start + flat.layout.shard_numel]
 
     def renew(self, unit: Unit) -> None:
-        """The unit's values have changed: if it is gathered, start filling its buffers again."""
+        """Begin to fill the unit again, whose values have changed, if it has memory."""
         if unit in self._gathered:
             self._cancel(unit)
             self._fill(unit, Priority.PREFETCH, self._trained(unit))
@@ -329,34 +387,38 @@ class Unsharder:
 
     def _finish_pending(self, unit: Unit) -> None:
         """Finish a fill that nobody has waited for, or make it if its values were taken back."""
-        if unit in self._gathered and not unit.gathered and unit not in self._pending:
+        broken_off = unit in self._gathered and unit.state is not UNSHARDED
+        if broken_off and unit not in self._pending:
             self._fill(unit, Priority.DEMAND, self._gathered[unit])
         if unit in self._pending:
             self._finish_fill(unit)
 
     def _cancel(self, unit: Unit) -> None:
-        """What is gathered of the unit, or on its way, nobody wants any more. The memory stays allocated."""
-        unsharded_param.invalidate(unit)
+        """Give up the unit's values, and those on their way. The memory stays allocated."""
+        unsharded_param.mark_stale(unit)
         interrupt = self._pending.cancel(unit)
         if interrupt is not None:
             raise interrupt
 
-    # -- phases ----------------------------------------------------------------------------------------------------------
+    # -- passes ------------------------------------------------------------------------------------
 
     def forward_start(self) -> None:
-        """The outermost forward begins: a training forward when gradients are enabled."""
+        """Begin the outermost forward: a training forward where gradients are enabled."""
         if not self.passes.in_backward:
             self._rest.pin()
             self.gradients.let_go()
             trains = torch.is_grad_enabled()
             self.passes.forward_start(trains=trains)
-            self.clock.enter("forward" if trains else "evaluation", quiet=trains and not self._mode.updates_pending)
+            quiet = trains and not self._mode.updates_pending
+            self.clock.enter("forward" if trains else "evaluation", quiet=quiet)
             self.schedule.start(Phase.TRAIN if trains else Phase.EVAL)
             if self._updates:
+                # Forward opens the gates in its own order; one that escaped would be a read more.
                 self._executor.hold_gates(True)
 
     def forward_end(self) -> None:
-        """The outermost forward has returned or raised."""
+        """End the outermost forward, which has returned or raised."""
+        # A recomputing forward inside of backward is a part of that.
         if not self.passes.in_backward:
             self.passes.forward_end()
             self.schedule.end()
@@ -364,26 +426,26 @@ class Unsharder:
             self.clock.enter("idle")
 
     def backward_start(self) -> None:
-        """A backward begins."""
+        """Begin a backward."""
         self.passes.backward_start(retain_graph=graph_is_kept())
         self.clock.enter("backward")
         self.schedule.start(Phase.BACKWARD)
         self._mode.backward_begin()
 
     def backward_end(self) -> None:
-        """A backward has ended: gradients that no Use claimed are reduced."""
+        """End a backward: gradients that no use of a unit claimed are reduced."""
         self.passes.backward_end()
         try:
             self.schedule.end()
             self.gradients.backward_end()
             self._mode.backward_end()
         except BaseException:
-            self.passes.in_backward = True  # it has broken off, as what comes next is to know
+            self.passes.in_backward = True  # it has broken off, as `reset` is to know
             raise
         self.clock.enter("idle")
 
     def broke(self, where: str, error: BaseException) -> None:
-        """A forward or backward of this rank has raised: the others, which may wait for it, are told."""
+        """Tell the other ranks, which may wait for this one, that its forward or backward raised."""
         self._comm.raised(where, error)
 
     def reset(self) -> None:
@@ -397,11 +459,12 @@ class Unsharder:
         self.clock.enter("idle")
 
     def _marks(self) -> Marks:
-        """What the clock divides into phases."""
-        grads = self._rest.grads_read_bytes, self._rest.grads_written_bytes
-        return Marks.of(self._executor.stats(), self._rest.params_read_bytes, self.wait_s + self.update_wait_s, grads)
+        """The counters that the clock divides into phases."""
+        rest, wait_s = self._rest, self.wait_s + self.update_wait_s
+        grads = rest.grads_read_bytes, rest.grads_written_bytes
+        return Marks.of(self._executor.stats(), rest.params_read_bytes, wait_s, grads)
 
-    # -- gradients ---------------------------------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------
 
     def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]."""
@@ -413,55 +476,71 @@ class Unsharder:
         self.gradients.assign(param, grad)
 
     def unit_done(self, unit: Unit) -> None:
-        """A Use of the unit has ended; its gradients are reduced."""
+        """Count a use of the unit that backward is done with; after the last, its gradients are
+        reduced.
+        """
         self.passes.use_ended(unit)
-        # Ranks reduce a unit once: what several of its modules gave it, or several calls of one, comes together.
+        # Ranks reduce a unit once: gradients of several of its modules, or of several calls of
+        # one, go together.
         if self._comm.world == 1 or self.passes.all_ended(unit):
             self.gradients.unit_done(unit)
 
-    # -- updates -----------------------------------------------------------------------------------------------------------
+    # -- updates -----------------------------------------------------------------------------------
 
     def hand_over(self, unit: Unit, ticket: Ticket, gate: Gate) -> None:
-        """An update of the unit was submitted behind `gate`. If the unit is gathered it becomes the gate's target."""
+        """Note that an update of the unit was submitted behind `gate`. Memory that the unit has
+        becomes the gate's target.
+        """
         self._changed(unit)
         update = self._updates[unit] = PendingUpdate(ticket, gate)
         if unit not in self._gathered:
             return
         self._cancel(unit)
         update.opened = True
+        # The update writes to this memory: kernels that still read it come first.
         self.device.behind()
         if gate.open(self.targets(unit)):
             self._begin(unit, [ticket], self._trained(unit))
-        else:  # it escaped while this thread was held up: read the values that the update left at rest
+        else:
+            # It escaped while this thread was held up: read the values that it left at rest.
             self._fill(unit, Priority.PREFETCH, self._trained(unit))
 
     def can_update_in_place(self, unit: Unit) -> bool:
-        """Whether an update may take the unit's parameters from its buffers and leave the new ones there."""
-        ready = unit in self._gathered and unit.gathered and unit.refs == 0 and unit not in self._pending
-        return ready and not self._gathered[unit].quantized  # which is not what the optimizer holds
+        """Whether an update may take the unit's parameters from its memory and leave the new ones
+        there.
+        """
+        ready = unit in self._gathered and unit.state is UNSHARDED
+        ready = ready and unit.refs == 0 and unit not in self._pending
+        # The optimizer holds whole values, not those in int8 groups.
+        return ready and not self._gathered[unit].quantized
 
     def updated(self, unit: Unit, ticket: Ticket, *, in_place: bool) -> None:
-        """An update of the unit was submitted without a gate; in_place: into its buffers, too."""
+        """Note that an update of the unit was submitted without a gate; in_place: into its memory,
+        too.
+        """
         self._changed(unit)
         if in_place:
-            unsharded_param.invalidate(unit)
+            unsharded_param.mark_stale(unit)
             self._begin(unit, [ticket], self._gathered[unit])
         else:
             self.renew(unit)
 
     def rewritten(self, unit: Unit, *, in_place: bool) -> None:
-        """The unit's values were replaced; in_place: in its buffers, too."""
+        """Note that the unit's values were replaced; in_place: in its memory, too."""
         self._changed(unit)
         if not in_place:
             self.renew(unit)
-        elif self._comm.world > 1:  # this rank's shards; the others are on their way
-            unsharded_param.invalidate(unit)
+        elif self._comm.world > 1:
+            # This rank has written its shards; those of the others are gathered again.
+            unsharded_param.mark_stale(unit)
             self._begin(unit, (), self._gathered[unit])
         else:
             unsharded_param.mark_filled(unit)
 
     def mark_stale(self, units: Iterable[Unit]) -> None:
-        """What was written of these units is taken back: what is gathered of them is gathered anew. Blocks while it fills."""
+        """Give up the values of these units, since a write of them was taken back. Blocks while
+        they fill.
+        """
         for unit in units:
             self._changed(unit)
             self._updates.pop(unit, None)
@@ -469,19 +548,21 @@ class Unsharder:
                 self._cancel(unit)
 
     def touched(self, unit: Unit) -> None:
-        """The unit's values at rest are about to change: what is gathered of it is gathered anew."""
+        """Note that the unit's values at rest are about to change: it is filled again later."""
         self._changed(unit)
         self.invalidate(unit)
 
     def updates_ended(self) -> None:
-        """Every update that was submitted has been waited for."""
+        """Note that every update that was submitted has been waited for."""
         self._updates.clear()
 
-    # -- single values ---------------------------------------------------------------------------------------------------
+    # -- single values -----------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def borrowed(self, unit: Unit) -> Iterator[None]:
-        """The unit is gathered inside, without a trace in the schedule."""
+        """Unshard the unit for the block, with the values at rest, and leave no trace in the
+        schedule.
+        """
         self._access.before_read(unit)
         self._match_version(unit, AT_REST)
         if unit not in self._gathered:
@@ -496,27 +577,37 @@ class Unsharder:
                 self.release(unit)
 
     def read(self, param: Param) -> torch.Tensor:
-        """The current value [param.shape] as an ordinary CPU tensor; waits for pending updates of its unit."""
+        """The current value [param.shape] as an ordinary CPU tensor. Waits for pending updates of
+        its unit.
+        """
         with self.borrowed(param.unit), torch.no_grad():
-            return param.flat.tensor[param.offset :][: param.numel].view(param.shape).to("cpu", copy=True)
+            values = param.flat.tensor[param.offset :][: param.numel]
+            return values.view(param.shape).to("cpu", copy=True)
 
     def written(self, here: list[bool]) -> list[bool]:
-        """Of windows that all ranks close now, which some rank has written to; where ranks keep all weights, one may look alone,
-        and they are asked nothing."""
+        """Which of the windows that all ranks close now some rank has written to; `here`: this one.
+
+        Ranks that keep all weights may open a window alone, and are asked nothing.
+        """
         return here if self._never_evict else self._comm.any_of(here)
 
     def write_alike(self, param: Param, value: torch.Tensor) -> None:
-        """As `write`, when all ranks have come to it with the same value."""
+        """Set the value as `write` does, when all ranks have come to it with the same."""
         self._comm.meet(lambda: named(f"writing {param.name}", digest(value)))
         self.write(param, value)
 
     def write(self, param: Param, value: torch.Tensor) -> None:
-        """Set the value, master included. value: [param.shape], any floating dtype (cast as copy_ does)."""
-        self._access.before_write()  # waits for all updates: one that fails later would take the value back together with its step
+        """Set the value, master included. value: [param.shape], any floating dtype (cast as copy_
+        does).
+        """
+        # Waits for all updates: one that failed later would take the value back with its step.
+        self._access.before_write()
         flat_value = value.detach().to("cpu", param.dtype).reshape(-1).contiguous()
         assert flat_value.numel() == param.numel
+        # A read under way would bring the old value over the new one.
         self._finish_pending(param.unit)
-        start, source, numel = param.flat.layout.shard_range(param.slot_index, self._comm.rank)
+        layout = param.flat.layout
+        start, source, numel = layout.shard_range(param.slot_index, self._comm.rank)
         if numel:
             values = flat_value[source : source + numel]
             self._rest.overwrite(param.flat, start, values)
@@ -528,6 +619,7 @@ class Unsharder:
             if unit.refs == 0 and not self._never_evict:
                 self._evict(unit)
             elif unit.refs == 0 and self._gathered[unit].quantized:
+                # Quantized weights are rounded by the all_gather, not here.
                 self.renew(unit)
             else:
                 with torch.no_grad():
@@ -544,8 +636,11 @@ class Unsharder:
 
 @dataclasses.dataclass
 class PendingUnshard:
-    """What fills one unit. op: None on one rank. before: what the thread that waits does once the tickets are filled; submit:
-    makes the op then, where it could not run ahead."""
+    """The fill of one unit, on its way.
+
+    op: of the gather lane; None on one rank. before_gather: for the waiting thread to call once the
+    tickets are filled. submit: makes the op then, where it could not run ahead.
+    """
 
     tickets: Sequence[Ticket]
     op: Op | None = None
@@ -559,8 +654,8 @@ class PendingUnshard:
         return all(ticket.filled for ticket in self.tickets) and (self.op is None or self.op.done)
 
     def wait(self) -> None:
-        """Block until the unit's buffers hold its values. Raises: AioError, RankFailed."""
-        if self.op is None:
+        """Block until the unit's memory holds its values. Raises: AioError, RankFailed."""
+        if self.op is None:  # else the lane waits for them
             for ticket in self.tickets:
                 ticket.wait_filled()
         if self.before_gather is not None:
@@ -571,11 +666,16 @@ class PendingUnshard:
             self.op.wait()
 
     def cancel_and_wait(self) -> KeyboardInterrupt | None:
-        """Return when nothing is on its way into the buffers, whatever became of it; an interrupt that came meanwhile. `stuck` is
-        set where that cannot be had: a rank has failed, and a call that waited for it does not return."""
+        """Return when nothing is on its way into the memory, whatever became of it. Returns an
+        interrupt that came meanwhile.
+
+        Sets `stuck` where that cannot be had: a rank has failed, and a call that waited for it does
+        not return.
+        """
         if self.op is None:
             return cancel_and_wait(self.tickets)
         interrupt = None
+        # A collective is never broken off: the other ranks count on it.
         while True:
             try:
                 self.stuck = not self.op.finished()
@@ -586,27 +686,27 @@ class PendingUnshard:
 
 
 class PendingUnshards:
-    """The fills of one model. One thread uses it at a time.
+    """The fills of one model that nobody has waited for yet. One thread uses it at a time.
 
-    kept: where they may come from instead of from rest.
+    secondary: shards from which units are filled instead of from their tier.
     """
 
     def __init__(self, comm: Comm, *, secondary: SecondaryShards | None = None) -> None:
         self._comm = comm
         self.secondary = secondary
         self._by_unit: dict[Unit, PendingUnshard] = {}
-        self.stuck: set[Unit] = set()  # whose memory must stay
+        self.stuck: set[Unit] = set()  # units whose memory must stay, as long as the process lives
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._by_unit
 
     def under_way(self, unit: Unit) -> bool:
-        """Whether something is on its way into the unit's buffers."""
+        """Whether something is on its way into the unit's memory."""
         fill = self._by_unit.get(unit)
         return fill is not None and not fill.filled
 
     def in_secondary(self, unit: Unit, version: Hashable) -> bool:
-        """Whether the unit's weights of this age need not come from rest."""
+        """Whether secondary shards hold this version of the unit."""
         return self.secondary is not None and self.secondary.has(unit, version)
 
     def begin(
@@ -618,22 +718,33 @@ class PendingUnshards:
         quantized: bool = False,
         before_gather: Callable[[], None] | None = None,
     ) -> None:
-        """The tickets fill this rank's shards, of weights of this age; gather the others' behind them. Does not block.
+        """Begin the all_gather behind tickets that fill this rank's shards. Does not block.
 
-        age: None for what shall not be kept. quantized: they travel as int8 groups, and are rounded to these here, too.
-        late: to be called by the thread that waits, between the tickets and the exchange.
+        version: for secondary shards; None: do not store them. quantized: weights travel as int8
+        groups, and are rounded to these here, too. before_gather: for the waiting thread to call
+        between the tickets and the all_gather.
         """
+        assert unit.state is not SHARDED, f"{unit.name} has no memory to be filled"
+        assert unit.state is not UNSHARDED, f"{unit.name} is in use, or holds values still"
+        unit.state = PENDING
         if self._comm.world == 1:
-            self._by_unit[unit] = PendingUnshard(tickets, before_gather=before_gather)
+            fill = PendingUnshard(tickets, before_gather=before_gather)
         elif before_gather is None:
-            self._by_unit[unit] = PendingUnshard(tickets, self._submit(unit, tickets, version, quantized))
+            fill = PendingUnshard(tickets, self._submit(unit, tickets, version, quantized))
         else:
-            self._by_unit[unit] = PendingUnshard(tickets, before_gather=before_gather, submit=lambda: self._submit(unit, tickets, version, quantized))
+            # The lane must not wait for a copy that this thread has yet to make.
+            fill = PendingUnshard(
+                tickets,
+                before_gather=before_gather,
+                submit=lambda: self._submit(unit, tickets, version, quantized),
+            )
+        self._by_unit[unit] = fill
 
     def begin_from_secondary(self, unit: Unit) -> None:
-        """Gather the unit from what is kept of it. Does not block."""
+        """Begin to gather the unit from secondary shards. Does not block."""
         assert self.secondary is not None
         load, flats = self.secondary.load(unit), list(unit.flats)
+        # Shards of this rank alone come from all ranks; those of a whole node, from within it.
         across = len(self.secondary.ranks) == 1
 
         def work(exchange: Exchange) -> None:
@@ -641,18 +752,20 @@ class PendingUnshards:
                 load()
                 exchange.spread([_parts(flat) for flat in flats], across=across)
 
-        self._by_unit[unit] = PendingUnshard((), self._comm.gather(f"gather of {unit.name} as it is kept", work))
+        unit.state = PENDING
+        op = self._comm.gather(f"gather of {unit.name} as it is kept", work)
+        self._by_unit[unit] = PendingUnshard((), op)
 
-    def finish(self, unit: Unit) -> PendingUnshard:
+    def pop(self, unit: Unit) -> PendingUnshard:
         """Take the unit's fill, for the caller to wait for."""
         return self._by_unit.pop(unit)
 
     def put_back(self, unit: Unit, fill: PendingUnshard) -> None:
-        """Waiting for it has failed: it is to be abandoned."""
+        """Take a fill back whose waiting has failed: it is to be cancelled."""
         self._by_unit[unit] = fill
 
     def cancel(self, unit: Unit) -> KeyboardInterrupt | None:
-        """Nobody wants what is on its way into the unit's buffers; returns when nothing is."""
+        """Give up what is on its way into the unit's memory, and return when nothing is."""
         fill = self._by_unit.pop(unit, None)
         if fill is None:
             return None
@@ -662,12 +775,16 @@ class PendingUnshards:
         return interrupt
 
     def changed(self, unit: Unit) -> None:
-        """The unit's weights have changed: nothing that is kept of them counts."""
+        """Forget the secondary shards of the unit, whose weights have changed."""
         if self.secondary is not None:
             self.secondary.forget(unit)
 
-    def _submit(self, unit: Unit, tickets: Sequence[Ticket], version: Hashable, quantized: bool) -> Op:
-        store = self.secondary.store(unit, version) if self.secondary is not None and version is not None else None
+    def _submit(
+        self, unit: Unit, tickets: Sequence[Ticket], version: Hashable, quantized: bool
+    ) -> Op:
+        secondary = self.secondary if version is not None else None
+        # Noted now, in the order of the program, and stored by the lane: all ranks note the same.
+        store = secondary.store(unit, version) if secondary is not None else None
         coded = [flat for flat in unit.flats if quantized and flat.dtype in DTYPES]
         plain = [flat for flat in unit.flats if flat not in coded]
 
@@ -692,5 +809,5 @@ class PendingUnshards:
 
 
 def _parts(flat: Flat) -> list[torch.Tensor]:
-    """The shards of all ranks in a gathered flat."""
+    """The shards of all ranks in an unsharded flat."""
     return list(flat.tensor.view(-1, flat.layout.shard_numel))

@@ -27,7 +27,7 @@ from infinity._src._torch_compat import (
 )
 from infinity._src.memory.device import Device
 from infinity._src.memory.layout import FlatLayout
-from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.unit import SHARDED, STALE, UNSHARDED, Flat, Param, Unit
 from infinity.errors import WeightWritten
 
 
@@ -60,12 +60,14 @@ def empty_flat(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> 
 def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
     """Make the gathered parameters of the unit. Its flats are allocated for a moment: views need their bounds."""
     was_evicted = any(storage_size(flat.tensor) != flat.size_bytes for flat in unit.flats)
+    state = unit.state
     allocate(unit)
     with torch.inference_mode(False), torch.no_grad():
         for param in unit.params:
             view = param.flat.tensor[param.offset : param.offset + param.numel].view(param.shape)
             param.gathered = UnshardedParameter(separate_version(view), requires_grad=requires_grad[param])
             param.gathered.infinity_name = param.name
+    unit.state = state
     if was_evicted:
         evict(unit)
 
@@ -75,23 +77,25 @@ def allocate(unit: Unit, device: Device | None = None) -> None:
     with device.allocation() if device is not None else contextlib.nullcontext():
         for flat in unit.flats:
             resize_storage(flat.tensor, flat.size_bytes)
+    unit.state = STALE
 
 
 def mark_filled(unit: Unit) -> None:
-    """The unit's flats hold the values of its present generation."""
+    """Note that the unit's flats hold the values of its present generation."""
     assert all(storage_size(flat.tensor) == flat.size_bytes for flat in unit.flats)
-    unit.gathered = True
+    unit.state = UNSHARDED
 
 
-def invalidate(unit: Unit) -> None:
-    """The unit's flats no longer hold its values; the memory stays allocated, to be filled again."""
-    unit.gathered = False
+def mark_stale(unit: Unit) -> None:
+    """Note that the unit's flats no longer hold its values; the memory stays, to be filled again."""
+    assert unit.state is not SHARDED, f"{unit.name} has no memory"
+    unit.state = STALE
 
 
 def evict(unit: Unit) -> None:
     """Free the memory of the unit's flats. The unit must not be in use."""
     assert unit.refs == 0, f"evicting {unit.name}, which {unit.refs} uses hold"
-    unit.gathered = False
+    unit.state = SHARDED
     for flat in unit.flats:
         if not is_resizable(flat.tensor):
             _renew(flat)

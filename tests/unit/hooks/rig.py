@@ -13,7 +13,7 @@ from infinity._src.hooks.forward import Lifecycle, attach
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params import unsharded_param as gathered
 from infinity._src.params.sharded_param import ShardedParameter
-from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.unit import Flat, Param, Unit, UnitState
 
 CPU = torch.device("cpu")
 
@@ -46,13 +46,14 @@ class RamUnsharder:
 
     @property
     def gathered_numel(self) -> int:
-        return sum(param.numel for unit in self.units if unit.gathered for param in unit.params)
+        return sum(param.numel for unit in self.units if unit.state is UnitState.UNSHARDED for param in unit.params)
 
     def unshard(self, unit: Unit) -> None:
         self.events.append(f"demand {unit.name}")
-        if unit.gathered and self.filled.get(unit) == unit.generation:
+        if unit.state is UnitState.UNSHARDED and self.filled.get(unit) == unit.generation:
             return
         gathered.allocate(unit)
+        unit.state = UnitState.PENDING
         with torch.no_grad():
             for param in unit.params:
                 target = param.flat.tensor[param.offset : param.offset + param.numel]
@@ -190,7 +191,7 @@ class Rig:
         for unit in self.units:
             assert unit.refs == 0, f"{unit.name} is still held {unit.refs} times"
             if self.unsharder.eager:
-                assert not unit.gathered, unit.name
+                assert unit.state is UnitState.SHARDED, unit.name
         for param in self.params.values():
             for module, attr in param.sites:
                 assert dict.get(module._parameters, attr) is param.at_rest
