@@ -11,8 +11,8 @@ evicts a unit that is needed sooner than the one it brings.
 
 A unit is filled by reads of this rank's shards, then by an all_gather of the others:
 
-    one rank        tickets                                                ready when they are filled
-    several ranks   tickets -> gather lane: wait, all_gather, store        ready when the lane is done
+    one rank        tickets                                           ready when they are filled
+    several ranks   tickets -> gather lane: wait, all_gather, store   ready when the lane is done
 
 On several ranks all of this follows the program alone, never the times at which reads end: every
 rank unshards and evicts the same units in the same order, and a collective that has begun is never
@@ -186,7 +186,7 @@ class Unsharder:
         return self.passes.trains and self._gathered.get(unit, AT_REST) != self._trained(unit)
 
     def shows_newest(self, unit: Unit) -> bool:
-        """Whether the unit holds the values at rest although training computes with delayed ones."""
+        """Whether the unit holds values at rest although training computes with delayed ones."""
         gathered = self._gathered
         return unit in gathered and gathered[unit].delayed != self._trained(unit).delayed
 
@@ -445,7 +445,7 @@ class Unsharder:
         self.clock.enter("idle")
 
     def broke(self, where: str, error: BaseException) -> None:
-        """Tell the other ranks, which may wait for this one, that its forward or backward raised."""
+        """Tell the other ranks, which may wait, that a forward or backward of this one raised."""
         self._comm.raised(where, error)
 
     def reset(self) -> None:
@@ -585,7 +585,8 @@ class Unsharder:
             return values.view(param.shape).to("cpu", copy=True)
 
     def written(self, here: list[bool]) -> list[bool]:
-        """Which of the windows that all ranks close now some rank has written to; `here`: this one.
+        """Tell, of windows that all ranks close now, which ones some rank has written to; `here`:
+        this rank.
 
         Ranks that keep all weights may open a window alone, and are asked nothing.
         """
