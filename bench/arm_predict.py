@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -21,10 +22,9 @@ import torch
 
 import infinity as inf
 from infinity._src.engine import offload
-from infinity._src.perf.plan.job import Job
 from infinity._src.perf.plan.machine import Machine, describe_machine
 from infinity._src.perf.plan.predict import Prediction, predict
-from infinity._src.perf.plan.shape import ModelShape, shape_of
+from infinity._src.perf.plan.workload import Job, ModelShape, shape_of
 from infinity.aio import Seam
 
 COPY_BYTES = 256 << 20
@@ -72,11 +72,22 @@ def step(config: dict[str, Any], workload: r1.Workload, directory: str) -> dict[
     """Measure one configuration and predict it. Blocks until done."""
     began = time.perf_counter()
     read, write = config["read_bytes_per_s"], config["write_bytes_per_s"]
+    policy = inf.Policy(
+        params="nvme",
+        optim="nvme",
+        nvme=[directory],
+        state=config["state"],
+        update=config["update"],
+        delayed_warmup=0,
+    )
     job = Job(
-        tokens=workload.tokens * workload.micro_batches, sequence=workload.tokens, micro_batches=workload.micro_batches,
-        state=config["state"], update=config["update"], checkpointing=False,
+        policy,
+        tokens=workload.tokens * workload.micro_batches,
+        sequence=workload.tokens,
+        micro_batches=workload.micro_batches,
+        checkpointing=False,
         compute_s=(config["forward_s"], config["backward_s"]),
-    )  # fmt: skip
+    )
     machine = describe_machine(
         gpus=0, ram_bytes=1e15, gpu_mem_bytes=1e15, read_bytes_per_s=read, write_bytes_per_s=write,
         dram_bytes_per_s=config["memory_bytes_per_s"],
@@ -85,9 +96,7 @@ def step(config: dict[str, Any], workload: r1.Workload, directory: str) -> dict[
     shape = shape_of(model)
     ram = budget_of(shape, machine, job, config["ram"])
     seam = Seam(read_bytes_per_s=read, write_bytes_per_s=write) if config["throttled"] else None
-    policy = inf.Policy(
-        params="nvme", optim="nvme", nvme=[directory], ram=ram, state=config["state"], update=config["update"], delayed_warmup=0
-    )
+    policy = dataclasses.replace(policy, ram=ram)
     offload(model, policy, load=partial(r1.fill, seed=workload.seed), _seam=seam)
     optimizer = inf.AdamW(model.parameters(), lr=workload.lr, weight_decay=workload.weight_decay)
     handle = inf.handle(model)

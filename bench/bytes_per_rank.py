@@ -31,16 +31,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import infinity as inf
-from infinity._src.memory.layout import run_bytes
-from infinity._src.perf.plan.exchanges import exchanges
-from infinity._src.perf.plan.job import Job
+from infinity._src.memory.layout import aligned_section_bytes
 from infinity._src.perf.plan.machine import describe_machine
-from infinity._src.perf.plan.placed import Tiers
-from infinity._src.perf.plan.ranks import bytes_of_rank
-from infinity._src.perf.plan.shape import shape_of
+from infinity._src.perf.plan.memory import Tiers
+from infinity._src.perf.plan.ranks import bytes_of_rank, exchanges
+from infinity._src.perf.plan.workload import Job, shape_of
 from infinity._src.sizes import GIB, format_size
 
 MICRO_BATCHES = 2
+RAM_BYTES = 64 * GIB  # for each rank
 STEPS = 2
 NOT_STATES = "buffers and checksums"
 SENT = "gradients sent in a step"
@@ -76,7 +75,7 @@ def policy_of(case: str) -> dict[str, Any]:
     """The case as fields of a policy: nothing rests higher than its tier, whatever there is room for."""
     values = CASES[case]
     resident = {kind: 0.0 for kind in ("params", "optim") if values[kind] == "nvme"}
-    return {**values, "resident": resident or None, "ram": 64 * GIB}
+    return {**values, "resident": resident or None, "ram": RAM_BYTES}
 
 
 Said = tuple[dict[str, Tiers], tuple[int, int]]
@@ -85,14 +84,14 @@ Said = tuple[dict[str, Tiers], tuple[int, int]]
 
 def predicted(case: str, task: Task) -> Said:
     """What the planner says of one rank, without what is no state."""
-    values = policy_of(case)
-    ram = values.pop("ram")
+    policy = inf.Policy(**policy_of(case), nvme=["."])  # no directory is opened
     machine = describe_machine(
-        gpus=0, ranks=task.world // task.nodes, nodes=task.nodes, ram_bytes=float(ram * task.world), drives=1
+        gpus=0, ranks=task.world // task.nodes, nodes=task.nodes, ram_bytes=float(RAM_BYTES * task.world), drives=1
     )
     with torch.device("meta"):
         shape = shape_of(model_of(task.workload), nested=False)
-    job = Job(tokens=task.world * 64 * MICRO_BATCHES, sequence=64, micro_batches=MICRO_BATCHES, **values)
+    tokens = task.world * 64 * MICRO_BATCHES
+    job = Job(policy, tokens=tokens, sequence=64, micro_batches=MICRO_BATCHES)
     states = {name: size for name, size in bytes_of_rank(shape, machine, job).states.items() if name != NOT_STATES}
     (sent,) = (each for each in exchanges(shape, machine, job).each if each.name == "reduction of gradients")
     return states, (int(sent.count * sent.inside), int(sent.count * sent.across))
@@ -115,7 +114,7 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
                 name = "gradients" if index >= rest.format.written_count else "optimizer states" if index else "parameters at rest"
                 size = section.size_bytes(int(record["numel"]))
                 if record["section_at"][index] >= 0:
-                    found[name] += Tiers(nvme=run_bytes(section, int(record["numel"])))
+                    found[name] += Tiers(nvme=aligned_section_bytes(section, int(record["numel"])))
                 else:
                     assert record["section_ptr"][index], (flat, name)
                     found[name] += Tiers(cpu=size)

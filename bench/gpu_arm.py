@@ -61,22 +61,19 @@ def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def planned_bytes(shape: Any, policy: Any, device: str, tokens: int, sequence: int) -> float:
     """What `infinity plan` says that one GPU must have."""
-    from infinity._src.perf.plan.job import Job
     from infinity._src.perf.plan.machine import describe_machine
     from infinity._src.perf.plan.predict import predict
+    from infinity._src.perf.plan.workload import Job
 
     machine = describe_machine(gpus=1, gpu_mem_bytes=gpu_device.memory_bytes(device), drives=1)
-    job = Job(
-        tokens=tokens, sequence=sequence, params=policy.params, optim=policy.optim, update=policy.update,
-        activations=policy.activations, generations=policy.generations, checkpointing=True,
-    )  # fmt: skip
+    job = Job(policy, tokens=tokens, sequence=sequence)
     return float(predict(shape, machine, job).gpu.bytes)
 
 
 def infinity_arm(workload: r1.Workload, device: str, values: dict[str, Any]) -> Arm:
     """The engine; `values` are the policy's fields."""
     import infinity as inf
-    from infinity._src.perf.plan.shape import shape_of
+    from infinity._src.perf.plan.workload import shape_of
 
     policy = inf.Policy(**values, **({"device": "cuda"} if device == "cuda" else {}))
     model = checkpointed(r1.build_on_meta(workload))

@@ -59,15 +59,25 @@ class StepUndone(InfinityError, RuntimeError):
     """A fault in an optimizer update; with two generations, on one rank, its step was undone, and training may go on."""
 
 
-class PeerFailed(InfinityError, RuntimeError):
-    """Another rank failed at what all ranks do together; the error of that rank says why."""
+class RankError(InfinityError, RuntimeError):
+    """Base class of the errors that the failure of another rank causes: `PeerFailed`, `RankFailed`."""
 
 
-class RankFailed(InfinityError, RuntimeError):
-    """A rank has died, failed, left, or does not come; collectives cannot go on, and the engine is over.
+class PeerFailed(RankError):
+    """Another rank raised in a call that all ranks make together, and so does this one.
 
-    rank: the one that failed, where it is known (this rank's own number, if it is this one); ranks: all of them that are known,
-    where several do not come.
+    The error of that rank says why. The ranks still answer each other. Compare `RankFailed`, after
+    which they do not, and the engine is over.
+    """
+
+
+class RankFailed(RankError):
+    """A rank has died, failed, left, or does not come; collectives cannot go on.
+
+    The engine is over: every later call raises this error. Compare `PeerFailed`.
+
+    rank: the one that failed, where it is known (this rank's own number, if it is this one).
+    ranks: all that are known, where several do not come.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, ranks: tuple[int, ...] = ()) -> None:

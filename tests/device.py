@@ -29,7 +29,7 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
 def simulated(monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, delay_us: int = 2000) -> Iterator[Simulated]:
     """Models that are offloaded inside compute on a simulated device. At the end nothing may have raced."""
     device = Simulated(seed=seed, delay_us=delay_us)
-    demand, idle, copy, let_go = Unsharder.unshard, Unsharder.release, Device.copy, GradOffload._let_go
+    demand, idle, copy, free = Unsharder.unshard, Unsharder.release, Device.copy, GradOffload._free
 
     def reads(unit: Unit, what: str) -> None:
         for flat in unit.flats:
@@ -49,7 +49,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, delay_us: int =
         return copy(self, to, source, size_bytes, out=out)
 
     def gone(self: GradOffload, source: torch.Tensor) -> None:
-        let_go(self, source)
+        free(self, source)
         device.kernel(*_bytes_of(source), writes=True, what="a kernel that reuses the memory of a gradient")
 
     def opened(torch_device: torch.device) -> Device:
@@ -58,7 +58,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, delay_us: int =
     monkeypatch.setattr(Unsharder, "unshard", demanded)
     monkeypatch.setattr(Unsharder, "release", idled)
     monkeypatch.setattr(module.Device, "copy", copied)
-    monkeypatch.setattr(GradOffload, "_let_go", gone)
+    monkeypatch.setattr(GradOffload, "_free", gone)
     monkeypatch.setattr(build, "open_device", opened)
     try:
         yield device

@@ -19,7 +19,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.checkpoint.directory import read_generation
-from infinity._src.checkpoint.verify import Damage, Verifying
+from infinity._src.checkpoint.verify import Damage, VerifyJob
 from infinity._src.engine import offload
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError, ChecksumError, StateInvalid, SwapFullError
@@ -76,7 +76,7 @@ def test_a_damaged_byte_is_found_and_named(saved: Path, kind: str, tmp_path: Pat
 
 
 def damage_in(place: Path) -> list[Damage]:
-    return Verifying(place).run()
+    return VerifyJob(place).verify()
 
 
 class LimitedFiles:
@@ -148,9 +148,9 @@ opt = inf.AdamW(model.parameters())
 inf.save(model, opt, place, extra={"save": 1}).wait()
 die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 if when == "before the commit":
-    saving._Work._commit = die
+    saving._SaveJob._commit = die
 else:
-    saving._Work._remove_older = die
+    saving._SaveJob._remove_older = die
 inf.save(model, opt, place, extra={"save": 2}).wait()
 """
 

@@ -10,7 +10,7 @@ from typing import Any, final
 import pytest
 
 import infinity as inf
-from infinity._src.checkpoint.hardlink import Pinned
+from infinity._src.checkpoint.hardlink import PinnedLayers
 from infinity.aio import Fault, Seam
 from infinity.errors import (
     AioError,
@@ -154,7 +154,7 @@ def test_no_room_beside_a_checkpoint(tmp_path: Path, wanted: list[str], monkeypa
         raise SwapFullError("no room", path="drive", op="allocate")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pinned, "make_way", full)
+        patch.setattr(PinnedLayers, "make_way", full)
         for _ in range(2):
             with pytest.raises(SwapFullError):
                 inf.handle(model).flush()

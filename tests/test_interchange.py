@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infinity as inf
+from infinity._src.checkpoint.safetensors import write_file
 from infinity._src.engine import Handle
 from tests import models
 
@@ -277,10 +278,10 @@ def test_an_export_that_fails_half_way_leaves_the_one_before(tmp_path: Path, mon
             written.append(given)
             if len(written) == 2:
                 raise OSError(28, "No space left on device", "model-00002")
-            save_file(*given, **options)  # type: ignore[arg-type]
+            write_file(*given, **options)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
-            patch.setattr("infinity._src.checkpoint.safetensors.save_file", second_fails)
+            patch.setattr("infinity._src.checkpoint.safetensors.write_file", second_fails)
             with pytest.raises(OSError, match="No space"):
                 inf.export_safetensors(model, out, shard_bytes_max=1)
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before

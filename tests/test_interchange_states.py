@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity as inf
-from infinity._src.checkpoint.dcp_reading import DCPFiles
+from infinity._src.checkpoint.dcp import DCPFiles
 from infinity.errors import PeerFailed
 from tests import models
 from tests.data.deepspeed_zero3 import make

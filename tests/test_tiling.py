@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
-from infinity._src.checkpoint.export_offline import Exporting
 from infinity._src.checkpoint.reader import Checkpoint
+from infinity._src.checkpoint.safetensors import ExportJob
 from infinity._src.hooks import activation_offload as activations
 from infinity._src.kernels.tiling.tiled_module import TiledModule
 from infinity._src.params.discover import GATHERED_AT_ONCE, check_gatherable, find_units, tiles_needed
@@ -333,7 +333,7 @@ def test_files_hold_whole_weights_and_fit_both_kinds_of_model(factory: Any, tmp_
     inf.save(model, opt, tmp_path / "save").wait()
     with Checkpoint.open(tmp_path / "save") as saved:
         for options in ({}, {"masters": True}, {"dtype": torch.float32}):
-            Exporting(saved, **options).run(tmp_path / "again", shard_bytes_max=20_000)
+            ExportJob(saved, **options).export(tmp_path / "again", shard_bytes_max=20_000)
             again = load_all(tmp_path / "again")
             assert again.keys() == exported.keys()
             if options.get("masters"):

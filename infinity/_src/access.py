@@ -3,7 +3,7 @@ has failed in the background."""
 
 from __future__ import annotations
 
-from infinity._src.checkpoint.save import Saving
+from infinity._src.checkpoint.save import Saver
 from infinity._src.distributed.collectives import Comm
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.update_mode import UpdateMode
@@ -17,7 +17,7 @@ class EngineAccess:
     a time."""
 
     _pipeline: StepPipeline
-    _saving: Saving
+    _saving: Saver
 
     def __init__(self, comm: Comm, storage: Storage, mode: UpdateMode) -> None:
         self.closed = False
@@ -25,7 +25,7 @@ class EngineAccess:
         self._storage = storage
         self._mode = mode
 
-    def attach(self, pipeline: StepPipeline, saving: Saving) -> None:
+    def attach(self, pipeline: StepPipeline, saving: Saver) -> None:
         """Take those whose faults are sticky, which need what asks here to be made. Called once,
         before anything else."""
         self._pipeline = pipeline

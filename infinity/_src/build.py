@@ -26,7 +26,8 @@ import torch
 
 from infinity._src.access import EngineAccess
 from infinity._src.checkpoint.durable import DurableRun
-from infinity._src.checkpoint.save import Saving
+from infinity._src.checkpoint.safetensors import with_files
+from infinity._src.checkpoint.save import Saver
 from infinity._src.config import Policy
 from infinity._src.distributed.collectives import Comm
 from infinity._src.distributed.setup import RankSetup
@@ -35,9 +36,10 @@ from infinity._src.grads.proxy import GradRegistry
 from infinity._src.grads.reducer import GradReducer
 from infinity._src.hooks.forward import Lifecycle, attach
 from infinity._src.hooks.frames import FrameStack
-from infinity._src.memory.device import LEAVING_UNITS, Device, GradOffload, open_device
+from infinity._src.memory.constants import OFFLOAD_UNITS
+from infinity._src.memory.device import Device, GradOffload, open_device
 from infinity._src.memory.heap import Heap
-from infinity._src.memory.node_resources import NodeResources, sharing
+from infinity._src.memory.node_resources import NodeResources, open_node_resources
 from infinity._src.memory.planner import PlacementPlanner, chunk_numel_of
 from infinity._src.optim.backward_update import BackwardUpdate
 from infinity._src.optim.delayed_update import DelayedUpdate
@@ -131,7 +133,7 @@ class OptimizerParts:
     pipeline: StepPipeline
     registry: OptimizerRegistry
     states: States
-    saving: Saving
+    saving: Saver
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +166,7 @@ def build_engine(
     """Take `model` apart and wire what offloads it. `undo` gets what closes the parts, also if this
     raises. Collective."""
     split = take_apart(model, policy, device, owner, undo)
-    source = open_source(model, load)
+    source = open_source(model, with_files(load))
     tiers = open_tiers(split, seam, owner, undo)
     fill_tiers(split, tiers, source)
     mode = choose_mode(split, tiers)
@@ -190,7 +192,7 @@ def take_apart(
     """Meet the other ranks, find the model's units, open the device. Raises: ValueError for what
     cannot be offloaded."""
     ranks = RankSetup(policy, device, undo)
-    resources = undo.enter_context(sharing(ranks.comm, policy))
+    resources = undo.enter_context(open_node_resources(ranks.comm, policy))
     policy = resources.policy
     bytes_max = int(policy.unit_bytes_max)
     specs = find_units(
@@ -215,13 +217,13 @@ def open_tiers(split: Split, seam: Seam | None, owner: Owner, undo: contextlib.E
     SwapFullError, OSError."""
     policy, ranks = split.policy, split.ranks
     largest = max((unit.size_bytes for unit in split.units), default=0)
-    offload = GradOffload(split.device, LEAVING_UNITS * largest) if split.device.copies else None
+    offload = GradOffload(split.device, OFFLOAD_UNITS * largest) if split.device.copies else None
     buffers = GradBuffers(
         split.comm.rank,
         policy.grad_dtype,
         split.device,
         # The parts of several ranks come back when they are added to.
-        leaving=None if ranks.several else offload,
+        grad_offload=None if ranks.several else offload,
     )
     planner = PlacementPlanner(
         policy,
@@ -234,7 +236,7 @@ def open_tiers(split: Split, seam: Seam | None, owner: Owner, undo: contextlib.E
     undo.callback(planner.close)
     plan = planner.first()
     storage = Storage(
-        policy, plan, seam, undo, device=split.device, sharing=split.resources, rank=split.comm.rank
+        policy, plan, seam, undo, device=split.device, node_resources=split.resources, rank=split.comm.rank
     )
     storage.rest.create(split.flats, plan.nvme_masks)
     return Tiers(planner, buffers, offload, storage)
@@ -255,7 +257,7 @@ def fill_tiers(split: Split, tiers: Tiers, source: OpenSource) -> None:
     for unit in split.units:
         fill_unit(unit, source, functools.partial(_store_flat, split, tiers))
     source.fill_buffers(split.device.torch_device)
-    split.resources.agree()
+    split.resources.end_rendezvous()
     split.ranks.check_values()
 
 
@@ -301,7 +303,7 @@ def choose_mode(split: Split, tiers: Tiers) -> UpdateMode:
 def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.ExitStack) -> Grads:
     """The way of gradients when backward makes them."""
     comm, ranks = split.comm, split.ranks
-    registry = GradRegistry(comm.sum_floats if comm.world > 1 else None, leaving=tiers.offload)
+    registry = GradRegistry(comm.all_reduce_sum if comm.world > 1 else None, grad_offload=tiers.offload)
     if tiers.offload is not None:
         undo.callback(tiers.offload.close)
     undo.callback(registry.release)
@@ -387,7 +389,7 @@ def build_optimizer(
         mode=mode,
         rank=comm.rank,
         check_open=access.check_open,
-        together=split.resources.together,
+        together=split.resources.open_rendezvous,
     )
     # The mode asks the pipeline, and the pipeline the mode.
     mode.attach(
@@ -396,7 +398,7 @@ def build_optimizer(
     undo.callback(mode.close)
     pipeline.plan(split.flats)
     states = States(store, unsharder, comm, wait=access.before_write)
-    saving = Saving(
+    saving = Saver(
         states,
         units=units,
         executor=executor,

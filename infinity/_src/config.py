@@ -261,6 +261,17 @@ class Policy:
         """Whether units update during backward ahead of a step that may decide otherwise."""
         return self.update == "backward" and self.generations > 1
 
+    def whole_params(self, *, several: bool) -> bool:
+        """Whether each rank keeps all parameters on its device. several: there is more than one."""
+        return self.params == "device" and (self.zero < 3 or not several)
+
+    @property
+    def resident_parts(self) -> dict[str, float | int]:
+        """Shares and bytes of states on NVMe that stay in RAM: `resident`, or none in a durable run."""
+        if self.durable:
+            return {"params": 0.0, "optim": 0.0}
+        return {kind: part for kind, part in (self.resident or {}).items() if not isinstance(part, str)}
+
     @property
     def _tiers(self) -> tuple[str, ...]:
         return (self.params, self.optim, self.grads, self.activations)

@@ -245,7 +245,7 @@ class Handle:
             raise RuntimeError("handle.close() inside handle.gather(): the writes of the block would be lost; leave it first")
         steps = (self.parts.lifecycle.detach, self.parts.tiers.executor.wait_all, self.unsharder.close, lambda: part(self.parts.split.params))
         with run_all(self._forget, *steps, self.parts.tiers.buffers.close, self._undo.close):
-            self.saving.settle()
+            self.saving.wait_for_last()
             self.pipeline.wait()
             self.saving.raise_fault()
             if commit:

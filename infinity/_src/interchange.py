@@ -1,8 +1,10 @@
-"""Values in and out of an offloaded model, in the formats of others: safetensors, torch.distributed.checkpoint, DeepSpeed.
+"""Values in and out of an offloaded model, in the formats of others: safetensors,
+torch.distributed.checkpoint, DeepSpeed.
 
-All of it is streamed (one tensor of a parameter in memory at a time, or one shard of an export), blocks, and is collective on
-several ranks: all call, all see the same files, and if one rank fails, all raise. Nothing that is read is ever unpickled
-freely: what a file may name is a fixed list, and none of it is imported for its sake.
+All of it is streamed (one tensor of a parameter in memory at a time, or one shard of an export),
+blocks, and is collective on several ranks: all call, all see the same files, and if one rank fails,
+all raise. Nothing that is read is ever unpickled freely: what a file may name is a fixed list, and
+none of it is imported for its sake.
 """
 
 from __future__ import annotations
@@ -15,26 +17,31 @@ from typing import Any
 
 import torch
 
-from infinity._src.checkpoint.dcp_reading import DCPFiles
-from infinity._src.checkpoint.dcp_states import (
+from infinity._src.checkpoint.dcp import (
     MASTER,
+    DCPFiles,
+    DCPWriter,
     Held,
+    Key,
     ModelPart,
     groups_of,
     match_states,
     take_in_states,
     tensors_of,
 )
-from infinity._src.checkpoint.dcp_writing import DCPWriter, Key
 from infinity._src.checkpoint.deepspeed import DeepSpeedWeights
-from infinity._src.checkpoint.incoming import Incoming, Loaded, check_idle, match, take_in
+from infinity._src.checkpoint.load import Loaded, check_idle, match, take_in
 from infinity._src.checkpoint.metadata import buffers_of
-from infinity._src.checkpoint.safetensors import read_value, write_safetensors
-from infinity._src.checkpoint.tiled import wholes_of
+from infinity._src.checkpoint.safetensors import (
+    SafetensorsFiles,
+    read_value,
+    wholes_of,
+    write_safetensors,
+)
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.engine import Handle, handle
 from infinity._src.optim.base import Optimizer
-from infinity._src.params.materialize import SafetensorsFiles
+from infinity._src.params.materialize import NamedTensors
 
 
 def export_safetensors(
@@ -44,12 +51,15 @@ def export_safetensors(
     shard_bytes_max: int | str = "2GiB",
     masters: bool = False,
 ) -> None:
-    """Write an offloaded model's parameters and persistent buffers as safetensors, loadable by `from_pretrained`. Blocks.
+    """Write an offloaded model's parameters and persistent buffers as safetensors, loadable by
+    `from_pretrained`. Blocks.
 
-    masters: write the fp32 masters of the parameters that an optimizer holds, instead of the rounded values that compute.
-    Streams: one shard is in memory at a time, of `shard_bytes_max` or one unit if that is larger. Waits for pending updates. A
-    tied parameter is written once, under its first name. Files get their names together, when all are on the drive; an earlier
-    export in the directory stays until then, so there has to be room for both. On several ranks all must call it; rank 0 writes.
+    masters: write the fp32 masters of the parameters that an optimizer holds, instead of the
+    rounded values that compute. Streams: one shard is in memory at a time, of `shard_bytes_max` or
+    one unit if that is larger. Waits for pending updates. A tied parameter is written once, under
+    its first name. Files get their names together, when all are on the drive; an earlier export in
+    the directory stays until then, so there has to be room for both. On several ranks all must call
+    it; rank 0 writes.
 
     Raises: OSError naming the path; ValueError for a model that is not offloaded.
     """
@@ -58,19 +68,25 @@ def export_safetensors(
     write_safetensors(model, of, directory, shard_bytes_max=shard_bytes_max, masters=masters)
 
 
-def load_safetensors(model: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Loaded:
-    """Set an offloaded model's parameters and persistent buffers from safetensors: a directory (its index decides) or a file.
+def load_safetensors(
+    model: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool = True
+) -> Loaded:
+    """Set an offloaded model's parameters and persistent buffers from safetensors: a directory (its
+    index decides) or a file.
 
-    Masters take the values in the precision of the file (an fp32 file sets all 32 bits), so that the model holds what the file
-    says and nothing of what was there; a parameter without optimizer states keeps what its dtype holds. Moments, step counts,
-    gradients and hyper-parameters stay as they are. Waits for pending updates; blocks. Of a tied parameter one name is enough.
-    Names, shapes and kinds of dtype are checked before anything is written.
+    Masters take the values in the precision of the file (an fp32 file sets all 32 bits), so that
+    the model holds what the file says and nothing of what was there; a parameter without optimizer
+    states keeps what its dtype holds. Moments, step counts, gradients and hyper-parameters stay as
+    they are. Waits for pending updates; blocks. Of a tied parameter one name is enough. Names,
+    shapes and kinds of dtype are checked before anything is written.
 
-    strict=False: what either side lacks is left out, and returned. On several ranks all call it, and each stores its shard.
+    strict=False: what either side lacks is left out, and returned. On several ranks all call it,
+    and each stores its shard.
 
-    Raises: ValueError naming what is missing, unexpected or different, an index that points out of its directory, a broken
-    file; FileNotFoundError; RuntimeError inside forward, backward or gather(). After an OSError or AioError some parameters are
-    loaded and others not: load again before going on.
+    Raises: ValueError naming what is missing, unexpected or different, an index that points out of
+    its directory, a broken file; FileNotFoundError; RuntimeError inside forward, backward or
+    gather(). After an OSError or AioError some parameters are loaded and others not: load again
+    before going on.
     """
     return _load(model, lambda: SafetensorsFiles(Path(path)), strict=strict)
 
@@ -83,21 +99,27 @@ def export_dcp(
     masters: bool = True,
     keys: tuple[str, str] = ("model", "optim"),
 ) -> None:
-    """Write a checkpoint that `torch.distributed.checkpoint.load` reads: parameters, buffers, optimizer states. Blocks.
+    """Write a checkpoint that `torch.distributed.checkpoint.load` reads: parameters, buffers,
+    optimizer states. Blocks.
 
-    It stands for `{"model": ..., "optim": ...}` (`keys`) as torch.distributed.checkpoint.state_dict makes them, so that a plain
-    or sharded torch model and optimizer go on from it: `model.<name>`, `optim.state.<name>.exp_avg` (and each other state,
-    "step" included), `optim.param_groups.<i>.<name>`. Parameters and states are those that `opt` holds; None writes the model.
+    It stands for `{"model": ..., "optim": ...}` (`keys`) as torch.distributed.checkpoint.state_dict
+    makes them, so that a plain or sharded torch model and optimizer go on from it: `model.<name>`,
+    `optim.state.<name>.exp_avg` (and each other state, "step" included),
+    `optim.param_groups.<i>.<name>`. Parameters and states are those that `opt` holds; None writes
+    the model.
 
-    masters: `model.<name>` is the fp32 master, which loses nothing. False: it is the value that computes, and masters lie in
-    `optim.state.<name>.master`. Streams, one parameter in memory at a time. Waits for pending updates. On several ranks all call
-    it; rank 0 writes. It is a checkpoint once it is whole and on the drive.
+    masters: `model.<name>` is the fp32 master, which loses nothing. False: it is the value that
+    computes, and masters lie in `optim.state.<name>.master`. Streams, one parameter in memory at a
+    time. Waits for pending updates. On several ranks all call it; rank 0 writes. It is a checkpoint
+    once it is whole and on the drive.
 
-    Raises: ValueError for `keys` that are empty or equal, a directory that has a checkpoint, or an optimizer of another model;
-    OSError naming the path.
+    Raises: ValueError for `keys` that are empty or equal, a directory that has a checkpoint, or an
+    optimizer of another model; OSError naming the path.
     """
     if not all(keys) or keys[0] == keys[1]:
-        raise ValueError(f"keys={keys!r}: the model and its optimizer are written under two different names")
+        raise ValueError(
+            f"keys={keys!r}: the model and its optimizer are written under two different names"
+        )
     of = handle(model)
     comm = of.comm
     of.flush()
@@ -117,7 +139,9 @@ def export_dcp(
                         writer.put(key, value)
 
         for whole in wholes_of(param for unit in of.units for param in unit.params):
-            value = whole.merged(lambda param: read_value(of, param, masters=masters and param in every))
+            value = whole.merged(
+                lambda param: read_value(of, param, masters=masters and param in every)
+            )
             put([((keys[0], whole.name), value)])
             for pair in tensors_of(whole, every, keys, with_master=not masters):
                 put([pair])
@@ -136,20 +160,24 @@ def load_dcp(
     keys: tuple[str, str] = ("model", "optim"),
     strict: bool = True,
 ) -> Loaded:
-    """Set parameters, buffers and optimizer states from a checkpoint of torch.distributed.checkpoint (FileSystemWriter). Blocks.
+    """Set parameters, buffers and optimizer states from a checkpoint of
+    torch.distributed.checkpoint (FileSystemWriter). Blocks.
 
-    Reads what `export_dcp` writes, and what torch writes of `{"model": model.state_dict(), "optim": ...}` on any number of ranks,
-    with `optim` from torch.distributed.checkpoint.state_dict. Masters are `optim.state.<name>.master` where there are such, else
-    the parameters, in the precision of the file. Moments are rounded to what the policy's `state` holds. Hyper-parameters stay
-    those of `opt`; None loads the model alone; of a model that was saved without a key (`dcp.save(model.state_dict())`) keys[0]
-    is "". Its `.metadata` is a pickle, and is read by a parser that knows the few classes
-    which belong there and imports nothing; tensors are read with weights_only=True.
+    Reads what `export_dcp` writes, and what torch writes of `{"model": model.state_dict(), "optim":
+    ...}` on any number of ranks, with `optim` from torch.distributed.checkpoint.state_dict. Masters
+    are `optim.state.<name>.master` where there are such, else the parameters, in the precision of
+    the file. Moments are rounded to what the policy's `state` holds. Hyper-parameters stay those of
+    `opt`; None loads the model alone; of a model that was saved without a key
+    (`dcp.save(model.state_dict())`) keys[0] is "". Its `.metadata` is a pickle, and is read by a
+    parser that knows the few classes which belong there and imports nothing; tensors are read with
+    weights_only=True.
 
-    Everything is checked by name and shape before anything is written. strict=False: what either side lacks is left out, and
-    returned. On several ranks all call it, and each stores its shard.
+    Everything is checked by name and shape before anything is written. strict=False: what either
+    side lacks is left out, and returned. On several ranks all call it, and each stores its shard.
 
-    Raises: ValueError naming what is missing, unexpected, different, damaged or refused; FileNotFoundError; RuntimeError inside
-    forward, backward or gather(). After an error of reading or writing some values are loaded and others not.
+    Raises: ValueError naming what is missing, unexpected, different, damaged or refused;
+    FileNotFoundError; RuntimeError inside forward, backward or gather(). After an error of reading
+    or writing some values are loaded and others not.
     """
     of = handle(model)
     comm = of.comm
@@ -161,28 +189,41 @@ def load_dcp(
             undo.callback(files.close)
             part = ModelPart(files, keys[0])
             matched = match(model, of.units, part, strict=strict)
-            states = match_states(files, keys[1], _held(of, opt), strict=strict) if opt is not None else None
+            states = (
+                match_states(files, keys[1], _held(of, opt), strict=strict)
+                if opt is not None
+                else None
+            )
         with Rendezvous(comm, f"loading {directory}"):
             take_in(of, part, matched)
             if states is not None:
                 take_in_states(files, states)
     others = states.left_out if states is not None else Loaded((), ())
-    return Loaded(matched.left_out.missing + others.missing, matched.left_out.unexpected + others.unexpected)
+    return Loaded(
+        matched.left_out.missing + others.missing, matched.left_out.unexpected + others.unexpected
+    )
 
 
 def load_deepspeed(
-    model: torch.nn.Module, directory: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True
+    model: torch.nn.Module,
+    directory: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    strict: bool = True,
 ) -> Loaded:
-    """Set parameters, masters and buffers from a ZeRO-3 checkpoint of DeepSpeed, whatever its number of ranks. Blocks.
+    """Set parameters, masters and buffers from a ZeRO-3 checkpoint of DeepSpeed, whatever its
+    number of ranks. Blocks.
 
-    directory: what was given to `save_checkpoint`; `tag` names a folder in it, and None is the one that `latest` names. Masters
-    take the fp32 weights; what was frozen has the dtype that it had there. Moments, step counts and hyper-parameters of this
-    model's optimizer stay as they are: they are not read. Nothing of DeepSpeed is imported, and no file is unpickled freely.
-    Otherwise as `load_safetensors`.
+    directory: what was given to `save_checkpoint`; `tag` names a folder in it, and None is the one
+    that `latest` names. Masters take the fp32 weights; what was frozen has the dtype that it had
+    there. Moments, step counts and hyper-parameters of this model's optimizer stay as they are:
+    they are not read. Nothing of DeepSpeed is imported, and no file is unpickled freely. Otherwise
+    as `load_safetensors`.
 
-    Raises: FileNotFoundError; ValueError as `load_safetensors`, and for another ZeRO stage, model parallelism, files that name
-    classes other than DeepSpeed's own (as `client_state` may), or masters that are not in the checkpoint: with the optimizer
-    offloaded to NVMe, DeepSpeed does not write all of them.
+    Raises: FileNotFoundError; ValueError as `load_safetensors`, and for another ZeRO stage, model
+    parallelism, files that name classes other than DeepSpeed's own (as `client_state` may), or
+    masters that are not in the checkpoint: with the optimizer offloaded to NVMe, DeepSpeed does not
+    write all of them.
     """
     return _load(model, lambda: DeepSpeedWeights(Path(directory), tag), strict=strict)
 
@@ -191,15 +232,23 @@ def _held(of: Handle, opt: Optimizer | None) -> list[Held]:
     """The parameters of this model that an optimizer holds. Raises: ValueError if there is none."""
     found = [param for param in opt.held if param.unit.engine is of] if opt is not None else []
     if opt is not None and not found:
-        raise ValueError(f"this {opt.title} holds no parameter of this model; give the optimizer of model.parameters()")
+        raise ValueError(
+            f"this {opt.title} holds no parameter of this model; give the optimizer of "
+            "model.parameters()"
+        )
     return [
-        Held(param, of.optimizer_state(param.at_rest), (MASTER, *opt.moments_of(param)), tuple(opt.scalars(param)))
+        Held(
+            param,
+            of.optimizer_state(param.at_rest),
+            (MASTER, *opt.moments_of(param)),
+            tuple(opt.scalars(param)),
+        )
         for param in found
         if opt is not None
     ]
 
 
-def _load(model: torch.nn.Module, opened: Callable[[], Incoming], *, strict: bool) -> Loaded:
+def _load(model: torch.nn.Module, opened: Callable[[], NamedTensors], *, strict: bool) -> Loaded:
     """Open, match, and only when all ranks could, write."""
     of = handle(model)
     comm = of.comm

@@ -1,4 +1,6 @@
-"""`inf.save` and `inf.restore`: a run's states in a directory, and back. The parts are in `infinity._src.checkpoint`."""
+"""`inf.save` and `inf.restore`: a run's states in a directory, and back. The parts are in
+`infinity._src.checkpoint`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Any
 
 import torch
 
-from infinity._src.checkpoint.restore import Restored, Restoring
+from infinity._src.checkpoint.restore import Restored, RestoreJob
 from infinity._src.checkpoint.run_files import run_directory
 from infinity._src.checkpoint.save import Save
 from infinity._src.engine import handle
@@ -15,25 +17,31 @@ from infinity._src.engine import handle
 __all__ = ["Restored", "Save", "restore", "save"]
 
 
-def save(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str], *, extra: Any = None) -> Save:
-    """Start saving everything that training goes on from; it goes on meanwhile. `.wait()` of the result returns when it is whole.
+def save(
+    model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str], *, extra: Any = None
+) -> Save:
+    """Start saving everything that training goes on from; it goes on meanwhile. `.wait()` of the
+    result returns when it is whole.
 
-    Saved: parameters, masters, moments, step counts, parameter groups, persistent buffers, and `extra`: small state of yours
-    (the scheduler's `state_dict()`, random generators, the place in the data; each rank its own), or `handle.extra`. Not saved:
-    gradients that wait for a step. With update="delayed" the parameters after the last step are, with which the first step after
-    a restore computes: the delay begins anew.
+    Saved: parameters, masters, moments, step counts, parameter groups, persistent buffers, and
+    `extra`: small state of yours (the scheduler's `state_dict()`, random generators, the place in
+    the data; each rank its own), or `handle.extra`. Not saved: gradients that wait for a step. With
+    update="delayed" the parameters after the last step are, with which the first step after a
+    restore computes: the delay begins anew.
 
-    opt: the optimizer that holds the parameters, a list of all of them, or None where none does. Call it between steps. Waits for
-    pending updates and for the save before; then an update of states that are not copied yet waits until they are. It takes
-    about 40 MiB beside the policy's `ram` while it runs.
+    opt: the optimizer that holds the parameters, a list of all of them, or None where none does.
+    Call it between steps. Waits for pending updates and for the save before; then an update of
+    states that are not copied yet waits until they are. It takes about 40 MiB beside the policy's
+    `ram` while it runs.
 
-    The checkpoint appears as a whole, on the drive and with checksums, or not at all: one that is in `directory` already stays
-    valid until then, and is removed after. So there has to be room for both. Each model has a directory of its own. On several
-    ranks all call it, with one directory that all of them see.
+    The checkpoint appears as a whole, on the drive and with checksums, or not at all: one that is
+    in `directory` already stays valid until then, and is removed after. So there has to be room for
+    both. Each model has a directory of its own. On several ranks all call it, with one directory
+    that all of them see.
 
-    Raises: ValueError for what cannot be saved; AioError while another model is saved into the directory; RuntimeError inside
-    forward, backward and `gather()`; what the save before met. What goes wrong later is raised by `.wait()`, or else by the next
-    call that meets the engine.
+    Raises: ValueError for what cannot be saved; AioError while another model is saved into the
+    directory; RuntimeError inside forward, backward and `gather()`; what the save before met. What
+    goes wrong later is raised by `.wait()`, or else by the next call that meets the engine.
     """
     of = handle(model)
     of.flush()
@@ -42,21 +50,25 @@ def save(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str], *,
 
 
 def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str]) -> Restored:
-    """Go on from a checkpoint: of any world size, tiers, budget, drives and state format, of the same model and optimizer.
+    """Go on from a checkpoint: of any world size, tiers, budget, drives and state format, of the
+    same model and optimizer.
 
-    Sets parameters, masters, moments, step counts, the values of parameter groups and persistent buffers, and drops gradients.
-    Under the same numerics training goes on bit for bit as if nothing had been (update="delayed": as `save` says). Another state
-    format rounds to nearest, and `.rounded` says what; `.notes` says what else is different.
+    Sets parameters, masters, moments, step counts, the values of parameter groups and persistent
+    buffers, and drops gradients. Under the same numerics training goes on bit for bit as if nothing
+    had been (update="delayed": as `save` says). Another state format rounds to nearest, and
+    `.rounded` says what; `.notes` says what else is different.
 
-    directory: a checkpoint, or the (first) `nvme` directory of a durable run. Of the run that this engine's own policy goes on
-    with, and of which nothing was committed, the model stays as it was built, and `.step` is 0.
+    directory: a checkpoint, or the (first) `nvme` directory of a durable run. Of the run that this
+    engine's own policy goes on with, and of which nothing was committed, the model stays as it was
+    built, and `.step` is 0.
 
-    opt: as in `save`, in the same order; None restores the parameters alone (not where the policy goes on with a durable run).
-    Blocks. On several ranks all call it.
+    opt: as in `save`, in the same order; None restores the parameters alone (not where the policy
+    goes on with a durable run). Blocks. On several ranks all call it.
 
-    Raises: ValueError naming what does not fit (names, shapes, dtypes, another optimizer), AioError (ENOENT) where there is no
-    whole checkpoint, ChecksumError naming file and offset of what is damaged, RuntimeError inside forward, backward and
-    `gather()`. Damage that is met when some states were written already: later calls raise StateInvalid.
+    Raises: ValueError naming what does not fit (names, shapes, dtypes, another optimizer), AioError
+    (ENOENT) where there is no whole checkpoint, ChecksumError naming file and offset of what is
+    damaged, RuntimeError inside forward, backward and `gather()`. Damage that is met when some
+    states were written already: later calls raise StateInvalid.
     """
     of, source = handle(model), run_directory(directory)
     of.flush()
@@ -64,17 +76,23 @@ def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str])
     own = run is not None and source.resolve() == run.files.home.resolve()
     if run is not None and own:
         if run.begun and (run.files.before is not None or of.pipeline.steps):
-            raise ValueError(f"the durable run in {directory} goes on in this process: what was there before is replaced already")
+            raise ValueError(
+                f"the durable run in {directory} goes on in this process: what was there before is "
+                "replaced already"
+            )
         if run.before is None:
             return Restored(0, None, "", ())
         if not opt and run.has_states and of.policy.durable != "new":
             raise ValueError(
-                f"opt={opt!r}: the durable run in {directory} would go on without its optimizer states, and lose them: give its "
-                "optimizer; or read the parameters with a policy that is not durable"
+                f"opt={opt!r}: the durable run in {directory} would go on without its optimizer "
+                "states, and lose them: give its optimizer; or read the parameters with a policy "
+                "that is not durable"
             )
     elif run is not None and run.waits:
         run.check()
-    restored = Restoring(of.saving, of.unsharder, of.pipeline, of.saving.comm, of.policy).run(model, opt, source)
+    restored = RestoreJob(of.saving, of.unsharder, of.pipeline, of.saving.comm, of.policy).restore(
+        model, opt, source
+    )
     if run is not None:
         of.pipeline.begun = False
         run.restored(restored.extra)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infinity._src.hooks.activation_offload import ActivationFigures
-from infinity._src.memory.placement import Plan, name_parts
+from infinity._src.memory.placement import PlacementPlan, name_parts
 from infinity._src.optim.step import StepPipeline
 from infinity._src.params.unshard import Unsharder
 from infinity._src.perf.step_report import StepTerms
@@ -287,7 +287,7 @@ class Stats:
         executor: ExecutorStats,
         unsharder: Unsharder,
         pipeline: StepPipeline,
-        placement: Plan,
+        placement: PlacementPlan,
         param_numel: int,
         unit_count: int,
         backend_reason: str,

@@ -17,9 +17,8 @@ from infinity._src.hooks.frames import FrameStack
 from infinity._src.memory import numa
 from infinity._src.memory.device import Device
 from infinity._src.memory.node_resources import NodeResources
-from infinity._src.memory.placement import Plan
-from infinity._src.memory.striping import choose_shares
-from infinity._src.memory.swap_space import SwapSpace
+from infinity._src.memory.placement import PlacementPlan
+from infinity._src.memory.swap_space import SwapSpace, choose_shares
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
 from infinity._src.telemetry import Timeline
@@ -45,20 +44,20 @@ class Storage:
     def __init__(
         self,
         policy: Policy,
-        plan: Plan,
+        plan: PlacementPlan,
         seam: Seam | None,
         undo: contextlib.ExitStack,
         *,
         device: Device,
-        sharing: NodeResources,
+        node_resources: NodeResources,
         rank: int = 0,
     ) -> None:
-        numa.bind(device.torch_device, number=sharing.number, ranks=sharing.ranks)
-        sharing.check_memory(plan.ram_bytes)  # all ranks come here, so those that share drives measure them at the same time
+        numa.bind(device.torch_device, number=node_resources.number, ranks=node_resources.ranks)
+        node_resources.check_memory(plan.ram_bytes)  # all ranks come here, so those that share drives measure them at the same time
         self._device = device
         undo.callback(device.close)
         settings = policy.io_settings
-        space = SwapSpace(policy.directories, room=sharing.check_room) if policy.directories else None
+        space = SwapSpace(policy.directories, room=node_resources.check_room) if policy.directories else None
         if space is not None:
             undo.callback(space.close)
             space.shares = choose_shares(
@@ -86,7 +85,7 @@ class Storage:
             verify=policy.verify,
             workers=max(1, (os.cpu_count() or 2) // 4),
             block_bytes=settings.block_bytes,
-            depth=sharing.depths(space.files) if space is not None else settings.depth,
+            depth=node_resources.depths(space.files) if space is not None else settings.depth,
             seam=seam,
         )
         undo.callback(self.executor.close, wait=False)

@@ -15,7 +15,7 @@ import infinity as inf
 from infinity._src.checkpoint import save as saving
 from infinity._src.checkpoint.directory import newest_generation
 from infinity._src.checkpoint.reader import Checkpoint
-from infinity._src.checkpoint.convert import Rewriting
+from infinity._src.checkpoint.reshard import ReshardJob
 from infinity.errors import AioError
 from tests.dist.ranks import on_ranks
 
@@ -107,18 +107,18 @@ class RoundTrips:
 
     def faults(self, rank: int, model: nn.Module, opt: inf.AdamW) -> Told:
         """The last rank cannot write; then the last rank cannot read. What each is told, and which generation is there between."""
-        top, write, told = self.top / "faults", saving._Work._write, []
+        top, write, told = self.top / "faults", saving._SaveJob._write, []
         inf.save(model, opt, top).wait()
         if rank == 1:
 
             def fail(*_: object) -> None:
                 raise AioError("no such luck", path="here", op="write")
 
-            saving._Work._write = fail  # type: ignore[method-assign]
+            saving._SaveJob._write = fail  # type: ignore[method-assign]
         with pytest.raises(AioError) as caught:
             inf.save(model, opt, top).wait()
         told.append(str(caught.value))
-        saving._Work._write = write  # type: ignore[method-assign]
+        saving._SaveJob._write = write  # type: ignore[method-assign]
         generation = newest_generation(top)[0].generation
         dist.barrier()
         if rank == 1:
@@ -182,7 +182,7 @@ def test_a_checkpoint_that_was_rewritten_for_two_ranks_is_the_same(tmp_path: Pat
     inf.save(model, opt, tmp_path / "one", extra={"epoch": 3}).wait()
     inf.handle(model).close()
     with Checkpoint.open(tmp_path / "one") as checkpoint:
-        Rewriting(checkpoint, world=2).run(tmp_path / "two")
+        ReshardJob(checkpoint, world=2).write(tmp_path / "two")
     for (ours, extra, notes), (theirs, other, _) in (tuple(reversed(found)) for found in on_ranks(Restoring(tmp_path), tmp_path / "run", 2)):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():

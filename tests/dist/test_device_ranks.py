@@ -83,7 +83,7 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
     def touch(tensor: torch.Tensor, writes: bool, what: str) -> None:
         device.host(tensor.data_ptr(), tensor.numel() * tensor.element_size(), writes=writes, what=what)
 
-    spread, coded, put, keep = Exchange.spread, Exchange.spread_quantized, SecondaryShards.load, SecondaryShards.store
+    spread, coded, put, keep = Exchange.all_gather, Exchange.all_gather_quantized, SecondaryShards.load, SecondaryShards.store
 
     def spreads(self: Exchange, wholes: Sequence[Parts], *, across: bool = True) -> None:
         for parts in wholes:
@@ -121,8 +121,8 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
 
         return announced
 
-    patch.setattr(Exchange, "spread", spreads)
-    patch.setattr(Exchange, "spread_quantized", spreads_coded)
+    patch.setattr(Exchange, "all_gather", spreads)
+    patch.setattr(Exchange, "all_gather_quantized", spreads_coded)
     patch.setattr(SecondaryShards, "load", puts)
     patch.setattr(SecondaryShards, "store", keeps)
     try:

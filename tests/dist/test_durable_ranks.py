@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import infinity as inf
 from infinity._src import engine
-from infinity._src.checkpoint.hardlink import Pinned
+from infinity._src.checkpoint.hardlink import PinnedLayers
 from infinity.errors import PeerFailed, SwapFullError
 from tests.crashes import digest, step
 from tests.dist.ranks import on_ranks
@@ -64,7 +64,7 @@ class Ranks:
         inf.save(model, optimizer, self.top / "saved").wait()
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(Pinned, "make_way", no_room)
+                patch.setattr(PinnedLayers, "make_way", no_room)
             with pytest.raises(SwapFullError if rank == 1 else PeerFailed):
                 step(model, optimizer, 1, rank)
         optimizer.zero_grad()

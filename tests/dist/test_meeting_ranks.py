@@ -15,8 +15,8 @@ from tests.dist.test_two_ranks import on_ranks
 
 def told(comm: Comm) -> list[list[dict[str, Any]]]:
     with Rendezvous(comm, "telling") as meeting:
-        sizes = meeting.exchange({"rank": comm.rank, "size": 2**60 + comm.rank})
-        texts = meeting.exchange({"text": "größer" * 1000 * comm.rank})
+        sizes = meeting.all_gather_object({"rank": comm.rank, "size": 2**60 + comm.rank})
+        texts = meeting.all_gather_object({"text": "größer" * 1000 * comm.rank})
         return [sizes, texts]
 
 
@@ -27,7 +27,7 @@ def one_fails(comm: Comm, culprits: tuple[int, ...], rounds: int) -> str:
             for number in range(3):
                 if comm.rank in culprits and number == rounds:
                     raise ValueError(f"drive {comm.rank} is missing: {'x' * 5000}")
-                meeting.exchange({"number": number})
+                meeting.all_gather_object({"number": number})
             if comm.rank in culprits:
                 raise ValueError(f"drive {comm.rank} is missing: {'x' * 5000}")
     except (ValueError, PeerFailed) as error:
@@ -54,7 +54,7 @@ def meetings(rank: int, place: Path) -> dict[str, Any]:
         for rounds in range(4):
             found[f"{culprits} {rounds}"] = one_fails(comm, culprits, rounds)
     found["early"] = ends_early(comm)
-    found["after"] = comm.sum_floats([1.0])  # no collective of a meeting is left over, or this would be another's
+    found["after"] = comm.all_reduce_sum([1.0])  # no collective of a meeting is left over, or this would be another's
     comm.close()
     return found
 
@@ -82,8 +82,8 @@ def test_three_ranks_meet_and_fail_together(tmp_path: Path) -> None:
 
 def test_alone_a_meeting_calls_nothing_and_errors_pass() -> None:
     with Rendezvous(Comm(), "alone") as meeting:
-        assert meeting.exchange({"a": 1}) == [{"a": 1}]
+        assert meeting.all_gather_object({"a": 1}) == [{"a": 1}]
         meeting.end()
-        assert meeting.exchange({}) == [{}]
+        assert meeting.all_gather_object({}) == [{}]
     with pytest.raises(KeyError), Rendezvous(Comm(), "alone"):
         raise KeyError("mine")

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from rich.console import Console  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from infinity._src.cli.joining import Joined, joined, place_of  # noqa: E402
+from infinity._src.cli.torchrun import Joined, joined, place_of  # noqa: E402
 from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.train import run_train  # noqa: E402
 from tests.tiny_llama import TEXT, write_model  # noqa: E402

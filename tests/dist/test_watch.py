@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from infinity._src.distributed import watchdog as watch_module
-from infinity._src.distributed.hosts import Host
+from infinity._src.distributed.heartbeat import Host
 from infinity._src.distributed.topology import Topology
 from infinity.errors import AioError, RankFailed
 from tests.dist import watched
@@ -43,7 +43,7 @@ def does_not_come(ranks: Ranks) -> Any:
     left = op.finished()
     ranks.mark(f"late{ranks.rank}")
     with pytest.raises(RankFailed) as again:
-        ranks.watch.check()
+        ranks.watchdog.check()
     with pytest.raises(RankFailed):
         ranks.sum()
     return caught.value, left, again.value is caught.value
@@ -53,7 +53,7 @@ def breaks_off(ranks: Ranks) -> Any:
     """Rank 1's forward raises, and it does something else."""
     ranks.sum().wait()
     if ranks.rank == 1:
-        ranks.watch.raised("forward of layers.3", ValueError("a bad batch"))
+        ranks.watchdog.report_exception("forward of layers.3", ValueError("a bad batch"))
         ranks.await_mark("broken0")
         ranks.await_mark("broken2")
         return None
@@ -65,19 +65,19 @@ def breaks_off(ranks: Ranks) -> Any:
 def all_break_off(ranks: Ranks) -> Any:
     for _ in range(3):
         ranks.sum().wait()
-        ranks.watch.raised("forward", ValueError("the same everywhere"))
+        ranks.watchdog.report_exception("forward", ValueError("the same everywhere"))
         time.sleep(0.1 * ranks.rank)
     ranks.sum().wait()
-    return ranks.watch.failure
+    return ranks.watchdog.failure
 
 
 def break_off_at_different_places(ranks: Ranks) -> Any:
     ranks.sum().wait()
     if ranks.rank == 1:
-        ranks.watch.raised("forward", ValueError("early"))
+        ranks.watchdog.report_exception("forward", ValueError("early"))
         return ranks.until_failure()
     op = ranks.sum()
-    ranks.watch.raised("forward", ValueError("late"))
+    ranks.watchdog.report_exception("forward", ValueError("late"))
     with pytest.raises(RankFailed) as caught:
         op.wait()
     return caught.value
@@ -112,7 +112,7 @@ def wrong_call(ranks: Ranks) -> Any:
 
     with pytest.raises(RuntimeError, match="sizes differ"):
         ranks.lane.submit("sum", work).wait()
-    return ranks.watch.failure
+    return ranks.watchdog.failure
 
 
 def closes(ranks: Ranks) -> Any:
@@ -129,11 +129,11 @@ def two_engines(ranks: Ranks) -> Any:
     with watched.engine(ranks.rank, ranks.world, ranks.place, "second") as second:
         second.sum().wait()
         if ranks.rank == 1:
-            second.watch.fail(MemoryError("no room"))
+            second.watchdog.report_failure(MemoryError("no room"))
         failure = second.until_failure()
     for _ in range(3):
         ranks.sum().wait()
-    return failure, ranks.watch.failure
+    return failure, ranks.watchdog.failure
 
 
 def leaves_nothing(ranks: Ranks) -> Any:
@@ -364,7 +364,7 @@ def stopped(ranks: Ranks) -> Any:
         ranks.await_mark("continued")
     for _ in range(3):
         ranks.sum().wait()
-    return ranks.watch.failure
+    return ranks.watchdog.failure
 
 
 def hosts_of_their_own() -> None:
@@ -379,9 +379,9 @@ def far(ranks: Ranks, job: Callable[[Ranks], Any]) -> Any:
     """The job in an engine of hosts of their own."""
     hosts_of_their_own()
     with watched.engine(ranks.rank, ranks.world, ranks.place, "far", silence_s=6.0) as engine:
-        engine.watch.meet()
+        engine.watchdog.wait_for_all_ranks()
         found = job(engine)
-        assert len(engine.watch._far) == ranks.world - 1
+        assert len(engine.watchdog._remote) == ranks.world - 1
     return found
 
 
@@ -432,11 +432,11 @@ import torch, torch.distributed as dist
 from infinity._src.distributed.process_groups import make_group
 from infinity._src.distributed.lanes import Lane
 from infinity._src.distributed.topology import Topology, default_store
-from infinity._src.distributed.watchdog import Watch
+from infinity._src.distributed.watchdog import Watchdog
 rank, init, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
-watch = Watch(Topology.find(timeout_s=60.0), default_store(), timeout_s=60.0, name="engine")
-lane = Lane("lane", group=make_group(timeout_s=60.0) if how == "broken off" else dist.new_group(), watch=watch)
+watch = Watchdog(Topology.find(timeout_s=60.0), default_store(), timeout_s=60.0, name="engine")
+lane = Lane("lane", group=make_group(timeout_s=60.0) if how == "broken off" else dist.new_group(), watchdog=watch)
 ones = torch.ones(1000)
 lane.submit("sum", lambda group: dist.all_reduce(ones, group=group)).wait()
 if rank == 1:

@@ -49,7 +49,7 @@ class Ranks:
     rank: int
     world: int
     place: Path
-    watch: Watchdog
+    watchdog: Watchdog
     lane: Lane
     group: Any
 
@@ -92,14 +92,14 @@ def await_file(path: Path) -> None:
 def engine(rank: int, world: int, place: Path, name: str = "engine", **options: Any) -> Iterator[Ranks]:
     """A watch and a lane, closed at the end."""
     options = {"timeout_s": 60.0, **options}
-    watch = Watchdog(Topology.find(timeout_s=60.0), default_store(), name=name, **options)
+    watchdog = Watchdog(Topology.find(timeout_s=60.0), default_store(), name=name, **options)
     group = make_group(timeout_s=options["timeout_s"])
-    lane = Lane(name, group=group, watch=watch)
+    lane = Lane(name, group=group, watchdog=watchdog)
     try:
-        yield Ranks(rank, world, place, watch, lane, group)
+        yield Ranks(rank, world, place, watchdog, lane, group)
     finally:
         lane.close()
-        watch.close()
+        watchdog.close()
 
 
 def _main(rank: int, world: int, place: Path, init: str, job: Job, options: dict[str, Any]) -> None:

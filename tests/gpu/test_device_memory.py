@@ -13,10 +13,9 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src.perf.plan.job import Job
 from infinity._src.perf.plan.machine import describe_machine
 from infinity._src.perf.plan.predict import predict
-from infinity._src.perf.plan.shape import ModelShape, shape_of
+from infinity._src.perf.plan.workload import Job, ModelShape, shape_of
 from infinity.errors import BudgetError
 from tests import models, test_memory
 from tests.test_bitwise import policy
@@ -94,9 +93,7 @@ def close_all() -> Iterator[list[Rig]]:
 
 def planned_bytes(made: Rig, chosen: inf.Policy) -> float:
     """What `infinity plan` says that the GPU must have, for micro-batches of 2 rows."""
-    job = Job(
-        tokens=2 * LENGTH, sequence=LENGTH, params=chosen.params, optim=chosen.optim, update=chosen.update, checkpointing=True
-    )
+    job = Job(chosen, tokens=2 * LENGTH, sequence=LENGTH)
     machine = describe_machine(gpus=1, gpu_mem_bytes=80 << 30, drives=1)
     return predict(made.shape, machine, job).gpu.bytes
 

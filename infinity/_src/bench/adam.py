@@ -1,10 +1,12 @@
-"""How fast the update kernels are: per instruction set and state format, from cache and from memory.
+"""Speed of the update kernels: per instruction set and state format, from cache and from
+memory.
 
-Arms run in turns, a round of each; figures are medians over the rounds. "cache": two pieces, updated again and again.
-"memory": states far larger than any cache, beside the memory's bandwidth in the same round. That is what additions in
-place read and write, the faster of `a += 1` and `a += b`: a copy would be no limit, since it also reads the lines that it
-overwrites. `torch.optim.AdamW(fused=True)` on fp32 stands beside them from memory only: in cache it is mostly the
-overhead of `step()`.
+Arms run in turns, a round of each; figures are medians over the rounds. "cache": two pieces,
+updated again and again. "memory": states far larger than any cache, beside the memory's bandwidth
+in the same round. That is what additions in place read and write, the faster of `a += 1` and `a +=
+b`: a copy would be no limit, since it also reads the lines that it overwrites.
+`torch.optim.AdamW(fused=True)` on fp32 stands beside them from memory only: in cache it is mostly
+the overhead of `step()`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _LR, _BETAS, _EPS, _DECAY, _STEP = 1e-4, (0.9, 0.999), 1e-8, 0.1, 10
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """Something that is timed: each of `parts` runs on a thread of its own; together they update `numel` parameters."""
+    """Something that is timed: each of `parts` runs on a thread of its own; together they update
+    `numel` parameters.
+    """
 
     name: str
     isa: str
@@ -65,7 +69,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class AdamFigures:
-    """All rows, and what they were measured with."""
+    """Rows of one measurement, with its settings."""
 
     rows: tuple[Row, ...]
     threads: int
@@ -119,7 +123,9 @@ class _States:
     def update(self) -> Callable[[], object]:
         """The update kernel alone."""
         function = native.lib.inf_update
-        sections = native.ffi.new("uint8_t *[6]", [_at(section, "uint8_t *") for section in self.sections])
+        sections = native.ffi.new(
+            "uint8_t *[6]", [_at(section, "uint8_t *") for section in self.sections]
+        )
         grad, row = _at(self.grad, "void *"), _at(_HYPER_ROW, "inf_hyper *")
 
         def run() -> None:
@@ -128,25 +134,36 @@ class _States:
         return run
 
     def fused_pass(self) -> Callable[[], object]:
-        """What the executor runs: verify, update, checksum, piece by piece."""
+        """Make the work of the executor: verify, update, checksum, piece by piece."""
         lib, ffi = native.lib, native.ffi
         pieces = piece_count(self.numel)
         sums, scratch = np.zeros((4, pieces), np.uint32), np.zeros((4, pieces), np.uint32)
         record, seg, hypers = np.zeros((), CHUNK), np.zeros(1, SEG), np.array([_HYPER_ROW], HYPER)
         sizes = _itemsizes(self.state)
-        record["numel"], record["format"], record["section_count"] = self.numel, int(self.state), len(sizes)
+        record["numel"], record["format"], record["section_count"] = (
+            self.numel,
+            int(self.state),
+            len(sizes),
+        )
         record["piece_numel"], record["sums_ptr"] = PIECE_NUMEL, sums.ctypes.data
         for section, itemsize in enumerate(sizes):
             record["itemsize"][section] = itemsize
             record["section_at"][section] = self.numel * sum(sizes[:section])
         record["run_bytes"] = self.numel * sum(sizes)
-        seg["numel"], seg["grad"], seg["grad_dtype"] = self.numel, self.grad.ctypes.data, int(self.kind)
+        seg["numel"], seg["grad"], seg["grad_dtype"] = (
+            self.numel,
+            self.grad.ctypes.data,
+            int(self.kind),
+        )
         chunk = _at(record, "inf_chunk *")
-        addresses = ffi.new("uint8_t *[6]", [_at(section, "uint8_t *") for section in self.sections])
+        addresses = ffi.new(
+            "uint8_t *[6]", [_at(section, "uint8_t *") for section in self.sections]
+        )
         for section in range(len(sizes)):
             lib.inf_section_store(chunk, section, addresses[section], addresses[section])
         arguments = (
-            chunk, addresses, _at(seg, "inf_seg *"), 1, _at(hypers, "inf_hyper *"), 1, ffi.NULL, 1, 0, _at(scratch, "uint32_t *"),
+            chunk, addresses, _at(seg, "inf_seg *"), 1, _at(hypers, "inf_hyper *"), 1,
+            ffi.NULL, 1, 0, _at(scratch, "uint32_t *"),
         )  # fmt: skip
         self._kept.append((sums, scratch, record, seg, hypers))
 
@@ -158,7 +175,7 @@ class _States:
 
 
 def _hyper_row() -> npt.NDArray[np.void]:
-    """As `infinity._src.kernels.hyper.hyper_row_adamw`, which needs torch."""
+    """Make a HYPER record, as `infinity._src.kernels.hyper.hyper_row_adamw`, which needs torch."""
     row = np.zeros((), HYPER)
     row["decay"] = 1.0 - _LR * _DECAY
     row["beta1"], row["one_minus_beta1"] = _BETAS[0], 1.0 - _BETAS[0]
@@ -177,14 +194,22 @@ def _at(array: npt.NDArray[Any], kind: str) -> Any:
 
 
 def measure_adam(
-    *, threads: int = 1, rounds: int = 5, numel: int = MEMORY_NUMEL, progress: Progress | None = None
+    *,
+    threads: int = 1,
+    rounds: int = 5,
+    numel: int = MEMORY_NUMEL,
+    progress: Progress | None = None,
 ) -> AdamFigures:
-    """Measure every kernel on `threads` threads. Blocks for about 15 s; takes about 90 bytes of memory per `numel`.
+    """Measure every kernel on `threads` threads. Blocks for about 15 s; takes about 90 bytes of
+    memory per `numel`.
 
     Raises: ValueError without native kernels.
     """
     if not native.available():
-        raise ValueError(f"there are no native kernels to measure ({native.reason()}); `infinity doctor` says what to do")
+        raise ValueError(
+            f"there are no native kernels to measure ({native.reason()}); `infinity doctor` says "
+            "what to do"
+        )
     if threads < 1 or rounds < 1:
         raise ValueError(f"threads={threads}, rounds={rounds}: both must be at least 1")
     if numel < threads * PIECE_NUMEL:
@@ -196,7 +221,9 @@ def measure_adam(
         try:
             cached, _ = _measure(pool, _arms(CACHE_NUMEL, threads), "cache", rounds, say)
             arms = [*_arms(numel // threads, threads), *torch_arm]
-            in_memory, memory = _measure(pool, arms, "memory", rounds, say, _additions(numel // threads, threads))
+            in_memory, memory = _measure(
+                pool, arms, "memory", rounds, say, _additions(numel // threads, threads)
+            )
         finally:
             native.select_isa(before)
     return AdamFigures((*cached, *in_memory), threads, memory / 1e9, version, before)
@@ -206,13 +233,26 @@ def _arms(numel: int, threads: int) -> list[Arm]:
     """Every kernel of every instruction set, `numel` parameters for each thread."""
     found = []
     for state, name in ((Format.SPLIT, "exact"), (Format.FP32, "fp32")):
-        # The pass compares the checksums that it stored last: the update alone must have states of its own.
+        # The pass compares the checksums that it stored last: the update alone must have states of
+        # its own.
         plain = [_States(state, numel) for _ in range(threads)]
         summed = [_States(state, numel) for _ in range(threads)]
         updates, passes = [one.update() for one in plain], [one.fused_pass() for one in summed]
         for isa in native.isas():
-            found.append(Arm("update", isa, name, numel * threads, plain[0].traffic, updates, plain))
-            found.append(Arm("verify, update, checksum", isa, name, numel * threads, plain[0].traffic, passes, summed))
+            found.append(
+                Arm("update", isa, name, numel * threads, plain[0].traffic, updates, plain)
+            )
+            found.append(
+                Arm(
+                    "verify, update, checksum",
+                    isa,
+                    name,
+                    numel * threads,
+                    plain[0].traffic,
+                    passes,
+                    summed,
+                )
+            )
     return found
 
 
@@ -226,13 +266,19 @@ def _torch_arm(numel: int, threads: int) -> tuple[list[Arm], str]:
     # Torch splits the work itself; a parameter per thread would only make its loop longer.
     parameter = torch.randn(numel, requires_grad=True)
     parameter.grad = torch.randn(numel)
-    optimizer = torch.optim.AdamW([parameter], lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(
+        [parameter], lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, fused=True
+    )
     optimizer.step()
-    return [Arm("torch.optim.AdamW(fused)", "", "fp32", numel, 2 * 12 + 4, [optimizer.step])], torch.__version__
+    return [
+        Arm("torch.optim.AdamW(fused)", "", "fp32", numel, 2 * 12 + 4, [optimizer.step])
+    ], torch.__version__
 
 
 def _additions(numel: int, threads: int) -> list[Arm]:
-    """What the memory gives: additions in place, of a number and of another array; the faster one is the limit."""
+    """Measure the memory's bandwidth: additions in place, of a number and of an array; the faster
+    one is the limit.
+    """
     one = np.float32(1.0)
 
     def add(array: npt.NDArray[np.float32], other: Any) -> Callable[[], object]:
@@ -246,7 +292,12 @@ def _additions(numel: int, threads: int) -> list[Arm]:
 
 
 def _measure(
-    pool: ThreadPoolExecutor, arms: Sequence[Arm], where: str, rounds: int, say: Progress, limit: Sequence[Arm] = ()
+    pool: ThreadPoolExecutor,
+    arms: Sequence[Arm],
+    where: str,
+    rounds: int,
+    say: Progress,
+    limit: Sequence[Arm] = (),
 ) -> tuple[list[Row], float]:
     """(a row per arm, the limit's bytes per second or 0)."""
     rates: list[list[float]] = [[] for _ in arms]
@@ -282,7 +333,7 @@ def _measure(
 
 
 def _repeats(pool: ThreadPoolExecutor, arm: Arm) -> int:
-    """How often an arm must run to be timed well."""
+    """Count the runs that an arm needs to be timed well."""
     return max(1, int(_CACHE_S / max(_seconds(pool, arm, 3), 1e-6)))
 
 

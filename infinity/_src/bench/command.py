@@ -13,11 +13,16 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from infinity._src.bench import adam, device_copy, hardware, show, sweep
-from infinity._src.bench.limits import LIMITS
-from infinity._src.bench.plot import check_plot, draw
-from infinity._src.bench.progress import progress_bar
-from infinity._src.bench.record import check_target, make_record, write_record
+from infinity._src.bench import adam, device_copy, hardware, report, sweep
+from infinity._src.bench.reference import REFERENCES
+from infinity._src.bench.report import (
+    check_plot,
+    check_target,
+    draw,
+    make_record,
+    progress_bar,
+    write_record,
+)
 from infinity._src.bench.streams import CHUNK_BYTES
 from infinity._src.bench.swap import CHECKSUMS, SwapTask, check_directories, measure_swap
 from infinity._src.sizes import GIB, parse_size
@@ -27,55 +32,124 @@ from infinity.errors import AioError
 
 DEFAULT_SIZE_BYTES = 4 * GIB
 
-_DESCRIPTION = """What this machine gives to training with states on NVMe. Without a benchmark's name: swap, in under a minute.
-
-  swap   read, write and mixed bandwidth of one or several drives, beside the limit (fio where it is installed)
-  adam   the update kernels: parameters per second and share of the memory's bandwidth
-  copy   copies between pinned or pageable memory and a CUDA device, where there is one"""
+_DESCRIPTION = (
+    "What this machine gives to training with states on NVMe. Without a benchmark's name: "
+    "swap, in under a minute.\n"
+    "\n"
+    "  swap   read, write and mixed bandwidth of one or several drives, beside the limit "
+    "(fio where it is installed)\n"
+    "  adam   the update kernels: parameters per second and share of the memory's bandwidth\n"
+    "  copy   copies between pinned or pageable memory and a CUDA device, where there is one"
+)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON; - is standard output")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them (.png, .svg, .pdf); needs matplotlib")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="also write the figures as JSON; - is standard output",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="also draw them (.png, .svg, .pdf); needs matplotlib",
+    )
 
 
 def _add_swap(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--dir", action="append", metavar="DIR", help="directory on the drive; repeat for several drives "
-        "(default: $INFINITY_NVME_DIR, else a directory of yours on a drive)")  # fmt: skip
-    add("--size", type=_size, metavar="SIZE", help="swap to use in all, for example 4G; the limit needs as much again "
-        "(default: 4G, or an eighth of the free space)")  # fmt: skip
-    add("--block-size", type=_size, metavar="SIZE", help="bytes per I/O request (as training: what suits the backend, 1M with "
-        "io_uring, whole chunks with threads)")  # fmt: skip
+    add(
+        "--dir",
+        action="append",
+        metavar="DIR",
+        help="directory on the drive; repeat for several drives "
+        "(default: $INFINITY_NVME_DIR, else a directory of yours on a drive)",
+    )
+    add(
+        "--size",
+        type=_size,
+        metavar="SIZE",
+        help="swap to use in all, for example 4G; the limit needs as much again "
+        "(default: 4G, or an eighth of the free space)",
+    )
+    add(
+        "--block-size",
+        type=_size,
+        metavar="SIZE",
+        help="bytes per I/O request (as training: what suits the backend, 1M with "
+        "io_uring, whole chunks with threads)",
+    )
     add("--depth", type=int, default=32, help="requests in flight per drive (32)")
     add("--rounds", type=int, default=3, help="rounds; the median is reported (3)")
     add("--seconds", type=float, default=1.5, help="at most this long per phase and round (1.5)")
     add("--backend", choices=BACKENDS, default="auto", help="I/O backend (auto: the best there is)")
-    add("--checksums", choices=CHECKSUMS, default="off", help="off: the drive and the rings alone; full: every chunk copied, its "
-        "checksums computed and compared, as training does; sample: compared in part (off)")  # fmt: skip
-    add("--limit", choices=LIMITS, default="auto", help="what to measure beside it: fio, plain preads and pwrites (probe), "
-        "nothing (off), or fio where it is installed (auto)")  # fmt: skip
-    add("--verify", action="store_true", help="read everything back and compare all checksums, not a sample; with --checksums "
-        "again at the end")  # fmt: skip
-    add("--sweep", action="store_true", help="find the best block size and depth, then measure with them; the JSON is what "
-        "Policy(io=FILE) reads")  # fmt: skip
-    add("--sweep-blocks", type=_sizes, default=sweep.BLOCKS, metavar="LIST", help="block sizes to try (256K,512K,1M,2M,4M and "
-        "whole chunks)")  # fmt: skip
-    add("--sweep-depths", type=_integers, default=sweep.DEPTHS, metavar="LIST", help="depths to try (4,8,16,32,64)")
+    add(
+        "--checksums",
+        choices=CHECKSUMS,
+        default="off",
+        help="off: the drive and the rings alone; full: every chunk copied, its "
+        "checksums computed and compared, as training does; sample: compared in part (off)",
+    )
+    add(
+        "--limit",
+        choices=REFERENCES,
+        default="auto",
+        help="what to measure beside it: fio, plain preads and pwrites (probe), "
+        "nothing (off), or fio where it is installed (auto)",
+    )
+    add(
+        "--verify",
+        action="store_true",
+        help="read everything back and compare all checksums, not a sample; with --checksums "
+        "again at the end",
+    )
+    add(
+        "--sweep",
+        action="store_true",
+        help="find the best block size and depth, then measure with them; the JSON is what "
+        "Policy(io=FILE) reads",
+    )
+    add(
+        "--sweep-blocks",
+        type=_sizes,
+        default=sweep.BLOCKS,
+        metavar="LIST",
+        help="block sizes to try (256K,512K,1M,2M,4M and whole chunks)",
+    )
+    add(
+        "--sweep-depths",
+        type=_integers,
+        default=sweep.DEPTHS,
+        metavar="LIST",
+        help="depths to try (4,8,16,32,64)",
+    )
     _add_common(parser)
 
 
 def _add_adam(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=int, default=1, help="threads (1, as an executor's worker)")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads (1, as an executor's worker)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="rounds; the median is reported (5)")
-    parser.add_argument("--numel", type=int, default=adam.MEMORY_NUMEL, help="parameters of the runs from memory "
-                        f"({adam.MEMORY_NUMEL >> 20}Mi)")  # fmt: skip
+    parser.add_argument(
+        "--numel",
+        type=int,
+        default=adam.MEMORY_NUMEL,
+        help=f"parameters of the runs from memory ({adam.MEMORY_NUMEL >> 20}Mi)",
+    )
     _add_common(parser)
 
 
 def _add_copy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--blocks", type=_sizes, default=device_copy.BLOCKS, metavar="LIST",
-                        help="bytes per copy (256K,1M,4M,16M,64M)")  # fmt: skip
+    parser.add_argument(
+        "--blocks",
+        type=_sizes,
+        default=device_copy.BLOCKS,
+        metavar="LIST",
+        help="bytes per copy (256K,1M,4M,16M,64M)",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="rounds; the median is reported (3)")
     _add_common(parser)
 
@@ -83,7 +157,9 @@ def _add_copy(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m infinity.bench [swap|adam|copy] [options]`; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="infinity bench", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="infinity bench",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
@@ -101,7 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake, 130 after Ctrl-C."""
+    """Measure as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake, 130 after Ctrl-C.
+    """
     configure_logging()
     # With JSON on standard output the tables go to standard error.
     console = Console(stderr=options.json is not None and str(options.json) == "-")
@@ -126,7 +203,9 @@ def run(options: argparse.Namespace) -> int:
 
 def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure, show, and return the record."""
-    directories = [Path(path) for path in options.dir] if options.dir else hardware.default_directories()
+    directories = (
+        [Path(path) for path in options.dir] if options.dir else hardware.default_directories()
+    )
     check_directories(directories)
     task = SwapTask(
         directories=tuple(directories),
@@ -144,15 +223,19 @@ def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     with progress_bar(console) as progress:
         if options.sweep:
             swept = sweep.measure_sweep(task, options.sweep_blocks, options.sweep_depths, progress)
-            task = dataclasses.replace(task, block_bytes=swept.best.block_bytes, depth=swept.best.depth)
+            task = dataclasses.replace(
+                task, block_bytes=swept.best.block_bytes, depth=swept.best.depth
+            )
         figures = measure_swap(task, progress)
     found = {**figures.as_dict(), "sweep": swept.as_dict() if swept is not None else None}
     record = make_record("swap", found, options.command, directories)
     if swept is not None:
-        show.show_sweep(console, swept)
-    show.show_swap(console, figures, record)
+        report.show_sweep(console, swept)
+    report.show_swap(console, figures, record)
     if swept is not None and options.json is not None and str(options.json) != "-":
-        console.print(f'use it: Policy(io="{options.json}")', highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f'use it: Policy(io="{options.json}")', highlight=False, markup=False, soft_wrap=True
+        )
     return record
 
 
@@ -162,15 +245,17 @@ def run_adam(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         figures = adam.measure_adam(
             threads=options.threads, rounds=options.rounds, numel=options.numel, progress=progress
         )
-    show.show_adam(console, figures)
+    report.show_adam(console, figures)
     return make_record("adam", figures.as_dict(), options.command)
 
 
 def run_copy(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure, show, and return the record. Without a device that is said, and is no error."""
     with progress_bar(console) as progress:
-        figures = device_copy.measure_copy(blocks=options.blocks, rounds=options.rounds, progress=progress)
-    show.show_copy(console, figures)
+        figures = device_copy.measure_copy(
+            blocks=options.blocks, rounds=options.rounds, progress=progress
+        )
+    report.show_copy(console, figures)
     return make_record("copy", figures.as_dict(), options.command)
 
 
@@ -196,7 +281,9 @@ def _integers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 8,16,32") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of numbers such as 8,16,32"
+        ) from None
 
 
 def _default_size(directories: Sequence[Path]) -> int:

@@ -1,7 +1,8 @@
 """Copies between CPU memory and a CUDA device: pinned and pageable, both ways, by block size.
 
-Blocks of one size follow one another on one stream (two for "both ways") until a fixed number of bytes has moved; times end
-when the device has. Without a device there is nothing to measure, which is said and is not an error.
+Blocks of one size follow one another on one stream (two for "both ways") until a fixed number of
+bytes has moved; times end when the device has. Without a device there is nothing to measure, which
+is said and is not an error.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _MOVED_BYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One block size, memory and direction. `of_best`: of the best pinned rate in this direction in this run."""
+    """One block size, memory and direction. `of_best`: of the best pinned rate in this direction in
+    this run.
+    """
 
     memory: str
     direction: str
@@ -37,7 +40,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class CopyFigures:
-    """All rows. `device` is empty, and `reason` says why, where there is none."""
+    """Rows of one measurement. `device` is empty, and `reason` says why, where there is none."""
 
     device: str
     reason: str
@@ -53,9 +56,14 @@ class CopyFigures:
 
 
 def measure_copy(
-    *, blocks: Sequence[int] = BLOCKS, rounds: int = 3, moved_bytes: int = _MOVED_BYTES, progress: Progress | None = None
+    *,
+    blocks: Sequence[int] = BLOCKS,
+    rounds: int = 3,
+    moved_bytes: int = _MOVED_BYTES,
+    progress: Progress | None = None,
 ) -> CopyFigures:
-    """Measure copies to and from the current CUDA device. Blocks for about half a minute at PCIe 4 speed.
+    """Measure copies to and from the current CUDA device. Blocks for about half a minute at PCIe 4
+    speed.
 
     Raises: ValueError for block sizes or rounds out of range.
     """
@@ -70,11 +78,20 @@ def measure_copy(
         return CopyFigures("", f"torch cannot be imported: {error}", ())
     if not torch.cuda.is_available():
         built = torch.version.cuda
-        why = "torch finds no CUDA device" if built else f"torch {torch.__version__} is built without CUDA"
+        why = (
+            "torch finds no CUDA device"
+            if built
+            else f"torch {torch.__version__} is built without CUDA"
+        )
         return CopyFigures("", f"no device: {why}", ())
     say = progress or (lambda _phase, _share: None)
     rates: dict[tuple[str, str, int], list[float]] = {}
-    keys = [(memory, direction, block) for memory in MEMORIES for direction in DIRECTIONS for block in blocks]
+    keys = [
+        (memory, direction, block)
+        for memory in MEMORIES
+        for direction in DIRECTIONS
+        for block in blocks
+    ]
     buffers = {memory: _Buffers(memory, max(blocks)) for memory in MEMORIES}
     for number in range(rounds):
         for index, key in enumerate(keys):

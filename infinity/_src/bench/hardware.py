@@ -1,4 +1,5 @@
-"""What a measurement was made on, and where a measurement may be made: machine, drives, default directories."""
+"""Hardware of a measurement: the machine, its drives, directories to measure in.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def cpu_model() -> str:
 
 
 def drive(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """File system and block device under `directory`; fields that sysfs does not tell are empty or None."""
+    """File system and block device under `directory`; fields that sysfs does not tell are empty or
+    None.
+    """
     device = Path(directory).stat().st_dev
     block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
     # A partition has no queue of its own: its parent directory is the drive.
@@ -86,8 +89,9 @@ def _number(path: Path) -> int | None:
 
 
 def default_directories(free_bytes_min: int = 1 << 28) -> list[Path]:
-    """Where swap may lie when nobody said: $INFINITY_NVME_DIR (several, separated by ':'), else the first of the
-    user's cache directory, the current directory and /var/tmp that is on a drive, writable and has room.
+    """Choose directories when none is named: $INFINITY_NVME_DIR (several, separated by ':'), else
+    the first of the user's cache directory, the current directory and /var/tmp that is on a drive,
+    writable and has room.
 
     Raises: ValueError when there is none.
     """
@@ -95,12 +99,15 @@ def default_directories(free_bytes_min: int = 1 << 28) -> list[Path]:
     if named:
         return [Path(part) for part in named.split(os.pathsep) if part]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    candidates = [cache, Path.cwd(), Path("/var/tmp")]  # noqa: S108 - swap files there are nameless and private
+    temporary = Path("/var/tmp")  # noqa: S108 - swap files there are nameless and private
+    candidates = [cache, Path.cwd(), temporary]
     for candidate in candidates:
         if _suitable(candidate, free_bytes_min):
             return [candidate]
     tried = ", ".join(str(candidate) for candidate in candidates)
-    raise ValueError(f"no directory on a drive with enough free space among {tried}; name one with --dir")
+    raise ValueError(
+        f"no directory on a drive with enough free space among {tried}; name one with --dir"
+    )
 
 
 def _suitable(path: Path, free_bytes_min: int) -> bool:
@@ -117,5 +124,8 @@ def describe(drives: Sequence[dict[str, Any]]) -> str:
     parts = []
     for found in drives:
         device = " ".join(part for part in (found["device"], found["model"]) if part)
-        parts.append(f"{found['path']} ({found['file_system'] or 'unknown file system'}{' on ' + device if device else ''})")
+        parts.append(
+            f"{found['path']} "
+            f"({found['file_system'] or 'unknown file system'}{' on ' + device if device else ''})"
+        )
     return ", ".join(parts)

@@ -1,7 +1,10 @@
 """Chunks on drives, and one stream of jobs per drive over them.
 
-Every drive has its own stream, so that a slow drive does not hold back a fast one, and each drive's share is seen. With one
-drive the stream runs in the calling thread.
+Every drive has its own stream, so that a slow drive does not hold back a fast one, and each drive's
+share is seen. With one drive the stream runs in the calling thread.
+
+What is written is random, so that no drive can compress it, and never the same block twice, so that
+none can deduplicate it.
 """
 
 from __future__ import annotations
@@ -22,8 +25,13 @@ from infinity.aio import _records as records
 from infinity.aio._executor import RING_BLOCK_BYTES
 from infinity.aio._records import piece_count
 
+# -- Chunks and streams ----------------------------------------------------------------------------
+
+
 CHUNK_BYTES = records.CHUNK_BYTES
-"""What a full chunk of the `exact` state takes (393,216 elements of 12 bytes), and so what one slot moves."""
+"""What a full chunk of the `exact` state takes (393,216 elements of 12 bytes), and so what one slot
+moves.
+"""
 
 _PIECE_BYTES = 65_536
 _WAVES = 3
@@ -43,7 +51,10 @@ class Sample:
     @property
     def drive_rates(self) -> tuple[float, ...]:
         """Bytes per second of each drive, all at work."""
-        return tuple(count / max(took, 1e-9) for count, took in zip(self.drive_bytes, self.drive_s, strict=True))
+        return tuple(
+            count / max(took, 1e-9)
+            for count, took in zip(self.drive_bytes, self.drive_s, strict=True)
+        )
 
     @property
     def rate(self) -> float:
@@ -57,7 +68,9 @@ class Sample:
 
 
 class Chunks:
-    """`count` chunks on each drive's file, one after the other; the checksums lie here, so any executor can verify them."""
+    """`count` chunks on each drive's file, one after the other; the checksums lie here, so any
+    executor can verify them.
+    """
 
     def __init__(self, drives: Sequence[aio.SwapFile], count: int) -> None:
         self.drives = tuple(drives)
@@ -85,17 +98,22 @@ class Chunks:
 
     @property
     def size_bytes(self) -> int:
-        """What the chunks in use take on all drives."""
+        """Bytes of the chunks in use on all drives."""
         return self.count * len(self.drives) * CHUNK_BYTES
 
 
 @final
 class Streams:
-    """An executor over the chunks, and phases on it. Close it before the chunks' drives; not safe to share among threads."""
+    """An executor over the chunks, and phases on it. Close it before the chunks' drives; not safe
+    to share among threads.
+    """
 
-    def __init__(self, chunks: Chunks, *, block_bytes: int | None, depth: int, backend: str, verify: str) -> None:
+    def __init__(
+        self, chunks: Chunks, *, block_bytes: int | None, depth: int, backend: str, verify: str
+    ) -> None:
         self.chunks = chunks
-        # Without a block: as many for eight threads with a chunk each as for a ring of the usual depth.
+        # Without a block: as many for eight threads with a chunk each as for a ring of the usual
+        # depth.
         in_flight = -(-depth * (block_bytes or RING_BLOCK_BYTES) // CHUNK_BYTES)
         self._slots = in_flight + max(8, in_flight // 4)
         self.executor = aio.open_executor(
@@ -112,7 +130,9 @@ class Streams:
 
     @property
     def request_bytes(self) -> int:
-        """The longest request that a job becomes: the executor's block as fitted to the drives, at most a chunk."""
+        """The longest request that a job becomes: the executor's block as fitted to the drives, at
+        most a chunk.
+        """
         return min(max(drive.block_bytes for drive in self.executor.stats().drives), CHUNK_BYTES)
 
     def close(self) -> None:
@@ -125,8 +145,12 @@ class Streams:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def jobs(self, kind: aio.JobKind, mask: int = 1, pointers: Any = 0) -> list[npt.NDArray[np.void]]:
-        """For each drive one job per chunk, in order. `pointers`: one address, or several that are taken in turn."""
+    def jobs(
+        self, kind: aio.JobKind, mask: int = 1, pointers: Any = 0
+    ) -> list[npt.NDArray[np.void]]:
+        """For each drive one job per chunk, in order. `pointers`: one address, or several that are
+        taken in turn.
+        """
         count = self.chunks.count
         found = []
         for ids in self._ids:
@@ -145,7 +169,8 @@ class Streams:
             self.executor.submit(jobs[: self._slots], priority=aio.Priority.DEMAND).wait()
 
     def run(self, jobs: Sequence[npt.NDArray[np.void]], deadline_s: float, step: Step) -> Sample:
-        """Run each drive's jobs in order until one drive has none left or the deadline passes. Blocks.
+        """Run each drive's jobs in order until one drive has none left or the deadline passes.
+        Blocks.
 
         Raises what a job raises, after what is in flight has ended.
         """
@@ -154,8 +179,10 @@ class Streams:
 
         def drive(number: int) -> None:
             try:
-                ended[number] = self._stream(jobs[number], deadline_s, stop, step if number == 0 else None)
-            except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread, below
+                ended[number] = self._stream(
+                    jobs[number], deadline_s, stop, step if number == 0 else None
+                )
+            except BaseException as error:  # noqa: BLE001 - raised again by the caller
                 ended[number] = error
             finally:
                 stop.set()
@@ -164,7 +191,9 @@ class Streams:
         if len(jobs) == 1:
             drive(0)
         else:
-            threads = [threading.Thread(target=drive, args=(number,)) for number in range(len(jobs))]
+            threads = [
+                threading.Thread(target=drive, args=(number,)) for number in range(len(jobs))
+            ]
             for thread in threads:
                 thread.start()
             try:
@@ -181,14 +210,23 @@ class Streams:
                 raise end
             assert end is not None
             results.append(end)
-        return Sample(tuple(sent * CHUNK_BYTES for sent, _ in results), tuple(took for _, took in results), cpu_s)
+        return Sample(
+            tuple(sent * CHUNK_BYTES for sent, _ in results),
+            tuple(took for _, took in results),
+            cpu_s,
+        )
 
     def _stream(
-        self, jobs: npt.NDArray[np.void], deadline_s: float, stop: threading.Event, step: Step | None
+        self,
+        jobs: npt.NDArray[np.void],
+        deadline_s: float,
+        stop: threading.Event,
+        step: Step | None,
     ) -> tuple[int, float]:
         """(jobs done, seconds) of one drive."""
-        # A wave of twice the slots: small ones cost a wake-up of this thread each, which is half of the CPU time then. Three
-        # keep every slot busy, also where this thread waits for a core, and still let a deadline mean something.
+        # A wave of twice the slots: small ones cost a wake-up of this thread each, which is half of
+        # the CPU time then. Three keep every slot busy, also where this thread waits for a core,
+        # and still let a deadline mean something.
         wave = 2 * self._slots
         flying: deque[aio.Ticket] = deque()
         start = time.monotonic()
@@ -209,3 +247,57 @@ class Streams:
 def _cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
+
+
+# -- Content of the chunks -------------------------------------------------------------------------
+
+
+_CHUNKS_PER_DRIVE = 8
+_BLOCK_WORDS = 512
+
+
+class Content:
+    """Two halves of random bytes, `half` chunks each: one is written while the other is made new.
+
+    A half is made new by XOR of every word with a random constant: as random as before, different
+    everywhere, at the speed of memory. (Making random numbers takes a core per GB/s.)
+    """
+
+    def __init__(self, drive_count: int) -> None:
+        self.half = _CHUNKS_PER_DRIVE * drive_count
+        self._slab = aio.Slab(2 * self.half * CHUNK_BYTES)
+        self._random = np.random.default_rng()
+        words = self._slab.array(np.uint64)
+        # 64 KiB of generated numbers at a time, or the first measurement would wait for a second
+        # array of this size.
+        for start in range(0, len(words), 1 << 20):
+            part = words[start : start + (1 << 20)]
+            part[:] = self._random.integers(0, 2**64, size=len(part), dtype=np.uint64)
+
+    def renew(self, half: int) -> None:
+        """Make half 0 or 1 new. Nothing may be reading it."""
+        words = self._slab.array(
+            np.uint64, offset=half * self.half * CHUNK_BYTES, count=self.half * CHUNK_BYTES // 8
+        )
+        words ^= self._random.integers(1, 2**64, dtype=np.uint64)
+
+    def addresses(self, half: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        """Addresses of the chunks of a half."""
+        first = self._slab.address + half * self.half * CHUNK_BYTES
+        return np.arange(first, first + self.half * CHUNK_BYTES, CHUNK_BYTES, dtype=np.uint64)
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes of both halves."""
+        return self._slab.memory
+
+    def close(self) -> None:
+        """Free the memory. Nothing may be reading it."""
+        self._slab.close()
+
+
+def is_hole(page: bytes | memoryview) -> bool:
+    """True for a page that reads as a hole or as unfilled memory does: every word the same.
+    """
+    words = np.frombuffer(page, dtype=np.uint64, count=min(_BLOCK_WORDS, len(page) // 8))
+    return bool((words == words[0]).all())

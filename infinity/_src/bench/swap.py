@@ -1,13 +1,15 @@
 """Swap bandwidth of one or several drives, measured through the same executor that training uses.
 
-    fill    random bytes, copied and checksummed, onto fresh extents        (also proves that the drive takes them)
+    fill    random bytes, copied and checksummed, onto fresh extents (proves that the drive
+            takes them, too)
     verify  a sample read back, or everything, every checksum compared
-    rounds  read | write | mixed, each beside the limit: what fio gets from another file that was written before
+    rounds  read | write | mixed, each beside the limit: fio on another file, written before
 
-Rounds alternate kinds and arms, so that a drive whose speed drifts is seen from all sides. With `checksums="off"` they
-move slots as they are (`MASK_MOVE_ONLY`): they measure the drive and the rings, not memcpy; what they write is the random
-data that earlier reads left in the slots, about 72 MiB that repeats. With "full" and "sample" every chunk is copied and
-its checksums are computed (write) or compared (read), and what is written is made new for every round. A phase ends at the
+Rounds alternate kinds and arms, so that a drive whose speed drifts is seen from all sides. With
+`checksums="off"` they move slots as they are (`MASK_MOVE_ONLY`): they measure the drive and the
+rings, not memcpy; what they write is the random data that earlier reads left in the slots, about 72
+MiB that repeats. With "full" and "sample" every chunk is copied and its checksums are computed
+(write) or compared (read), and what is written is made new for every round. A phase ends at the
 data's end or at its deadline.
 """
 
@@ -17,22 +19,233 @@ import dataclasses
 import math
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
 from infinity import aio
-from infinity._src.bench.content import Content, is_hole
-from infinity._src.bench.figures import KINDS, PhaseFigures, SwapFigures
-from infinity._src.bench.limits import Limit, check_limit, open_limit
-from infinity._src.bench.streams import CHUNK_BYTES, Chunks, Sample, Streams
+from infinity._src.bench.reference import Reference, check_reference, open_reference
+from infinity._src.bench.streams import CHUNK_BYTES, Chunks, Content, Sample, Streams, is_hole
 from infinity._src.sizes import format_size
+from infinity.aio import DriveStats, IoSettings
 from infinity.aio._records import ALIGNMENT_BYTES
 from infinity.errors import AioError
+
+# -- Figures ---------------------------------------------------------------------------------------
+
+
+KINDS = ("read", "write", "mixed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Bandwidths of the rounds of one phase, in bytes per second."""
+
+    rounds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle round, which is what is reported."""
+        return statistics.median(self.rounds)
+
+    @property
+    def gbps(self) -> float:
+        """The median in GB/s (10^9 bytes)."""
+        return self.median / 1e9
+
+    @property
+    def rounds_gbps(self) -> list[float]:
+        """Every round in GB/s."""
+        return [value / 1e9 for value in self.rounds]
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseFigures:
+    """One kind of phase: a sample per round, and the limit's samples in the same rounds (none where
+    it was not measured).
+    """
+
+    samples: tuple[Sample, ...]
+    limit_samples: tuple[Sample, ...] = ()
+
+    @property
+    def spread(self) -> Spread:
+        """Bandwidths of all drives together."""
+        return Spread(tuple(sample.rate for sample in self.samples))
+
+    @property
+    def limit(self) -> Spread | None:
+        """The limit, all drives together."""
+        return (
+            Spread(tuple(sample.rate for sample in self.limit_samples))
+            if self.limit_samples
+            else None
+        )
+
+    @property
+    def of_limit_rounds(self) -> tuple[float, ...]:
+        """Achieved / limit of each round: drives drift, so only rates of one round compare."""
+        pairs = zip(self.samples, self.limit_samples, strict=False)
+        return tuple(ours.rate / limit.rate for ours, limit in pairs)
+
+    @property
+    def of_limit(self) -> float | None:
+        """The median of achieved / limit."""
+        return statistics.median(self.of_limit_rounds) if self.limit_samples else None
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        """Median CPU seconds per 10^9 bytes."""
+        return statistics.median(sample.cpu_s_per_gb for sample in self.samples)
+
+    @property
+    def limit_cpu_s_per_gb(self) -> float | None:
+        """Median CPU seconds per 10^9 bytes of the limit."""
+        return (
+            statistics.median(one.cpu_s_per_gb for one in self.limit_samples)
+            if self.limit_samples
+            else None
+        )
+
+    def drive(self, number: int) -> Spread:
+        """One drive's part while all are at work."""
+        return Spread(tuple(sample.drive_rates[number] for sample in self.samples))
+
+    def as_dict(self, directories: Sequence[str]) -> dict[str, Any]:
+        """Ready for JSON."""
+        total = self.spread.median
+        drives = {
+            directory: {"gbps": self.drive(number).gbps, "share": self.drive(number).median / total,
+                        "rounds": self.drive(number).rounds_gbps}
+            for number, directory in enumerate(directories)
+        }  # fmt: skip
+        limit = None
+        if self.limit is not None:
+            limit = {
+                "gbps": self.limit.gbps,
+                "rounds": self.limit.rounds_gbps,
+                "cpu_s_per_gb": self.limit_cpu_s_per_gb,
+                "cpu_rounds": [sample.cpu_s_per_gb for sample in self.limit_samples],
+            }
+        return {
+            "gbps": self.spread.gbps,
+            "rounds": self.spread.rounds_gbps,
+            "cpu_s_per_gb": self.cpu_s_per_gb,
+            "cpu_rounds": [sample.cpu_s_per_gb for sample in self.samples],
+            "of_limit": self.of_limit,
+            "of_limit_rounds": list(self.of_limit_rounds),
+            "limit": limit,
+            "drives": drives,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class SwapFigures:
+    """Figures of one measurement. `size_bytes` is what was really written and read back in a round.
+
+    `block_bytes` is the longest request that was sent; `block_bytes_asked` what was asked for, None
+    for what suits the backend.
+
+    `verified_bytes` were read back and their checksums compared, apart from what the rounds
+    themselves compare. `limit_by` names what measured the limit, empty without one.
+    """
+
+    read: PhaseFigures
+    write: PhaseFigures
+    mixed: PhaseFigures
+    fill_bytes_per_s: float
+    size_bytes: int
+    block_bytes: int
+    block_bytes_asked: int | None
+    depth: int
+    checksums: str
+    backend: str
+    backend_reason: str
+    direct: bool
+    huge_page_share: float
+    registered: bool
+    verified_bytes: int
+    limit_by: str
+    drives: tuple[DriveStats, ...]
+
+    @property
+    def phases(self) -> dict[str, PhaseFigures]:
+        """The phases by name, in order."""
+        return {"read": self.read, "write": self.write, "mixed": self.mixed}
+
+    @property
+    def directories(self) -> list[str]:
+        """The drives' directories, absolute."""
+        return [str(Path(drive.path).absolute()) for drive in self.drives]
+
+    @property
+    def settings(self) -> IoSettings:
+        """Settings for `Policy(io=...)`: the sizes asked for, the backend, and each drive's
+        bandwidths.
+        """
+        bandwidths = {
+            directory: (self.read.drive(number).median, self.write.drive(number).median)
+            for number, directory in enumerate(self.directories)
+        }
+        return IoSettings(self.block_bytes_asked, self.depth, bandwidths, self.backend)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures ready for JSON; rates are in 10^9 bytes per second, medians where there is
+        one number.
+        """
+        return {
+            "read_gbps": self.read.spread.gbps,
+            "write_gbps": self.write.spread.gbps,
+            "mixed_gbps": self.mixed.spread.gbps,
+            "fill_gbps": self.fill_bytes_per_s / 1e9,
+            "rounds": {
+                f"{name}_gbps": phase.spread.rounds_gbps for name, phase in self.phases.items()
+            },
+            "phases": {
+                name: phase.as_dict(self.directories) for name, phase in self.phases.items()
+            },
+            "limit_by": self.limit_by or None,
+            "settings": self.settings.as_dict(),
+            "size_bytes": self.size_bytes,
+            "block_bytes": self.block_bytes,
+            "depth": self.depth,
+            "checksums": self.checksums,
+            "backend": self.backend,
+            "backend_reason": self.backend_reason,
+            "direct": self.direct,
+            "huge_page_share": self.huge_page_share,
+            "registered": self.registered,
+            "verified_bytes": self.verified_bytes,
+            "drives": [drive_as_dict(drive) for drive in self.drives],
+        }
+
+
+def drive_as_dict(drive: DriveStats) -> dict[str, Any]:
+    """One drive's counters over the whole measurement, ready for JSON."""
+    latencies = {"read_latency": drive.read_latency, "write_latency": drive.write_latency}
+    return {
+        "path": str(Path(drive.path).absolute()),
+        "bytes_read": drive.bytes_read,
+        "bytes_written": drive.bytes_written,
+        "block_bytes": drive.block_bytes,
+        "depth": drive.depth,
+        "depth_mean": drive.depth_mean,
+        "in_flight_max": drive.in_flight_max,
+        "retries": drive.retries,
+        "short_transfers": drive.short_transfers,
+        "direct": drive.direct,
+        "direct_reason": drive.direct_reason,
+        **{name: dataclasses.asdict(latency) for name, latency in latencies.items()},
+    }
+
+
+# -- The measurement -------------------------------------------------------------------------------
+
 
 CHECKSUMS = ("off", "sample", "full")
 
@@ -44,7 +257,7 @@ _SAMPLE_CHUNKS = 16
 
 @dataclasses.dataclass(frozen=True)
 class SwapTask:
-    """What to measure. Raises ValueError naming what is wrong and the fix.
+    """Settings of a measurement. Raises ValueError naming what is wrong and the fix.
 
     block_bytes: None for what suits the backend, which is what training uses.
     """
@@ -62,19 +275,24 @@ class SwapTask:
 
     def __post_init__(self) -> None:
         if self.size_bytes < 4 * CHUNK_BYTES:
-            raise ValueError(f"size={self.size_bytes} bytes is too small to measure; use at least 32MiB")
+            raise ValueError(
+                f"size={self.size_bytes} bytes is too small to measure; use at least 32MiB"
+            )
         if self.rounds < 1:
             raise ValueError(f"rounds={self.rounds} must be at least 1")
         if not 0 < self.phase_s < 3600:
             raise ValueError(f"seconds={self.phase_s} must be above 0 and below 3600")
         if self.checksums not in CHECKSUMS:
-            raise ValueError(f"checksums={self.checksums!r} is not known; use one of {', '.join(CHECKSUMS)}")
+            raise ValueError(
+                f"checksums={self.checksums!r} is not known; use one of {', '.join(CHECKSUMS)}"
+            )
         if self.block_bytes is not None and self.block_bytes > CHUNK_BYTES:
             raise ValueError(
-                f"block_bytes={self.block_bytes} is more than a chunk has; use at most {CHUNK_BYTES} (4.5 MiB)"
+                f"block_bytes={self.block_bytes} is more than a chunk has; use at most "
+                f"{CHUNK_BYTES} (4.5 MiB)"
             )
         aio.IoSettings(block_bytes=self.block_bytes, depth=self.depth)
-        check_limit(self.limit)
+        check_reference(self.limit)
         check_directories(self.directories)
         check_room(self.directories, self.size_bytes * (1 if self.limit == "off" else 2))
 
@@ -90,12 +308,16 @@ def check_directories(directories: Sequence[Path]) -> None:
         raise ValueError("no directory to measure; name one with --dir")
     missing = [str(directory) for directory in directories if not directory.exists()]
     if missing:
-        raise ValueError(f"directory {', '.join(missing)} does not exist; create it, or name another with --dir")
+        raise ValueError(
+            f"directory {', '.join(missing)} does not exist; create it, or name another with --dir"
+        )
     for directory in directories:
         if not directory.is_dir():
             raise ValueError(f"{directory} is not a directory; name one with --dir")
         if not os.access(directory, os.W_OK | os.X_OK):
-            raise ValueError(f"directory {directory} cannot be written to by this user; name another with --dir")
+            raise ValueError(
+                f"directory {directory} cannot be written to by this user; name another with --dir"
+            )
     if len({directory.resolve() for directory in directories}) != len(directories):
         raise ValueError(f"--dir names a directory twice: {', '.join(map(str, directories))}")
 
@@ -112,14 +334,18 @@ def check_room(directories: Sequence[Path], size_bytes: int) -> None:
         room, directory = free[device]
         if need > room:
             raise ValueError(
-                f"not enough space: {directory} has {format_size(room)} free and {format_size(need)} are needed; "
-                "use a smaller --size (with a limit, twice the size is needed: --limit off saves half), or another --dir"
+                f"not enough space: {directory} has {format_size(room)} free and "
+                f"{format_size(need)} are needed; "
+                "use a smaller --size (with a limit, twice the size is needed: --limit off saves "
+                "half), or another --dir"
             )
 
 
 @final
 class Bench:
-    """The files, chunks and content of a measurement; sweep and swap share it. Close it (a context) and nothing is left."""
+    """The files, chunks and content of a measurement; sweep and swap share it. Close it (a context)
+    and nothing is left.
+    """
 
     def __init__(self, task: SwapTask, say: Progress) -> None:
         self.task = task
@@ -148,7 +374,13 @@ class Bench:
 
     def streams(self, *, block_bytes: int | None, depth: int, verify: str) -> Streams:
         """An executor over the chunks."""
-        return Streams(self.chunks, block_bytes=block_bytes, depth=depth, backend=self.task.backend, verify=verify)
+        return Streams(
+            self.chunks,
+            block_bytes=block_bytes,
+            depth=depth,
+            backend=self.task.backend,
+            verify=verify,
+        )
 
     def fill(self, streams: Streams) -> float:
         """Write random bytes everywhere the deadline allows; returns bytes per second.
@@ -180,7 +412,8 @@ class Bench:
         return self.chunks.size_bytes / took_s
 
     def verify(self, streams: Streams, phase: str, *, everything: bool) -> int:
-        """Read chunks back and compare their checksums (`streams` must verify in full); returns the bytes.
+        """Read chunks back and compare their checksums (`streams` must verify in full); returns the
+        bytes.
 
         Raises ChecksumError.
         """
@@ -193,15 +426,22 @@ class Bench:
                 picked = np.linspace(0, self.chunks.count - 1, count).astype(np.int64)
                 jobs = [one[picked] for one in jobs]
             # Drive after drive: a run over several ends with the first that is done.
-            samples = [streams.run([one], math.inf, lambda share: self.say(phase, share)) for one in jobs]
+            samples = [
+                streams.run([one], math.inf, lambda share: self.say(phase, share)) for one in jobs
+            ]
         return sum(sum(sample.drive_bytes) for sample in samples)
 
     def check_no_holes(self) -> None:
-        """Look at some pages as they lie on the drives. Raises AioError where one is not random data."""
+        """Look at some pages as they lie on the drives. Raises AioError where one is not random
+        data.
+        """
         with aio.Slab(ALIGNMENT_BYTES) as page:
             for drive in self.chunks.drives:
                 for chunk in np.linspace(0, self.chunks.count - 1, _SAMPLE_CHUNKS).astype(np.int64):
-                    offset = int(chunk) * CHUNK_BYTES + CHUNK_BYTES // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+                    offset = (
+                        int(chunk) * CHUNK_BYTES
+                        + CHUNK_BYTES // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+                    )
                     moved = os.preadv(drive.fd, [page.memory], offset)
                     if moved != page.size_bytes or is_hole(page.memory):
                         raise AioError(
@@ -211,17 +451,19 @@ class Bench:
                             offset=offset,
                         )
 
-    def limit(self, name: str, *, block_bytes: int, depth: int) -> Limit | None:
-        """What else the drives give, measured on files of its own as large as the chunks."""
+    def limit(self, name: str, *, block_bytes: int, depth: int) -> Reference | None:
+        """Open the reference over files of its own, as large as the chunks."""
         if name == "off":
             return None
         files = self._files()
         for file in files:
             file.grow(self.chunks.count * CHUNK_BYTES)
         self.say("fill for the limit", 0.0)
-        return open_limit(name, files, self.content, block_bytes=block_bytes, depth=depth)
+        return open_reference(name, files, self.content, block_bytes=block_bytes, depth=depth)
 
-    def phases(self, streams: Streams, checksums: str) -> dict[str, list[np.ndarray[tuple[int], np.dtype[np.void]]]]:
+    def phases(
+        self, streams: Streams, checksums: str
+    ) -> dict[str, list[np.ndarray[tuple[int], np.dtype[np.void]]]]:
         """The jobs of each kind and drive."""
         if checksums == "off":
             reads = streams.jobs(aio.JobKind.FETCH, 1 | aio.MASK_MOVE_ONLY)
@@ -244,14 +486,17 @@ class Bench:
 def measure_swap(task: SwapTask, progress: Progress | None = None) -> SwapFigures:
     """Measure the drives together, as `task` says.
 
-    Blocks for about 3 * rounds * phase_s, twice that with a limit, and the time to write size_bytes (twice). Leaves
-    nothing behind, whatever ends it. The memory that it takes is about 300 MiB per drive.
+    Blocks for about 3 * rounds * phase_s, twice that with a limit, and the time to write size_bytes
+    (twice). Leaves nothing behind, whatever ends it. The memory that it takes is about 300 MiB per
+    drive.
     Raises: ValueError, SwapFullError, AioError, MemoryError.
     """
     say = progress or (lambda _phase, _share: None)
     with Bench(task, say) as bench:
         verify = "sample" if task.checksums == "sample" else "full"
-        with bench.streams(block_bytes=task.block_bytes, depth=task.depth, verify=verify) as streams:
+        with bench.streams(
+            block_bytes=task.block_bytes, depth=task.depth, verify=verify
+        ) as streams:
             fill = bench.fill(streams)
             verified = _verify(bench, streams, "verify", everything=task.verify_all)
             block_bytes = streams.request_bytes
@@ -285,14 +530,17 @@ def _verify(bench: Bench, streams: Streams, phase: str, *, everything: bool) -> 
     """Verify with an executor that compares every checksum, whatever `streams` does."""
     if bench.task.checksums != "sample":
         return bench.verify(streams, phase, everything=everything)
-    with bench.streams(block_bytes=bench.task.block_bytes, depth=bench.task.depth, verify="full") as full:
+    with bench.streams(
+        block_bytes=bench.task.block_bytes, depth=bench.task.depth, verify="full"
+    ) as full:
         return bench.verify(full, phase, everything=everything)
 
 
 def measure_rounds(
-    bench: Bench, streams: Streams, limit: Limit | None
+    bench: Bench, streams: Streams, limit: Reference | None
 ) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]]]:
-    """(ours, the limit's) samples of each kind, one per round; the arm that goes first alternates."""
+    """(ours, the limit's) samples of each kind, one per round; the arm that goes first alternates.
+    """
     task, say = bench.task, bench.say
     phases = bench.phases(streams, task.checksums)
     ours: dict[str, list[Sample]] = {kind: [] for kind in KINDS}
@@ -304,7 +552,9 @@ def measure_rounds(
             label = f"{kind} {number + 1}/{task.rounds}"
 
             def arm_ours(kind: str = kind, label: str = label) -> None:
-                ours[kind].append(streams.run(phases[kind], task.phase_s, lambda share: say(label, share)))
+                ours[kind].append(
+                    streams.run(phases[kind], task.phase_s, lambda share: say(label, share))
+                )
 
             def arm_limit(kind: str = kind, label: str = label) -> None:
                 if limit is not None:

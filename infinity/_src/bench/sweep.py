@@ -1,7 +1,9 @@
-"""Which block size and depth a drive likes: a coarse look at all pairs, then the best few and the default in turns.
+"""Search for a drive's block size and depth: a coarse look at all pairs, then the best few and the
+default in turns.
 
-Judged by mixed bandwidth, which is what a step does (14 bytes read and 12 written per parameter). Of what lies within
-`CLOSE` of the best the pair with the least bytes in flight wins: it needs the least pinned memory.
+Judged by mixed bandwidth, which is what a step does (14 bytes read and 12 written per parameter).
+Of what lies within `CLOSE` of the best the pair with the least bytes in flight wins: it needs the
+least pinned memory.
 """
 
 from __future__ import annotations
@@ -11,15 +13,15 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from infinity._src.bench.figures import KINDS
 from infinity._src.bench.streams import CHUNK_BYTES, Streams
-from infinity._src.bench.swap import Bench, Progress, SwapTask
+from infinity._src.bench.swap import KINDS, Bench, Progress, SwapTask
 from infinity._src.sizes import KIB, MIB
 
 BLOCKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, CHUNK_BYTES)
 DEPTHS = (4, 8, 16, 32, 64)
 IN_FLIGHT_MAX_BYTES = 128 * MIB
-"""Pairs with more in flight per drive are left out: no drive needs it, and it is all pinned memory."""
+"""Pairs with more in flight per drive are left out: no drive needs it, and it is all pinned memory.
+"""
 CLOSE = 0.03
 
 _LOOK_S = 0.3
@@ -75,10 +77,16 @@ class SweepFigures:
 
 def pairs(blocks: Sequence[int], depths: Sequence[int]) -> list[tuple[int, int]]:
     """The pairs worth trying. Raises ValueError when none is."""
-    found = [(block, depth) for block in blocks for depth in depths if block * depth <= IN_FLIGHT_MAX_BYTES]
+    found = [
+        (block, depth)
+        for block in blocks
+        for depth in depths
+        if block * depth <= IN_FLIGHT_MAX_BYTES
+    ]
     if not found:
         raise ValueError(
-            f"every pair of --sweep-blocks and --sweep-depths has more than {IN_FLIGHT_MAX_BYTES >> 20} MiB in flight; "
+            "every pair of --sweep-blocks and --sweep-depths has more than "
+            f"{IN_FLIGHT_MAX_BYTES >> 20} MiB in flight; "
             "use smaller ones"
         )
     return found
@@ -96,7 +104,8 @@ def choose(points: Sequence[Point]) -> Point:
 def measure_sweep(
     task: SwapTask, blocks: Sequence[int], depths: Sequence[int], progress: Progress | None = None
 ) -> SweepFigures:
-    """Try every pair on the drives of `task` together. Blocks for about 2 s a pair and 60 s for the best few.
+    """Try every pair on the drives of `task` together. Blocks for about 2 s a pair and 60 s for the
+    best few.
 
     Leaves nothing behind. Raises as `measure_swap`.
     """
@@ -107,7 +116,9 @@ def measure_sweep(
     wanted = pairs(blocks, depths)
     say = progress or (lambda _phase, _share: None)
     with Bench(task, say) as bench:
-        with bench.streams(block_bytes=task.block_bytes, depth=task.depth, verify="full") as streams:
+        with bench.streams(
+            block_bytes=task.block_bytes, depth=task.depth, verify="full"
+        ) as streams:
             default = (streams.request_bytes, streams.executor.stats().drives[0].depth)
             bench.fill(streams)
             bench.verify(streams, "verify", everything=task.verify_all)
@@ -120,13 +131,19 @@ def measure_sweep(
 
 
 def _look(bench: Bench, points: Sequence[Point]) -> None:
-    """A short look at every pair, there and back again, so that drift meets both ends; equal pairs are left unmeasured."""
+    """A short look at every pair, there and back again, so that drift meets both ends; equal pairs
+    are left unmeasured.
+    """
     owner: dict[object, Point] = {}
     for number, point in enumerate([*points, *reversed(points)]):
         bench.say(f"{point.block_bytes // KIB} KiB x {point.depth}", number / (2 * len(points)))
-        with bench.streams(block_bytes=point.block_bytes, depth=point.depth, verify="off") as streams:
+        with bench.streams(
+            block_bytes=point.block_bytes, depth=point.depth, verify="off"
+        ) as streams:
             # Executors fit both to the device: two pairs may be one and the same.
-            fitted = tuple((drive.block_bytes, drive.depth) for drive in streams.executor.stats().drives)
+            fitted = tuple(
+                (drive.block_bytes, drive.depth) for drive in streams.executor.stats().drives
+            )
             # A backend that does not say is measured as it is.
             if all(map(all, fitted)) and owner.setdefault(fitted, point) is not point:
                 continue
@@ -134,7 +151,9 @@ def _look(bench: Bench, points: Sequence[Point]) -> None:
 
 
 def _final(bench: Bench, points: Sequence[Point], default: tuple[int, int]) -> None:
-    """The best few, and beside them what is used without a sweep, in turns, so that drift meets all of them."""
+    """The best few, and beside them what is used without a sweep, in turns, so that drift meets all
+    of them.
+    """
     ranked = sorted(points, key=lambda point: -point.rate("mixed"))[:_FINALISTS]
     ranked += [
         point
@@ -148,7 +167,9 @@ def _final(bench: Bench, points: Sequence[Point], default: tuple[int, int]) -> N
     for number in range(_FINAL_ROUNDS):
         for index, point in enumerate(ranked):
             bench.say("the best again", (number + index / len(ranked)) / _FINAL_ROUNDS)
-            with bench.streams(block_bytes=point.block_bytes, depth=point.depth, verify="off") as streams:
+            with bench.streams(
+                block_bytes=point.block_bytes, depth=point.depth, verify="off"
+            ) as streams:
                 _measure(bench, streams, point, min(_FINAL_S, bench.task.phase_s))
 
 

@@ -1,1 +1,1 @@
-"""What outlives a run: exports, checkpoints, durable runs, and the formats of others."""
+"""Checkpoints: saving, restoring and checking a run, durable runs, and the formats of others."""

@@ -1,9 +1,12 @@
-"""A checkpoint's directory: names of its files, which generations are whole, files written so that a crash leaves all or nothing.
+"""A checkpoint's directory: names of its files, whole generations, files that a crash leaves whole
+or not at all.
 
-    manifest-<generation>.rank<r>   data-<generation>.rank<r>   buffers-<generation>.rank<r>   extra-<generation>.rank<r>
+    manifest-<generation>.rank<r>   data-<generation>.rank<r>
+    buffers-<generation>.rank<r>    extra-<generation>.rank<r>
 
-A save writes the files of a new generation beside those of the last one, the manifests last; what is older goes when every
-rank's manifest is there. So at any moment the directory has a whole generation, once it has had one.
+A save writes the files of a new generation beside those of the last one, the manifests last; older
+ones go when every rank's manifest is there. So at any moment the directory has a whole generation,
+once it has had one. The bytes of a file reach the drive before its name does.
 """
 
 from __future__ import annotations
@@ -19,9 +22,7 @@ from pathlib import Path
 
 import xxhash
 
-from infinity._src.checkpoint import syncing
-from infinity._src.checkpoint.manifest import FileEntry, Manifest, manifest_name
-from infinity._src.checkpoint.manifest_check import check_manifest
+from infinity._src.checkpoint.manifest import FileEntry, Manifest, check_manifest, manifest_name
 from infinity.errors import AioError, ChecksumError, DeviceFailedError, SwapFullError
 
 log = logging.getLogger("infinity")
@@ -31,12 +32,12 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def file_name(kind: str, generation: int, rank: int) -> str:
-    """The name of a file of a checkpoint."""
+    """Name a file of a checkpoint."""
     return f"{kind}-{generation:08d}.rank{rank}"
 
 
 def files_of(directory: Path) -> Iterator[tuple[Path, int]]:
-    """The files there that saves made, and the generation of each."""
+    """Yield the files there that saves made, and the generation of each."""
     for path in directory.iterdir():
         found = _NAME.fullmatch(path.name)
         if found is not None:
@@ -44,50 +45,65 @@ def files_of(directory: Path) -> Iterator[tuple[Path, int]]:
 
 
 def is_of(path: Path, rank: int) -> bool:
-    """Whether a rank made that file of a save."""
+    """Return whether a rank made that file of a save."""
     return path.name.removesuffix(".partial").endswith(f".rank{rank}")
 
 
 def next_generation(directory: Path) -> int:
-    """The number of a save that begins now: no file has it yet."""
+    """Return the number of a save that begins now: no file has it yet."""
     return max((generation for _, generation in files_of(directory)), default=0) + 1
 
 
 def generations(directory: Path) -> list[int]:
-    """The generations that have a manifest, whole or not, newest first."""
-    found = {generation for path, generation in files_of(directory) if path.name.startswith("manifest-")}
+    """List the generations that have a manifest, whole or not, newest first."""
+    found = {
+        generation for path, generation in files_of(directory) if path.name.startswith("manifest-")
+    }
     return sorted(found, reverse=True)
 
 
 def begun_commits(directory: Path) -> list[int]:
-    """The generations of which some rank's manifest has its name, newest first: no save that is under way or was broken off."""
-    found = {number for path, number in files_of(directory) if path.name.startswith("manifest-") and path.suffix != ".partial"}
+    """List the generations in which some rank's manifest has its name, newest first: no save that
+    is under way or was broken off.
+    """
+    found = {
+        number
+        for path, number in files_of(directory)
+        if path.name.startswith("manifest-") and path.suffix != ".partial"
+    }
     return sorted(found, reverse=True)
 
 
 def read_generation(directory: Path, generation: int) -> list[Manifest]:
-    """The manifests of all ranks of one generation. Raises: AioError (ENOENT) for one that is missing or of another save,
-    ChecksumError for a damaged one; both name it."""
+    """Read the manifests of all ranks of one generation.
+
+    Raises: AioError (ENOENT) for one that is missing or of another save, ChecksumError for a
+    damaged one; both name it.
+    """
     first = read_manifest(directory / manifest_name(generation, 0))
     manifests = [first]
     for rank in range(1, first.world):
         path = directory / manifest_name(generation, rank)
         other = read_manifest(path)
         if (other.save, other.world, other.rank) != (first.save, first.world, rank):
-            raise AioError("the manifest is of another save than that of rank 0", path=str(path), op="read")
+            raise AioError(
+                "the manifest is of another save than that of rank 0", path=str(path), op="read"
+            )
         manifests.append(other)
     return manifests
 
 
 def newest_generation(directory: Path) -> list[Manifest]:
-    """The manifests of the newest whole generation; one that some rank's manifest is missing of was never committed.
+    """Read the manifests of the newest whole generation. A generation that lacks a rank's manifest
+    was never committed.
 
-    Raises: AioError (ENOENT) where there is none; ChecksumError for a manifest that is there and damaged: that is not passed
-    over in silence.
+    Raises: AioError (ENOENT) where there is none; ChecksumError for a manifest that is there and
+    damaged: it is not passed over in silence.
     """
     if not directory.is_dir():
         raise AioError("there is no checkpoint", errno=errno.ENOENT, path=str(directory), op="open")
     missing: AioError | None = None
+    # A newer generation may lack manifests: its save is under way, or was broken off.
     for generation in generations(directory):
         try:
             return read_generation(directory, generation)
@@ -96,25 +112,37 @@ def newest_generation(directory: Path) -> list[Manifest]:
                 raise
             missing = missing or error
     raise AioError(
-        "there is no whole checkpoint" + (f" ({missing})" if missing else ""), errno=errno.ENOENT, path=str(directory), op="open"
+        "there is no whole checkpoint" + (f" ({missing})" if missing else ""),
+        errno=errno.ENOENT,
+        path=str(directory),
+        op="open",
     ) from missing
 
 
 def read_manifest(path: Path) -> Manifest:
-    """One manifest. Raises: AioError, ChecksumError, ValueError."""
+    """Read one manifest. Raises: AioError, ChecksumError, ValueError."""
     manifest = Manifest.decode(_read(path), str(path))
     check_manifest(manifest, str(path))
     return manifest
 
 
 def read_attachment(directory: Path, file: FileEntry) -> bytes:
-    """A whole small file. Raises: AioError where it is missing or shorter, ChecksumError where it is not what was written."""
+    """Read a whole small file. Raises: AioError where it is missing or shorter, ChecksumError where
+    it is damaged.
+    """
     path = directory / file.name
     data = _read(path)
     if len(data) != file.size_bytes:
-        raise AioError(f"the file has {len(data)} bytes, not {file.size_bytes}", path=str(path), op="read", length=len(data))
+        raise AioError(
+            f"the file has {len(data)} bytes, not {file.size_bytes}",
+            path=str(path),
+            op="read",
+            length=len(data),
+        )
     if xxhash.xxh3_128_hexdigest(data) != file.digest:
-        raise ChecksumError("the file is not what was written", path=str(path), op="read", length=len(data))
+        raise ChecksumError(
+            "the file is not what was written", path=str(path), op="read", length=len(data)
+        )
     return data
 
 
@@ -123,7 +151,9 @@ def check_length(path: Path, file: FileEntry) -> None:
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise AioError("a file of a checkpoint is missing", errno=error.errno or 0, path=str(path), op="open") from error
+        raise AioError(
+            "a file of a checkpoint is missing", errno=error.errno or 0, path=str(path), op="open"
+        ) from error
     if size < file.size_bytes:
         raise AioError(
             f"the file was cut short: it has {size} bytes of {file.size_bytes}",
@@ -135,12 +165,14 @@ def check_length(path: Path, file: FileEntry) -> None:
 
 
 def write_attachment(directory: Path, name: str, data: bytes) -> FileEntry:
-    """A whole small file, on the drive when this returns. Raises: SwapFullError, DeviceFailedError, AioError."""
+    """Write a whole small file, on the drive when this returns. Raises: SwapFullError,
+    DeviceFailedError, AioError.
+    """
     path = directory / name
     with typed_errors(path, "write", len(data)):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            view = memoryview(data)
+            view = memoryview(data)  # a write may be short
             while view:
                 view = view[os.write(fd, view) :]
             os.fsync(fd)
@@ -149,20 +181,58 @@ def write_attachment(directory: Path, name: str, data: bytes) -> FileEntry:
     return FileEntry(name, len(data), xxhash.xxh3_128_hexdigest(data))
 
 
+def fsync_file(path: Path) -> None:
+    """Return when the file's bytes are on the drive. Blocks. Raises: OSError naming the path."""
+    _fsync(path, os.O_RDONLY)
+
+
+def fsync_directory(path: Path) -> None:
+    """Return when the names in a directory are on the drive. Blocks. Raises: OSError naming the
+    path.
+    """
+    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Give a file that is whole its name, replacing one that had it; durable after
+    `fsync_directory`. Blocks.
+
+    Raises: OSError naming the path.
+    """
+    fsync_file(partial)
+    partial.replace(path)  # atomic: a reader sees the old file or the new one
+
+
+def _fsync(path: Path, flags: int) -> None:
+    opened = os.open(path, flags)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(opened)
+
+
 def sync_directory(directory: Path) -> None:
-    """Return when the names in a directory are on the drive. Raises: DeviceFailedError, AioError."""
+    """Return when the names in a directory are on the drive. Raises: DeviceFailedError, AioError
+    (`fsync_directory`: OSError).
+    """
     with typed_errors(directory, "fsync", 0):
-        syncing.sync_directory(directory)
+        fsync_directory(directory)
 
 
 def make_directory(directory: Path) -> None:
-    """Make the directory, and its name durable. Raises: ValueError for a path that is something else, AioError."""
+    """Make the directory, and its name durable. Raises: ValueError for a path that is something
+    else, AioError.
+    """
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"directory={str(directory)!r} is a file, and a checkpoint is a directory: name another")
+        raise ValueError(
+            f"directory={str(directory)!r} is a file, and a checkpoint is a directory: name another"
+        )
     with typed_errors(directory, "open", 0):
         made = not directory.exists()
         directory.mkdir(parents=True, exist_ok=True)
-    if made:
+    if made:  # else a crash may take the directory away again
         sync_directory(directory.parent)
 
 
@@ -173,10 +243,12 @@ def remove(paths: list[Path]) -> None:
 
 
 class DirectoryLock:
-    """Held by who writes a checkpoint into a directory, so that no second one numbers its files alike and clears them away.
+    """A lock of the directory that a checkpoint is written into: a second writer would number its
+    files alike and clear them away.
 
-    It is on the directory itself: no file stays, and it goes with its process. Raises: AioError (EWOULDBLOCK) where another save,
-    of any process here, holds it; a file system without locks holds nobody off.
+    The lock is on the directory itself: no file stays, and it goes with its process. Raises:
+    AioError (EWOULDBLOCK) where another save, of any process here, holds it; a file system without
+    locks holds nobody off.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -187,7 +259,8 @@ class DirectoryLock:
         except BlockingIOError as error:
             os.close(self._fd)
             raise AioError(
-                "another save into this directory is under way: wait for it, or give each model a directory of its own",
+                "another save into this directory is under way: wait for it, or give each model a "
+                "directory of its own",
                 errno=errno.EWOULDBLOCK, path=str(directory), op="open",
             ) from error  # fmt: skip
         except OSError as error:
@@ -196,13 +269,15 @@ class DirectoryLock:
     def release(self) -> None:
         """Let the next one in. Once."""
         with contextlib.suppress(OSError):
-            fcntl.flock(self._fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open, too
+            fcntl.flock(
+                self._fd, fcntl.LOCK_UN
+            )  # a process that was forked meanwhile has it open, too
         os.close(self._fd)
 
 
 @contextlib.contextmanager
 def typed_errors(path: Path, op: str, length: int) -> Iterator[None]:
-    """An OSError inside becomes the AioError that names path and length."""
+    """Turn an OSError inside into the AioError that names path and length."""
     try:
         yield
     except AioError:
@@ -214,11 +289,18 @@ def typed_errors(path: Path, op: str, length: int) -> Iterator[None]:
             kind = SwapFullError
         elif code in (errno.EIO, errno.ENXIO, errno.EROFS):
             kind = DeviceFailedError
-        raise kind("a file of a checkpoint", errno=code, path=str(path), op=op, length=length) from error
+        raise kind(
+            "a file of a checkpoint", errno=code, path=str(path), op=op, length=length
+        ) from error
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise AioError("a file of a checkpoint cannot be read", errno=error.errno or 0, path=str(path), op="open") from error
+        raise AioError(
+            "a file of a checkpoint cannot be read",
+            errno=error.errno or 0,
+            path=str(path),
+            op="open",
+        ) from error

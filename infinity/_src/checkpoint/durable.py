@@ -1,11 +1,12 @@
-"""Durable runs: a manifest beside the swap files for every committed step, and the way on after a crash.
+"""Durable runs: a manifest beside the swap files for every committed step, and the way on after a
+crash.
 
-    opt.step()         captures what a step changes besides states: step counts, groups, buffers, handle.extra
-    the next one       updates have ended -> flush the drives -> manifest of each rank -> all have one -> the states of the step
-                       before may be overwritten
+    opt.step()      captures the step's small state: step counts, groups, buffers, handle.extra
+    the next one    updates have ended -> flush the drives -> manifest of each rank -> all have one
+                    -> the states of the step before may be overwritten
 
-Until then nothing that the last manifest names is written, so at any moment there is a whole generation: the last step that was
-committed, or the one before.
+Until then nothing that the last manifest names is written, so at any moment there is a whole
+generation: the last step that was committed, or the one before.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ import numpy.typing as npt
 import torch
 
 from infinity._src._torch_compat import dynamo_disable
-from infinity._src.checkpoint import metadata as describing
-from infinity._src.checkpoint.data_file import ALGORITHM
+from infinity._src.checkpoint import metadata
 from infinity._src.checkpoint.directory import (
     file_name,
     files_of,
@@ -35,12 +35,20 @@ from infinity._src.checkpoint.directory import (
     typed_errors,
     write_attachment,
 )
-from infinity._src.checkpoint.hardlink import Pinned
-from infinity._src.checkpoint.manifest import ROW, FileEntry, Layout, Manifest, OptimizerEntry, manifest_name
+from infinity._src.checkpoint.hardlink import PinnedLayers
+from infinity._src.checkpoint.manifest import (
+    ROW,
+    FileEntry,
+    Layout,
+    Manifest,
+    OptimizerEntry,
+    manifest_name,
+)
+from infinity._src.checkpoint.reader import ALGORITHM
 from infinity._src.checkpoint.run_files import RunFiles
-from infinity._src.checkpoint.save import Saving
-from infinity._src.checkpoint.user_state import extra_bytes
-from infinity._src.checkpoint.writer import Placed
+from infinity._src.checkpoint.safe_pickle import extra_bytes
+from infinity._src.checkpoint.save import Saver
+from infinity._src.checkpoint.writer import StoredStates
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
@@ -54,7 +62,9 @@ DRIVES_MAX = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class _Small:
-    """What a step leaves besides states. `whole`: the user's `extra` is in it, as far as there is one."""
+    """Small state of a step, besides its chunks. whole: the user's `extra` is in it, as far as
+    there is one.
+    """
 
     step: int
     optimizers: tuple[OptimizerEntry, ...]
@@ -64,29 +74,27 @@ class _Small:
 
 
 class DurableRun:
-    """One model's durable run. One thread uses it at a time. extra: gives the user's small state."""
-
-    # What precedes the first step is captured when its first forward begins: that may change buffers already.
+    """One model's durable run. One thread uses it. extra: gives the user's small state."""
 
     def __init__(
         self,
         files: RunFiles,
         space: SwapSpace,
         model: torch.nn.Module,
-        saving: Saving,
+        saver: Saver,
         pipeline: StepPipeline,
         *,
         extra: Callable[[], Any],
     ) -> None:
         assert pipeline.transaction is not None, "Policy sees to it that there are two generations"
         self.files = files
-        self._policy = policy = saving.policy
+        self._policy = policy = saver.policy
         self._model = model
-        self._units = list(saving.units)
-        self._rest = saving.states.rest
-        self._executor = saving.executor
-        self._comm = saving.comm
-        self._holder_of = saving.holder_of
+        self._units = list(saver.units)
+        self._store = saver.states.rest
+        self._executor = saver.executor
+        self._comm = saver.comm
+        self._holder_of = saver.holder_of
         self._pipeline = pipeline
         self._extra = extra
         before = files.before
@@ -95,15 +103,20 @@ class DurableRun:
         self._captured: _Small | None = None
         self._committed: _Small | None = None
         self._written = -1  # `StateStore.writes` at the last commit
-        self._pinned = Pinned(files, space, self._rest, self._executor)
+        self._pinned = PinnedLayers(files, space, self._store, self._executor)
         self._linked = False  # on all ranks, as soon as it is on one
         self._stepped = False
         self._cleaned = False
-        self._layout: tuple[tuple[Any, ...], Layout] | None = None  # and the formats that it was made for
-        self._first_forward = model.register_forward_pre_hook(dynamo_disable(self._before_forward), prepend=True)
+        self._layout: tuple[tuple[Any, ...], Layout] | None = (
+            None  # and the formats that it was made for
+        )
+        # Before the first step: its forward may change buffers already.
+        self._first_forward = model.register_forward_pre_hook(
+            dynamo_disable(self._before_forward), prepend=True
+        )
 
     def close(self) -> None:
-        """Nothing is captured any more."""
+        """Stop capturing."""
         self._first_forward.remove()
 
     def _before_forward(self, *_: object) -> None:
@@ -114,21 +127,28 @@ class DurableRun:
 
     @property
     def flats(self) -> list[Flat]:
-        """All flats, in order."""
+        """Every flat, in order."""
         return [flat for unit in self._units for flat in unit.flats]
 
     def check(self) -> None:
-        """Raise ValueError while the directories hold a run that nobody has restored or given up."""
+        """Raise ValueError while the directories hold a run that was not restored or given up."""
         if self._waits_for is not None:
             raise ValueError(
-                f"{self.files.home.parent} holds a durable run, committed up to step {self._waits_for}: call inf.restore(model, "
-                f"opt, {str(self.files.home.parent)!r}) first, or give it up with Policy(durable='new')"
+                f"{self.files.home.parent} holds a durable run, committed up to step "
+                f"{self._waits_for}: call inf.restore(model, opt, {str(self.files.home.parent)!r}) "
+                "first, or give it up with Policy(durable='new')"
             )
 
     @property
     def before(self) -> int | None:
-        """The generation that the directories held when this run began, as long as nothing was committed since."""
-        return self.files.before[0].generation if self.files.before is not None and self._written < 0 else None
+        """The generation that the directories held when this run began, as long as nothing was
+        committed since.
+        """
+        return (
+            self.files.before[0].generation
+            if self.files.before is not None and self._written < 0
+            else None
+        )
 
     @property
     def has_states(self) -> bool:
@@ -137,7 +157,9 @@ class DurableRun:
 
     @property
     def waits(self) -> bool:
-        """Whether the directories hold a run that nobody has restored, or given up by taking a step."""
+        """Whether the directories hold a run that nobody has restored, or given up by taking a
+        step.
+        """
         given_up = self._stepped or self.begun or self.files.before is None
         return self._waits_for is not None or not given_up
 
@@ -147,21 +169,25 @@ class DurableRun:
         return self._written >= 0
 
     def restored(self, extra: object) -> None:
-        """A checkpoint with this `extra` was restored: what the directories held may be replaced by the next commit."""
+        """Note that a checkpoint with this `extra` was restored: the next commit may replace the
+        run that the directories held.
+        """
         self._waits_for, self._stepped = None, True
         self._first_forward.remove()
         self._capture(lambda: extra)
 
-    # -- a step --------------------------------------------------------------------------------------------------------
+    # -- a step ------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
-        """A step was taken: keep what is to be committed with it. Raises: ValueError for `handle.extra`; then no commit goes on
-        before it is mended."""
+        """Note that a step was taken, and capture the small state to commit with it.
+
+        Raises: ValueError for `handle.extra`; then no commit goes on before it is mended.
+        """
         self._stepped = True
         self.capture()
 
     def capture(self) -> None:
-        """Keep what is to be committed, as it is now."""
+        """Capture the small state to commit, as it is now."""
         # What `handle.extra` holds before the first step belongs to that step: no step has none.
         self._capture(self._extra if self._stepped else lambda: None)
 
@@ -170,63 +196,82 @@ class DurableRun:
         self._captured = dataclasses.replace(self._captured, extra=extra_bytes(extra()), whole=True)
 
     def _described(self) -> _Small:
-        """What is to be committed, without `extra`."""
-        holders = {id(holder): holder for unit in self._units for param in unit.params if (holder := self._holder_of(param))}
+        """Return the small state to commit, without `extra`."""
+        holders = {
+            id(holder): holder
+            for unit in self._units
+            for param in unit.params
+            if (holder := self._holder_of(param))
+        }
         entries: list[OptimizerEntry] = []
         for holder in holders.values():
             assert isinstance(holder, Optimizer)
-            entries.append(describing.describe_optimizer(holder, self._holder_of))
-        buffers = describing.buffer_bytes(self._model)
+            entries.append(metadata.describe_optimizer(holder, self._holder_of))
+        buffers = metadata.buffer_bytes(self._model)
         return _Small(self._pipeline.steps, tuple(entries), buffers, None, whole=False)
 
     def undone(self) -> None:
-        """A fault undid what was captured since the last commit."""
+        """Forget the small state captured since the last commit: a fault undid its step."""
         self._captured = self._committed
 
     def replaced(self) -> None:
-        """Flats rest elsewhere: what was committed is committed anew, before its places are used by others."""
+        """Commit the last step anew: its flats moved, and others will use their old places."""
         before, self._captured = self._captured, None
         if self._written >= 0:
-            if before is not None and before.whole:  # `extra` is that of the last step, or of the run that was restored
-                self._captured = dataclasses.replace(self._described(), extra=before.extra, whole=True)
+            if (
+                before is not None and before.whole
+            ):  # `extra` is that of the last step, or of the run that was restored
+                self._captured = dataclasses.replace(
+                    self._described(), extra=before.extra, whole=True
+                )
             self.commit()
 
     def make_way(self) -> None:
-        """What was committed is also what the executor calls so: what checkpoints have a part in is not written again.
+        """Give chunks other places where a checkpoint holds theirs, which must not be written
+        again. Called after a commit.
 
-        Collective once a checkpoint was linked. Raises: SwapFullError, AioError, and PeerFailed when it was another rank.
+        Collective once a checkpoint was linked. Raises: SwapFullError, AioError, and PeerFailed
+        when it was another rank.
         """
         if not self._linked:
             return
         problem: Exception | None = None
         try:
             self._pinned.make_way(self.flats)
-        except Exception as error:  # noqa: BLE001 - raised below: the other ranks go no further either
+        except Exception as error:  # noqa: BLE001 - raised below: the other ranks stop too
             problem = error
-        failed = self._comm.any_of([problem is not None])[0]
+        failed = self._comm.all_reduce_any([problem is not None])[0]
         if problem is not None:
             raise problem
         if failed:
-            raise PeerFailed("another rank has no room beside a checkpoint for the step's states, and its error says why")
+            raise PeerFailed(
+                "another rank has no room beside a checkpoint for the step's states, and its error "
+                "says why"
+            )
 
-    def link(self, directory: Path, generation: int) -> Placed | None:
-        """Put the newest generation, just committed, into a checkpoint's directory by second names of its files. None: they
-        cannot be made there. Raises: SwapFullError, AioError."""
+    def link(self, directory: Path, generation: int) -> StoredStates | None:
+        """Put the newest generation, just committed, into a checkpoint's directory by second names
+        of its files.
+
+        None: they cannot be made there. Raises: SwapFullError, AioError.
+        """
         if self.waits:
             return None
         self._linked = True
         rows, sums = self._rows()
         used = _number_files(rows)
-        names = [file_name(f"data{index}", generation, self.files.rank) for index in range(len(used))]
+        names = [
+            file_name(f"data{index}", generation, self.files.rank) for index in range(len(used))
+        ]
         targets = {each: directory / name for each, name in zip(used, names, strict=True)}
-        now = np.concatenate([self._executor.look(self._rest[flat].ids) for flat in self.flats])
+        now = np.concatenate([self._executor.look(self._store[flat].ids) for flat in self.flats])
         if not self._pinned.link(now, targets):
             return None
         entries = (
             FileEntry(name, self.files.layers[layer][drive].size_bytes)
             for name, (layer, drive) in zip(names, used, strict=True)
         )
-        return Placed(tuple(entries), rows, sums)
+        return StoredStates(tuple(entries), rows, sums)
 
     def is_due(self) -> bool:
         """Whether the step that was captured is to be committed."""
@@ -234,13 +279,17 @@ class DurableRun:
         return small is None or small.step % self._policy.durable_every == 0
 
     def commit(self) -> None:
-        """Make what rests now the newest generation, on all ranks. No update may be pending. Blocks; collective.
+        """Make the states as they are the newest generation, on all ranks. No update may be
+        pending. Blocks; collective.
 
-        Raises: SwapFullError, DeviceFailedError, AioError, and PeerFailed when it was another rank: then the generation before is
-        what a crash would leave, and nothing that it names was overwritten.
+        Raises: SwapFullError, DeviceFailedError, AioError, and PeerFailed when it was another rank:
+        then the generation before is what a crash would leave, and nothing that it names was
+        overwritten.
         """
         # Writes between steps may be one rank's alone.
-        if not self._comm.any_of([self._rest.writes != self._written or self._captured is not self._committed])[0]:
+        if not self._comm.all_reduce_any(
+            [self._store.writes != self._written or self._captured is not self._committed]
+        )[0]:
             return
         problem: Exception | None = None
         manifest = None
@@ -254,36 +303,45 @@ class DurableRun:
             manifest = self._write(generation)
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem = error
-        failed = self._comm.any_of([problem is not None])[0]
+        failed = self._comm.all_reduce_any([problem is not None])[0]
         if failed:
             self._remove(lambda path, number: number == generation and is_of(path, self.files.rank))
         if problem is not None:
             raise problem
         if failed:
-            raise PeerFailed("another rank could not commit the step, and its error says why; the step before stays")
+            raise PeerFailed(
+                "another rank could not commit the step, and its error says why; the step before "
+                "stays"
+            )
         assert manifest is not None
-        self._written, self._committed = self._rest.writes, self._captured
-        self._rest.named()
+        # From here on a crash leaves this step: the places of the one before may be written.
+        self._written, self._committed = self._store.writes, self._captured
+        self._store.named()
         self._remove_older(manifest)
 
     def _next_generation(self) -> int:
-        """A number that no file has, and no attempt had: ranks that died may have left their parts of a commit. Collective."""
+        """Return a number that no file has, and no attempt had: ranks that died may have left parts
+        of a commit. Collective.
+        """
         if not self._generation:
             mine = [0.0, 0.0]
             if self.files.rank == 0:
                 mine = [float(next_generation(self.files.home) - 1), float(secrets.randbits(48))]
-            self._generation, self._save = map(int, self._comm.sum_floats(mine))
+            self._generation, self._save = map(int, self._comm.all_reduce_sum(mine))
         self._generation += 1
         return self._generation
 
     def _write(self, generation: int) -> Manifest:
+        # The states first, then the manifest that names them.
         for files in self.files.layers.values():
             for file in files:
                 file.fsync()
         small, home, rank = self._captured, self.files.home, self.files.rank
         assert small is not None
         attached: list[FileEntry | None] = [
-            write_attachment(home, file_name(kind, generation, rank), data) if data is not None else None
+            write_attachment(home, file_name(kind, generation, rank), data)
+            if data is not None
+            else None
             for kind, data in (("buffers", small.buffers), ("extra", small.extra))
         ]
         rows, sums = self._rows()
@@ -296,7 +354,10 @@ class DurableRun:
             world=self._comm.world,
             step=small.step,
             algorithm=ALGORITHM,
-            files=tuple(FileEntry(self.files.name(*each), self.files.layers[each[0]][each[1]].size_bytes) for each in used),
+            files=tuple(
+                FileEntry(self.files.name(*each), self.files.layers[each[0]][each[1]].size_bytes)
+                for each in used
+            ),
             buffers=attached[0],
             extra=attached[1],
             optimizers=small.optimizers,
@@ -306,25 +367,29 @@ class DurableRun:
         path = home / manifest_name(generation, rank)
         partial = path.with_name(path.name + ".partial")
         write_attachment(home, partial.name, manifest.encode())
-        self.files.named()  # before it is so: nobody may remove them if this breaks off, or a rank dies, right after it
+        # before the rename: nobody may remove them if this breaks off, or a rank dies, right after
+        # it
+        self.files.keep()
         with typed_errors(path, "rename", 0):
             partial.replace(path)
         sync_directory(home)
         return manifest
 
     def _layout_now(self) -> Layout:
-        """The layout, made anew when formats have changed."""
-        formats = tuple(self._rest[flat].format for flat in self.flats)
+        """Return the layout, made anew when formats have changed."""
+        formats = tuple(self._store[flat].format for flat in self.flats)
         if self._layout is None or self._layout[0] != formats:
-            self._layout = formats, describing.layout_of(self.flats, self._rest, self._policy)
+            self._layout = formats, metadata.layout_of(self.flats, self._store, self._policy)
         return self._layout[1]
 
     def _rows(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.uint32]]:
-        """Where every chunk's live place is, and its checksums. In rows["file"] the layer and the drive."""
+        """Return a row for every chunk's live place, and its checksums. rows["file"] has the layer
+        and the drive.
+        """
         rows, sums, count = [], [], 0
         for index, flat in enumerate(self.flats):
-            rest = self._rest[flat]
-            found, taken = _rows_of(rest, self._executor.look(rest.ids))
+            records = self._store[flat]
+            found, taken = _rows_of(records, self._executor.look(records.ids))
             found["flat"] = index
             found["sums_at"] += count
             count += len(taken)
@@ -333,21 +398,29 @@ class DurableRun:
         return np.concatenate(rows), np.concatenate(sums)
 
     def _remove_older(self, manifest: Manifest) -> None:
-        """Remove this rank's part of older generations; and, the first time, the states of the run before."""
+        """Remove this rank's part of older generations; and, the first time, the states of the run
+        before.
+        """
         rank, first = self.files.rank, not self._cleaned
         everything = rank == 0 and first  # also what ranks have left that are no more
-        self._remove(lambda path, number: number < manifest.generation and (everything or is_of(path, rank)))
+        self._remove(
+            lambda path, number: number < manifest.generation and (everything or is_of(path, rank))
+        )
         if everything:
             try:
                 whole = read_generation(self.files.home, manifest.generation)
                 self.files.remove_strangers(entry.name for each in whole for entry in each.files)
             except (OSError, AioError) as error:
-                log.warning("%s: states that nothing names could not be removed: %s", self.files.home, error)
+                log.warning(
+                    "%s: states that nothing names could not be removed: %s", self.files.home, error
+                )
                 return  # the next commit tries again
         self._cleaned = True
 
     def _remove(self, goes: Callable[[Path, int], bool]) -> None:
-        """Remove files of generations. What cannot be is no fault of the commit, and goes with a later one."""
+        """Remove files of generations. A file that stays is no fault of the commit, and goes with a
+        later one.
+        """
         try:
             found = [path for path, number in files_of(self.files.home) if goes(path, number)]
             # Manifests first: the rest is nobody's without one.
@@ -357,24 +430,30 @@ class DurableRun:
 
 
 def _number_files(rows: npt.NDArray[np.void]) -> list[tuple[int, int]]:
-    """The (layer, drive) of every file that rows point into; rows["file"] counts them from then on."""
+    """Number the files that rows point into, and return the (layer, drive) of each; rows["file"] is
+    a number from then on.
+    """
     found, rows["file"] = np.unique(rows["file"], return_inverse=True)
     return [divmod(int(each), DRIVES_MAX) for each in found]
 
 
 def _rows_of(
-    rest: ShardRecords, now: npt.NDArray[np.void]
+    records: ShardRecords, now: npt.NDArray[np.void]
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.uint32]]:
-    """The chunks of a flat as rows of a manifest, and the checksums of their live places."""
+    """Return the chunks of a flat as rows of a manifest, and the checksums of their live places."""
     rows = np.zeros(len(now), dtype=ROW)
     for name in ("numel", "key", "generation", "file_offset", "section_at"):
         rows[name] = now[name]
-    rows["start"], rows["run_bytes"] = rest.starts, now["other_bytes"]
-    rows["section_at"][:, rest.format.written_count :] = -1  # gradients are no part of a run
+    rows["start"], rows["run_bytes"] = records.starts, now["other_bytes"]
+    rows["section_at"][:, records.format.written_count :] = -1  # gradients are no part of a run
     rows["file"] = now["file"] * DRIVES_MAX + now["drive"]
-    second = (now["sums_ptr"] != rest.first_sums).astype(np.int64)
-    pieces = np.array([rest.format.written_count * rest.pieces(int(numel)) for numel in now["numel"]])
+    second = (now["sums_ptr"] != records.first_sums).astype(np.int64)
+    pieces = np.array(
+        [records.format.written_count * records.pieces(int(numel)) for numel in now["numel"]]
+    )
     rows["sums_at"] = np.cumsum(pieces) - pieces
-    sums = [rest.sums[place, chunk, :count] for chunk, (place, count) in enumerate(zip(second, pieces, strict=True))]
+    sums = [
+        records.sums[place, chunk, :count]
+        for chunk, (place, count) in enumerate(zip(second, pieces, strict=True))
+    ]
     return rows, np.concatenate(sums)
-

@@ -1,11 +1,13 @@
-"""Checkpoints of a durable run that copy nothing: its files get second names, and the engine goes on beside what they hold.
+"""Checkpoints of a durable run that copy nothing: its files get second names, and the engine goes
+on beside their contents.
 
-    save      the files in which the live places lie are linked into the checkpoint; these places are *pinned*
-    commits   a chunk whose pinned place is no longer the live one gets another, in a fresh layer of files
+    save      the files of the live places are linked into the checkpoint; these places are *pinned*
+    commits   a chunk whose pinned place is no longer live gets another, in a fresh layer of files
     then      a layer in which no chunk has a place is given up: the checkpoint's name keeps it
 
-So what a checkpoint names is never written again, and no byte of it is copied. A file holds more than the checkpoint wants where
-chunks were not updated for steps: only what the manifest names counts.
+So what a checkpoint names is never written again, and no byte of it is copied. A file may hold more
+than the checkpoint needs, where chunks were not updated for steps: only the places that the
+manifest names count.
 """
 
 from __future__ import annotations
@@ -20,25 +22,29 @@ import numpy.typing as npt
 
 from infinity._src.checkpoint.directory import remove, typed_errors
 from infinity._src.checkpoint.run_files import RunFiles
-from infinity._src.memory.swap_space import Place, SwapSpace, Want
+from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat
 from infinity.aio import Executor
 from infinity.aio._validate import FILE_MAX
 
 _CANNOT = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP})
-"""Why a file gets no second name: another file system, one without links, too many of them."""
+"""Errors of a file that gets no second name: another file system, one without links, too many of
+them.
+"""
 
 
 def link_all(sources: Sequence[Path], targets: Sequence[Path]) -> bool:
-    """Give every source a second name. False where the file system cannot, and then none has one. Raises: AioError."""
+    """Give every source a second name. False where the file system cannot, and then none has one.
+    Raises: AioError.
+    """
     made: list[Path] = []
     for source, target in zip(sources, targets, strict=True):
         try:
             with typed_errors(target, "link", 0):
                 os.link(source, target)
         except OSError as error:
-            remove(made)
+            remove(made)  # all have second names, or none has
             if error.errno in _CANNOT:
                 return False
             raise
@@ -46,21 +52,25 @@ def link_all(sources: Sequence[Path], targets: Sequence[Path]) -> bool:
     return True
 
 
-class Pinned:
+class PinnedLayers:
     """The layers of files that checkpoints have a part in. One thread uses it at a time."""
 
-    def __init__(self, files: RunFiles, space: SwapSpace, rest: StateStore, executor: Executor) -> None:
+    def __init__(
+        self, files: RunFiles, space: SwapSpace, store: StateStore, executor: Executor
+    ) -> None:
         self._files = files
         self._space = space
-        self._rest = rest
+        self._store = store
         self._executor = executor
         self._layers: set[int] = set()
 
     def link(self, now: npt.NDArray[np.void], targets: dict[tuple[int, int], Path]) -> bool:
-        """Give the files of `targets`, by layer and drive, these second names, and pin their layers. False: it cannot be.
+        """Give the files of `targets`, by layer and drive, these second names, and pin their
+        layers. False: it cannot be.
 
-        now: the chunks as they are, all committed. Makes room for the places that they will want instead. Blocks for the file
-        system. Raises: SwapFullError, AioError; then nothing is pinned.
+        now: the chunks as they are, all committed. Makes room for the places that they will want
+        instead. Blocks for the file system. Raises: SwapFullError, AioError; then nothing is
+        pinned.
         """
         if len(self._files.layers) >= FILE_MAX - 1:  # chunks that no step updates keep old layers
             return False
@@ -72,8 +82,9 @@ class Pinned:
             for drive, file in enumerate(fresh):
                 file.grow(int(now["other_bytes"][now["drive"] == drive].sum()))
         except BaseException:
-            remove(list(targets.values()))
+            remove(list(targets.values()))  # nothing is pinned: no second name may keep the files
             raise
+        # From here on nothing may be written into these files: the checkpoint names their places.
         for layer in {layer for layer, _ in targets}:
             self._layers.add(layer)
             self._space.freeze_layer(layer)
@@ -81,28 +92,40 @@ class Pinned:
         return True
 
     def make_way(self, flats: Sequence[Flat]) -> None:
-        """Everything was committed: chunks whose other place is pinned get another one. Blocks for the file system.
+        """Give chunks whose other place is pinned another one. Called when everything is committed.
+        Blocks for the file system.
 
         Raises: SwapFullError; then those chunks must not be written.
         """
         if not self._layers:
             return
         for flat in flats:
-            now = self._executor.look(self._rest[flat].ids)
+            now = self._executor.look(self._store[flat].ids)
             pinned = np.isin(now["other_file"], sorted(self._layers)) & (now["other_bytes"] > 0)
             for live in np.unique(now["file"][pinned]):
-                self._move(flat, now, np.flatnonzero(pinned & (now["file"] == live)), self._layer_beside(int(live)))
+                self._move(
+                    flat,
+                    now,
+                    np.flatnonzero(pinned & (now["file"] == live)),
+                    self._layer_beside(int(live)),
+                )
         self._give_up(flats)
         self._tell()
 
     def _tell(self) -> None:
-        """What is placed anew lies in layers that are the run's alone; its two places may share one."""
+        """Tell the state store the layers that are the run's alone: new places go there. The two
+        places of a chunk may share one.
+        """
         mine = [layer for layer in self._files.layers if layer not in self._layers]
-        self._rest.layers = (mine[0], mine[-1])
+        self._store.layers = (mine[0], mine[-1])
 
     def _layer_beside(self, live: int) -> int:
-        """A layer that no checkpoint has a part in, and that is not the one where the chunks are now."""
-        found = [layer for layer in self._files.layers if layer not in self._layers and layer != live]
+        """Return a layer that no checkpoint has a part in, other than the one where the chunks are
+        now.
+        """
+        found = [
+            layer for layer in self._files.layers if layer not in self._layers and layer != live
+        ]
         return found[-1] if found else self._new_layer()
 
     def _new_layer(self) -> int:
@@ -114,23 +137,35 @@ class Pinned:
             assert added == layer, "a layer's number is that of its files in the executor"
         return layer
 
-    def _move(self, flat: Flat, now: npt.NDArray[np.void], chunks: npt.NDArray[np.int64], layer: int) -> None:
-        rest = self._rest[flat]
-        wants = [Want(int(size), layer) for size in now["other_bytes"][chunks]]
+    def _move(
+        self, flat: Flat, now: npt.NDArray[np.void], chunks: npt.NDArray[np.int64], layer: int
+    ) -> None:
+        records = self._store[flat]
+        wants = [ExtentRequest(int(size), layer) for size in now["other_bytes"][chunks]]
         places = self._space.reserve_on(now["drive"][chunks].tolist(), wants)
         offsets = np.array([place.offset for place in places], dtype=np.int64)
-        self._executor.relocate(rest.ids[chunks], np.full(len(chunks), layer, dtype=np.int32), offsets)
+        self._executor.relocate(
+            records.ids[chunks], np.full(len(chunks), layer, dtype=np.int32), offsets
+        )
         gone = {
-            Place(int(one["drive"]), int(one["other_offset"]), int(one["other_bytes"]), int(one["other_file"]))
+            SwapExtent(
+                int(one["drive"]),
+                int(one["other_offset"]),
+                int(one["other_bytes"]),
+                int(one["other_file"]),
+            )
             for one in now[chunks]
         }
-        rest.places[:] = [place for place in rest.places if place not in gone] + places
+        records.places[:] = [place for place in records.places if place not in gone] + places
 
     def _give_up(self, flats: Sequence[Flat]) -> None:
-        """Close the pinned layers in which no chunk has a place any more, and take their names from the run."""
-        used = {place.layer for flat in flats for place in self._rest[flat].places}
+        """Close the pinned layers in which no chunk has a place any more, and take their names from
+        the run.
+        """
+        used = {place.layer for flat in flats for place in self._store[flat].places}
         for layer in sorted(self._layers - used):
             files = self._files.layers.pop(layer)
+            # The executor first: it must not use a file that the run has given up.
             for drive in range(len(files)):
                 self._executor.remove_file(drive, layer)
             self._space.remove_layer(layer)
@@ -138,4 +173,4 @@ class Pinned:
             self._layers.discard(layer)
 
 
-__all__ = ["Pinned", "link_all"]
+__all__ = ["PinnedLayers", "link_all"]

@@ -1,12 +1,26 @@
-"""The manifest: what one rank's states are, and where they lie. One file, `manifest-<generation>.rank<r>`; no tensors.
+"""The manifest: the states of one rank, and the places of their chunks. One file,
+`manifest-<generation>.rank<r>`; no tensors.
 
-    magic, version, lengths | layout (JSON) | state (JSON) | rows (ROW) | checksums (uint32) | xxh3_128 of all before
+    magic, version, lengths | layout (JSON) | state (JSON) | rows (ROW) | checksums (uint32)
+    | xxh3_128 of all before
 
-`layout` changes only when the model, its formats or its ranks do, and is encoded once. `state` is what a step changes.
-A row says where one chunk of the rank's shard lies, or a part of its sections: those with section_at >= 0, in a run of one
-file. Several rows may share a chunk (some sections here, some there); together they have every section once.
+`layout` changes only when the model, its formats or its ranks do, and is encoded once. `state`
+changes with every step. A row says where one chunk of the rank's shard lies, or a part of its
+sections: those with section_at >= 0, in a run of one file. Several rows may share a chunk (some
+sections here, some there); together they have every section once.
 
-A generation of a directory is valid when all its ranks have a readable manifest of the same save: nothing else commits it.
+A generation of a directory is valid when all its ranks have a readable manifest of the same save:
+nothing else commits it.
+
+The checksum says that the bytes are as they were written, not that an engine wrote them, and
+numbers in a manifest become addresses and lengths. So `check_manifest` refuses each that leads out
+of its file, its table of checksums or its shard.
+
+Small values of optimizers are kept exactly, as JSON of which nothing is ever run. None, bool, int,
+float, str and lists are plain (floats to the last bit); other types are tagged:
+
+    {"tuple": [...]}   {"dict": [[key, value], ...]}
+    {"tensor": "float32", "shape": [...], "hex": "..."}
 """
 
 from __future__ import annotations
@@ -16,15 +30,15 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
 
-from infinity._src.checkpoint.json_values import dtype_of
 from infinity._src.memory.layout import sections_of
 from infinity.aio import Format
 from infinity.aio._records import ALIGNMENT_BYTES, PIECE_NUMEL, SECTION_MAX, Section
@@ -33,11 +47,14 @@ from infinity.errors import AioError, ChecksumError
 VERSION: Final = 1
 PIECE_BYTES: Final = 65536
 """Bytes per checksum of a padded row."""
-
+TENSOR_BYTES_MAX = 4096
+"""Bytes of the largest tensor that is a small value."""
+RANKS_MAX = 1 << 20
+_ELEMENTS_MAX = 1 << 56
+_CHUNK_NUMEL_MAX = 1 << 26
 _MAGIC: Final = b"inf-ckpt"
 _HEAD: Final = struct.Struct("<8sQQQQQ")
 _DIGEST_BYTES: Final = 16
-
 ROW: Final = np.dtype(
     [
         ("start", "<i8"),
@@ -54,17 +71,21 @@ ROW: Final = np.dtype(
         ("unused", "<i4"),
     ]
 )
-"""`start`: of the chunk in the shard. `sums_at`: of its first checksum. `padded`: how the checksums were taken.
+"""`start`: of the chunk in the shard. `sums_at`: of its first checksum. `padded`: how the checksums
+were taken.
 
-0: as an executor takes those of a CHUNK, of all its sections, in pieces of PIECE_NUMEL elements, from `key` and `generation`.
-1: of each section that is here, as a chunk of its own: of its bytes up to the next multiple of 4096, in pieces of
-PIECE_BYTES, from `key` + the section's index. Then no byte of a file is without a checksum.
+0: as an executor takes those of a CHUNK, of all its sections, in pieces of PIECE_NUMEL elements,
+from `key` and `generation`. 1: of each section that is here, as a chunk of its own: of its bytes up
+to the next multiple of 4096, in pieces of PIECE_BYTES, from `key` + the section's index. Then no
+byte of a file is without a checksum.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamEntry:
-    """One parameter: every name that it has in the module tree, the first one first; where it lies in its flat."""
+    """One parameter: every name that it has in the module tree, the first one first; where it lies
+    in its flat.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -94,7 +115,7 @@ class FlatEntry:
 
     @functools.cached_property
     def state_format(self) -> Format:
-        """How its states are encoded."""
+        """The encoding of its states."""
         return Format.of(self.format)
 
     @functools.cached_property
@@ -105,7 +126,9 @@ class FlatEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What stays the same from step to step. `numerics`: what of the policy decides about rounding."""
+    """The part of a manifest that stays the same from step to step. numerics: fields of the policy
+    that decide about rounding.
+    """
 
     flats: tuple[FlatEntry, ...]
     numerics: dict[str, Any]
@@ -113,16 +136,19 @@ class Layout:
     @functools.cached_property
     def encoded(self) -> bytes:
         """As JSON."""
-        return _dumps({"flats": [dataclasses.asdict(flat) for flat in self.flats], "numerics": self.numerics})
+        return _dumps(
+            {"flats": [dataclasses.asdict(flat) for flat in self.flats], "numerics": self.numerics}
+        )
 
     @classmethod
     def decode(cls, data: bytes) -> Layout:
-        """What `encoded` was made of."""
+        """Read a layout from `encoded`."""
         raw = json.loads(data)
         flats = []
         for flat in raw["flats"]:
             params = tuple(
-                ParamEntry(tuple(entry["names"]), tuple(entry["shape"]), entry["offset"]) for entry in flat.pop("params")
+                ParamEntry(tuple(entry["names"]), tuple(entry["shape"]), entry["offset"])
+                for entry in flat.pop("params")
             )
             flats.append(FlatEntry(**flat, params=params))
         return cls(tuple(flats), raw["numerics"])
@@ -130,7 +156,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class FileEntry:
-    """A file beside the manifest. digest: xxh3_128 of the whole; "" where rows have the checksums."""
+    """A file beside the manifest. digest: xxh3_128 of all; "" where rows have the checksums."""
 
     name: str
     size_bytes: int
@@ -139,8 +165,10 @@ class FileEntry:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerEntry:
-    """One optimizer: groups of hyper-parameters (`values`) and names of parameters; what it keeps for each parameter besides
-    tensors (`state`), and the names of those (`moments`). Values are those of `infinity._src.checkpoint.json_values`."""
+    """One optimizer: groups of hyper-parameters (`values`) with the names of their parameters; and
+    for each parameter its small state (`state`) and the names of its moments (`moments`). Values
+    are as `to_json` makes them.
+    """
 
     title: str
     groups: list[dict[str, Any]]
@@ -149,9 +177,11 @@ class OptimizerEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """One rank's part of one generation. `save`: what all ranks of a save have in common. `step`: steps completed.
+    """One rank's part of one generation. save: a number that all ranks of a save have in common.
+    step: steps completed.
 
-    `files`: those that rows point into. `buffers`, `extra`: whole files of their own. `algorithm`: of the rows' checksums.
+    files: those that rows point into. buffers, extra: whole files of their own. algorithm: of the
+    rows' checksums.
     """
 
     layout: Layout
@@ -174,7 +204,7 @@ class Manifest:
         return manifest_name(self.generation, self.rank)
 
     def encode(self) -> bytes:
-        """The file's bytes."""
+        """Return the file's bytes."""
         given = ("generation", "save", "rank", "world", "step", "algorithm")
         state = {name: getattr(self, name) for name in given}
         state["files"] = [dataclasses.asdict(file) for file in self.files]
@@ -182,23 +212,41 @@ class Manifest:
         state["extra"] = dataclasses.asdict(self.extra) if self.extra is not None else None
         state["optimizers"] = [vars(optimizer) for optimizer in self.optimizers]
         texts = (self.layout.encoded, _dumps(state))
-        head = _HEAD.pack(_MAGIC, VERSION, len(texts[0]), len(texts[1]), len(self.rows), len(self.sums))
-        parts = [head, *texts, self.rows.astype(ROW, copy=False).tobytes(), self.sums.astype("<u4", copy=False).tobytes()]
+        head = _HEAD.pack(
+            _MAGIC, VERSION, len(texts[0]), len(texts[1]), len(self.rows), len(self.sums)
+        )
+        parts = [
+            head,
+            *texts,
+            self.rows.astype(ROW, copy=False).tobytes(),
+            self.sums.astype("<u4", copy=False).tobytes(),
+        ]
         whole = b"".join(parts)
         return whole + xxhash.xxh3_128_digest(whole)
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Manifest:
-        """What `encode` was made from. Raises: ChecksumError naming `path` for damage, AioError for a file that is cut short or
-        something else, ValueError for a later version."""
-        body = len(data) - _DIGEST_BYTES
+        """Read a manifest from the bytes of its file.
+
+        Raises: ChecksumError naming `path` for damage, AioError for a file that is cut short or
+        something else, ValueError for a later version.
+        """
+        body = len(data) - _DIGEST_BYTES  # the digest is of everything before it
         if body < _HEAD.size or not data.startswith(_MAGIC):
-            raise AioError("this is no whole manifest of a checkpoint", path=path, op="read", length=len(data))
+            raise AioError(
+                "this is no whole manifest of a checkpoint", path=path, op="read", length=len(data)
+            )
         _, version, *lengths, row_count, sum_count = _HEAD.unpack_from(data)
         if version > VERSION:
-            raise ValueError(f"{path} is a manifest of version {version}, this release reads up to {VERSION}; use a later one")
+            raise ValueError(
+                f"{path} is a manifest of version {version}, this release reads up to {VERSION}; "
+                "use a later one"
+            )
+        # The version first: a later one may have another checksum.
         if xxhash.xxh3_128_digest(data[:body]) != data[body:]:
-            raise ChecksumError("the manifest is not what was written", path=path, op="read", length=len(data))
+            raise ChecksumError(
+                "the manifest is not what was written", path=path, op="read", length=len(data)
+            )
         at = _HEAD.size
         texts = []
         for length in lengths:
@@ -206,24 +254,33 @@ class Manifest:
             at += length
         try:
             rows = np.frombuffer(data, dtype=ROW, count=row_count, offset=at)
-            sums = np.frombuffer(data, dtype="<u4", count=sum_count, offset=at + rows.nbytes).astype(np.uint32)
+            sums = np.frombuffer(
+                data, dtype="<u4", count=sum_count, offset=at + rows.nbytes
+            ).astype(np.uint32)
             state = json.loads(texts[1])
             state["files"] = tuple(_file(entry) for entry in state["files"])
             for key in ("buffers", "extra"):
                 state[key] = _file(state[key]) if state[key] is not None else None
             state["optimizers"] = tuple(OptimizerEntry(**entry) for entry in state["optimizers"])
             return cls(layout=Layout.decode(texts[0]), rows=rows, sums=sums, **state)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:  # a sum that is right, of something else
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            ValueError,
+        ) as error:  # a sum that is right, of something else
             raise ValueError(f"{path} is no manifest that an engine wrote: {error}") from error
 
 
 def manifest_name(generation: int, rank: int) -> str:
-    """The name of a manifest's file."""
+    """Name the file of a manifest."""
     return f"manifest-{generation:08d}.rank{rank}"
 
 
 def section_bytes(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt.NDArray[np.int64]:
-    """Bytes of every section of rows in a run, a multiple of 4096: [rows, SECTION_MAX], 0 for those that a format has not."""
+    """Compute the bytes of every section of rows, a multiple of 4096: [rows, SECTION_MAX], 0 for
+    sections that a format lacks.
+    """
     items: npt.NDArray[np.int64] = np.zeros((len(flats), SECTION_MAX), dtype=np.int64)
     groups: npt.NDArray[np.int64] = np.ones((len(flats), SECTION_MAX), dtype=np.int64)
     for index, flat in enumerate(flats):
@@ -235,9 +292,13 @@ def section_bytes(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt
 
 
 def pieces_of(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt.NDArray[np.int64]:
-    """How many checksums every section of rows has, [rows, SECTION_MAX], in the order in which they lie."""
+    """Count the checksums of every section of rows, [rows, SECTION_MAX], in the order in which they
+    lie.
+    """
     counts = np.array([len(flat.sections) for flat in flats], dtype=np.int64)[rows["flat"]]
-    chunked = np.where(np.arange(SECTION_MAX) < counts[:, None], -(-rows["numel"][:, None] // PIECE_NUMEL), 0)
+    chunked = np.where(
+        np.arange(SECTION_MAX) < counts[:, None], -(-rows["numel"][:, None] // PIECE_NUMEL), 0
+    )
     padded = np.where(rows["section_at"] >= 0, -(-section_bytes(rows, flats) // PIECE_BYTES), 0)
     pieces: npt.NDArray[np.int64] = np.where(rows["padded"][:, None] != 0, padded, chunked)
     return pieces
@@ -252,5 +313,183 @@ def _file(entry: dict[str, Any]) -> FileEntry:
     found = FileEntry(**entry)
     path = PurePosixPath(found.name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in found.name:
-        raise ValueError(f"a manifest names the file {found.name!r}, which is not in the checkpoint's directory")
+        raise ValueError(
+            f"a manifest names the file {found.name!r}, which is not in the checkpoint's directory"
+        )
+    return found
+
+
+# -- checking --------------------------------------------------------------------------------------
+
+
+def check_manifest(manifest: Manifest, path: str) -> None:
+    """Raise ValueError naming `path` for a manifest that no engine writes."""
+    try:
+        found = next(_problems(manifest), "")
+    except (
+        TypeError,
+        AttributeError,
+        KeyError,
+        ValueError,
+    ) as error:  # values of other types than they should be of
+        found = str(error) or type(error).__name__
+    if found:
+        raise ValueError(f"{path} is no manifest that an engine wrote: {found}")
+
+
+def _problems(manifest: Manifest) -> Iterator[str]:
+    for name in ("generation", "save", "rank", "world", "step"):
+        if type(getattr(manifest, name)) is not int or getattr(manifest, name) < 0:
+            yield f"{name} is {getattr(manifest, name)!r}"
+    if not manifest.rank < manifest.world <= RANKS_MAX:
+        yield f"it is of rank {manifest.rank} of {manifest.world}"
+    files = (
+        *manifest.files,
+        *(file for file in (manifest.buffers, manifest.extra) if file is not None),
+    )
+    yield from (
+        f"the file {file.name!r} has {file.size_bytes!r} bytes"
+        for file in files
+        if not _is_size(file)
+    )
+    yield from _wrong_flats(manifest)
+    for entry in manifest.optimizers:
+        if any(
+            not isinstance(group["values"], dict) or not isinstance(group["params"], list)
+            for group in entry.groups
+        ):
+            yield f"a group of {entry.title} is damaged"
+        if any(
+            not isinstance(kept["moments"], list) or "state" not in kept
+            for kept in entry.params.values()
+        ):
+            yield f"a parameter of {entry.title} is damaged"
+    yield from _wrong_rows(manifest)
+
+
+def _is_size(file: FileEntry) -> bool:
+    return type(file.size_bytes) is int and 0 <= file.size_bytes < 1 << 62
+
+
+def _wrong_flats(manifest: Manifest) -> Iterator[str]:
+    for flat in manifest.layout.flats:
+        if (
+            type(flat.shard_numel) is not int
+            or not 0 <= flat.shard_numel < _ELEMENTS_MAX
+            or not flat.sections
+        ):
+            yield f"unit {flat.unit!r} has {flat.shard_numel!r} elements"
+        for param in flat.params:
+            numbers = (*param.shape, param.offset)
+            if not param.names or not all(isinstance(name, str) for name in param.names):
+                yield f"a parameter of unit {flat.unit!r} has no name"
+            elif any(type(number) is not int or number < 0 for number in numbers):
+                yield f"{param.name} is of shape {param.shape} at {param.offset}"
+            elif param.offset + param.numel > flat.shard_numel * manifest.world:
+                yield f"{param.name} is larger than unit {flat.unit!r}"
+
+
+def _wrong_rows(manifest: Manifest) -> Iterator[str]:
+    rows, flats = manifest.rows, manifest.layout.flats
+    # One kind of number after the other: what follows computes with those before.
+    for name, count in (("flat", len(flats)), ("file", len(manifest.files)), ("padded", 2)):
+        if ((rows[name] < 0) | (rows[name] >= count)).any():
+            yield f"a row has a {name} that there is not"
+    if ((rows["numel"] <= 0) | (rows["numel"] > _CHUNK_NUMEL_MAX)).any():
+        yield "a row has a length that cannot be"
+    yield from _gaps(manifest)
+    if len(rows) and len(flats):
+        sizes = np.array([file.size_bytes for file in manifest.files], dtype=np.int64)[rows["file"]]
+        room = sizes - rows["file_offset"]
+        here = rows["section_at"] >= 0
+        ends = np.where(here, section_bytes(rows, flats), 0)
+        if ((rows["file_offset"] < 0) | (room < 0)).any() or (
+            here & (rows["section_at"] > room[:, None] - ends)
+        ).any():
+            yield "a row lies outside of its file"
+        last = len(manifest.sums) - pieces_of(rows, flats).sum(axis=1)
+        if ((rows["sums_at"] < 0) | (rows["sums_at"] > last)).any():
+            yield "a row has checksums that are not there"
+
+
+def _gaps(manifest: Manifest) -> Iterator[str]:
+    """Find shards whose chunks do not lie one after the other, from the begin to the end of the
+    parameters in it.
+    """
+    rows = manifest.rows
+    for index, flat in enumerate(manifest.layout.flats):
+        mine = rows[rows["flat"] == index]
+        starts, first = np.unique(mine["start"], return_index=True)
+        ends = starts + mine["numel"][first]
+        used = (
+            max((param.offset + param.numel for param in flat.params), default=0)
+            - manifest.rank * flat.shard_numel
+        )
+        joined = np.array_equal(starts[1:], ends[:-1]) and (not len(starts) or starts[0] == 0)
+        end = int(ends[-1]) if len(ends) else 0
+        if not joined or not min(used, flat.shard_numel) <= end <= flat.shard_numel:
+            yield f"the chunks of unit {flat.unit!r} do not make up its shard"
+
+
+# -- small values as JSON --------------------------------------------------------------------------
+
+
+def to_json(value: Any) -> Any:
+    """Turn a small value into JSON. Raises: ValueError naming the type of a value that cannot be
+    kept.
+    """
+    if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
+        return value
+    if isinstance(value, list):
+        return [to_json(each) for each in value]
+    if isinstance(value, tuple):
+        return {"tuple": [to_json(each) for each in value]}
+    if isinstance(value, dict):
+        return {"dict": [[to_json(key), to_json(each)] for key, each in value.items()]}
+    if isinstance(value, torch.Tensor) and value.nbytes <= TENSOR_BYTES_MAX:
+        # Hexadecimal, not decimal: every bit comes back, NaNs too.
+        flat = value.detach().to("cpu").contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        return {"tensor": dtype_name(value.dtype), "shape": list(value.shape), "hex": data.hex()}
+    if isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"a tensor of {value.nbytes} bytes is no small value: {TENSOR_BYTES_MAX} bytes at most"
+        )
+    item = getattr(value, "item", None)  # numpy scalars
+    if callable(item) and type(item()) in (bool, int, float):
+        return item()
+    raise ValueError(
+        f"{value!r} of type {type(value).__name__} cannot be kept: numbers, text, None, small "
+        "tensors, and lists, tuples and dicts of them can"
+    )
+
+
+def from_json(value: Any) -> Any:
+    """Turn JSON of `to_json` back into the value. Raises: ValueError for anything else."""
+    if isinstance(value, list):
+        return [from_json(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"tuple"}:
+        return tuple(from_json(each) for each in value["tuple"])
+    if value.keys() == {"dict"}:
+        return {from_json(key): from_json(each) for key, each in value["dict"]}
+    if value.keys() == {"tensor", "shape", "hex"}:
+        data = bytearray.fromhex(value["hex"])
+        dtype = dtype_of(value["tensor"])
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return flat.clone().view(value["shape"])
+    raise ValueError(f"a value with the keys {sorted(value)} is not known")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" of torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch.bfloat16 of "bfloat16". Raises: ValueError."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype {name!r} is not known to this torch")
     return found

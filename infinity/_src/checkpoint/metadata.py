@@ -1,4 +1,6 @@
-"""What a run is, as a manifest says it: flats and parameters, optimizers, what of the policy decides about rounding."""
+"""A run as a manifest describes it: flats and parameters, optimizers, the fields of the policy that
+decide about rounding.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,14 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from infinity._src.checkpoint.json_values import dtype_name, to_json
-from infinity._src.checkpoint.manifest import FlatEntry, Layout, OptimizerEntry, ParamEntry
+from infinity._src.checkpoint.manifest import (
+    FlatEntry,
+    Layout,
+    OptimizerEntry,
+    ParamEntry,
+    dtype_name,
+    to_json,
+)
 from infinity._src.config import Policy
 from infinity._src.optim.base import Optimizer
 from infinity._src.params.state_store import StateStore
@@ -21,19 +29,24 @@ NUMERICS = ("state", "seed", "update", "grad_dtype", "reduce_dtype")
 
 
 def numerics_of(policy: Policy) -> dict[str, Any]:
-    """What of the policy decides about numbers, as JSON."""
+    """Return the fields of the policy that decide about numbers, as JSON."""
     values = {name: getattr(policy, name) for name in NUMERICS}
-    return {name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
+    return {
+        name: dtype_name(value) if isinstance(value, torch.dtype) else value
+        for name, value in values.items()
+    }
 
 
-def layout_of(flats: Sequence[Flat], rest: StateStore, policy: Policy) -> Layout:
-    """The flats as they rest now."""
+def layout_of(flats: Sequence[Flat], store: StateStore, policy: Policy) -> Layout:
+    """Describe the flats with the state formats that they have now."""
     entries = []
     for flat in flats:
-        state_format = rest[flat].format
-        if state_format.grad:
+        state_format = store[flat].format
+        if state_format.grad:  # spilled gradients are no part of a checkpoint
             state_format = state_format.with_grad(GradSection.NONE)
-        params = tuple(ParamEntry(param.names, tuple(param.shape), param.offset) for param in flat.params)
+        params = tuple(
+            ParamEntry(param.names, tuple(param.shape), param.offset) for param in flat.params
+        )
         entries.append(
             FlatEntry(
                 unit=flat.unit.name,
@@ -48,45 +61,55 @@ def layout_of(flats: Sequence[Flat], rest: StateStore, policy: Policy) -> Layout
 
 
 def optimizers_of(given: object, units: Sequence[Unit]) -> list[Optimizer]:
-    """The optimizers that the user gave: of infinity, and of this model alone. Raises: ValueError."""
-    listed: list[Any] = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    """List the optimizers that the user gave: of infinity, and of this model alone. Raises:
+    ValueError.
+    """
+    listed: list[Any] = (
+        [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    )
     for optimizer in listed:
         if not isinstance(optimizer, Optimizer):
             raise ValueError(
-                f"{type(optimizer).__name__} is no optimizer of infinity: give the inf.AdamW (SGD, Lion, Elementwise) that holds "
-                "the model's parameters, a list of them, or None"
+                f"{type(optimizer).__name__} is no optimizer of infinity: give the inf.AdamW (SGD, "
+                "Lion, Elementwise) that holds the model's parameters, a list of them, or None"
             )
     engine = units[0].engine if units else None
     for optimizer in listed:
         for group in optimizer.param_groups:
             if any(param_of(at_rest).unit.engine is not engine for at_rest in group["params"]):
                 raise ValueError(
-                    f"the {optimizer.title} holds parameters of another model too: a checkpoint is of one model; give each an "
-                    "optimizer of its own"
+                    f"the {optimizer.title} holds parameters of another model too: a checkpoint is "
+                    "of one model; give each an optimizer of its own"
                 )
     return listed
 
 
-def check_all_held(units: Sequence[Unit], optimizers: Sequence[Optimizer], holder_of: Callable[[Param], object]) -> None:
+def check_all_held(
+    units: Sequence[Unit], optimizers: Sequence[Optimizer], holder_of: Callable[[Param], object]
+) -> None:
     """Raise ValueError when an optimizer holds a parameter and was not given."""
     for unit in units:
         for param in unit.params:
             holder = holder_of(param)
             if holder is not None and all(holder is not optimizer for optimizer in optimizers):
                 raise ValueError(
-                    f"{param.name} is held by an optimizer that was not given, and its states would be lost: give it, or a list "
-                    "of all"
+                    f"{param.name} is held by an optimizer that was not given, and its states "
+                    "would be lost: give it, or a list of all"
                 )
 
 
 def param_of(at_rest: Any) -> Param:
-    """The record of what `model.parameters()` yields."""
+    """Return the record of a parameter that `model.parameters()` yields."""
     record: Param = at_rest.infinity_link.param
     return record
 
 
-def describe_optimizer(optimizer: Optimizer, holder_of: Callable[[Param], object]) -> OptimizerEntry:
-    """Groups and what is kept for each parameter. Raises: ValueError naming what cannot be kept."""
+def describe_optimizer(
+    optimizer: Optimizer, holder_of: Callable[[Param], object]
+) -> OptimizerEntry:
+    """Describe the groups and the small state of each parameter. Raises: ValueError naming a value
+    that cannot be kept.
+    """
     groups, params = [], {}
     for index, group in enumerate(optimizer.param_groups):
         records = [param_of(at_rest) for at_rest in group["params"]]
@@ -101,23 +124,29 @@ def describe_optimizer(optimizer: Optimizer, holder_of: Callable[[Param], object
         for record in records:
             if holder_of(record) is optimizer:
                 kept = dict(optimizer.state.get(record.at_rest, {}))
-                params[record.name] = {"moments": list(optimizer.moments_of(record)), "state": to_json(kept)}
+                params[record.name] = {
+                    "moments": list(optimizer.moments_of(record)),
+                    "state": to_json(kept),
+                }
     return OptimizerEntry(optimizer.title, groups, params)
 
 
 def buffer_bytes(model: torch.nn.Module) -> bytes | None:
-    """The persistent buffers as safetensors; None where there are none."""
+    """Encode the persistent buffers as safetensors; None where there are none."""
     found = buffers_of(model)
     return save(found) if found else None
 
 
 def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the persistent buffers on the CPU, contiguous, by their first names."""
-    return {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in persistent_buffers(model).items()}
+    """Copy the persistent buffers to the CPU, contiguous, by their first names."""
+    return {
+        name: buffer.detach().to("cpu", copy=True).contiguous()
+        for name, buffer in persistent_buffers(model).items()
+    }
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Persistent buffers by their first names."""
+    """Find persistent buffers, by their first names."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -130,18 +159,21 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def read_buffers(data: bytes) -> dict[str, torch.Tensor]:
-    """What `buffer_bytes` was given."""
+    """Decode the bytes of `buffer_bytes`."""
     return load(data)
 
 
 def check_buffers(model: torch.nn.Module, saved: dict[str, torch.Tensor], directory: str) -> None:
     """Raise ValueError unless these are the model's persistent buffers."""
     mine = persistent_buffers(model)
-    wrong = sorted(mine.keys() ^ saved.keys()) or sorted(name for name in mine if mine[name].shape != saved[name].shape)
+    wrong = sorted(mine.keys() ^ saved.keys()) or sorted(
+        name for name in mine if mine[name].shape != saved[name].shape
+    )
     if wrong:
         raise ValueError(
-            f"the persistent buffers in {directory} are not those of the model: {', '.join(wrong[:5])} "
-            f"{'is' if len(wrong) == 1 else 'are'} in one only, or of another shape"
+            f"the persistent buffers in {directory} are not those of the model: "
+            f"{', '.join(wrong[:5])} {'is' if len(wrong) == 1 else 'are'} in one only, or of "
+            "another shape"
         )
 
 

@@ -1,4 +1,6 @@
-"""A line on a terminal while something takes long: it is taken away at the end, and never shown elsewhere."""
+"""A line on a terminal while something takes long: it is taken away at the end, and never shown
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,15 @@ class ProgressLine:
         self._may_show = shown and sys.stderr.isatty()
 
     def advance(self, size_bytes: int) -> None:
-        """So many bytes more."""
+        """Add bytes that are done."""
         self._done += size_bytes
         now = time.monotonic()
         if self._may_show and now >= self._next_s:
             self._next_s = now + _EVERY_S
             rate = format_size(int(self._done / (now - self._start_s)))
-            text = f"{self._title}: {format_size(self._done)} of {format_size(self._total)}, {rate}/s"
+            text = (
+                f"{self._title}: {format_size(self._done)} of {format_size(self._total)}, {rate}/s"
+            )
             print(f"\r{text:{self._width}}", end="", file=sys.stderr, flush=True)
             self._width = max(self._width, len(text))
 

@@ -1,31 +1,73 @@
-"""Putting a chunk together from the chunks of a checkpoint, whatever ranks, chunks and state format that has.
+"""Resharding: chunks put together from those of a checkpoint, with any number of ranks, chunk size
+and state format.
 
-The same format is copied byte for byte: parameters start at whole quantization groups in every layout, and shards and chunks end
-at such, so a part of a parameter is whole groups. Another one goes through fp32, rounded to nearest.
+    compose       one chunk, from the saved chunks that hold its parameters; a restore uses it too
+    ReshardJob    a whole checkpoint, written anew for another number of ranks
+
+The same format is copied byte for byte: parameters start at whole quantization groups in every
+layout, and shards and chunks end at such, so a part of a parameter is whole groups. Another one
+goes through fp32, rounded to nearest.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import secrets
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from infinity._src.checkpoint.pieces import Piece
-from infinity._src.checkpoint.reader import Bytes, ChunkRef, SavedParam, StateReader
+from infinity._src.checkpoint.directory import (
+    DirectoryLock,
+    begun_commits,
+    make_directory,
+    next_generation,
+)
+from infinity._src.checkpoint.manifest import FlatEntry, Layout, dtype_of, section_bytes
+from infinity._src.checkpoint.reader import (
+    Checkpoint,
+    ChunkRef,
+    Chunks,
+    Piece,
+    SavedParam,
+    StateReader,
+)
+from infinity._src.checkpoint.run_files import check_no_run
+from infinity._src.checkpoint.writer import (
+    DataWriter,
+    NewPart,
+    commit_part,
+    new_rows,
+    remove_others,
+    remove_part,
+    write_part,
+)
 from infinity._src.kernels.state_codec import decode_sections, encode_sections
-from infinity.aio._records import Format, GradSection, Master, Moments, Section
+from infinity._src.memory.layout import FlatLayout, plan_flat
+from infinity._src.memory.planner import chunk_numel_of, state_format
+from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
+from infinity.aio import Format
+from infinity.aio._records import CHUNK_NUMEL, GradSection, Master, Moments, Section
+from infinity.errors import SwapFullError
 
 CHUNKS_KEPT = 8
-"""Saved chunks in memory: those that are read ahead, and those that the next chunk wants as well."""
-STAGES = 4
-"""Chunks that are put together, or written."""
+"""Saved chunks in memory: those that are read ahead, and those that the next chunk wants as well.
+"""
+LOOK_AHEAD = 4
+"""Chunks to be put together whose saved chunks are read ahead."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a parameter in the chunk that is put together, from element `start` on, and where it lies in the checkpoint."""
+    """A part of a parameter in the chunk that is put together, from element `start` on, and where
+    it lies in the checkpoint.
+    """
 
     start: int
     saved: SavedParam
@@ -48,7 +90,8 @@ def compose(
     *,
     states: bool,
 ) -> None:
-    """Read a part and put it into these sections of a chunk of format `target`. Blocks. Raises: as `StateReader.get`.
+    """Read a part and put it into these sections of a chunk of format `target`. Blocks. Raises: as
+    `StateReader.get`.
 
     section: gives the memory of (section, first element, elements). states: as `convert`.
     """
@@ -66,15 +109,19 @@ def compose(
 def convert(
     source: Format, given: Sequence[Bytes], target: Format, dtype: torch.dtype, *, states: bool
 ) -> list[Bytes]:
-    """Sections of whole groups in another format; the master alone, from the parameter, without `states`.
+    """Convert sections of whole groups to another format; without `states` the master alone, from
+    the parameter.
 
-    What is given is not changed. A parameter that was saved without states gets moments of zero.
+    The given arrays are not changed. A parameter that was saved without states gets moments of
+    zero.
     """
-    target = target.with_grad(GradSection.NONE) if target.grad else target
+    target = (
+        target.with_grad(GradSection.NONE) if target.grad else target
+    )  # gradients are no part of a checkpoint
     if target.master is Master.RAW:
         return [given[0]]
     if states and source is target:
-        return list(given)
+        return list(given)  # bit for bit
     if states and source.master is not Master.RAW:
         master, moments = decode_sections(source, [torch.from_numpy(array) for array in given])
     else:
@@ -84,7 +131,7 @@ def convert(
 
 
 def rounding(source: Format, target: Format) -> str:
-    """What is lost between two state formats, in words; "" if nothing is."""
+    """Say what is lost between two state formats; "" if nothing is."""
     if Master.RAW in (source.master, target.master):
         return ""
     lost = []
@@ -97,5 +144,303 @@ def rounding(source: Format, target: Format) -> str:
 
 
 def slice_of(section: Section, array: Bytes, start: int, numel: int) -> Bytes:
-    """Elements [start, start + numel) of a section's bytes; a begun group of elements counts whole."""
+    """Slice elements [start, start + numel) of a section's bytes; a begun group of elements counts
+    whole.
+    """
     return array[section.size_bytes(start) : section.size_bytes(start + numel)]
+
+
+# -- a checkpoint for other ranks ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Resharded:
+    """The result of a ReshardJob. rounded: how another state format rounded the values, "" where
+    all bits are as saved. notes: parts of the original that are left out.
+    """
+
+    generation: int
+    step: int
+    world: int
+    size_bytes: int
+    rounded: str
+    notes: tuple[str, ...]
+
+
+class ReshardJob:
+    """A checkpoint for another number of ranks, and in another state format if that is wanted:
+    chunk by chunk, without a model.
+
+    The result is what restoring the original with so many ranks and saving it makes: rank r gets
+    the extra state of rank r, or of rank 0 where there was no such rank. Files lie in the directory
+    without a manifest until all are written.
+
+    state: another `Policy.state`; None keeps the formats.
+
+    Raises: ValueError for a number of ranks or a state that cannot be.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        world: int,
+        state: str | None = None,
+        backend: str = "auto",
+    ) -> None:
+        if world < 1:
+            raise ValueError(f"{world} ranks: a checkpoint is of at least 1")
+        self._checkpoint = checkpoint
+        self._world = world
+        self._progress: Callable[[int], object] = lambda _size: None
+        self._backend = backend
+        _check_state(checkpoint, state)
+        numerics: dict[str, Any] = {
+            **checkpoint.numerics,
+            **({"state": state} if state is not None else {}),
+        }
+        self._layouts: list[FlatLayout] = []
+        flats = []
+        for flat in checkpoint.flats:
+            layout = _layout_of(flat, world, numerics.get("state", "exact"))
+            target = _format_of(flat, state)
+            flats.append(
+                dataclasses.replace(flat, format=target.code, shard_numel=layout.shard_numel)
+            )
+            self._layouts.append(layout)
+        self._layout = Layout(tuple(flats), numerics)
+        pairs = zip(checkpoint.flats, flats, strict=True)
+        self.rounded = "; ".join(
+            dict.fromkeys(
+                text for old, new in pairs if (text := rounding(old.state_format, new.state_format))
+            )
+        )
+        self._shards: list[Chunks] = [_chunks_of(layout) for layout in self._layouts]
+        self.size_bytes = world * int(section_bytes(new_rows(self._shards, 0), flats).sum())
+        """Bytes of states that are written."""
+
+    def write(
+        self, target: Path, progress: Callable[[int], object] = lambda _size: None
+    ) -> Resharded:
+        """Write the checkpoint; `progress` is told bytes of states. Blocks.
+
+        Raises: ValueError for a directory that has a checkpoint or a durable run, SwapFullError,
+        AioError (EWOULDBLOCK while another is written there); then nothing of it stays.
+        """
+        self._progress = progress
+        check_no_run(target)
+        _check_empty(target)
+        self._checkpoint.check_files()
+        make_directory(target)
+        lock = DirectoryLock(target)
+        try:
+            _check_empty(target)  # another save may have ended before the lock was taken
+            return self._write(target)
+        finally:
+            lock.release()
+
+    def _write(self, target: Path) -> Resharded:
+        checkpoint = self._checkpoint
+        free = shutil.disk_usage(target).free
+        if free < self.size_bytes:
+            raise SwapFullError(
+                f"no room for a checkpoint of {self.size_bytes} bytes, {free} are free: free "
+                "space, or name another directory",
+                errno=errno.ENOSPC, path=str(target), op="allocate", length=self.size_bytes,
+            )  # fmt: skip
+        # Ranks of one save have this number in common: manifests of two saves never make a whole.
+        generation, save = next_generation(target), secrets.randbits(48)
+        try:
+            for rank in range(self._world):
+                rows = new_rows(self._shards, secrets.randbits(62))
+                part = NewPart(
+                    layout=self._layout,
+                    generation=generation,
+                    save=save,
+                    rank=rank,
+                    world=self._world,
+                    step=checkpoint.step,
+                    optimizers=checkpoint.optimizers,
+                    rows=rows,
+                    buffers=checkpoint.attachment("buffers", rank),
+                    extra=checkpoint.attachment("extra", rank),
+                )
+                write_part(
+                    target, part, _RankShards(self, rank, rows).store_all, backend=self._backend
+                )
+            # Only now: a manifest of one rank would be a begun commit.
+            for rank in range(self._world):
+                commit_part(target, generation, rank)
+        except BaseException:  # Ctrl-C too: half a checkpoint must not stay
+            for rank in range(self._world):
+                remove_part(target, generation, rank)
+            raise
+        remove_others(target, generation)
+        return Resharded(
+            generation, checkpoint.step, self._world, self.size_bytes, self.rounded, self._notes()
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        lost = [
+            manifest.rank
+            for manifest in self._checkpoint.manifests[self._world :]
+            if manifest.extra is not None
+        ]
+        if not lost:
+            return ()
+        ranks = ", ".join(map(str, lost))
+        return (f"the extra state of ranks {ranks} is left out: there are {self._world} now",)
+
+    def parts(self, flat_index: int, rank: int) -> dict[int, list[Part]]:
+        """Find the parts that make up the chunks of a rank's shard of a flat, by chunk."""
+        found: dict[int, list[Part]] = {}
+        old = self._checkpoint.flats[flat_index]
+        for slot, entry in enumerate(old.params):
+            saved = SavedParam(entry, flat_index, old)
+            for chunk, start, element, numel in self._layouts[flat_index].spans(slot, rank):
+                pieces = tuple(self._checkpoint.pieces(saved, element, numel))
+                found.setdefault(chunk, []).append(Part(start, saved, pieces))
+        return found
+
+    @property
+    def flats(self) -> tuple[FlatEntry, ...]:
+        """The flats as they are written."""
+        return self._layout.flats
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint that is read."""
+        return self._checkpoint
+
+    def advance(self, size_bytes: int) -> None:
+        """Tell the progress so many bytes of states."""
+        self._progress(size_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """One row that is written, and the parts of parameters that it is made of."""
+
+    row: int
+    parts: list[Part]
+
+    @property
+    def refs(self) -> Iterator[ChunkRef]:
+        """The saved chunks that it is made of."""
+        for part in self.parts:
+            yield from part.refs
+
+
+class _RankShards:
+    """Stores all rows of one rank."""
+
+    def __init__(self, of: ReshardJob, rank: int, rows: npt.NDArray[np.void]) -> None:
+        self._of = of
+        self._rank = rank
+        self._rows = rows
+        self._sizes = section_bytes(rows, of.flats)
+        self._at = np.cumsum(self._sizes, axis=1) - self._sizes
+
+    def store_all(self, writer: DataWriter) -> None:
+        """Compose and write. Blocks. Raises what a read or a write met."""
+        reader = StateReader(self._of.checkpoint, CHUNKS_KEPT)
+
+        def finish(turn: _Turn, _buffer: Bytes) -> None:
+            writer.check()
+            self._of.advance(int(self._sizes[turn.row].sum()))
+
+        try:
+            with slab_buffers(int(self._sizes.sum(axis=1).max(initial=4096))) as buffers:
+                pipeline = ChunkPipeline(
+                    buffers,
+                    ahead=LOOK_AHEAD,
+                    look_ahead=lambda coming: reader.start(
+                        ref for turn in coming for ref in turn.refs
+                    ),
+                    transform=lambda turn, buffer: self._compose(reader, buffer, turn),
+                    write=lambda turn, buffer: writer.store(
+                        turn.row, self._addresses(turn.row, buffer)
+                    ),
+                    finish=finish,
+                    reusable=lambda ticket: ticket.wait_filled(),
+                )
+                pipeline.run(self._turns())
+        finally:
+            reader.close()
+
+    def _addresses(self, row: int, buffer: Bytes) -> dict[int, int]:
+        count = len(self._of.flats[self._rows[row]["flat"]].sections)
+        return {s: buffer.ctypes.data + int(self._at[row, s]) for s in range(count)}
+
+    def _turns(self) -> Iterator[_Turn]:
+        """Yield every row, in order, and what it is made of."""
+        row = 0
+        for flat in range(len(self._of.flats)):
+            by_chunk = self._of.parts(flat, self._rank)
+            for chunk in range(int((self._rows["flat"] == flat).sum())):
+                yield _Turn(row, by_chunk.get(chunk, []))
+                row += 1
+
+    def _compose(self, reader: StateReader, buffer: Bytes, turn: _Turn) -> None:
+        row = turn.row
+        flat = self._of.flats[self._rows[row]["flat"]]
+        buffer[:] = 0  # what no parameter covers, and what pads sections to 4096
+
+        def section(index: int, start: int, numel: int) -> Bytes:
+            low = int(self._at[row, index])
+            size = flat.sections[index].size_bytes
+            return buffer[low + size(start) : low + size(start + numel)]
+
+        every, dtype = range(len(flat.sections)), dtype_of(flat.dtype)
+        for part in turn.parts:
+            compose(reader, part, flat.state_format, dtype, every, section, states=True)
+
+
+def _layout_of(flat: FlatEntry, world: int, state: str) -> FlatLayout:
+    """Lay the flat out over so many ranks, as a model does. Raises: ValueError if its parameters
+    lie elsewhere.
+    """
+    dtype = dtype_of(flat.dtype)
+    chunk = chunk_numel_of(state, dtype) if flat.trainable else CHUNK_NUMEL
+    layout = plan_flat(tuple(entry.numel for entry in flat.params), dtype.itemsize, world, chunk)
+    if layout.offsets != tuple(entry.offset for entry in flat.params):
+        raise ValueError(
+            f"unit {flat.unit}: its parameters do not lie where this release lays them; restore "
+            "and save it instead"
+        )
+    return layout
+
+
+def _chunks_of(layout: FlatLayout) -> Chunks:
+    spans = layout.chunks
+    return np.array([span.start for span in spans], np.int64), np.array(
+        [span.numel for span in spans], np.int64
+    )
+
+
+def _format_of(flat: FlatEntry, state: str | None) -> Format:
+    held = flat.state_format
+    if state is None or held.master is Master.RAW:
+        return held
+    found = state_format(state, dtype_of(flat.dtype), held.count)
+    assert found is not None, flat.dtype  # it has states
+    return found
+
+
+def _check_empty(target: Path) -> None:
+    if target.is_dir() and begun_commits(target):
+        raise ValueError(
+            f"{str(target)!r} has a checkpoint already: name an empty or a new directory"
+        )
+
+
+def _check_state(checkpoint: Checkpoint, state: str | None) -> None:
+    """Raise ValueError for a state that the engine refuses with these optimizers."""
+    others = [
+        entry.title for entry in checkpoint.optimizers if entry.title.startswith("Elementwise")
+    ]
+    if state == "compact" and others:
+        raise ValueError(
+            "state='compact' keeps moments in 8 bits, whose map fits those of AdamW, SGD and "
+            f"Lion, and {others[0]} holds these; use 'exact' or 'bf16'"
+        )

@@ -1,46 +1,189 @@
-"""Restoring a checkpoint into a model, whatever ranks, tiers, chunks and state format wrote it.
+"""Restoring a checkpoint into a model, whatever ranks, tiers, chunks and formats either has.
 
-    check names, shapes, optimizers  ->  for each chunk of this rank's shards:  read the saved chunks that hold its parameters,
-                                         copy bytes (or decode and encode)  ->  store  ->  scalars, groups, buffers, step
+    match     names, shapes, dtypes, optimizers
+    compose   for each chunk of this rank's shards: read the saved chunks that hold its parameters,
+              convert (reshard.py), store
+    apply     scalars, groups, buffers, step
 
-The same format is copied byte for byte: parameters start at whole quantization groups in every layout, and shards and chunks end
-at such, so a part of a parameter is whole groups. Another one goes through fp32, rounded to nearest.
+All is compared before anything is written.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from infinity._src.checkpoint import metadata as describing
-from infinity._src.checkpoint.matching import MatchedOptimizer, match_params
+from infinity._src.checkpoint import metadata
+from infinity._src.checkpoint.manifest import OptimizerEntry, dtype_name, from_json
 from infinity._src.checkpoint.progress import ProgressLine
 from infinity._src.checkpoint.reader import Checkpoint, ChunkRef, SavedParam, StateReader
-from infinity._src.checkpoint.reshard import CHUNKS_KEPT, STAGES, Part, compose, rounding
-from infinity._src.checkpoint.save import Saving
-from infinity._src.checkpoint.user_state import read_extra
+from infinity._src.checkpoint.reshard import CHUNKS_KEPT, LOOK_AHEAD, Part, compose, rounding
+from infinity._src.checkpoint.safe_pickle import read_extra
+from infinity._src.checkpoint.save import Saver
 from infinity._src.config import Policy
 from infinity._src.distributed.collectives import Comm
+from infinity._src.kernels.tiling.tiled_module import whole_name
+from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
-from infinity._src.params.chunk_buffer import ChunkBuffer, spans_of
+from infinity._src.params.chunk_pipeline import BUFFERS, ChunkBuffer, ChunkPipeline, spans_of
 from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Param
 from infinity._src.params.unshard import Unsharder
+from infinity._src.wording import listed
 from infinity.aio import Ticket
 from infinity.errors import AioError, StateInvalid
 
 
+def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param, SavedParam]:
+    """Find each parameter in a checkpoint, by any of its names.
+
+    Raises: ValueError naming parameters that are missing, unexpected, or of another shape or dtype.
+    """
+    by_name = {name: saved for saved in checkpoint.params.values() for name in saved.entry.names}
+    found: dict[Param, SavedParam] = {}
+    for param in params:
+        saved = next((by_name[name] for name in param.names if name in by_name), None)
+        if saved is not None:
+            found[param] = saved
+    missing = [param.name for param in params if param not in found]
+    used = {id(saved.entry) for saved in found.values()}
+    unexpected = [name for name, saved in checkpoint.params.items() if id(saved.entry) not in used]
+    if missing or unexpected:
+        parts = [f"{listed(missing)} missing in it"] if missing else []
+        parts += [f"{listed(unexpected)} not in the model"] if unexpected else []
+        tiles = any(whole_name(name) for name in (*missing, *unexpected))
+        hint = (
+            ". Tile the model as it was (inf.tile_linears), or go by `infinity checkpoint export` "
+            "and load="
+            if tiles
+            else ""
+        )
+        raise ValueError(
+            f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(parts)}{hint}"
+        )
+    for param, saved in found.items():
+        if tuple(param.shape) != saved.entry.shape:
+            raise ValueError(
+                f"{param.name} is of shape {saved.entry.shape} in {checkpoint.directory}; the "
+                f"model wants {tuple(param.shape)}"
+            )
+        if dtype_name(param.dtype) != saved.flat.dtype:
+            raise ValueError(
+                f"{param.name} is {saved.flat.dtype} in {checkpoint.directory}, and "
+                f"{dtype_name(param.dtype)} in the model: cast the model "
+                f"(model.to(torch.{saved.flat.dtype})) before inf.offload"
+            )
+    return found
+
+
+class MatchedOptimizer:
+    """One optimizer and its saved state. `apply` sets all but the tensors.
+
+    Raises: ValueError, naming both, for another class, other parameters or moments, and for groups
+    that join parameters which had different values.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        entry: OptimizerEntry,
+        found: Mapping[Param, SavedParam],
+        holder_of: Callable[[Param], object],
+        directory: str,
+    ) -> None:
+        self.optimizer = optimizer
+        self.held = [param for param in found if holder_of(param) is optimizer]
+        if optimizer.title != entry.title:
+            raise ValueError(
+                f"{directory} has the states of {entry.title}, and the optimizer is "
+                f"{optimizer.title}: build that one, or give None to restore the parameters alone"
+            )
+        saved_name = {param: found[param].entry.name for param in self.held}
+        missing = [param.name for param in self.held if saved_name[param] not in entry.params]
+        unexpected = sorted(set(entry.params) - set(saved_name.values()))
+        if missing or unexpected:
+            parts = (
+                [f"no states of {listed(missing)}, which the optimizer holds"] if missing else []
+            )
+            parts += (
+                [f"states of {listed(unexpected)}, which it does not hold"] if unexpected else []
+            )
+            raise ValueError(
+                f"{directory} has {'; and '.join(parts)}: give the optimizer the same parameters "
+                "(frozen ones have no states), or None to restore the parameters alone"
+            )
+        self._states: dict[Param, Any] = {}
+        for param in self.held:
+            saved, mine = entry.params[saved_name[param]], list(optimizer.moments_of(param))
+            if saved["moments"] != mine:
+                raise ValueError(
+                    f"{param.name} has the moments {saved['moments']} in {directory}, and {mine} "
+                    "in the optimizer: build it with the same hyper-parameters (whether SGD has "
+                    "momentum, say)"
+                )
+            self._states[param] = from_json(saved["state"])
+        self._groups = [
+            self._group(group, entry, found, directory) for group in optimizer.param_groups
+        ]
+
+    def _group(
+        self,
+        group: dict[str, Any],
+        entry: OptimizerEntry,
+        found: Mapping[Param, SavedParam],
+        directory: str,
+    ) -> dict[str, Any]:
+        """Return the values of the saved group of these parameters; none for a group without
+        parameters.
+        """
+        where = {
+            name: index for index, saved in enumerate(entry.groups) for name in saved["params"]
+        }
+        records = [at_rest.infinity_link.param for at_rest in group["params"]]
+        indices = {
+            where[found[record].entry.name]: record
+            for record in records
+            if found[record].entry.name in where
+        }
+        values = [entry.groups[index]["values"] for index in indices]
+        if any(other != values[0] for other in values[1:]):
+            names = " and ".join(record.name for record in list(indices.values())[:2])
+            raise ValueError(
+                f"{names} are in one parameter group, and were in groups with other values in "
+                f"{directory}: group them as there"
+            )
+        taken: dict[str, Any] = (
+            {key: from_json(value) for key, value in values[0].items()} if values else {}
+        )
+        if taken:
+            self.optimizer.check_group({**group, **taken})
+        return taken
+
+    def apply(self) -> None:
+        """Set the groups' values, and the small state of each parameter."""
+        for group, taken in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group.update(taken)
+        for param, state in self._states.items():
+            kept = self.optimizer.state[param.at_rest]
+            kept.clear()
+            kept.update(state)
+
+
+# -- restoring -------------------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What `inf.restore` gives back.
+    """The result of `inf.restore`.
 
-    step: steps completed, so the index of the next one. extra: what `inf.save(extra=)` was given on this rank (on rank 0, for
-    a rank that there was none of). rounded: what another state format made of the values, "" where all bits are as saved.
-    notes: differences between that run and this one that decide about numbers from here on.
+    step: steps completed, so the index of the next one. extra: the object given to
+    `inf.save(extra=)` on this rank (on rank 0, for a rank that did not save). rounded: how another
+    state format rounded the values, "" where all bits are as saved. notes: differences between that
+    run and this one that decide about numbers from here on.
     """
 
     step: int
@@ -53,7 +196,7 @@ class Restored:
 class _Turn:
     """One chunk of this rank's shards."""
 
-    rest: ShardRecords
+    records: ShardRecords
     chunk: int
     parts: tuple[Part, ...]
 
@@ -63,25 +206,46 @@ class _Turn:
         for part in self.parts:
             yield from part.refs
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its sections."""
+        numel = self.records.flat.layout.chunks[self.chunk].numel
+        return sum(section.size_bytes(numel) for section in self.records.sections)
 
-class Restoring:
-    """One restoring. `run` blocks; collective on several ranks."""
+    def with_states(self, held: Container[Param]) -> bool:
+        """Whether optimizer states are restored too: an optimizer that was given holds a parameter
+        of the flat.
+        """
+        return any(param in held for param in self.records.flat.params)
+
+    def sections(self, held: Container[Param]) -> range:
+        """The sections that are stored: those of the master alone, where no states are restored."""
+        form = self.records.format
+        return range(form.written_count if self.with_states(held) else form.master_count)
+
+
+class RestoreJob:
+    """One restore of a model; collective on several ranks."""
 
     def __init__(
-        self, saving: Saving, unsharder: Unsharder, pipeline: StepPipeline, comm: Comm, policy: Policy
+        self, saver: Saver, unsharder: Unsharder, pipeline: StepPipeline, comm: Comm, policy: Policy
     ) -> None:
-        self._saving = saving
-        self._states = saving.states
+        self._saver = saver
+        self._states = saver.states
         self._unsharder = unsharder
         self._pipeline = pipeline
         self._comm = comm
         self._policy = policy
         self._rounded: dict[str, None] = {}
 
-    def run(self, model: torch.nn.Module, given: object, directory: Path) -> Restored:
-        """Raises: ValueError, RuntimeError, AioError for a checkpoint that cannot be read or does not fit, before anything is
-        written; AioError later too, and then the states are half restored and every later call raises StateInvalid."""
-        self._saving.settle()
+    def restore(self, model: torch.nn.Module, given: object, directory: Path) -> Restored:
+        """Check everything, then write the states. Blocks. Collective.
+
+        Raises: ValueError, RuntimeError, AioError for a checkpoint that cannot be read or does not
+        fit, before anything is written; AioError later too, and then the states are half restored
+        and every later call raises StateInvalid.
+        """
+        self._saver.wait_for_last()
         problem: Exception | None = None
         checkpoint: Checkpoint | None = None
         generation = 0
@@ -91,7 +255,8 @@ class Restoring:
                 generation = checkpoint.generation
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem = error
-        agreed = int(self._comm.sum_floats([float(generation)])[0])
+        # Rank 0 decides: another rank might see a newer generation a moment later.
+        agreed = int(self._comm.all_reduce_sum([float(generation)])[0])
         try:
             if problem is None and agreed:
                 checkpoint = checkpoint or self._open(directory, agreed)
@@ -119,7 +284,7 @@ class Restoring:
         return Checkpoint.open(directory, generation, backend=self._policy.io_backend)
 
     def _agree(self, problem: Exception | None) -> None:
-        failed = self._comm.any_of([problem is not None])[0]
+        failed = self._comm.all_reduce_any([problem is not None])[0]
         if problem is not None:
             raise problem
         if failed:
@@ -127,50 +292,59 @@ class Restoring:
 
     def _fail(self, error: BaseException, directory: Path) -> None:
         fault = StateInvalid(
-            f"restoring {directory} broke off ({type(error).__name__}: {error}), and some parameters are restored and others are "
-            "not; close this engine, build the model anew and restore a whole checkpoint"
+            f"restoring {directory} broke off ({type(error).__name__}: {error}), and some "
+            "parameters are restored and others are not; close this engine, build the model anew "
+            "and restore a whole checkpoint"
         )
         fault.__cause__ = error
         self._pipeline.fail(fault, final=True)
 
-    # -- checks ------------------------------------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------
 
     def _prepare(
         self, model: torch.nn.Module, given: object, checkpoint: Checkpoint
     ) -> tuple[dict[Param, SavedParam], list[MatchedOptimizer], dict[str, torch.Tensor], Any]:
-        """Everything that may be refused, and what is small."""
-        saving, rank = self._saving, self._comm.rank
-        saving.check_between_steps("inf.restore()")
+        """Check everything that may be refused, and read the small state."""
+        saver, rank = self._saver, self._comm.rank
+        saver.check_between_steps("inf.restore()")
         checkpoint.check_files()
-        found = match_params(checkpoint, [param for unit in saving.units for param in unit.params])
-        optimizers = describing.optimizers_of(given, saving.units)
+        found = match_params(checkpoint, [param for unit in saver.units for param in unit.params])
+        optimizers = metadata.optimizers_of(given, saver.units)
         matched = []
         if optimizers:
-            describing.check_all_held(saving.units, optimizers, saving.holder_of)
+            metadata.check_all_held(saver.units, optimizers, saver.holder_of)
             if len(optimizers) != len(checkpoint.optimizers):
                 raise ValueError(
-                    f"{checkpoint.directory} has states of {len(checkpoint.optimizers)} optimizers, and {len(optimizers)} were "
-                    "given: give as many, in the same order, or None to restore the parameters alone"
+                    f"{checkpoint.directory} has states of {len(checkpoint.optimizers)} "
+                    f"optimizers, and {len(optimizers)} were given: give as many, in the same "
+                    "order, or None to restore the parameters alone"
                 )
             for optimizer, entry in zip(optimizers, checkpoint.optimizers, strict=True):
-                matched.append(MatchedOptimizer(optimizer, entry, found, saving.holder_of, str(checkpoint.directory)))
+                matched.append(
+                    MatchedOptimizer(
+                        optimizer, entry, found, saver.holder_of, str(checkpoint.directory)
+                    )
+                )
         data = checkpoint.attachment("buffers", rank)
-        buffers = describing.read_buffers(data) if data is not None else {}
-        describing.check_buffers(model, buffers, str(checkpoint.directory))
+        buffers = metadata.read_buffers(data) if data is not None else {}
+        metadata.check_buffers(model, buffers, str(checkpoint.directory))
         data = checkpoint.attachment("extra", rank)
         return found, matched, buffers, read_extra(data) if data is not None else None
 
     def _notes(self, checkpoint: Checkpoint) -> tuple[str, ...]:
-        here, notes = describing.numerics_of(self._policy), []
-        for name in describing.NUMERICS:
+        here, notes = metadata.numerics_of(self._policy), []
+        for name in metadata.NUMERICS:
             before = checkpoint.numerics.get(name, here[name])
             if here[name] != before:
                 notes.append(f"{name}={before!r} in the run that saved, {here[name]!r} in this one")
         if checkpoint.world != self._comm.world:
-            notes.append(f"{checkpoint.world} ranks saved, {self._comm.world} train on: sums over ranks round in another order")
+            notes.append(
+                f"{checkpoint.world} ranks saved, {self._comm.world} train on: sums over ranks "
+                "round in another order"
+            )
         return tuple(notes)
 
-    # -- the states --------------------------------------------------------------------------------------------------------
+    # -- the states --------------------------------------------------------------------------------
 
     def _apply(
         self,
@@ -182,85 +356,88 @@ class Restoring:
         extra: Any,
     ) -> Restored:
         for param in found:
+            # Gradients of before belong to other values.
             if param.grad is not None or param.at_rest.grad is not None:
                 self._states.set_full_grad(param, None)
-        for unit in self._saving.units:
+        for unit in self._saver.units:
             self._states.touch(unit.params[0])
         held = {param for optimizer in optimizers for param in optimizer.held}
         turns = list(self._turns(checkpoint, found))
-        line = ProgressLine(f"restoring step {checkpoint.step}", sum(map(_size, turns)), shown=self._comm.rank == 0)
+        line = ProgressLine(
+            f"restoring step {checkpoint.step}",
+            sum(turn.size_bytes for turn in turns),
+            shown=self._comm.rank == 0,
+        )
         reader = StateReader(checkpoint, CHUNKS_KEPT, None if optimizers else (0,))
-        stages, writing = [ChunkBuffer(self._states.rest) for _ in range(STAGES)], list[Ticket]()
+
+        def store(turn: _Turn, buffer: ChunkBuffer) -> Ticket:
+            return buffer.store(turn.sections(held))
+
+        def finish(turn: _Turn, buffer: ChunkBuffer) -> None:
+            self._show(turn, buffer)
+            line.advance(turn.size_bytes)
+
+        pipeline = ChunkPipeline(
+            [ChunkBuffer(self._states.rest) for _ in range(BUFFERS)],
+            ahead=LOOK_AHEAD,
+            look_ahead=lambda coming: reader.start(ref for turn in coming for ref in turn.refs),
+            transform=lambda turn, buffer: self._compose(reader, buffer, turn, held),
+            write=store,
+            finish=finish,
+        )
         try:
-            for index, turn in enumerate(turns):
-                reader.start(ref for each in turns[index : index + STAGES] for ref in each.refs)
-                if len(writing) == len(stages):
-                    writing.pop(0).wait()
-                stage = stages[index % len(stages)]
-                sections = self._compose(reader, stage, turn, held)
-                writing.append(stage.store(sections))
-                self._show(turn, stage)
-                line.advance(_size(turn))
-            while writing:
-                writing.pop(0).wait()
+            pipeline.run(turns)
         finally:
             line.end()
-            _settle(writing)
-            reader.settle()
+            reader.close()
+        # Small state last: until here a fault leaves the optimizers as they were.
         for optimizer in optimizers:
             optimizer.apply()
-        describing.write_buffers(model, buffers)
+        metadata.write_buffers(model, buffers)
         self._pipeline.steps = checkpoint.step
-        self._saving.mode.restored(checkpoint.step)
+        self._saver.mode.restored(checkpoint.step)
         self._unsharder.gradients.restored()
         return Restored(checkpoint.step, extra, "; ".join(self._rounded), self._notes(checkpoint))
 
     def _turns(self, checkpoint: Checkpoint, found: Mapping[Param, SavedParam]) -> Iterator[_Turn]:
-        for flat in self._saving.flats:
+        for flat in self._saver.flats:
             by_chunk: dict[int, list[Part]] = {}
             for param in flat.params:
                 for span in spans_of(param, self._comm.rank):
                     pieces = tuple(checkpoint.pieces(found[param], span.element, span.numel))
-                    by_chunk.setdefault(span.chunk, []).append(Part(span.start, found[param], pieces))
+                    by_chunk.setdefault(span.chunk, []).append(
+                        Part(span.start, found[param], pieces)
+                    )
             for chunk, parts in sorted(by_chunk.items()):
                 yield _Turn(self._states.rest[flat], chunk, tuple(parts))
 
-    def _compose(self, reader: StateReader, stage: ChunkBuffer, turn: _Turn, held: set[Param]) -> range:
-        """Put a chunk together in a stage. Returns its sections that are to be stored."""
-        target, flat = turn.rest.format, turn.rest.flat
-        whole = any(param in held for param in flat.params)
-        sections = range(target.written_count if whole else target.master_count)
-        stage.hold(turn.rest, turn.chunk)
+    def _compose(
+        self, reader: StateReader, buffer: ChunkBuffer, turn: _Turn, held: Container[Param]
+    ) -> None:
+        """Put a chunk together in a buffer."""
+        target, flat = turn.records.format, turn.records.flat
+        with_states, sections = turn.with_states(held), turn.sections(held)
+        buffer.assign(turn.records, turn.chunk)
         for section in sections:
-            stage.section(section, 0, flat.layout.chunks[turn.chunk].numel)[:] = 0
+            buffer.section(section, 0, flat.layout.chunks[turn.chunk].numel)[:] = (
+                0  # padding between parameters
+            )
         for part in turn.parts:
             source = part.saved.flat.state_format
-            if whole and (text := rounding(source, target)):
+            if with_states and (text := rounding(source, target)):
                 self._rounded[text] = None
-            compose(reader, part, target, flat.dtype, sections, stage.section, states=whole)
-        return sections
+            compose(reader, part, target, flat.dtype, sections, buffer.section, states=with_states)
 
-    def _show(self, turn: _Turn, stage: ChunkBuffer) -> None:
-        """With update="delayed", passes may compute from a second copy: it gets the parameters too."""
-        shadow, flat = self._unsharder.delayed_params, turn.rest.flat
+    def _show(self, turn: _Turn, buffer: ChunkBuffer) -> None:
+        """Give parameters to the second copy that passes compute from with update="delayed"."""
+        shadow, flat = self._unsharder.delayed_params, turn.records.flat
         if shadow is not None:
             chunk = flat.layout.chunks[turn.chunk]
-            values = torch.from_numpy(stage.section(0, 0, chunk.numel)).view(flat.dtype)
+            values = torch.from_numpy(buffer.section(0, 0, chunk.numel)).view(flat.dtype)
             shadow.write(flat, chunk.start, values)
 
 
-def _size(turn: _Turn) -> int:
-    numel = turn.rest.flat.layout.chunks[turn.chunk].numel
-    return sum(section.size_bytes(numel) for section in turn.rest.sections)
-
-
-def _settle(tickets: Sequence[Ticket]) -> None:
-    for ticket in tickets:
-        try:
-            ticket.wait()
-        except AioError:
-            continue  # an earlier fault is on its way to the caller
-
-
 def _elsewhere(directory: Path | None) -> AioError:
-    return AioError("another rank cannot restore, and its error says why", path=str(directory or ""), op="read")
+    return AioError(
+        "another rank cannot restore, and its error says why", path=str(directory or ""), op="read"
+    )

@@ -1,15 +1,18 @@
-"""The files of a durable run: where they lie, who holds them, what is left of the run before.
+"""The files of a durable run: their places, their locks, the files that the run before left.
 
-    <nvme[0]>/infinity-run/   manifest-<generation>.rank<r>, buffers-…, extra-…    (infinity._src.checkpoint.directory)
-                              states-<id>-<n>.rank<r>      this rank's chunks: two files, more after saves that link them
-                              drive1 -> <nvme[1]>/infinity-run/                    the same there, for each further drive
-                                                                                   (another number where that is taken)
-                              lock.rank<r>
-    <nvme[1]>/infinity-run/   home-<sum> -> <nvme[0]>/infinity-run/                whose states these are
+    <nvme[0]>/infinity-run/
+        manifest-<generation>.rank<r>, buffers-…, extra-…    (directory.py)
+        states-<id>-<n>.rank<r>                  this rank's chunks; more after linked saves
+        drive1 -> <nvme[1]>/infinity-run/        for each further drive (or another number)
+        lock.rank<r>
+    <nvme[1]>/infinity-run/
+        states-<id>-<n>.rank<r>
+        home-<sum> -> <nvme[0]>/infinity-run/    the home of the states here
 
-A run's states lie in two files on each drive, named anew for each process, so one that has just begun overwrites nothing. What
-no manifest names is removed when a step was committed. An id begins with a sum of the run's first directory: on other drives
-the files of other runs may lie beside these, also of the one that this is a copy of.
+A run's states lie in two files on each drive, named anew for each process, so one that has just
+begun overwrites nothing. Files that no manifest names are removed when a step was committed. An id
+begins with a sum of the run's first directory: on other drives the files of other runs may lie
+beside these, also of the run that this one is a copy of.
 """
 
 from __future__ import annotations
@@ -42,25 +45,32 @@ _DRIVE = re.compile(r"drive\d+")
 
 
 def run_directory(directory: str | os.PathLike[str]) -> Path:
-    """Where the manifests of a durable run in this directory are: there, or in the directory itself (a checkpoint)."""
+    """Return the place of the manifests: the durable run in this directory, or the directory itself
+    (a checkpoint).
+    """
     inside = Path(directory) / RUN_DIRECTORY
     return inside if inside.is_dir() else Path(directory)
 
 
 def check_no_run(directory: Path) -> None:
-    """Raise ValueError for a directory that holds a durable run: a checkpoint there is not found, or replaces the run's."""
+    """Raise ValueError for a directory that holds a durable run: a checkpoint there is not found,
+    or replaces the run's.
+    """
     if (directory / RUN_DIRECTORY).is_dir() or directory.resolve().name == RUN_DIRECTORY:
         raise ValueError(
-            f"directory={str(directory)!r} holds a durable run, which inf.restore would take for the checkpoint: name another "
-            "(one on the same file system is made by hard links)"
+            f"directory={str(directory)!r} holds a durable run, which inf.restore would take for "
+            "the checkpoint: name another (one on the same file system is made by hard links)"
         )
 
 
 class RunFiles:
-    """One rank's files of a durable run in these directories. give_up: what is there need not be readable.
+    """One rank's files of a durable run in these directories. give_up: a run that is there need not
+    be readable.
 
-    Raises: AioError (EWOULDBLOCK) while another process holds the run, ChecksumError for a damaged manifest, ValueError for
-    directories that are not this user's, or of which another one than the first has a run's manifests."""
+    Raises: AioError (EWOULDBLOCK) while another process holds the run, ChecksumError for a damaged
+    manifest, ValueError for directories that are not this user's, or of which another one than the
+    first has a run's manifests.
+    """
 
     def __init__(self, directories: Sequence[Path], rank: int, *, give_up: bool = False) -> None:
         self.rank = rank
@@ -74,6 +84,7 @@ class RunFiles:
         self._named = False
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(SwapFile.durable(self.home, f"lock.rank{rank}"))
+            # Before the lock goes: another process may begin the moment it does.
             undo.callback(self._remove_states)
             for run in self.directories[1:]:
                 _check_no_home(run)
@@ -88,7 +99,7 @@ class RunFiles:
         return self.directories[0]
 
     def add(self) -> list[SwapFile]:
-        """New states files, one on each drive. Raises: AioError, SwapFullError."""
+        """Make new states files, one on each drive. Raises: AioError, SwapFullError."""
         self._made.append([])
         for directory in self.directories:
             name = f"states-{self._id}-{len(self._made)}.rank{self.rank}"
@@ -103,7 +114,7 @@ class RunFiles:
             link.symlink_to(self.home.resolve())
 
     def name(self, layer: int, drive: int) -> str:
-        """A states file as manifests name it, from `home`."""
+        """Return the name of a states file in manifests, relative to `home`."""
         file = Path(self.layers[layer][drive].path).name
         return f"{self._links[drive - 1]}/{file}" if drive else file
 
@@ -116,10 +127,16 @@ class RunFiles:
             return None
 
     def _find_moved(self) -> None:
-        """Drives may be mounted elsewhere than when the run before was committed, or copied together with the first: lead its
-        links to where its files are now, in these directories if they are there."""
+        """Lead the links of the run before to where its files are now, in these directories if they
+        are there.
+
+        Drives may be mounted elsewhere than when it was committed, or copied together with the
+        first.
+        """
         mine = {run.resolve() for run in self.directories}
-        for name in sorted({entry.name for manifest in self.before or () for entry in manifest.files}):
+        for name in sorted(
+            {entry.name for manifest in self.before or () for entry in manifest.files}
+        ):
             link, _, file = name.rpartition("/")
             found = next((run for run in self.directories[1:] if (run / file).is_file()), None)
             if not _DRIVE.fullmatch(link) or found is None:
@@ -130,49 +147,79 @@ class RunFiles:
                 new = self.home / f".{link}.rank{self.rank}"
                 new.unlink(missing_ok=True)
                 new.symlink_to(found.absolute())
-                new.replace(self.home / link)
+                new.replace(self.home / link)  # atomic: the old link or the new one
 
-    def named(self) -> None:
-        """A manifest is about to name these files: they stay when the process ends."""
+    def keep(self) -> None:
+        """Keep the files when the process ends: a manifest is about to name them."""
         self._named = True
 
     def remove_strangers(self, named: Iterable[str]) -> None:
-        """Remove states files that are not `named` (as in manifests) and that no process holds: of the run before, and of
-        processes that died. And links to drives that nothing named is on."""
+        """Remove states files that are not `named` (as in manifests) and that no process holds: of
+        the run before, and of processes that died. And links to drives that nothing named is on.
+        """
         names = set(named)
         keep = {(self.home / name).resolve() for name in names}
-        gone = {(self.home / entry.name).resolve() for manifest in self.before or () for entry in manifest.files}
+        gone = {
+            (self.home / entry.name).resolve()
+            for manifest in self.before or ()
+            for entry in manifest.files
+        }
         for directory in self.directories:
             for path in directory.iterdir():
                 found = _STATES.fullmatch(path.name)
                 if found is not None and (directory == self.home or found.group(1) == self._sum):
                     gone.add(path.resolve())
-        # A manifest names the files that it points into; beside them lie others of the same process.
-        gone |= {each for path in gone for each in path.parent.glob(path.name.rpartition("-")[0] + "-*.rank*")}
+        # A manifest names the files that it points into; beside them lie others of the same
+        # process.
+        gone |= {
+            each
+            for path in gone
+            for each in path.parent.glob(path.name.rpartition("-")[0] + "-*.rank*")
+        }
         keep |= {Path(file.path).resolve() for files in self._made for file in files}
         mine = f".rank{self.rank}"  # whose lock is held here; other ranks hold their files
-        gone = {path for path in gone if _STATES.fullmatch(path.name) and (path.suffix == mine or not _is_held(path))} - keep
+        gone = {
+            path
+            for path in gone
+            if _STATES.fullmatch(path.name) and (path.suffix == mine or not _is_held(path))
+        } - keep
         gone = {path for path in gone if not self._is_another_s(path)}
         remove([each for path in gone for each in (path, path.with_name(f".{path.name}.owner"))])
         links = {name.partition("/")[0] for name in names} | set(self._links)
-        drives = [path for path in self.home.iterdir() if _DRIVE.fullmatch(path.name) and path.is_symlink()]
+        drives = [
+            path
+            for path in self.home.iterdir()
+            if _DRIVE.fullmatch(path.name) and path.is_symlink()
+        ]
         remove([path for path in drives if path.name not in links])
         homes = {_home_link(path) for path in gone}
-        remove([link for link in homes if not any(link.parent.glob(f"states-{link.name.removeprefix('home-')}*"))])
+        remove(
+            [
+                link
+                for link in homes
+                if not any(link.parent.glob(f"states-{link.name.removeprefix('home-')}*"))
+            ]
+        )
 
     def _is_another_s(self, path: Path) -> bool:
-        """Whether a run elsewhere names these states: a copy of its first directory alone has links that lead to them."""
+        """Return whether a run elsewhere names these states: a copy of its first directory alone
+        has links to them.
+        """
         if path.parent == self.home.resolve() or path.name.startswith(f"states-{self._sum}"):
             return False
         try:
             home = _home_link(path).readlink()
             newest = newest_generation(home)
         except (OSError, ValueError) as error:
-            return getattr(error, "errno", None) != errno.ENOENT  # what cannot be read may name them
-        return any((home / entry.name).resolve() == path for manifest in newest for entry in manifest.files)
+            return (
+                getattr(error, "errno", None) != errno.ENOENT
+            )  # what cannot be read may name them
+        return any(
+            (home / entry.name).resolve() == path for manifest in newest for entry in manifest.files
+        )
 
     def _remove_states(self) -> None:
-        """Close the states files; nobody can use them if no manifest names them."""
+        """Close the states files; remove those that no manifest names: nobody can use them."""
         for files in self._made:
             for file in files:
                 file.close()
@@ -185,14 +232,16 @@ class RunFiles:
 
 
 def _home_link(states: Path) -> Path:
-    """What leads from a further drive to the run whose states a file there has."""
+    """Return the link from an additional drive back to the home directory of the run that a states
+    file belongs to.
+    """
     found = _STATES.fullmatch(states.name)
     assert found is not None
     return states.with_name(f"home-{found.group(1)}")
 
 
 def _is_held(path: Path) -> bool:
-    """Whether a process has the file open as swap space."""
+    """Return whether a process has the file open as swap space."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -204,16 +253,21 @@ def _is_held(path: Path) -> bool:
 
 
 def _check_no_home(directory: Path) -> None:
-    """Raise ValueError where a run's manifests lie in what is not the first directory now: its states would be overwritten."""
+    """Raise ValueError where a run's manifests lie in what is not the first directory now: its
+    states would be overwritten.
+    """
     if directory.is_dir() and generations(directory):
         raise ValueError(
-            f"{str(directory.parent)!r} holds the manifests of a durable run, and is not the first directory in Policy.nvme: "
-            f"name it first to go on with that run, or remove {str(directory)!r}"
+            f"{str(directory.parent)!r} holds the manifests of a durable run, and is not the first "
+            "directory in Policy.nvme: name it first to go on with that run, or remove "
+            f"{str(directory)!r}"
         )
 
 
 def _link(home: Path, target: Path) -> str:
-    """A symbolic link to `target` in `home`; the name of one that is there already, or of a new one."""
+    """Make a symbolic link to `target` in `home`. Returns its name, or that of one that is there
+    already.
+    """
     number = 1
     while True:
         path = home / f"drive{number}"

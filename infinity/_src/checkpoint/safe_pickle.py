@@ -1,7 +1,12 @@
-"""Pickles without their powers: what a pickle names becomes a record that only keeps what it was given.
+"""Pickles without their powers, and the user's small state as bytes.
 
-A pickle is a program that calls what it names. Here a name is looked up in a list, and stands for a record class of this
-module, made anew for every read so that a hostile file spoils nothing beyond itself. Nothing that a file names is imported.
+A pickle is a program that calls the names in it. Here a name is looked up in a list, and stands for
+a record class of this module, made anew for every read so that a hostile file spoils nothing beyond
+itself. Nothing that a file names is imported.
+
+The user's small state (`handle.extra`, `inf.save(extra=)`) is written by torch.save and read by
+torch.load(weights_only=True); numpy's arrays and scalars, which generators of random numbers are
+made of, go as tensors.
 """
 
 from __future__ import annotations
@@ -10,15 +15,19 @@ import contextlib
 import io
 import pickle
 import re
+import types
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 
 class Record:
-    """What an object in a pickle became: the arguments and the state that it was to be made of."""
+    """The stand-in for an object in a pickle: the arguments and the state that it was to be made
+    of.
+    """
 
     kind = ""  # the name in the pickle
     args: tuple[Any, ...] = ()
@@ -38,12 +47,13 @@ class Record:
 
 
 def record_class(name: str) -> Any:
-    """A new record class that stands for `name`."""
+    """Make a new record class that stands for `name`."""
     return type("Record", (Record,), {"kind": name})
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Reads a pickle in which these names become records, or the given harmless values; any other name is refused.
+    """Reads a pickle in which these names become records, or the given harmless values; any other
+    name is refused.
 
     Raises: pickle.UnpicklingError naming what was refused.
     """
@@ -53,27 +63,36 @@ class InertUnpickler(pickle.Unpickler):
         self._known = {**{name: record_class(name) for name in records}, **values}
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """The stand-in for a name."""
+        """Return the stand-in for a name."""
         full = f"{module}.{name}"
         if full not in self._known:
-            raise pickle.UnpicklingError(f"it names {full}, which such a file has no need of, and which was not imported")
+            raise pickle.UnpicklingError(
+                f"it names {full}, which such a file has no need of, and which was not imported"
+            )
         return self._known[full]
 
     def persistent_load(self, pid: Any, /) -> NoReturn:  # noqa: ARG002 - whatever it is
-        """Refused: such a file has no need of it."""
+        """Refuse: such a file has no need of it."""
         raise pickle.UnpicklingError("it refers to objects outside of itself")
 
 
 def load_tensors(source: Path | io.BufferedReader, *, records: str = "") -> Any:
-    """What `torch.save` wrote, by torch.load(weights_only=True) on the CPU. A path is mapped, so that only what is used is read.
+    """Read a file of `torch.save` by torch.load(weights_only=True) on the CPU. A path is mapped:
+    only used parts are read.
 
-    Names that begin with `records` ("package.") become records; any other that torch does not know as harmless is refused.
-    Blocks. Raises: OSError; ValueError for what is damaged or refused, saying what it names.
+    Names that begin with `records` ("package.") become records; any other that torch does not know
+    as harmless is refused. Blocks. Raises: OSError; ValueError for damage, or naming what is
+    refused.
     """
     try:
         with _as_records(source, records) if records else contextlib.nullcontext():
             is_path = isinstance(source, Path)
-            return torch.load(str(source) if is_path else source, map_location="cpu", weights_only=True, mmap=is_path)
+            return torch.load(
+                str(source) if is_path else source,
+                map_location="cpu",
+                weights_only=True,
+                mmap=is_path,
+            )
     except OSError:
         raise
     except Exception as error:  # zip, pickle, struct: whatever damaged bytes make torch raise
@@ -84,6 +103,7 @@ def load_tensors(source: Path | io.BufferedReader, *, records: str = "") -> Any:
 def _as_records(source: Path | io.BufferedReader, prefix: str) -> Iterator[None]:
     """Inside, torch.load makes records of what a file names under a prefix."""
     assert isinstance(source, Path), source
+    # Reads the names without calling any of them.
     names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     stand_ins: list[Any] = [(record_class(name), name) for name in names if name.startswith(prefix)]
     with torch.serialization.safe_globals(stand_ins):
@@ -91,8 +111,65 @@ def _as_records(source: Path | io.BufferedReader, prefix: str) -> Iterator[None]
 
 
 def reason_of(message: str) -> str:
-    """What torch.load says, without its advice to load the file unsafely."""
+    """Cut torch.load's message: its advice is to load the file unsafely."""
     named = re.search(r"GLOBAL ([\w.]+)", message)
     if named:
         return f"it names {named[1]}, which is not known to be harmless, and which was not called"
     return message.rpartition("WeightsUnpickler error: ")[2].strip().split("\n")[0]
+
+
+# -- the user's small state ------------------------------------------------------------------------
+
+
+def extra_bytes(extra: object) -> bytes | None:
+    """Encode the user's small state. Raises: ValueError when it could not be read back without
+    running code.
+    """
+    if extra is None:
+        return None
+    out = io.BytesIO()
+    try:
+        torch.save(
+            extra, out, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)
+        )
+        read_extra(out.getvalue())  # now, not after a crash
+    except Exception as error:
+        refused = isinstance(error, pickle.UnpicklingError)
+        what = (
+            reason_of(str(error))
+            if refused
+            else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        )
+        raise ValueError(
+            f"extra= cannot be kept: {what}. Numbers, text, tensors, numpy's arrays of numbers, "
+            "and lists, tuples and dicts of them can, and state_dict()s that are made of these"
+        ) from error
+    return out.getvalue()
+
+
+def read_extra(data: bytes) -> Any:
+    """Decode the bytes of `extra_bytes`; nothing in them is run."""
+    with torch.serialization.safe_globals([_array, _scalar]):
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _array(values: torch.Tensor) -> Any:
+    return values.numpy()
+
+
+def _scalar(value: torch.Tensor) -> Any:
+    return value.numpy()[()]
+
+
+class _Pickler(pickle.Pickler):
+    """Writes arrays as calls of `_array`, the one thing beside torch's own that reading allows."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is np.ndarray or isinstance(value, np.generic):
+            with contextlib.suppress(
+                TypeError, ValueError
+            ):  # of a dtype or byte order that tensors have not
+                return (_array if type(value) is np.ndarray else _scalar), (
+                    torch.from_numpy(np.array(value)),
+                )
+        return NotImplemented

@@ -1,91 +1,320 @@
-"""Leaving the engine: weights as safetensors files, streamed unit by unit."""
+"""Safetensors: reading the files of others, and writing weights from a model or from a checkpoint.
+
+    SafetensorsFiles     directory, index or file  ->  named tensors, one at a time
+    write_safetensors    a model's units           ->  model-00001-of-00003.safetensors, …, index
+    ExportJob            chunks of a checkpoint    ->  the same, without a model
+
+Both writers stream: a unit, or a chunk, is in memory at a time. The files are, byte by byte, those
+of the format's own library. A weight that is cut into tiles is one tensor here, as in every format
+that is not infinity's own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
+import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Any, Protocol, cast
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
 
-from infinity._src.checkpoint.incoming import has_master
-from infinity._src.checkpoint.metadata import buffers_of
-from infinity._src.checkpoint.syncing import publish, sync_directory, sync_file
-from infinity._src.checkpoint.tiled import Whole, wholes_of
+from infinity._src.checkpoint.directory import fsync_directory, fsync_file, publish
+from infinity._src.checkpoint.load import has_master
+from infinity._src.checkpoint.manifest import dtype_of
+from infinity._src.checkpoint.metadata import buffers_of, read_buffers
+from infinity._src.checkpoint.reader import Checkpoint, ChunkRef, SavedParam, StateReader
+from infinity._src.checkpoint.reshard import CHUNKS_KEPT, LOOK_AHEAD, slice_of
 from infinity._src.distributed.collectives import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
+from infinity._src.kernels.state_codec import decode_sections
+from infinity._src.kernels.tiling.tiled_module import tile_index, whole_name
 from infinity._src.optim.state_access import States
+from infinity._src.params.chunk_pipeline import Bytes
+from infinity._src.params.materialize import NamedTensors, Source
 from infinity._src.params.unit import Param, Unit
-from infinity._src.sizes import format_size, parse_size
+from infinity._src.sizes import format_size, parse_size, round_up
+from infinity._src.wording import listed
+from infinity.aio import Format
+from infinity.aio._records import Master, Moments
 
 INDEX = "model.safetensors.index.json"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
-
-class Exporter(Protocol):
-    """What writing a model out needs of its engine."""
-
-    units: list[Unit]
-    states: States
-    comm: Comm
-
-    def read(self, param: Param) -> torch.Tensor:
-        """The current value of one parameter on the CPU; collective on several ranks."""
-
-
-def read_value(of: Exporter, param: Param, *, masters: bool) -> torch.Tensor:
-    """The parameter on the CPU: its fp32 master if that is wanted and there is one, else what computes. Collective. Blocks."""
-    return of.states.read(param, 0) if masters and has_master(of.states, param) else of.read(param)
+_DTYPES = {
+    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
+    torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""Dtypes of the format, in the order in which a file has their tensors: large items first, so that
+all are aligned.
+"""
+_RANK_OF = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
 
 
-def write_safetensors(
-    model: torch.nn.Module,
-    of: Exporter,
-    directory: str | os.PathLike[str],
-    *,
-    shard_bytes_max: int | str,
-    masters: bool = False,
-) -> None:
-    """Write parameters and persistent buffers in the layout of Hugging Face, one shard in memory at a time. Blocks.
+# -- reading ---------------------------------------------------------------------------------------
 
-    Files appear under their names only when all are whole and on the drive, the index last; an earlier export in the directory
-    stays until then. On several ranks all call it, and rank 0 writes. Raises: OSError naming the path, PeerFailed where another
-    rank had one.
+
+def with_files(load: Source | None) -> Source | NamedTensors | None:
+    """Open `load` if it is a path; anything else stays as it is. Raises: as `SafetensorsFiles`."""
+    return SafetensorsFiles(Path(load)) if isinstance(load, (str, os.PathLike)) else load
+
+
+class SafetensorsFiles(NamedTensors):
+    """The safetensors of a directory (by its index if it has one), or a single file. One file is
+    open at a time.
+
+    Raises: FileNotFoundError; ValueError for several indices, an index that leads out of its
+    directory, a broken file.
     """
-    comm = of.comm
-    files = WeightFiles(Path(directory), writes=comm.rank == 0)
-    parts = _parts(of)
-    groups = group_units([_part_bytes(of, part, masters=masters) for part in parts], parse_size(shard_bytes_max))
 
-    def read(param: Param) -> torch.Tensor:
-        return read_value(of, param, masters=masters)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file_of = _index(path)
+        self._open_path: Path | None = None
+        self._open_file: Any = None
 
-    with files:
-        with Rendezvous(comm, f"making {directory}"):
-            files.begin()
-        for index, group in enumerate(groups):
-            tensors = {whole.name: whole.merged(read) for part in group for whole in parts[part]}
-            if index == 0:
-                tensors.update(buffers_of(model))
-            file = shard_name(index, len(groups))
-            with Rendezvous(comm, f"writing {file}"):
-                if tensors:
-                    size_bytes = sum(tensor.nbytes for tensor in tensors.values())
-                    files.put(file, tensors, size_bytes, functools.partial(_write, tensors))
-        with Rendezvous(comm, f"finishing {directory}"):
-            files.finish()
+    @property
+    def label(self) -> str:
+        """The path."""
+        return str(self._path)
+
+    def names(self) -> Iterable[str]:
+        """Return all names, of all files."""
+        return self._file_of.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that the file's header states."""
+        return tuple(self._header(name).get_shape())
+
+    def is_floating_point(self, name: str) -> bool:
+        """Return whether the file's header states a floating dtype."""
+        return str(self._header(name).get_dtype()).startswith(("F", "BF"))
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor, mapped from its file."""
+        return cast("torch.Tensor", self._file(name).get_tensor(name))
+
+    def _header(self, name: str) -> Any:
+        from safetensors import SafetensorError
+
+        try:
+            return self._file(name).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{self._file_of[name]} does not have {name}, though the index says so"
+            ) from error
+
+    def _file(self, name: str) -> Any:
+        path = self._file_of[name]
+        if path != self._open_path:
+            self._open_file = _open(path)
+            self._open_path = path
+        return self._open_file
+
+
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _index(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor."""
+    if path.is_file():
+        return dict.fromkeys(_open(path).keys(), path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: there is no such directory or file")
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        raise ValueError(
+            f"{path} has several indices: {', '.join(found.name for found in indices)}"
+        )
+    if indices:
+        weight_map = _weight_map(indices[0])
+        gone = sorted({name for name in weight_map.values() if not (path / name).is_file()})
+        if gone:
+            raise FileNotFoundError(f"{indices[0]} names files that are not there: {listed(gone)}")
+        return {name: path / file for name, file in weight_map.items()}
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(
+            f"{path} has no *.safetensors; convert the checkpoint, or pass a mapping"
+        )
+    found: dict[str, Path] = {}
+    for file in files:
+        for name in _open(file).keys():  # noqa: SIM118 - not a dict
+            if name in found:
+                raise ValueError(
+                    f"{name} is in {found[name].name} and in {file.name}, and there is no index to "
+                    "decide"
+                )
+            found[name] = file
+    return found
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the name of each tensor's file, which lies beside the index: a path out of there is
+    refused.
+    """
+    try:
+        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{index} is no index of safetensors: it has no readable weight_map ({error!r})"
+        ) from error
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or file == "..":
+            raise ValueError(
+                f"{index} says that {name} is in {file!r}; files lie beside their index, so a path "
+                "is refused: move the file there and write its name alone"
+            )
+    return weight_map
+
+
+# -- tiles -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A tensor of a state dict. params: the one parameter that it is, or all tiles that it is cut
+    into, in order.
+    """
+
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    params: tuple[Param, ...]
+
+    @property
+    def name(self) -> str:
+        """Its first key."""
+        return self.keys[0]
+
+    def merged(self, read: Callable[[Param], torch.Tensor]) -> torch.Tensor:
+        """Put together what `read` gives for its parameters. One tile is in memory besides the
+        result.
+        """
+        whole: torch.Tensor | None = None
+        for param in self.params:
+            value, place = read(param), param.place
+            if place is None:
+                return value
+            if whole is None:
+                whole = torch.empty(self.shape, dtype=value.dtype)
+            elif whole.dtype != value.dtype:  # masters of some tiles, and what others compute with
+                whole = whole.to(torch.promote_types(whole.dtype, value.dtype))
+            place.of(whole).copy_(value)
+        assert whole is not None
+        return whole
+
+
+def wholes_of(params: Iterable[Param]) -> list[Whole]:
+    """Return the tensors that parameters are, in order of their first; the tiles of one weight are
+    one.
+    """
+    tiles: dict[object, list[Param]] = {}
+    for param in params:
+        tiles.setdefault(param if param.place is None else param.keys, []).append(param)
+    return [Whole(group[0].keys, group[0].whole_shape, tuple(group)) for group in tiles.values()]
+
+
+# -- writing a file --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class FileTensor:
+    """One tensor of a file, as the header describes it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Its bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def check_dtypes(tensors: Iterable[FileTensor], *, way_out: str) -> None:
+    """Raise ValueError for a dtype that the format does not have."""
+    for tensor in tensors:
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"{tensor.name} is {tensor.dtype}, which safetensors does not have; {way_out}"
+            )
+
+
+def file_order(tensor: FileTensor) -> tuple[int, str]:
+    """Return the sort key of tensors in a file, which is that of the format's own library."""
+    return _RANK_OF[tensor.dtype], tensor.name
+
+
+def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterable[torch.Tensor]) -> None:
+    """Write one file. Blocks. Raises: OSError naming the path; what `values` raise.
+
+    tensors: in `file_order`. values: their elements, in parts of any length, one after the other.
+    """
+    try:
+        with path.open("wb") as out:
+            out.write(_header(tensors))
+            for value in values:
+                _append(out, value)
+    except OSError as error:
+        # Typed errors of reading a checkpoint are OSErrors too, and say enough. A write names no
+        # path.
+        if error.filename is not None or type(error) is not OSError:
+            raise
+        if error.errno == errno.ENOSPC:
+            size = sum(tensor.size_bytes for tensor in tensors)
+            raise OSError(errno.ENOSPC, f"no room for {format_size(size)}", str(path)) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _header(tensors: Sequence[FileTensor]) -> bytes:
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        end = at + tensor.size_bytes
+        described[tensor.name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(round_up(len(text), 8))  # so that the data is aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _append(out: IO[bytes], value: torch.Tensor) -> None:
+    if value.numel():
+        data: Bytes = np.ascontiguousarray(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+        out.write(data.data)
+
+
+# -- the files of an export ------------------------------------------------------------------------
 
 
 class WeightFiles:
-    """The files of one export. They get their names together, when all are whole and on the drive; leaving the context before
-    that leaves an earlier export in the directory as it was. writes: False does nothing (ranks that do not write)."""
+    """The files of one export. They get their names together, when all are whole and on the drive;
+    leaving the context before that leaves an earlier export in the directory as it was.
+
+    writes: False does nothing (ranks that do not write).
+    """
 
     def __init__(self, target: Path, *, writes: bool = True) -> None:
         self._target = target
@@ -99,7 +328,7 @@ class WeightFiles:
     def __exit__(self, *_: object) -> None:
         for file in (*self.files, INDEX):
             if self._writes:
-                with contextlib.suppress(OSError):  # what broke off is raised, not this
+                with contextlib.suppress(OSError):  # the first error is raised, not this one
                     self._partial(file).unlink(missing_ok=True)
 
     @property
@@ -116,44 +345,51 @@ class WeightFiles:
             if path.stem == INDEX or _OURS.fullmatch(path.stem):
                 path.unlink()
 
-    def put(self, file: str, names: Iterable[str], size_bytes: int, write: Callable[[Path], object]) -> None:
-        """Have `write` write the tensors of these names to a path. Blocks until it is on the drive. Raises: OSError."""
+    def put(
+        self, file: str, names: Iterable[str], size_bytes: int, write: Callable[[Path], object]
+    ) -> None:
+        """Have `write` write the tensors of these names to a path. Blocks until it is on the drive.
+        Raises: OSError.
+        """
         self._names.update(dict.fromkeys(names, file))
         self._size_bytes += size_bytes
         if self._writes:
             write(self._partial(file))
-            sync_file(self._partial(file))
+            fsync_file(self._partial(file))
 
     def finish(self) -> None:
-        """Name the files, and the index last if there are several; remove what an earlier export left. Blocks. Raises: OSError.
+        """Name the files, and the index last if there are several; remove what an earlier export
+        left. Blocks.
 
-        A crash in here may leave files without an index, never an index of other files.
+        A crash in here may leave files without an index, never an index of other files. Raises:
+        OSError.
         """
         if not self._writes:
             return
         index = self._target / INDEX
         if len(self.files) > 1:
-            text = json.dumps({"metadata": {"total_size": self._size_bytes}, "weight_map": self._names}, indent=2, sort_keys=True)
+            whole = {"metadata": {"total_size": self._size_bytes}, "weight_map": self._names}
+            text = json.dumps(whole, indent=2, sort_keys=True)
             index.unlink(missing_ok=True)
-            sync_directory(self._target)
+            fsync_directory(self._target)
         for file in self.files:
             self._partial(file).replace(self._target / file)
-        sync_directory(self._target)
+        fsync_directory(self._target)
         if len(self.files) > 1:
             partial = self._partial(INDEX)
             partial.write_text(text + "\n")
             publish(partial, index)
-            sync_directory(self._target)
+            fsync_directory(self._target)
         _remove_stale(self._target, set(self.files))
-        sync_directory(self._target)
-        sync_directory(self._target.absolute().parent)
+        fsync_directory(self._target)
+        fsync_directory(self._target.absolute().parent)
 
     def _partial(self, file: str) -> Path:
         return self._target / (file + ".partial")
 
 
 def _remove_stale(target: Path, written: set[str]) -> None:
-    """Remove what an earlier export into this directory left: readers would take it for a part of this one."""
+    """Remove the rest of an earlier export: readers would take it for a part of this one."""
     stale = [path for path in target.glob("model*.safetensors") if _OURS.fullmatch(path.name)]
     for path in stale:
         if path.name not in written:
@@ -163,7 +399,7 @@ def _remove_stale(target: Path, written: set[str]) -> None:
 
 
 def group_units(sizes: Sequence[int], shard_bytes_max: int) -> list[list[int]]:
-    """Consecutive units, by number, as many as fit one shard. sizes: bytes of each."""
+    """Group consecutive units, by number, as many as fit one file. sizes: bytes of each."""
     groups: list[list[int]] = [[]]
     size = 0
     for index, size_bytes in enumerate(sizes):
@@ -176,13 +412,80 @@ def group_units(sizes: Sequence[int], shard_bytes_max: int) -> list[list[int]]:
 
 
 def shard_name(index: int, count: int) -> str:
-    """The name of file `index` of `count`."""
-    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+    """Name file `index` of `count`."""
+    return (
+        "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+    )
+
+
+# -- from a model ----------------------------------------------------------------------------------
+
+
+class Exporter(Protocol):
+    """The engine, as far as writing a model out needs it."""
+
+    units: list[Unit]
+    states: States
+    comm: Comm
+
+    def read(self, param: Param) -> torch.Tensor:
+        """The current value of one parameter on the CPU; collective on several ranks."""
+
+
+def read_value(of: Exporter, param: Param, *, masters: bool) -> torch.Tensor:
+    """Read a parameter to the CPU: its fp32 master if that is wanted and there is one, else the
+    value that computes. Collective. Blocks.
+    """
+    return of.states.read(param, 0) if masters and has_master(of.states, param) else of.read(param)
+
+
+def write_safetensors(
+    model: torch.nn.Module,
+    of: Exporter,
+    directory: str | os.PathLike[str],
+    *,
+    shard_bytes_max: int | str,
+    masters: bool = False,
+) -> None:
+    """Write parameters and persistent buffers in the layout of Hugging Face, one file in memory at
+    a time. Blocks.
+
+    Files appear under their names only when all are whole and on the drive, the index last; an
+    earlier export in the directory stays until then. On several ranks all call it, and rank 0
+    writes. Raises: OSError naming the path, ValueError for a dtype that the format does not have,
+    PeerFailed where another rank met an error.
+    """
+    comm = of.comm
+    files = WeightFiles(Path(directory), writes=comm.rank == 0)
+    parts = _parts(of)
+    sizes = [_part_bytes(of, part, masters=masters) for part in parts]
+    groups = group_units(sizes, parse_size(shard_bytes_max))
+
+    def read(param: Param) -> torch.Tensor:
+        return read_value(of, param, masters=masters)
+
+    with files:
+        with Rendezvous(comm, f"making {directory}"):
+            files.begin()
+        for index, group in enumerate(groups):
+            tensors = {whole.name: whole.merged(read) for part in group for whole in parts[part]}
+            if index == 0:
+                tensors.update(buffers_of(model))
+            file = shard_name(index, len(groups))
+            with Rendezvous(comm, f"writing {file}"):
+                if tensors:
+                    size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+                    files.put(file, tensors, size_bytes, functools.partial(_write_all, tensors))
+        with Rendezvous(comm, f"finishing {directory}"):
+            files.finish()
 
 
 def _parts(of: Exporter) -> list[list[Whole]]:
-    """The tensors of each unit; the tiles of a weight, units of their own, are one part together."""
-    wholes = {whole.params[0]: whole for whole in wholes_of(param for unit in of.units for param in unit.params)}
+    """Return the tensors of each unit; the tiles of a weight, units of their own, are one part
+    together.
+    """
+    params = [param for unit in of.units for param in unit.params]
+    wholes = {whole.params[0]: whole for whole in wholes_of(params)}
     parts = [[wholes[param] for param in unit.params if param in wholes] for unit in of.units]
     return [part for part in parts if part] or [[]]
 
@@ -195,11 +498,210 @@ def _part_bytes(of: Exporter, part: Sequence[Whole], *, masters: bool) -> int:
     )
 
 
-def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, str(path), metadata={"format": "pt"})
-    except Exception as error:
-        if not isinstance(error, OSError) and "No space" in str(error):
-            size = sum(tensor.nbytes for tensor in tensors.values())
-            raise OSError(errno.ENOSPC, f"no room for {format_size(size)}", str(path)) from error
-        raise
+def _write_all(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    described = [
+        FileTensor(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()
+    ]
+    check_dtypes(described, way_out="inf.save keeps every dtype")
+    described.sort(key=file_order)
+    write_file(path, described, (tensors[each.name] for each in described))
+
+
+# -- from a checkpoint -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """The result of an export. size_bytes: of all tensors."""
+
+    files: tuple[str, ...]
+    tensors: int
+    size_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _SavedTensor(FileTensor):
+    """A tensor of a checkpoint: a parameter, the tiles of a weight (rows of tiles), or a buffer in
+    memory.
+    """
+
+    saved: tuple[tuple[SavedParam, ...], ...]
+    value: torch.Tensor | None = None
+
+    @property
+    def parts(self) -> Iterator[SavedParam]:
+        """The parameters of the checkpoint that it is made of, in order."""
+        return itertools.chain.from_iterable(self.saved)
+
+
+class ExportJob:
+    """An export of a checkpoint without a model, chunk by chunk, in the layout of
+    `inf.export_safetensors`.
+
+        header  ->  each parameter: read its chunks ahead, check them, cast, append
+
+    masters: fp32 masters where there are such, else the values that compute. dtype: parameters of a
+    floating dtype are rounded to it (None: none is); buffers stay. Raises: ValueError for a dtype
+    that safetensors does not have.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, *, masters: bool = False, dtype: torch.dtype | None = None
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._masters = masters
+        self._dtype = dtype
+        self._progress: Callable[[int], object] = lambda _size: None
+        data = checkpoint.attachment("buffers", 0)
+        buffers = read_buffers(data) if data is not None else {}
+        self._buffers = [
+            _SavedTensor(name, value.dtype, tuple(value.shape), (), value)
+            for name, value in buffers.items()
+        ]
+        flats = enumerate(checkpoint.flats)
+        saved = [SavedParam(entry, index, flat) for index, flat in flats for entry in flat.params]
+        units = itertools.groupby(
+            saved, key=lambda each: whole_name(each.entry.name) or each.flat.unit
+        )
+        self._units = [self._tensors_of(list(unit)) for _, unit in units]
+        everything = [*self._buffers, *itertools.chain.from_iterable(self._units)]
+        check_dtypes(everything, way_out="export with --dtype")
+        self.size_bytes = sum(tensor.size_bytes for tensor in everything)
+        """Bytes of all tensors."""
+
+    def export(
+        self,
+        target: Path,
+        *,
+        shard_bytes_max: int,
+        progress: Callable[[int], object] = lambda _size: None,
+    ) -> Exported:
+        """Write all; `progress` is told the bytes of each part. Blocks.
+
+        Files get their names when all are on the drive, the index last; the rest of an earlier
+        export is removed then. Raises: OSError naming the path; ChecksumError naming what is
+        damaged.
+        """
+        self._progress = progress
+        self._checkpoint.check_files()
+        sizes = [sum(tensor.size_bytes for tensor in unit) for unit in self._units]
+        groups = group_units(sizes, shard_bytes_max)
+        count = 0
+        files = WeightFiles(target)
+        with files:
+            files.begin()
+            for index, group in enumerate(groups):
+                units = [self._units[unit] for unit in group] if self._units else []
+                tensors = [tensor for unit in units for tensor in unit]
+                if index == 0:
+                    tensors += self._buffers
+                count += len(tensors)
+                if tensors:
+                    size_bytes = sum(tensor.size_bytes for tensor in tensors)
+                    write = functools.partial(self._write, sorted(tensors, key=file_order))
+                    names = [tensor.name for tensor in tensors]
+                    files.put(shard_name(index, len(groups)), names, size_bytes, write)
+            files.finish()
+        return Exported(files.files, count, self.size_bytes)
+
+    def _tensors_of(self, unit: Sequence[SavedParam]) -> list[_SavedTensor]:
+        """Return the tensors of the parameters of a unit; of all tiles of a weight, that weight."""
+        name = whole_name(unit[0].entry.name)
+        if name is None:
+            return [
+                _SavedTensor(each.entry.name, self._dtype_of(each), each.entry.shape, ((each,),))
+                for each in unit
+            ]
+        rows: dict[int, list[SavedParam]] = {}
+        for each in unit:
+            rows.setdefault(tile_index(each.entry.name)[0], []).append(each)
+        grid = tuple(tuple(row) for row in rows.values())
+        shape = (
+            sum(row[0].entry.shape[0] for row in grid),
+            sum(each.entry.shape[1] for each in grid[0]),
+        )
+        dtypes = [self._dtype_of(each) for each in unit]
+        return [_SavedTensor(name, functools.reduce(torch.promote_types, dtypes), shape, grid)]
+
+    def _dtype_of(self, saved: SavedParam) -> torch.dtype:
+        own = torch.float32 if self._has_master(saved) else dtype_of(saved.flat.dtype)
+        return self._dtype if self._dtype is not None and own.is_floating_point else own
+
+    def _has_master(self, saved: SavedParam) -> bool:
+        return self._masters and saved.flat.state_format.master is not Master.RAW
+
+    def _write(self, tensors: Sequence[_SavedTensor], path: Path) -> None:
+        reader = StateReader(self._checkpoint, CHUNKS_KEPT, self._sections())
+        try:
+            write_file(path, tensors, self._values_of(tensors, reader))
+        finally:
+            reader.close()
+
+    def _values_of(
+        self, tensors: Sequence[_SavedTensor], reader: StateReader
+    ) -> Iterator[torch.Tensor]:
+        """Yield the elements of all tensors, in the order of the file; chunks are read ahead."""
+        ahead = self._ahead(tensors)
+        upcoming = list(itertools.islice(ahead, LOOK_AHEAD))
+        for tensor in tensors:
+            if tensor.value is not None:
+                yield tensor.value
+                self._progress(tensor.size_bytes)
+                continue
+            for row in tensor.saved:
+                tiles = []
+                for saved in row:
+                    values = self._values(saved, tensor.dtype, reader, upcoming, ahead)
+                    if len(row) == 1:
+                        yield from values
+                    else:  # tiles beside each other: their rows alternate in the file
+                        tiles.append(torch.cat(list(values)).view(saved.entry.shape))
+                if tiles:
+                    yield torch.cat(tiles, dim=1)
+
+    def _values(
+        self,
+        saved: SavedParam,
+        dtype: torch.dtype,
+        reader: StateReader,
+        upcoming: list[ChunkRef],
+        ahead: Iterator[ChunkRef],
+    ) -> Iterator[torch.Tensor]:
+        """Yield the elements of a parameter as they are written, a chunk's at a time."""
+        for piece in self._checkpoint.pieces(saved, 0, saved.entry.numel):
+            reader.start(upcoming)
+            arrays = reader.get(upcoming.pop(0))
+            upcoming += itertools.islice(ahead, 1)
+            value = self._value(saved, dtype, arrays, piece.start, piece.numel)
+            yield value
+            self._progress(value.nbytes)
+
+    def _ahead(self, tensors: Sequence[_SavedTensor]) -> Iterator[ChunkRef]:
+        for saved in itertools.chain.from_iterable(tensor.parts for tensor in tensors):
+            for piece in self._checkpoint.pieces(saved, 0, saved.entry.numel):
+                yield ChunkRef(piece.rank, saved.flat_index, piece.chunk)
+
+    def _value(
+        self, saved: SavedParam, dtype: torch.dtype, arrays: Sequence[Bytes], start: int, numel: int
+    ) -> torch.Tensor:
+        """Return elements of a chunk as they are written."""
+        flat = saved.flat
+        form = flat.state_format
+        if self._has_master(saved):
+            given = [
+                torch.from_numpy(slice_of(flat.sections[s], arrays[s], start, numel))
+                for s in range(form.master_count)
+            ]
+            found = decode_sections(Format(form.master, Moments.FP32, 0), given)[0]
+        else:
+            given = [torch.from_numpy(slice_of(flat.sections[0], arrays[0], start, numel))]
+            found = given[0].view(dtype_of(flat.dtype))
+        return found.to(dtype)
+
+    def _sections(self) -> range:
+        """The sections that are read."""
+        if not self._masters:
+            return range(1)
+        return range(
+            max((flat.state_format.master_count for flat in self._checkpoint.flats), default=1)
+        )

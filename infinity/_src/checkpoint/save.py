@@ -1,10 +1,16 @@
-"""Saving a model's states while it trains on: capture what is small, copy what is large aside, commit by manifests.
+"""Saving a model's states while it trains on: small state is captured, chunks are copied aside.
 
-    inf.save    waits for updates; captures scalars, groups, buffers, extra; starts ->  a thread: data file, small files
-    training    goes on; who writes states waits until they were read                   all ranks wrote?  -> manifests
-                                                                                        all there?        -> older ones go
+    inf.save    waits for updates; captures scalars, groups, buffers, extra; starts a thread
+    training    goes on; a write to states waits until these were read
+    thread      data file, small files  ->  all ranks wrote? manifests  ->  all there? older ones go
 
-The ranks agree in a group of their own, so that training's collectives and these do not meet.
+The ranks agree in a group of their own, so that training's collectives and these do not meet. The
+thread copies a few chunks at a time, so a save takes the memory of four:
+
+    executor of the run                        this thread          executor of the data file
+    FETCH all sections of a chunk -> buffer -> pads with zeros  ->  STORE, checksum, write
+
+Manifests commit it.
 """
 
 from __future__ import annotations
@@ -15,7 +21,8 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,17 +30,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity._src.checkpoint import metadata as describing
+from infinity._src.checkpoint import metadata
 from infinity._src.checkpoint.directory import DirectoryLock, make_directory, next_generation
-from infinity._src.checkpoint.manifest import Layout, OptimizerEntry, section_bytes
+from infinity._src.checkpoint.manifest import FlatEntry, Layout, OptimizerEntry, section_bytes
 from infinity._src.checkpoint.progress import ProgressLine
 from infinity._src.checkpoint.run_files import check_no_run
-from infinity._src.checkpoint.snapshot import Copy, rows_of
-from infinity._src.checkpoint.user_state import extra_bytes
+from infinity._src.checkpoint.safe_pickle import extra_bytes
 from infinity._src.checkpoint.writer import (
+    DataWriter,
     NewPart,
-    Placed,
+    StoredStates,
     commit_part,
+    new_rows,
     remove_others,
     remove_part,
     write_part,
@@ -42,16 +50,145 @@ from infinity._src.config import Policy
 from infinity._src.distributed.collectives import Comm
 from infinity._src.optim.state_access import States
 from infinity._src.optim.update_mode import UpdateMode
+from infinity._src.params.chunk_pipeline import READ_AHEAD, Bytes, ChunkPipeline, slab_buffers
+from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat, Param, Unit
-from infinity.aio import Executor
+from infinity.aio import JOB, Executor, JobKind, Priority, Ticket
 from infinity.errors import AioError, SwapFullError
 
 log = logging.getLogger("infinity")
 
 
+def rows_of(shards: Sequence[ShardRecords], key: int) -> npt.NDArray[np.void]:
+    """Return the chunks of these flats as rows, without places. key: the first of as many keys as
+    there are sections.
+    """
+    return new_rows([(np.asarray(shard.starts), shard.records["numel"]) for shard in shards], key)
+
+
+class Snapshot:
+    """Copies all flats of a rank, as they are when it is made, with nothing pending. `copy_to` runs
+    in one thread, `before_write` in others.
+
+    shards, flats: the flats, as records and as entries of the manifest. order: in which they are
+    read, unless somebody waits. progress: told the bytes of each chunk that was read.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        shards: Sequence[ShardRecords],
+        flats: Sequence[FlatEntry],
+        rows: npt.NDArray[np.void],
+        *,
+        order: Sequence[Flat],
+        progress: Callable[[int], object],
+    ) -> None:
+        self._executor = executor
+        self._progress = progress
+        self._ids = (
+            np.concatenate([shard.ids for shard in shards]) if shards else np.zeros(0, np.int32)
+        )
+        self._sizes = section_bytes(rows, flats)
+        self._exact = [
+            [section.size_bytes(int(row["numel"])) for section in flats[row["flat"]].sections]
+            for row in rows
+        ]
+        self._flat_of = [shards[index].flat for index in rows["flat"]]
+        self._changed = threading.Condition()
+        self._queue: dict[Flat, deque[int]] = {
+            flat: deque() for flat in order
+        }  # rows to be read, in this order
+        for row, flat in enumerate(self._flat_of):
+            self._queue[flat].append(row)
+        # Not the same as the queue: a row that was taken is read only later.
+        self._unread = {flat: len(rows_left) for flat, rows_left in self._queue.items()}
+        self._ended = False
+
+    def before_write(self, flats: Sequence[Flat]) -> None:
+        """Block until these flats were read, or the copying has ended, well or not."""
+        with self._changed:
+            if self._ended or not any(self._unread.get(flat) for flat in flats):
+                return
+            # Somebody waits for these: they are read next.
+            first = {flat: self._queue.pop(flat) for flat in flats if flat in self._queue}
+            self._queue = {**first, **self._queue}
+            while not self._ended and any(self._unread.get(flat) for flat in flats):
+                self._changed.wait(0.5)
+
+    def end(self) -> None:
+        """Let everybody go on: nothing is read any more."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def copy_to(self, writer: DataWriter) -> None:
+        """Copy all. Blocks. Raises the fault of a read or a write; then the file is of no use."""
+        try:
+            with slab_buffers(int(self._sizes.sum(axis=1).max(initial=4096))) as buffers:
+                pipeline = ChunkPipeline(
+                    buffers,
+                    ahead=READ_AHEAD,
+                    read=self._fetch,
+                    transform=lambda row, _buffer: self._was_read(row),
+                    write=lambda row, buffer: writer.store(row, self._addresses(row, buffer)),
+                    finish=lambda _row, _buffer: writer.check(),
+                    reusable=lambda ticket: ticket.wait_filled(),
+                )
+                pipeline.run(self._upcoming())
+        finally:
+            self.end()
+
+    def _upcoming(self) -> Iterator[int]:
+        """Yield the row to be read next: those of flats that somebody waits for first."""
+        while (row := self._take()) is not None:
+            yield row
+
+    def _take(self) -> int | None:
+        with self._changed:
+            for flat, rows in list(self._queue.items()):
+                if rows:
+                    return rows.popleft()
+                del self._queue[flat]
+        return None
+
+    def _was_read(self, row: int) -> None:
+        with self._changed:
+            self._unread[self._flat_of[row]] -= 1
+            self._changed.notify_all()
+        self._progress(int(self._sizes[row].sum()))
+
+    def _addresses(self, row: int, buffer: Bytes) -> dict[int, int]:
+        at = np.cumsum(self._sizes[row]) - self._sizes[row] + buffer.ctypes.data
+        return {s: int(at[s]) for s in range(len(self._exact[row]))}
+
+    def _fetch(self, row: int, buffer: Bytes) -> Ticket:
+        start = 0
+        # The data file has checksums over whole pages: what pads a section must be zero.
+        for exact, padded in zip(self._exact[row], self._sizes[row], strict=False):
+            buffer[start + exact : start + padded] = 0
+            start += int(padded)
+        addresses = self._addresses(row, buffer)
+        job = np.zeros(1, dtype=JOB)
+        job["chunk"], job["kind"], job["base"] = self._ids[row], JobKind.FETCH, -1
+        job["mask"] = (1 << len(addresses)) - 1
+        job["ptr"][0, : len(addresses)] = list(addresses.values())
+        return self._executor.submit(job, priority=Priority.WRITEBACK)
+
+
+class Linkable(Protocol):
+    """A durable run, whose files a checkpoint may share (durable.py)."""
+
+    def link(self, directory: Path, generation: int) -> StoredStates | None:
+        """Give the newest generation's files second names in `directory`. None: it cannot be.
+
+        Raises: AioError.
+        """
+
+
 @dataclasses.dataclass(frozen=True)
 class _Captured:
-    """What a save writes besides the states."""
+    """Small state of a save, and its layout."""
 
     layout: Layout
     optimizers: tuple[OptimizerEntry, ...]
@@ -61,12 +198,16 @@ class _Captured:
 
 
 class Save:
-    """A save under way. directory: where; step: steps completed in it; generation: its number there.
+    """A save under way. directory: where; step: steps completed in it; generation: its number
+    there.
 
-    size_bytes: of this rank's states; copied_bytes: of those, 0 where files of a durable run got second names instead.
+    size_bytes: of this rank's states; copied_bytes: of those, 0 where files of a durable run got
+    second names instead.
     """
 
-    def __init__(self, directory: Path, *, step: int, generation: int, size_bytes: int, copied_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, *, step: int, generation: int, size_bytes: int, copied_bytes: int
+    ) -> None:
         self.directory = directory
         self.step = step
         self.generation = generation
@@ -78,14 +219,15 @@ class Save:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not. Does not block."""
+        """Whether the save has ended, well or not. Does not block."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the checkpoint is whole and on the drive, on all ranks.
 
-        Raises: what went wrong, every time (SwapFullError, DeviceFailedError, ChecksumError of what rested, AioError when it
-        was another rank): then the directory has what it had before. TimeoutError after `timeout` seconds.
+        Raises: what went wrong, every time (SwapFullError, DeviceFailedError, ChecksumError of
+        stored states, AioError when it was another rank): then the directory is as it was before.
+        TimeoutError after `timeout` seconds.
         """
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save into {self.directory} is not done after {timeout} s")
@@ -94,24 +236,23 @@ class Save:
             raise self._error
 
     def end(self, error: BaseException | None) -> None:
-        """It has ended."""
+        """Note that the save has ended, with this error or well."""
         self._error = error
         self._ended.set()
 
     def __repr__(self) -> str:
-        state = "under way" if not self.done else "done" if self._error is None else f"failed: {self._error}"
+        state = (
+            "under way"
+            if not self.done
+            else "done"
+            if self._error is None
+            else f"failed: {self._error}"
+        )
         return f"Save({str(self.directory)!r}, step={self.step}, {state})"
 
 
-class Linkable(Protocol):
-    """A durable run, whose files a checkpoint may share (`infinity._src.checkpoint.durable`)."""
-
-    def link(self, directory: Path, generation: int) -> Placed | None:
-        """Give the newest generation's files second names in `directory`. None: it cannot be. Raises: AioError."""
-
-
-class Saving:
-    """The saves of one model. One thread uses it at a time; the states are copied by another."""
+class Saver:
+    """The saves of one model, one at a time. One thread uses it; another copies the states."""
 
     def __init__(
         self,
@@ -136,14 +277,19 @@ class Saving:
 
     @property
     def flats(self) -> list[Flat]:
-        """All flats, in order."""
+        """Every flat, in order."""
         return [flat for unit in self.units for flat in unit.flats]
 
     def check_between_steps(self, what: str) -> None:
-        """Raise RuntimeError inside forward, backward and `gather()`, and where a step is half done."""
+        """Raise RuntimeError inside forward, backward and `gather()`, and where a step is half
+        done.
+        """
         busy = next((unit for unit in self.units if unit.refs), None)
         if busy is not None:
-            raise RuntimeError(f"{what} while unit {busy.name} is in use: call it outside of forward, backward and gather()")
+            raise RuntimeError(
+                f"{what} while unit {busy.name} is in use: call it outside of forward, backward "
+                "and gather()"
+            )
         self.mode.check_whole()
 
     def begin(
@@ -156,34 +302,37 @@ class Saving:
         extra: Any,
         run: Linkable | None = None,
     ) -> Save:
-        """Capture everything small and start copying. No update may be pending. Waits for the save before.
+        """Capture everything small and start copying. No update may be pending. Waits for the save
+        before.
 
         run: the durable run whose files may be linked instead.
 
         Raises: ValueError, RuntimeError; what the save before met, if nobody was told; MemoryError.
         """
-        self.settle()
+        self.wait_for_last()
         self.raise_fault()
         target = Path(directory)
         problem: BaseException | None = None
         mine = [0.0, 0.0, 0.0]
-        held = contextlib.ExitStack()  # let go when the save has ended
+        undo = contextlib.ExitStack()  # closed when the save has ended
         try:
             captured = self._capture(model, given, extra)
             check_no_run(target)
             make_directory(target)
             if self.comm.rank == 0:
-                held.callback(DirectoryLock(target).release)
+                undo.callback(DirectoryLock(target).release)
                 mine = [float(next_generation(target)), float(secrets.randbits(48)), 0.0]
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem, mine[2] = error, 1.0
-        with held:
-            agreed = self.comm.sum_floats(mine)
+        with undo:  # lets the directory go if the save does not start
+            agreed = self.comm.all_reduce_sum(mine)
             if problem is not None:
                 raise problem
             if agreed[2]:
-                raise AioError("another rank cannot save, and its error says why", path=str(target), op="write")
-            return self._start(captured, target, agreed, step, held, run)
+                raise AioError(
+                    "another rank cannot save, and its error says why", path=str(target), op="write"
+                )
+            return self._start(captured, target, agreed, step, undo, run)
 
     def _start(
         self,
@@ -191,58 +340,82 @@ class Saving:
         target: Path,
         agreed: Sequence[float],
         step: int,
-        held: contextlib.ExitStack,
+        undo: contextlib.ExitStack,
         run: Linkable | None,
     ) -> Save:
-        """Start copying. agreed: the generation's number and the save's. held: what is closed when the save has ended."""
+        """Start copying. agreed: the generation's number and the save's. undo: closed when
+        the save has ended.
+        """
+        # A group of the saves' own: collectives of training go on in the model's.
         if self._aside is None:
-            self._aside = self.comm.aside()
+            self._aside = self.comm.fork()
         flats = captured.layout.flats
         size = int(section_bytes(captured.rows, flats).sum())
         line = ProgressLine(f"saving step {step}", size, shown=self.comm.rank == 0)
-        rests = [self.states.rest[flat] for flat in self.flats]
-        copy = Copy(self.executor, rests, flats, captured.rows, order=self._order(), progress=line.advance)
+        shards = [self.states.rest[flat] for flat in self.flats]
+        snapshot = Snapshot(
+            self.executor, shards, flats, captured.rows, order=self._order(), progress=line.advance
+        )
         linked, refused = _try_link(run, target, int(agreed[0]))
         copies = linked is None and refused is None
-        save = Save(target, step=step, generation=int(agreed[0]), size_bytes=size, copied_bytes=size if copies else 0)
+        save = Save(
+            target,
+            step=step,
+            generation=int(agreed[0]),
+            size_bytes=size,
+            copied_bytes=size if copies else 0,
+        )
         self._last = save
         if copies:
-            self.states.rest.guard(copy)
-        work = _Work(save, captured, copy, linked, refused, self._aside, int(agreed[1]), self.policy.io_backend)
-        undo = held.pop_all()
-        threading.Thread(target=self._run, args=(work, line, undo), name="infinity-save").start()
+            self.states.rest.guard(snapshot)
+        job = _SaveJob(
+            save,
+            captured,
+            snapshot,
+            linked,
+            refused,
+            self._aside,
+            int(agreed[1]),
+            self.policy.io_backend,
+        )
+        kept = undo.pop_all()
+        threading.Thread(target=self._run, args=(job, line, kept), name="infinity-save").start()
         return save
 
     def _capture(self, model: torch.nn.Module, given: object, extra: Any) -> _Captured:
         self.check_between_steps("inf.save()")
-        optimizers = describing.optimizers_of(given, self.units)
-        describing.check_all_held(self.units, optimizers, self.holder_of)
-        entries = tuple(describing.describe_optimizer(optimizer, self.holder_of) for optimizer in optimizers)
-        layout = describing.layout_of(self.flats, self.states.rest, self.policy)
+        optimizers = metadata.optimizers_of(given, self.units)
+        metadata.check_all_held(self.units, optimizers, self.holder_of)
+        entries = tuple(
+            metadata.describe_optimizer(optimizer, self.holder_of) for optimizer in optimizers
+        )
+        layout = metadata.layout_of(self.flats, self.states.rest, self.policy)
         rows = rows_of([self.states.rest[flat] for flat in self.flats], key=secrets.randbits(62))
-        return _Captured(layout, entries, describing.buffer_bytes(model), extra_bytes(extra), rows)
+        return _Captured(layout, entries, metadata.buffer_bytes(model), extra_bytes(extra), rows)
 
     def _order(self) -> list[Flat]:
-        """The flats as the next step's updates come: of the first forward unit first, or the last if backward updates."""
+        """Order the flats as the next step's updates come: the first forward unit first, or the
+        last if backward updates.
+        """
         units = list(self.units)
         if self.policy.update == "backward":
             units.reverse()
         return [flat for unit in units for flat in unit.flats]
 
-    def _run(self, work: _Work, line: ProgressLine, held: contextlib.ExitStack) -> None:
+    def _run(self, job: _SaveJob, line: ProgressLine, undo: contextlib.ExitStack) -> None:
         error: BaseException | None = None
         try:
-            work.run()
-        except BaseException as met:  # noqa: BLE001 - told by `Save.wait`, or by the next call that meets the engine
+            job.save()
+        except BaseException as met:  # noqa: BLE001 - told by `Save.wait`, or by a later call
             error = met
         finally:
-            work.copy.end()
+            job.snapshot.end()
             line.end()
-            held.close()
+            undo.close()
             self.states.rest.guard(None)
-            work.save.end(error)
+            job.handle.end(error)
 
-    def settle(self) -> None:
+    def wait_for_last(self) -> None:
         """Block until no save is under way, however the last one ended."""
         if self._last is not None:
             with contextlib.suppress(Exception):
@@ -253,67 +426,71 @@ class Saving:
                     self._last.told = told
 
     def raise_fault(self) -> None:
-        """Raise what the last save met, if nobody was told. Does not block."""
+        """Raise the error of the last save, if nobody was told. Does not block."""
         if self._last is not None and self._last.done and not self._last.told:
             self._last.told = True
             self._last.wait()
 
 
-def _try_link(run: Linkable | None, target: Path, generation: int) -> tuple[Placed | None, Exception | None]:
-    """The files that need no copying; and what went wrong, to be raised where all ranks agree."""
+def _try_link(
+    run: Linkable | None, target: Path, generation: int
+) -> tuple[StoredStates | None, Exception | None]:
+    """Return the states that need no copying; and the error, to be raised where all ranks agree."""
     if run is None:
         return None, None
     try:
         return run.link(target, generation), None
-    except Exception as error:  # noqa: BLE001 - raised by `_Work.run`: the other ranks wait for this one
+    except Exception as error:  # noqa: BLE001 - raised by `_SaveJob.save`: other ranks wait
         return None, error
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
-    """What the thread of one save does."""
+class _SaveJob:
+    """The work of one save, in a thread of its own."""
 
-    save: Save
+    handle: Save
     captured: _Captured
-    copy: Copy
-    linked: Placed | None
+    snapshot: Snapshot
+    linked: StoredStates | None
     refused: Exception | None
     comm: Comm
     number: int
     backend: str
 
-    def run(self) -> None:
+    def save(self) -> None:
         """Write this rank's files, agree, commit, agree, remove what is older."""
-        directory, rank = self.save.directory, self.comm.rank
+        directory, rank = self.handle.directory, self.comm.rank
         try:
             self._raise(*self._together(self._write))
         except BaseException:
-            remove_part(directory, self.save.generation, rank)
+            remove_part(directory, self.handle.generation, rank)
             raise
-        # From here on this rank's part may be one of a whole: it goes only if all know that it is not.
+        # From here on this rank's part may be one of a whole: it goes only if all know that it is
+        # not.
         problem, failed = self._together(self._commit)
         if failed:
-            remove_part(directory, self.save.generation, rank)
+            remove_part(directory, self.handle.generation, rank)
             self._raise(problem, failed)
         if rank == 0:
             self._remove_older()
 
     def _together(self, part: Callable[[], None]) -> tuple[BaseException | None, bool]:
-        """Do a part. Returns what it met here, and whether it failed on any rank."""
+        """Do a part. Returns its error here, and whether it failed on any rank."""
         problem: BaseException | None = None
         try:
             part()
         except BaseException as error:  # noqa: BLE001 - returned: the other ranks wait for this one
             problem = error
-        return problem, self.comm.any_of([problem is not None])[0]
+        return problem, self.comm.all_reduce_any([problem is not None])[0]
 
     def _raise(self, problem: BaseException | None, failed: bool) -> None:
         if problem is not None:
             raise problem
         if failed:
             raise AioError(
-                "another rank failed to write its part of the checkpoint, and its error says why; there is no new checkpoint",
-                path=str(self.save.directory),
+                "another rank failed to write its part of the checkpoint, and its error says why; "
+                "there is no new checkpoint",
+                path=str(self.handle.directory),
                 op="write",
             )
 
@@ -321,11 +498,11 @@ class _Work:
         captured = self.captured
         part = NewPart(
             layout=captured.layout,
-            generation=self.save.generation,
+            generation=self.handle.generation,
             save=self.number,
             rank=self.comm.rank,
             world=self.comm.world,
-            step=self.save.step,
+            step=self.handle.step,
             optimizers=captured.optimizers,
             rows=captured.rows,
             buffers=captured.buffers,
@@ -334,11 +511,18 @@ class _Work:
         try:
             if self.refused is not None:
                 raise self.refused
-            write_part(self.save.directory, part, self.copy.run, backend=self.backend, placed=self.linked)
+            write_part(
+                self.handle.directory,
+                part,
+                self.snapshot.copy_to,
+                backend=self.backend,
+                stored=self.linked,
+            )
         except SwapFullError as error:
             raise SwapFullError(
-                f"no room for a checkpoint of {self.save.size_bytes} bytes in {str(self.save.directory)!r}; a save needs it "
-                "beside the checkpoint that is there, which is as it was: free space, or save elsewhere",
+                f"no room for a checkpoint of {self.handle.size_bytes} bytes in "
+                f"{str(self.handle.directory)!r}; a save needs it beside the checkpoint that is "
+                "there, which is as it was: free space, or save elsewhere",
                 errno=error.errno or 0,
                 path=error.path,
                 op=error.op,
@@ -347,10 +531,12 @@ class _Work:
             ) from error
 
     def _commit(self) -> None:
-        commit_part(self.save.directory, self.save.generation, self.comm.rank)
+        commit_part(self.handle.directory, self.handle.generation, self.comm.rank)
 
     def _remove_older(self) -> None:
         try:
-            remove_others(self.save.directory, self.save.generation)
+            remove_others(self.handle.directory, self.handle.generation)
         except OSError as error:
-            log.warning("%s: an older checkpoint could not be removed: %s", self.save.directory, error)
+            log.warning(
+                "%s: an older checkpoint could not be removed: %s", self.handle.directory, error
+            )

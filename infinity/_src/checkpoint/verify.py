@@ -1,7 +1,11 @@
-"""Reading every byte of a generation against its checksums, and saying of all damage what it is: file, place, parameter.
+"""Checkpoints without a model: the generations of a directory, and every byte of one against its
+checksums.
 
-No model is needed, and one rank's damaged manifest keeps nobody from reading what the others name. A chunk that fails is looked
-at piece by piece.
+    list_generations    manifests and the lengths of files; reads no states
+    VerifyJob           reads all, and names all damage: file, range, parameter
+
+One rank's damaged manifest keeps nobody from reading what the others name. A chunk that fails is
+looked at piece by piece.
 """
 
 from __future__ import annotations
@@ -9,15 +13,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from infinity._src import native
-from infinity._src.checkpoint.data_file import DataReader
-from infinity._src.checkpoint.directory import begun_commits, read_attachment, read_manifest
+from infinity._src.checkpoint.directory import (
+    begun_commits,
+    check_length,
+    generations,
+    read_attachment,
+    read_manifest,
+)
 from infinity._src.checkpoint.manifest import (
     PIECE_BYTES,
     FileEntry,
@@ -26,17 +35,167 @@ from infinity._src.checkpoint.manifest import (
     pieces_of,
     section_bytes,
 )
-from infinity.aio import Slab, Ticket
+from infinity._src.checkpoint.reader import DataReader
+from infinity._src.checkpoint.run_files import RUN_DIRECTORY, run_directory
+from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
+from infinity.aio import Ticket
 from infinity.aio._records import PIECE_NUMEL, sum_seed
 from infinity.errors import AioError, ChecksumError
 
+
+@dataclasses.dataclass(frozen=True)
+class ListedFile:
+    """A file that a manifest names, or a manifest. disk_bytes: what it takes on the drive; None: it
+    is missing.
+    """
+
+    rank: int
+    name: str
+    size_bytes: int
+    disk_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """A generation of a directory. why_not: why it is not whole, "" if it is; then the rest is what
+    its manifests say.
+
+    formats: elements by state format. written_s: when the last manifest was, in seconds since 1970.
+    """
+
+    number: int
+    why_not: str
+    step: int | None
+    world: int | None
+    params: int
+    state: str
+    formats: dict[str, int]
+    optimizers: tuple[str, ...]
+    disk_bytes: int
+    written_s: float | None
+    files: tuple[ListedFile, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether it can be restored, as far as it shows without reading the states."""
+        return not self.why_not
+
+
+def find_checkpoints(directory: Path) -> list[Path]:
+    """Find the checkpoints in a directory: itself or the durable run in it, and those of its
+    sub-directories.
+    """
+    found: list[Path] = []
+    if not directory.is_dir():
+        return found
+    below = sorted(
+        path for path in directory.iterdir() if path.is_dir() and path.name != RUN_DIRECTORY
+    )
+    for path in (directory, *below):
+        place = run_directory(path)
+        if generations(place):
+            found.append(place)
+    return found
+
+
+def list_generations(directory: Path) -> list[Generation]:
+    """List the generations there that have a manifest, newest first. Reads manifests, and no
+    states.
+    """
+    return [_describe(directory, number) for number in generations(directory)]
+
+
+def _describe(directory: Path, number: int) -> Generation:
+    manifests: list[Manifest] = []
+    problems: list[str] = []
+    world, rank = 1, 0
+    while rank < world:
+        path = directory / manifest_name(number, rank)
+        try:
+            manifest = read_manifest(path)
+        except (AioError, ValueError) as error:
+            how = f"damaged: {error}" if path.exists() else "missing"
+            problems.append(f"the manifest of rank {rank} is {how}")
+        else:
+            if manifests and (manifest.save, manifest.world) != (
+                manifests[0].save,
+                manifests[0].world,
+            ):
+                problems.append(f"the manifest of rank {rank} is of another save")
+            manifests.append(manifest)
+            world = max(world, manifest.world)
+        rank += 1
+    files = [file for manifest in manifests for file in _files_of(directory, manifest, problems)]
+    first = manifests[0] if manifests else None
+    formats: Counter[str] = Counter()
+    for flat in first.layout.flats if first is not None else ():
+        numel = sum(param.numel for param in flat.params)
+        held = flat.state_format
+        formats[
+            f"{flat.dtype} {held.master.name} {held.count} x {held.moments.name}"
+            if held
+            else f"{flat.dtype} alone"
+        ] += numel
+    return Generation(
+        number=number,
+        why_not="; ".join(problems),
+        step=first.step if first is not None else None,
+        world=first.world if first is not None else None,
+        params=sum(formats.values()),
+        state=str(first.layout.numerics.get("state", "")) if first is not None else "",
+        formats=dict(formats),
+        optimizers=tuple(entry.title for entry in first.optimizers) if first is not None else (),
+        disk_bytes=sum(
+            file.disk_bytes or 0 for file in {file.name: file for file in files}.values()
+        ),
+        written_s=_written(directory, number, world),
+        files=tuple(files),
+    )
+
+
+def _files_of(directory: Path, manifest: Manifest, problems: list[str]) -> list[ListedFile]:
+    """Describe the files of one rank; a fault of one goes to `problems`."""
+    used = {int(index) for index in manifest.rows["file"]}
+    entries = [file for index, file in enumerate(manifest.files) if index in used]
+    entries += [file for file in (manifest.buffers, manifest.extra) if file is not None]
+    own = directory / manifest.name
+    found = [_listed(directory, manifest.rank, FileEntry(own.name, own.stat().st_size))]
+    for file in entries:
+        try:
+            check_length(directory / file.name, file)
+        except AioError as error:
+            problems.append(str(error))
+        found.append(_listed(directory, manifest.rank, file))
+    return found
+
+
+def _listed(directory: Path, rank: int, file: FileEntry) -> ListedFile:
+    taken = None
+    with contextlib.suppress(OSError):
+        taken = (directory / file.name).stat().st_blocks * 512
+    return ListedFile(rank, file.name, file.size_bytes, taken)
+
+
+def _written(directory: Path, number: int, world: int) -> float | None:
+    times = []
+    for rank in range(world):
+        with contextlib.suppress(OSError):
+            times.append((directory / manifest_name(number, rank)).stat().st_mtime)
+    return max(times, default=None)
+
+
+# -- verifying -------------------------------------------------------------------------------------
+
+
 AHEAD = 4
-"""Chunks that are read at once."""
+"""Chunks that are read at once, so the buffers of the pipeline: nothing is written."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """What is wrong in a place. what: parameters and section that lie there, or the kind of the file; reason: in words."""
+    """A damaged range of a file. what: parameters and section that lie there, or the kind of the
+    file; reason: in words.
+    """
 
     path: str
     offset: int
@@ -45,21 +204,29 @@ class Damage:
     reason: str
 
 
-class Verifying:
-    """Verifying one generation: the newest of which all manifests are there (else: any), or this one.
+class VerifyJob:
+    """Verification of one generation: the newest of which all manifests are there (else: any), or
+    this one.
 
     Raises: AioError (ENOENT) where there is none.
     """
 
-    def __init__(self, directory: Path, generation: int | None = None, *, backend: str = "auto") -> None:
+    def __init__(
+        self, directory: Path, generation: int | None = None, *, backend: str = "auto"
+    ) -> None:
         there = begun_commits(directory) if directory.is_dir() else []
         if generation is not None and generation not in there:
             known = ", ".join(map(str, there)) or "none"
             raise AioError(
-                f"there is no generation {generation} (there: {known})", errno=errno.ENOENT, path=str(directory), op="open"
+                f"there is no generation {generation} (there: {known})",
+                errno=errno.ENOENT,
+                path=str(directory),
+                op="open",
             )
         if not there:
-            raise AioError("there is no checkpoint", errno=errno.ENOENT, path=str(directory), op="open")
+            raise AioError(
+                "there is no checkpoint", errno=errno.ENOENT, path=str(directory), op="open"
+            )
         self.directory = directory
         whole = next((number for number in there if self._is_committed(number)), there[0])
         self.generation = whole if generation is None else generation
@@ -69,8 +236,12 @@ class Verifying:
         self.size_bytes = sum(int(_row_bytes(manifest).sum()) for manifest in self.manifests)
         """Bytes of states that there are to read."""
 
-    def run(self, progress: Callable[[str, int], object] = lambda _file, _size: None) -> list[Damage]:
-        """Read all, and return all damage. Blocks. progress: told the file and the bytes of each chunk."""
+    def verify(
+        self, progress: Callable[[str, int], object] = lambda _file, _size: None
+    ) -> list[Damage]:
+        """Read all, and return all damage. Blocks. progress: told the file and the bytes of each
+        chunk.
+        """
         for manifest in self.manifests:
             for file in (manifest.buffers, manifest.extra):
                 if file is not None:
@@ -80,7 +251,7 @@ class Verifying:
         return self.damage
 
     def _is_committed(self, generation: int) -> bool:
-        """Whether no rank's manifest is missing; damaged ones count."""
+        """Return whether no rank's manifest is missing; damaged ones count."""
         names = {path.name for path in self.directory.glob(f"{manifest_name(generation, 0)[:-1]}*")}
         for name in names:
             try:
@@ -107,14 +278,20 @@ class Verifying:
             else:
                 world = max(world, manifest.world)
                 if found and (manifest.save, manifest.world) != (found[0].save, found[0].world):
-                    self._tell(path, 0, 0, f"the manifest of rank {rank}", "is of another save than that of the first rank")
+                    self._tell(
+                        path,
+                        0,
+                        0,
+                        f"the manifest of rank {rank}",
+                        "is of another save than that of the first rank",
+                    )
                 else:
                     found.append(manifest)
             rank += 1
         return found
 
     def _ranks(self) -> int:
-        """One more than the highest rank that a manifest is there of."""
+        """Return one more than the highest rank that has a manifest."""
         prefix = manifest_name(self.generation, 0).removesuffix("0")
         ranks = [path.name.removeprefix(prefix) for path in self.directory.glob(f"{prefix}*")]
         return 1 + max((int(rank) for rank in ranks if rank.isdigit()), default=0)
@@ -127,12 +304,14 @@ class Verifying:
         try:
             read_attachment(self.directory, file)
         except ChecksumError:
-            self._tell(self.directory / file.name, 0, file.size_bytes, kind, "is not what was written")
+            self._tell(
+                self.directory / file.name, 0, file.size_bytes, kind, "is not what was written"
+            )
         except AioError as error:
             reason = "is missing" if error.errno == errno.ENOENT else str(error)
             self._tell(self.directory / file.name, 0, file.size_bytes, kind, reason)
 
-    # -- data files ----------------------------------------------------------------------------------------------------
+    # -- data files --------------------------------------------------------------------------------
 
     def _file(self, manifest: Manifest, index: int, progress: Callable[[str, int], object]) -> None:
         """Read the rows of one file."""
@@ -143,13 +322,23 @@ class Verifying:
             size = path.stat().st_size
         except OSError as error:
             if len(mine):
-                reason = "is missing" if error.errno == errno.ENOENT else f"cannot be read: {error.strerror}"
+                reason = (
+                    "is missing"
+                    if error.errno == errno.ENOENT
+                    else f"cannot be read: {error.strerror}"
+                )
                 self._tell(path, 0, file.size_bytes, f"states of rank {manifest.rank}", reason)
             return
         sizes = _row_bytes(manifest)
         ends = manifest.rows["file_offset"][mine] + manifest.rows["run_bytes"][mine]
         if size < file.size_bytes and len(mine) and int(ends.max()) > size:
-            self._tell(path, size, file.size_bytes - size, f"states of rank {manifest.rank}", "was cut short")
+            self._tell(
+                path,
+                size,
+                file.size_bytes - size,
+                f"states of rank {manifest.rank}",
+                "was cut short",
+            )
             mine = mine[ends <= size]
         if not len(mine):
             return
@@ -164,43 +353,56 @@ class Verifying:
             backend=self._backend,
         )
         with contextlib.closing(reader):
-            self._rows(manifest, mine.tolist(), reader, path, lambda row: progress(file.name, int(sizes[row])))
+            self._rows(
+                manifest,
+                mine.tolist(),
+                reader,
+                path,
+                lambda row: progress(file.name, int(sizes[row])),
+            )
 
     def _rows(
-        self, manifest: Manifest, mine: list[int], reader: DataReader, path: Path, done: Callable[[int], object]
+        self,
+        manifest: Manifest,
+        mine: list[int],
+        reader: DataReader,
+        path: Path,
+        done: Callable[[int], object],
     ) -> None:
+        """Read these rows, which are all that the reader has."""
         padded = section_bytes(manifest.rows, manifest.layout.flats)
         size = int(padded[mine].sum(axis=1).max(initial=4096))
-        slab = Slab(AHEAD * size)
-        reading: deque[tuple[int, Ticket]] = deque()
-        waiting = deque(enumerate(mine))
-        try:
-            while waiting or reading:
-                while waiting and len(reading) < AHEAD:
-                    in_file, row = waiting.popleft()
-                    base = slab.address + in_file % AHEAD * size
-                    at = np.cumsum(padded[row]) - padded[row] + base
-                    here = np.flatnonzero(manifest.rows[row]["section_at"] >= 0)
-                    reading.append((row, reader.fetch(in_file, {int(s): int(at[s]) for s in here})))
-                row, ticket = reading[0]
-                try:
-                    ticket.wait()
-                except ChecksumError as error:
-                    self._look_closer(manifest, row, path, error)
-                except AioError as error:
-                    what = ", ".join(_places(manifest, row, 0, 0, whole=True))
-                    self._tell(path, error.offset, error.length, what, f"cannot be read: {error}")
-                reading.popleft()
-                done(row)
-        finally:
-            for _, ticket in reading:  # nothing may be on its way into memory that is freed
-                with contextlib.suppress(AioError):  # another error is on its way to the caller
-                    ticket.wait()
-            slab.close()
+
+        def read(item: tuple[int, int], buffer: Bytes) -> Ticket:
+            in_file, row = item
+            at = np.cumsum(padded[row]) - padded[row] + buffer.ctypes.data
+            here = np.flatnonzero(manifest.rows[row]["section_at"] >= 0)
+            return reader.fetch(in_file, {int(s): int(at[s]) for s in here})
+
+        def failed(item: tuple[int, int], error: AioError) -> None:
+            if isinstance(error, ChecksumError):
+                self._look_closer(manifest, item[1], path, error)
+            else:
+                what = ", ".join(_places(manifest, item[1], 0, 0, whole=True))
+                self._tell(path, error.offset, error.length, what, f"cannot be read: {error}")
+
+        with slab_buffers(size, AHEAD) as buffers:
+            pipeline = ChunkPipeline(
+                buffers,
+                ahead=AHEAD,
+                read=read,
+                transform=lambda _item, _buffer: None,  # the executor has compared the checksums
+                finish=lambda item, _buffer: done(item[1]),
+                read_failed=failed,
+            )
+            pipeline.run(enumerate(mine))
 
     def _look_closer(self, manifest: Manifest, row: int, path: Path, error: ChecksumError) -> None:
-        """Tell every piece of a row that is not what was written; where this read finds all well, what the first one met."""
+        """Tell every piece of a row that is damaged; where this second read finds all well, the
+        error of the first.
+        """
         before = len(self.damage)
+        # A second read, through the page cache; the executor's may have gone around it.
         with path.open("rb") as file:
             for s, piece, offset, length, seed, expected in _pieces(manifest, row):
                 file.seek(offset)
@@ -209,18 +411,28 @@ class Verifying:
                     self._tell(path, offset, length, what, "is not what was written")
         if len(self.damage) == before:
             what = ", ".join(_places(manifest, row, 0, 0, whole=True))
-            self._tell(path, error.offset, error.length, what, "is not what was written when read from the drive")
+            self._tell(
+                path,
+                error.offset,
+                error.length,
+                what,
+                "is not what was written when read from the drive",
+            )
 
 
 def _row_bytes(manifest: Manifest) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Bytes that are read of every row: the sections that are in it."""
+    """Count the bytes that are read of every row: the sections that are in it."""
     sizes = section_bytes(manifest.rows, manifest.layout.flats)
-    read: np.ndarray[tuple[int], np.dtype[np.int64]] = np.where(manifest.rows["section_at"] >= 0, sizes, 0).sum(axis=1)
+    read: np.ndarray[tuple[int], np.dtype[np.int64]] = np.where(
+        manifest.rows["section_at"] >= 0, sizes, 0
+    ).sum(axis=1)
     return read
 
 
 def _pieces(manifest: Manifest, row: int) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """All pieces of a row that have a checksum: (section, piece, offset in the file, bytes, seed, checksum)."""
+    """Yield the pieces of a row that have a checksum: (section, piece, offset in the file, bytes,
+    seed, checksum).
+    """
     entry = manifest.rows[row]
     flat = manifest.layout.flats[entry["flat"]]
     padded = section_bytes(manifest.rows[[row]], manifest.layout.flats)[0]
@@ -241,7 +453,9 @@ def _pieces(manifest: Manifest, row: int) -> Iterator[tuple[int, int, int, int, 
 
 
 def _places(manifest: Manifest, row: int, s: int, piece: int, *, whole: bool = False) -> list[str]:
-    """What lies in a piece of a section, or in a whole row: "lo of model.norm.weight[0:64]", one for each parameter."""
+    """Name the contents of a piece of a section, or of a whole row: "lo of
+    model.norm.weight[0:64]", for each parameter.
+    """
     entry = manifest.rows[row]
     flat = manifest.layout.flats[entry["flat"]]
     section = flat.sections[s]

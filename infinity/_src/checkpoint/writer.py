@@ -1,20 +1,22 @@
-"""Writing one rank's part of a new generation: data file, small files, and a manifest that gets its name last.
+"""Writing one rank's part of a new generation.
 
+    DataWriter     data-…                                              the states, at drive speed
     write_part     data-…  buffers-…  extra-…  manifest-….partial      all on the drive
-    commit_part    manifest-….partial -> manifest-…                    when the parts of all ranks are written
+    commit_part    manifest-….partial -> manifest-…                    the parts of all are written
+
+The manifest gets its name last: a part without one is nobody's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from infinity._src.checkpoint.data_file import ALGORITHM, DataWriter
 from infinity._src.checkpoint.directory import (
     file_name,
     files_of,
@@ -24,14 +26,108 @@ from infinity._src.checkpoint.directory import (
     typed_errors,
     write_attachment,
 )
-from infinity._src.checkpoint.manifest import FileEntry, Layout, Manifest, OptimizerEntry, manifest_name
+from infinity._src.checkpoint.manifest import (
+    ROW,
+    FileEntry,
+    FlatEntry,
+    Layout,
+    Manifest,
+    OptimizerEntry,
+    manifest_name,
+    pieces_of,
+    section_bytes,
+)
+from infinity._src.checkpoint.reader import ALGORITHM, SLOTS, Chunks, RowChunks
+from infinity.aio import JobKind, PoolSpec, SwapFile, Ticket, open_executor
+from infinity.aio._records import SECTION_MAX
 
 _KINDS = ("data", "buffers", "extra")
 
 
+def new_rows(shards: Sequence[Chunks], key: int) -> npt.NDArray[np.void]:
+    """Return the chunks of a rank's shards, one of each flat, as rows without places.
+
+    key: the first of as many keys as there are sections.
+    """
+    parts = []
+    for index, (starts, numels) in enumerate(shards):
+        rows = np.zeros(len(starts), dtype=ROW)
+        rows["flat"], rows["start"], rows["numel"] = index, starts, numels
+        parts.append(rows)
+    whole = np.concatenate(parts) if parts else np.zeros(0, dtype=ROW)
+    whole["key"] = np.uint64(key) + np.arange(len(whole), dtype=np.uint64) * np.uint64(SECTION_MAX)
+    return whole
+
+
+class DataWriter:
+    """A new data file: rows are written in any order, several at once, and are there after
+    `finish`. One thread uses it.
+
+    rows: ROW [n], whose places are set here. flats: those that rows["flat"] counts. Preallocates
+    all, so that a full drive is told first. Raises: SwapFullError, AioError; then the file may be
+    there, of no use.
+    """
+
+    def __init__(
+        self, path: Path, rows: npt.NDArray[np.void], flats: Sequence[FlatEntry], *, backend: str
+    ) -> None:
+        self.rows = rows
+        sizes = section_bytes(rows, flats)
+        before = np.cumsum(sizes, axis=1) - sizes
+        rows["section_at"], rows["padded"] = np.where(sizes > 0, before, -1), 1
+        rows["run_bytes"] = sizes.sum(axis=1)
+        rows["file_offset"] = np.cumsum(rows["run_bytes"]) - rows["run_bytes"]
+        pieces = pieces_of(rows, flats).sum(axis=1)
+        rows["sums_at"] = np.cumsum(pieces) - pieces
+        self.sums: npt.NDArray[np.uint32] = np.zeros(int(pieces.sum()), dtype=np.uint32)
+        self.entry = FileEntry(path.name, int(rows["run_bytes"].sum()))
+        with contextlib.ExitStack() as undo:
+            self._file = undo.enter_context(SwapFile.new(path))
+            # All at once: a drive that is too full is known before anything is written.
+            self._file.grow(self.entry.size_bytes)
+            pool = PoolSpec(SLOTS, int(sizes.max(initial=4096)))
+            self._executor = open_executor(
+                [self._file], small=PoolSpec(0, 0), large=pool, backend=backend
+            )
+            undo.callback(self._executor.close, wait=False)
+            self._chunks = RowChunks(self._executor, rows, flats, self.sums)
+            self._undo = undo.pop_all()
+
+    def store(self, row: int, addresses: Mapping[int, int]) -> Ticket:
+        """Start writing sections of a row from these addresses, each padded with zeros to a
+        multiple of 4096. Does not block.
+        """
+        return self._chunks.submit(row, JobKind.STORE, addresses)
+
+    def check(self) -> None:
+        """Raise the error of a write that failed."""
+        fault = self._executor.fault()
+        if fault is not None:
+            raise fault
+
+    def finish(self) -> None:
+        """Return when all is on the drive; then `rows` and `sums` are what a manifest says. Raises
+        what a write met.
+        """
+        self._executor.wait_all()
+        self.check()  # tickets were waited for until filled only: a write may have failed since
+        self._file.fsync()
+        for s in range(SECTION_MAX):
+            here = self._chunks.ids[:, s] >= 0
+            self.rows["generation"][here] = self._executor.look(self._chunks.ids[here, s])[
+                "generation"
+            ]
+
+    def close(self) -> None:
+        """Give up what is not written, and close the file."""
+        self._undo.close()
+
+
 @dataclasses.dataclass(frozen=True)
 class NewPart:
-    """What a rank's part holds; the fields of `Manifest`. rows: without places. buffers, extra: the bytes of these files."""
+    """A rank's part before it is written; the fields of `Manifest`. rows: without places. buffers,
+    extra: bytes of these files.
+    """
 
     layout: Layout
     generation: int
@@ -46,8 +142,8 @@ class NewPart:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
-    """Where the states of a part are: its files, rows and checksums."""
+class StoredStates:
+    """The states of a part, written or linked: files, rows and checksums."""
 
     files: tuple[FileEntry, ...]
     rows: npt.NDArray[np.void]
@@ -55,14 +151,21 @@ class Placed:
 
 
 def write_part(
-    directory: Path, part: NewPart, fill: Callable[[DataWriter], None], *, backend: str, placed: Placed | None = None
+    directory: Path,
+    part: NewPart,
+    fill: Callable[[DataWriter], None],
+    *,
+    backend: str,
+    stored: StoredStates | None = None,
 ) -> None:
-    """Write all files of a part; `fill` stores every row, unless the states are `placed` already. Blocks.
+    """Write all files of a part; `fill` stores every row, unless the states are `stored` already.
+    Blocks.
 
-    Raises: SwapFullError, AioError, what `fill` raises; then `remove_part` clears away what is there.
+    Raises: SwapFullError, AioError, what `fill` raises; then `remove_part` clears away what is
+    there.
     """
     names = {kind: file_name(kind, part.generation, part.rank) for kind in _KINDS}
-    placed = placed or _written(directory / names["data"], part, fill, backend)
+    stored = stored or _written(directory / names["data"], part, fill, backend)
     attached: list[FileEntry | None] = [
         write_attachment(directory, names[kind], data) if data is not None else None
         for kind, data in (("buffers", part.buffers), ("extra", part.extra))
@@ -75,24 +178,26 @@ def write_part(
         world=part.world,
         step=part.step,
         algorithm=ALGORITHM,
-        files=placed.files,
+        files=stored.files,
         buffers=attached[0],
         extra=attached[1],
         optimizers=part.optimizers,
-        rows=placed.rows,
-        sums=placed.sums,
+        rows=stored.rows,
+        sums=stored.sums,
     )
     write_attachment(directory, _partial(manifest.name), manifest.encode())
 
 
-def _written(path: Path, part: NewPart, fill: Callable[[DataWriter], None], backend: str) -> Placed:
+def _written(
+    path: Path, part: NewPart, fill: Callable[[DataWriter], None], backend: str
+) -> StoredStates:
     writer = DataWriter(path, part.rows, part.layout.flats, backend=backend)
     try:
         fill(writer)
         writer.finish()
     finally:
         writer.close()
-    return Placed((writer.entry,), writer.rows, writer.sums)
+    return StoredStates((writer.entry,), writer.rows, writer.sums)
 
 
 def commit_part(directory: Path, generation: int, rank: int) -> None:
@@ -104,16 +209,21 @@ def commit_part(directory: Path, generation: int, rank: int) -> None:
 
 
 def remove_part(directory: Path, generation: int, rank: int) -> None:
-    """Clear away after a fault, which is what the user is told."""
+    """Clear a part away after a fault; the user is told of that, not of files that stay."""
     manifest = directory / manifest_name(generation, rank)
     with contextlib.suppress(OSError):
-        mine = [path for path, number in files_of(directory) if number == generation and is_of(path, rank)]
+        mine = [
+            path
+            for path, number in files_of(directory)
+            if number == generation and is_of(path, rank)
+        ]
         remove([manifest, *mine])
 
 
 def remove_others(directory: Path, generation: int) -> None:
     """Remove what belongs to other generations. Raises: OSError."""
-    # Manifests first: data without one is nobody's, a manifest without data would be a damaged checkpoint.
+    # Manifests first: data without one is nobody's, a manifest without data would be a damaged
+    # checkpoint.
     older = [path for path, number in files_of(directory) if number != generation]
     remove(sorted(older, key=lambda path: not path.name.startswith("manifest-")))
 

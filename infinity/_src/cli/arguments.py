@@ -1,4 +1,6 @@
-"""The arguments of `infinity train`, `infinity plan` and `infinity checkpoint`, apart from the code that needs torch."""
+"""The arguments of `infinity train`, `infinity plan` and `infinity checkpoint`, apart from the code
+that needs torch.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,21 @@ from pathlib import Path
 
 TRAIN = (
     "Fine-tune a Hugging Face causal language model with its states in CPU memory or on NVMe. "
-    "Writes metrics.jsonl, trace.json, loss.png and the trained model, which from_pretrained loads, to --out. "
-    "The last part of the text (--holdout, 5 %) is never trained on; the held-out loss is measured on it."
+    "Writes metrics.jsonl, trace.json, loss.png and the trained model, which from_pretrained "
+    "loads, to --out. "
+    "The last part of the text (--holdout, 5 %) is never trained on; the held-out loss is measured "
+    "on it."
 )
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
     """Add the arguments to `parser`; defaults suit a small model and a short run."""
-    parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face model directory, or a GGUF file")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the results go")
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="a Hugging Face model directory, or a GGUF file"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="where the results go"
+    )
     _add_text(parser)
     _add_placement(parser)
     _add_numerics(parser)
@@ -28,27 +36,78 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
     text = parser.add_argument_group("text (one of)")
     source = text.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", type=Path, metavar="FILE", help="plain text, UTF-8")
-    source.add_argument("--jsonl", type=Path, metavar="FILE", help="JSON lines; the text is in --column")
-    source.add_argument("--sqlite", type=Path, metavar="FILE", help="SQLite database; the text is what --query yields")
-    text.add_argument("--column", default="text", metavar="NAME", help="the field of each JSON line (text)")
-    text.add_argument("--query", metavar="SQL", help="a SELECT; the columns of a row are joined by a blank, rows by a line end")
-    text.add_argument("--holdout", type=float, default=0.05, metavar="SHARE", help="share of the text that is held out, "
-                      "its last part (0.05)")  # fmt: skip
+    source.add_argument(
+        "--jsonl", type=Path, metavar="FILE", help="JSON lines; the text is in --column"
+    )
+    source.add_argument(
+        "--sqlite",
+        type=Path,
+        metavar="FILE",
+        help="SQLite database; the text is what --query yields",
+    )
+    text.add_argument(
+        "--column", default="text", metavar="NAME", help="the field of each JSON line (text)"
+    )
+    text.add_argument(
+        "--query",
+        metavar="SQL",
+        help="a SELECT; the columns of a row are joined by a blank, rows by a line end",
+    )
+    text.add_argument(
+        "--holdout",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="share of the text that is held out, its last part (0.05)",
+    )
 
 
 def _add_placement(parser: argparse.ArgumentParser) -> None:
     tiers = ("device", "cpu", "nvme")
     place = parser.add_argument_group("placement (never changes the numbers)")
-    place.add_argument("--params", choices=tiers, default="cpu", help="the lowest tier where parameters may rest (cpu)")
-    place.add_argument("--optim", choices=tiers, default="cpu", help="the lowest tier where optimizer states may rest (cpu)")
-    place.add_argument("--nvme", action="append", metavar="DIR", help="directory on an NVMe drive; repeat for several drives")
-    place.add_argument("--ram", metavar="SIZE", help='what offloading may hold in memory: "512MiB", or "min" '
-                       "(a share of what the machine leaves)")  # fmt: skip
-    place.add_argument("--grads", choices=tiers[1:], default="cpu", help="nvme: gradients that --ram does not hold spill (cpu)")
-    place.add_argument("--activations", choices=tiers, default="device", help="where inputs of checkpointed blocks wait; needs "
-                       "--checkpointing (device)")  # fmt: skip
-    place.add_argument("--resident", action="append", metavar="KIND=PART", help="how much of a state on NVMe rests in memory all "
-                       "the same: params=0.5 or optim=8GiB; repeat for both (what --ram leaves)")  # fmt: skip
+    place.add_argument(
+        "--params",
+        choices=tiers,
+        default="cpu",
+        help="the lowest tier where parameters may rest (cpu)",
+    )
+    place.add_argument(
+        "--optim",
+        choices=tiers,
+        default="cpu",
+        help="the lowest tier where optimizer states may rest (cpu)",
+    )
+    place.add_argument(
+        "--nvme",
+        action="append",
+        metavar="DIR",
+        help="directory on an NVMe drive; repeat for several drives",
+    )
+    place.add_argument(
+        "--ram",
+        metavar="SIZE",
+        help='what offloading may hold in memory: "512MiB", or "min" '
+        "(a share of what the machine leaves)",
+    )
+    place.add_argument(
+        "--grads",
+        choices=tiers[1:],
+        default="cpu",
+        help="nvme: gradients that --ram does not hold spill (cpu)",
+    )
+    place.add_argument(
+        "--activations",
+        choices=tiers,
+        default="device",
+        help="where inputs of checkpointed blocks wait; needs --checkpointing (device)",
+    )
+    place.add_argument(
+        "--resident",
+        action="append",
+        metavar="KIND=PART",
+        help="how much of a state on NVMe rests in memory all "
+        "the same: params=0.5 or optim=8GiB; repeat for both (what --ram leaves)",
+    )
     place.add_argument("--io-backend", choices=("auto", "io_uring", "threads"), default="auto")
 
 
@@ -68,18 +127,47 @@ def parse_resident(texts: Sequence[str] | None) -> dict[str, float | str] | None
 
 def _add_numerics(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("states and updates (part of the numerics)")
-    group.add_argument("--state", choices=("exact", "bf16", "compact"), default="exact", help="encoding of states at rest: 12, 8 "
-                       "or 5.1 bytes per bf16 parameter with AdamW (exact)")  # fmt: skip
-    group.add_argument("--update", choices=("deferred", "backward", "delayed"), default="deferred", help="deferred: beside the "
-                       "next forward; backward: beside backward, needs --clip 0 or --generations 2; delayed: beside the whole "
-                       "next step, which computes with the parameters before it (deferred)")  # fmt: skip
-    group.add_argument("--generations", type=int, choices=(1, 2), default=1, help="2 keeps the step before beside the one that "
-                       "is made: twice the room on the drives, and a step that fails is undone (1)")  # fmt: skip
-    group.add_argument("--device", metavar="DEVICE", help="where the model computes: cpu, cuda or cuda:1 (cuda, if there is one)")
-    group.add_argument("--update-on", choices=("cpu", "device"), default="cpu", help="device: states stream through the GPU that "
-                       "computes, with --update deferred; the same bits (cpu)")  # fmt: skip
-    group.add_argument("--delayed-warmup", type=int, metavar="STEPS", help="steps that --update delayed takes as deferred first "
-                       "(40)")  # fmt: skip
+    group.add_argument(
+        "--state",
+        choices=("exact", "bf16", "compact"),
+        default="exact",
+        help="encoding of states at rest: 12, 8 or 5.1 bytes per bf16 parameter with AdamW (exact)",
+    )
+    group.add_argument(
+        "--update",
+        choices=("deferred", "backward", "delayed"),
+        default="deferred",
+        help="deferred: beside the "
+        "next forward; backward: beside backward, needs --clip 0 or --generations 2; delayed: "
+        "beside the whole "
+        "next step, which computes with the parameters before it (deferred)",
+    )
+    group.add_argument(
+        "--generations",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="2 keeps the step before beside the one that "
+        "is made: twice the room on the drives, and a step that fails is undone (1)",
+    )
+    group.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="where the model computes: cpu, cuda or cuda:1 (cuda, if there is one)",
+    )
+    group.add_argument(
+        "--update-on",
+        choices=("cpu", "device"),
+        default="cpu",
+        help="device: states stream through the GPU that "
+        "computes, with --update deferred; the same bits (cpu)",
+    )
+    group.add_argument(
+        "--delayed-warmup",
+        type=int,
+        metavar="STEPS",
+        help="steps that --update delayed takes as deferred first (40)",
+    )
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -89,112 +177,311 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--seq", type=int, default=128, help="tokens per sequence (128)")
     train.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (1)")
     train.add_argument("--lr", type=float, default=3e-5, help="peak learning rate (3e-5)")
-    train.add_argument("--warmup", type=int, default=0, help="steps of linear warm-up, then linear decay to a tenth (0)")
+    train.add_argument(
+        "--warmup",
+        type=int,
+        default=0,
+        help="steps of linear warm-up, then linear decay to a tenth (0)",
+    )
     train.add_argument("--weight-decay", type=float, default=0.01)
-    train.add_argument("--clip", type=float, default=1.0, help="gradient norm; 0 does not clip (1.0)")
-    train.add_argument("--seed", type=int, default=0, help="order of the text, and random rounding of states (0)")
-    train.add_argument("--eval-every", type=int, default=0, metavar="STEPS", help="held-out loss every so many steps; "
-                       "it is always measured before and after (0)")  # fmt: skip
-    train.add_argument("--eval-batches", type=int, default=8, help="micro-batches of a held-out measurement (8)")
-    train.add_argument("--prompt", default=None, help="continue this text before and after training")
-    train.add_argument("--prompt-tokens", type=int, default=24, help="length of the continuation (24)")
-    train.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the parameters that compute; "
-                       "float32 is faster on CPUs that have no bf16 units, and moves more bytes (bfloat16)")  # fmt: skip
-    train.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
+    train.add_argument(
+        "--clip", type=float, default=1.0, help="gradient norm; 0 does not clip (1.0)"
+    )
+    train.add_argument(
+        "--seed", type=int, default=0, help="order of the text, and random rounding of states (0)"
+    )
+    train.add_argument(
+        "--eval-every",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="held-out loss every so many steps; it is always measured before and after (0)",
+    )
+    train.add_argument(
+        "--eval-batches", type=int, default=8, help="micro-batches of a held-out measurement (8)"
+    )
+    train.add_argument(
+        "--prompt", default=None, help="continue this text before and after training"
+    )
+    train.add_argument(
+        "--prompt-tokens", type=int, default=24, help="length of the continuation (24)"
+    )
+    train.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="of the parameters that compute; "
+        "float32 is faster on CPUs that have no bf16 units, and moves more bytes (bfloat16)",
+    )
+    train.add_argument(
+        "--checkpointing", action="store_true", help="recompute activations in backward"
+    )
     train.add_argument("--no-save", action="store_true", help="do not write the trained model")
     train.add_argument("--no-trace", action="store_true", help="record no timeline")
 
 
 PLAN = (
-    "Does a model fit this machine, where does each state go, how long is a step, how long do the drives last, and what would "
-    "one change buy? Reads the model's config.json only, and measures nothing. Figures that are not given are assumed, and the "
+    "Does a model fit this machine, where does each state go, how long is a step, how long do the "
+    "drives last, and what would "
+    "one change buy? Reads the model's config.json only, and measures nothing. Figures that are "
+    "not given are assumed, and the "
     "answer says which. Exit status 0: it fits, 1: it does not."
 )
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `infinity plan`."""
-    parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face model directory, or its config.json")
-    parser.add_argument("--tokens-per-step", type=int, required=True, metavar="N", help="tokens of an optimizer step, all GPUs")
+    parser.add_argument(
+        "model",
+        type=Path,
+        metavar="MODEL",
+        help="a Hugging Face model directory, or its config.json",
+    )
+    parser.add_argument(
+        "--tokens-per-step",
+        type=int,
+        required=True,
+        metavar="N",
+        help="tokens of an optimizer step, all GPUs",
+    )
     _add_machine(parser)
     _add_job(parser)
-    parser.add_argument("--no-changes", action="store_true", help="do not work out what one change would buy")
-    parser.add_argument("--json", type=Path, metavar="FILE", help='write everything as JSON, too; "-": to standard output only')
+    parser.add_argument(
+        "--no-changes", action="store_true", help="do not work out what one change would buy"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help='write everything as JSON, too; "-": to standard output only',
+    )
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
-    """What `infinity plan` is told of the machine."""
+    """Add the machine's arguments of `infinity plan`."""
     machine = parser.add_argument_group("machine (sizes as 80GiB, rates in GB/s)")
-    machine.add_argument("--gpus", type=int, default=1, help="GPUs of the node; 0: the CPU computes (1)")
-    machine.add_argument("--ranks", type=int, metavar="N", help="processes of the node where the CPU computes (1; GPUs have one "
-                         "each)")  # fmt: skip
-    machine.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes, each with all that is told here (1)")
-    machine.add_argument("--link-gbps", type=float, metavar="Gbit/s", help="between a node and the others, each way (100)")
-    machine.add_argument("--gpu", metavar="KIND", help="rtx3090, rtx4090, rtx5090, a100, h100 or h200, for what is not given "
-                         "below (by --gpu-mem, else h100)")  # fmt: skip
+    machine.add_argument(
+        "--gpus", type=int, default=1, help="GPUs of the node; 0: the CPU computes (1)"
+    )
+    machine.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="processes of the node where the CPU computes (1; GPUs have one each)",
+    )
+    machine.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="nodes, each with all that is told here (1)",
+    )
+    machine.add_argument(
+        "--link-gbps",
+        type=float,
+        metavar="Gbit/s",
+        help="between a node and the others, each way (100)",
+    )
+    machine.add_argument(
+        "--gpu",
+        metavar="KIND",
+        help="rtx3090, rtx4090, rtx5090, a100, h100 or h200, for what is not given "
+        "below (by --gpu-mem, else h100)",
+    )
     machine.add_argument("--gpu-mem", metavar="SIZE", help="memory of one GPU")
-    machine.add_argument("--ram", required=True, metavar="SIZE", help="CPU memory that offloading may hold, all ranks together")
+    machine.add_argument(
+        "--ram",
+        required=True,
+        metavar="SIZE",
+        help="CPU memory that offloading may hold, all ranks together",
+    )
+    _add_drives(machine)
+    _add_links(machine)
+
+
+def _add_drives(machine: argparse._ArgumentGroup) -> None:
+    """Add the drives' arguments of `infinity plan`."""
     machine.add_argument("--nvme-read", metavar="GB/s", help="all drives together, reading")
     machine.add_argument("--nvme-write", metavar="GB/s", help="all drives together, writing")
-    machine.add_argument("--bench", type=Path, metavar="FILE", help="instead: a record of python -m infinity.bench swap")
-    machine.add_argument("--drives", type=int, help="how many drives there are (those of --bench, else 1)")
-    machine.add_argument("--nvme-size", metavar="SIZE", help="room on all drives together (not checked)")
-    machine.add_argument("--separable", action="store_true", help="reads and writes do not slow each other on these drives")
-    machine.add_argument("--tbw", type=float, metavar="TB", help="terabytes written that one drive is rated for")
-    machine.add_argument("--flops", type=float, metavar="TFLOP/s", help="what one GPU sustains in training")
-    machine.add_argument("--flops-peak", type=float, metavar="TFLOP/s", help="what one GPU can do at most, for MFU")
+    machine.add_argument(
+        "--bench",
+        type=Path,
+        metavar="FILE",
+        help="instead: a record of python -m infinity.bench swap",
+    )
+    machine.add_argument(
+        "--drives", type=int, help="how many drives there are (those of --bench, else 1)"
+    )
+    machine.add_argument(
+        "--nvme-size", metavar="SIZE", help="room on all drives together (not checked)"
+    )
+    machine.add_argument(
+        "--separable",
+        action="store_true",
+        help="reads and writes do not slow each other on these drives",
+    )
+    machine.add_argument(
+        "--tbw", type=float, metavar="TB", help="terabytes written that one drive is rated for"
+    )
+
+
+def _add_links(machine: argparse._ArgumentGroup) -> None:
+    """Add the rates of GPUs, links and memory of `infinity plan`."""
+    machine.add_argument(
+        "--flops", type=float, metavar="TFLOP/s", help="what one GPU sustains in training"
+    )
+    machine.add_argument(
+        "--flops-peak", type=float, metavar="TFLOP/s", help="what one GPU can do at most, for MFU"
+    )
     machine.add_argument("--pcie", metavar="GB/s", help="link of one GPU to the CPU, each way")
-    machine.add_argument("--pcie-host", metavar="GB/s", help="all GPUs' links to the CPU together, each way (more than two GPUs: "
-                         "half of their sum)")  # fmt: skip
-    machine.add_argument("--peers", metavar="GB/s", help="between GPUs, of one, each way (NVLink where the kind has it, else "
-                         "through the CPU's memory)")  # fmt: skip
+    machine.add_argument(
+        "--pcie-host",
+        metavar="GB/s",
+        help="all GPUs' links to the CPU together, each way (more than two GPUs: "
+        "half of their sum)",
+    )
+    machine.add_argument(
+        "--peers",
+        metavar="GB/s",
+        help="between GPUs, of one, each way (NVLink where the kind has it, else "
+        "through the CPU's memory)",
+    )
     machine.add_argument("--dram", metavar="GB/s", help="bandwidth of the CPU's memory")
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    """What `infinity plan` is told of the training."""
+    """Add the training's arguments of `infinity plan`."""
     job = parser.add_argument_group("training")
-    job.add_argument("--micro-batches", type=int, help="per step (the fewest whose activations fit a GPU)")
+    job.add_argument(
+        "--micro-batches", type=int, help="per step (the fewest whose activations fit a GPU)"
+    )
     job.add_argument("--seq", type=int, help="tokens of a sequence (4096, or what the model has)")
     job.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     job.add_argument("--state", choices=("exact", "bf16", "compact"), default="exact")
     job.add_argument("--update", choices=("deferred", "backward", "delayed"), default="deferred")
-    job.add_argument("--generations", type=int, choices=(1, 2), default=1, help="2: a step is written beside the one before, and "
-                     "undone if it fails; clipping then goes with --update backward, too (1)")  # fmt: skip
-    job.add_argument("--durable", action="store_true", help="after a crash the run goes on from the last step: two generations "
-                     "of everything on the drives, nothing resident")  # fmt: skip
-    job.add_argument("--update-on", choices=("cpu", "device"), default="cpu", help="where states are updated; device: the GPUs "
-                     "(cpu)")  # fmt: skip
-    tiers = ("device", "cpu", "nvme")
-    job.add_argument("--params", choices=tiers, help="the lowest tier of parameters (nvme; device with --zero 1 and 2)")
-    job.add_argument("--optim", choices=tiers[1:], default="nvme", help="the lowest tier of optimizer states (nvme)")
-    job.add_argument("--grads", choices=tiers[1:], default="cpu", help="nvme: gradients that RAM does not hold spill (cpu)")
-    job.add_argument("--activations", choices=tiers, default="device", help="where inputs of checkpointed blocks wait (device)")
-    job.add_argument("--resident", action="append", metavar="KIND=PART", help="how much of a state on NVMe rests in memory all "
-                     "the same, for each process: params=0.5 or optim=8GiB; repeat for both (what --ram leaves)")  # fmt: skip
-    job.add_argument("--grad-dtype", choices=("bfloat16", "float32"), help="in which gradients wait (that of the parameters)")
-    job.add_argument("--tile-linears", type=int, default=1, metavar="N", help="every linear in N tiles: inf.tile_linears (1)")
-    job.add_argument("--tile-loss", type=int, default=1, metavar="N", help="the head and its loss in N tiles: inf.tile_loss (1)")
-    job.add_argument("--no-checkpointing", action="store_true", help="keep all activations instead of recomputing them")
+    job.add_argument(
+        "--generations",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="2: a step is written beside the one before, and "
+        "undone if it fails; clipping then goes with --update backward, too (1)",
+    )
+    job.add_argument(
+        "--durable",
+        action="store_true",
+        help="after a crash the run goes on from the last step: two generations "
+        "of everything on the drives, nothing resident",
+    )
+    job.add_argument(
+        "--update-on",
+        choices=("cpu", "device"),
+        default="cpu",
+        help="where states are updated; device: the GPUs (cpu)",
+    )
+    _add_tiers(job)
+    job.add_argument(
+        "--grad-dtype",
+        choices=("bfloat16", "float32"),
+        help="in which gradients wait (that of the parameters)",
+    )
+    job.add_argument(
+        "--tile-linears",
+        type=int,
+        default=1,
+        metavar="N",
+        help="every linear in N tiles: inf.tile_linears (1)",
+    )
+    job.add_argument(
+        "--tile-loss",
+        type=int,
+        default=1,
+        metavar="N",
+        help="the head and its loss in N tiles: inf.tile_loss (1)",
+    )
+    job.add_argument(
+        "--no-checkpointing",
+        action="store_true",
+        help="keep all activations instead of recomputing them",
+    )
     add_ranks(parser)
 
 
+def _add_tiers(job: argparse._ArgumentGroup) -> None:
+    """Add the tiers of states of `infinity plan`."""
+    tiers = ("device", "cpu", "nvme")
+    job.add_argument(
+        "--params",
+        choices=tiers,
+        help="the lowest tier of parameters (nvme; device with --zero 1 and 2)",
+    )
+    job.add_argument(
+        "--optim",
+        choices=tiers[1:],
+        default="nvme",
+        help="the lowest tier of optimizer states (nvme)",
+    )
+    job.add_argument(
+        "--grads",
+        choices=tiers[1:],
+        default="cpu",
+        help="nvme: gradients that RAM does not hold spill (cpu)",
+    )
+    job.add_argument(
+        "--activations",
+        choices=tiers,
+        default="device",
+        help="where inputs of checkpointed blocks wait (device)",
+    )
+    job.add_argument(
+        "--resident",
+        action="append",
+        metavar="KIND=PART",
+        help="how much of a state on NVMe rests in memory all "
+        "the same, for each process: params=0.5 or optim=8GiB; repeat for both (what --ram leaves)",
+    )
+
+
 def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """What several ranks split, and how they exchange it: for `infinity train` and `infinity plan`."""
+    """Add the arguments of several ranks, for `infinity train` and `infinity plan`.
+    """
     ranks = parser.add_argument_group("several ranks (part of the numerics)")
-    ranks.add_argument("--zero", type=int, choices=(1, 2, 3), default=3, help="what they split: optimizer states (1), gradients "
-                       "too (2), parameters too (3)")  # fmt: skip
-    ranks.add_argument("--accumulate-in", choices=("shard", "local"), help="micro-batches but the last: each reduced into the "
-                       "shard, or added up whole on each rank and reduced once (local with --zero 1, else shard)")  # fmt: skip
+    ranks.add_argument(
+        "--zero",
+        type=int,
+        choices=(1, 2, 3),
+        default=3,
+        help="what they split: optimizer states (1), gradients too (2), parameters too (3)",
+    )
+    ranks.add_argument(
+        "--accumulate-in",
+        choices=("shard", "local"),
+        help="micro-batches but the last: each reduced into the "
+        "shard, or added up whole on each rank and reduced once (local with --zero 1, else shard)",
+    )
     ranks.add_argument("--qwz", action="store_true", help="ZeRO++: gather weights as int8 groups")
-    ranks.add_argument("--hpz", choices=("device", "cpu"), help="ZeRO++: where each node keeps a copy of gathered weights")
-    ranks.add_argument("--qgz", action="store_true", help="ZeRO++: reduce gradients as int4 groups, first inside the node")
-    ranks.add_argument("--error-feedback", action="store_true", help="with --qgz: what rounding took goes into the next gradient")
+    ranks.add_argument(
+        "--hpz",
+        choices=("device", "cpu"),
+        help="ZeRO++: where each node keeps a copy of gathered weights",
+    )
+    ranks.add_argument(
+        "--qgz",
+        action="store_true",
+        help="ZeRO++: reduce gradients as int4 groups, first inside the node",
+    )
+    ranks.add_argument(
+        "--error-feedback",
+        action="store_true",
+        help="with --qgz: what rounding took goes into the next gradient",
+    )
 
 
 CHECKPOINT = (
-    "What lies in checkpoints and durable runs, and what can be done with them without the model: list, verify, export as "
-    "safetensors, rewrite for another number of ranks. Exit status 0: well, 1: damage was found, 2: a mistake, or an error."
+    "What lies in checkpoints and durable runs, and what can be done with them without the model: "
+    "list, verify, export as "
+    "safetensors, rewrite for another number of ranks. Exit status 0: well, 1: damage was found, "
+    "2: a mistake, or an error."
 )
 
 
@@ -202,31 +489,70 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `infinity checkpoint`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     where = "a checkpoint, or the (first) directory of a durable run"
-    listing = actions.add_parser("ls", help="what there is, whole or not", description="Every generation, from its manifests; "
-                                 "states are not read.")  # fmt: skip
-    listing.add_argument("directories", nargs="+", type=Path, metavar="DIR", help=f"{where}, or a directory of such")
+    listing = actions.add_parser(
+        "ls",
+        help="what there is, whole or not",
+        description="Every generation, from its manifests; states are not read.",
+    )
+    listing.add_argument(
+        "directories", nargs="+", type=Path, metavar="DIR", help=f"{where}, or a directory of such"
+    )
     listing.add_argument("--json", action="store_true", help="as JSON instead, to standard output")
-    verify = actions.add_parser("verify", help="read every byte against its checksums", description="Reads every byte of a "
-                                "generation against its checksums, and names all that is damaged. Of a durable run that is "
-                                "going on it may tell of damage that there is not: the run writes new steps "
-                                "meanwhile. Verify it when the "
-                                "run has ended, or a checkpoint of it.")  # fmt: skip
+    verify = actions.add_parser(
+        "verify",
+        help="read every byte against its checksums",
+        description="Reads every byte of a "
+        "generation against its checksums, and names all that is damaged. Of a durable run that is "
+        "going on it may tell of damage that there is not: the run writes new steps "
+        "meanwhile. Verify it when the "
+        "run has ended, or a checkpoint of it.",
+    )
     verify.add_argument("directory", type=Path, metavar="DIR", help=where)
     verify.add_argument("--json", action="store_true", help="as JSON instead, to standard output")
-    export = actions.add_parser("export", help="safetensors, without the model", description="Writes parameters and persistent "
-                                "buffers as safetensors in the layout of Hugging Face, as inf.export_safetensors does, in "
-                                "constant memory. Configuration and tokenizer are not in a checkpoint: copy them.")  # fmt: skip
+    export = actions.add_parser(
+        "export",
+        help="safetensors, without the model",
+        description="Writes parameters and persistent "
+        "buffers as safetensors in the layout of Hugging Face, as inf.export_safetensors does, in "
+        "constant memory. Configuration and tokenizer are not in a checkpoint: copy them.",
+    )
     export.add_argument("directory", type=Path, metavar="DIR", help=where)
-    export.add_argument("out", type=Path, metavar="OUT", help="where the files go; those of an earlier export are replaced")
-    export.add_argument("--masters", action="store_true", help="fp32 masters, where there are such, instead of what computes")
-    export.add_argument("--shard-bytes-max", default="2GiB", metavar="SIZE", help="of one file; a unit stays whole (2GiB)")
-    export.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of floating parameters (their own)")
-    reshard = actions.add_parser("reshard", help="rewrite for another number of ranks", description="Rewrites a checkpoint for "
-                                 "another number of ranks, and in another state format if one is given, in constant memory. "
-                                 "inf.restore does the same as it reads.")  # fmt: skip
+    export.add_argument(
+        "out",
+        type=Path,
+        metavar="OUT",
+        help="where the files go; those of an earlier export are replaced",
+    )
+    export.add_argument(
+        "--masters",
+        action="store_true",
+        help="fp32 masters, where there are such, instead of what computes",
+    )
+    export.add_argument(
+        "--shard-bytes-max",
+        default="2GiB",
+        metavar="SIZE",
+        help="of one file; a unit stays whole (2GiB)",
+    )
+    export.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of floating parameters (their own)",
+    )
+    reshard = actions.add_parser(
+        "reshard",
+        help="rewrite for another number of ranks",
+        description="Rewrites a checkpoint for "
+        "another number of ranks, and in another state format if one is given, in constant memory. "
+        "inf.restore does the same as it reads.",
+    )
     reshard.add_argument("directory", type=Path, metavar="DIR", help=where)
     reshard.add_argument("out", type=Path, metavar="OUT", help="a directory without a checkpoint")
     reshard.add_argument("--world", type=int, required=True, metavar="N", help="ranks")
-    reshard.add_argument("--state", choices=("exact", "bf16", "compact"), help="encoding of the states (as it is)")
+    reshard.add_argument(
+        "--state", choices=("exact", "bf16", "compact"), help="encoding of the states (as it is)"
+    )
     for action in (verify, export, reshard):
-        action.add_argument("--generation", type=int, metavar="N", help="not the newest (whole) one, but this")
+        action.add_argument(
+            "--generation", type=int, metavar="N", help="not the newest (whole) one, but this"
+        )

@@ -1,14 +1,18 @@
-"""`infinity checkpoint`: list, verify, export and reshard what `inf.save` and durable runs wrote. No model is built."""
+"""`infinity checkpoint`: list, verify, export and reshard what `inf.save` and durable runs wrote.
+No model is built.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,24 +26,35 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Table
 
-from infinity._src.checkpoint.convert import Rewriting
-from infinity._src.checkpoint.export_offline import Exporting
-from infinity._src.checkpoint.listing import find_checkpoints, list_generations
 from infinity._src.checkpoint.reader import Checkpoint
+from infinity._src.checkpoint.reshard import ReshardJob
 from infinity._src.checkpoint.run_files import run_directory
-from infinity._src.checkpoint.verify import Verifying
-from infinity._src.cli.checkpoint_tables import show_damage, show_directory
+from infinity._src.checkpoint.safetensors import ExportJob
+from infinity._src.checkpoint.verify import (
+    Damage,
+    Generation,
+    ListedFile,
+    VerifyJob,
+    find_checkpoints,
+    list_generations,
+)
 from infinity._src.sizes import format_size, parse_size
 from infinity.errors import InfinityError
 
-LIST_SCHEMA = "infinity._src.checkpoint.ls/1"
-VERIFY_SCHEMA = "infinity._src.checkpoint.verify/1"
+# -- The command -----------------------------------------------------------------------------------
+
+
+LIST_SCHEMA = "infinity.checkpoint.ls/1"
+VERIFY_SCHEMA = "infinity.checkpoint.verify/1"
 _PIPED_WIDTH = 10_000  # tables take what they need of it
 
 
 def run_checkpoint(options: argparse.Namespace, console: Console | None = None) -> int:
-    """Do as `options` say. Exit status: 0 well, 1 when `verify` found damage, 2 for a mistake or an error."""
+    """Do as `options` say. Exit status: 0 well, 1 when `verify` found damage, 2 for a mistake or an
+    error.
+    """
     to_stdout = bool(getattr(options, "json", False))
     console = console or _console(stderr=to_stdout)
     actions = {"ls": _list, "verify": _verify, "export": _export, "reshard": _reshard}
@@ -55,10 +70,17 @@ def _list(options: argparse.Namespace, console: Console) -> int:
     for directory in options.directories:
         places = find_checkpoints(directory)
         if not places:
-            raise ValueError(f"{directory}: there is no checkpoint and no durable run, there or one level below")
+            raise ValueError(
+                f"{directory}: there is no checkpoint and no durable run, there or one level below"
+            )
         for place in places:
             found = list_generations(place)
-            records.append({"directory": str(place), "generations": [dataclasses.asdict(each) for each in found]})
+            records.append(
+                {
+                    "directory": str(place),
+                    "generations": [dataclasses.asdict(each) for each in found],
+                }
+            )
             if not options.json:
                 show_directory(console, place, found)
     if options.json:
@@ -68,24 +90,33 @@ def _list(options: argparse.Namespace, console: Console) -> int:
 
 def _verify(options: argparse.Namespace, console: Console) -> int:
     place = run_directory(options.directory)
-    verifying = Verifying(place, options.generation)
+    job = VerifyJob(place, options.generation)
     began = time.monotonic()
-    with _bar(console, "verifying", verifying.size_bytes) as advance:
-        damage = verifying.run(lambda _file, size: advance(size))
+    with _bar(console, "verifying", job.size_bytes) as advance:
+        damage = job.verify(lambda _file, size: advance(size))
     seconds = time.monotonic() - began
     if options.json:
         _write_json({
-            "schema": VERIFY_SCHEMA, "directory": str(place), "generation": verifying.generation,
-            "size_bytes": verifying.size_bytes, "seconds": seconds, "damage": [dataclasses.asdict(each) for each in damage],
+            "schema": VERIFY_SCHEMA, "directory": str(place), "generation": job.generation,
+            "size_bytes": job.size_bytes, "seconds": seconds,
+            "damage": [dataclasses.asdict(each) for each in damage],
         })  # fmt: skip
         return 1 if damage else 0
-    what = f"generation {verifying.generation} of {escape(str(place))}"
+    what = f"generation {job.generation} of {escape(str(place))}"
     if damage:
         show_damage(console, damage)
-        console.print(f"[bold red]Damaged:[/bold red] {what}, {_count(len(damage), 'place')}", highlight=False, soft_wrap=True)
+        console.print(
+            f"[bold red]Damaged:[/bold red] {what}, {_count(len(damage), 'place')}",
+            highlight=False,
+            soft_wrap=True,
+        )
     else:
-        console.print(f"[bold green]All as it was written:[/bold green] {what}", highlight=False, soft_wrap=True)
-    console.print(_rate("read", verifying.size_bytes, seconds), highlight=False)
+        console.print(
+            f"[bold green]All as it was written:[/bold green] {what}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print(_rate("read", job.size_bytes, seconds), highlight=False)
     return 1 if damage else 0
 
 
@@ -97,11 +128,12 @@ def _export(options: argparse.Namespace, console: Console) -> int:
     dtype = getattr(torch, options.dtype) if options.dtype else None
     began = time.monotonic()
     with _opened(options) as checkpoint:
-        exporting = Exporting(checkpoint, masters=options.masters, dtype=dtype)
-        with _bar(console, "exporting", exporting.size_bytes) as advance:
-            written = exporting.run(options.out, shard_bytes_max=most, progress=advance)
+        job = ExportJob(checkpoint, masters=options.masters, dtype=dtype)
+        with _bar(console, "exporting", job.size_bytes) as advance:
+            written = job.export(options.out, shard_bytes_max=most, progress=advance)
     console.print(
-        f"step {checkpoint.step} of {escape(str(checkpoint.directory))}: {_count(written.tensors, 'tensor')} in "
+        f"step {checkpoint.step} of {escape(str(checkpoint.directory))}: "
+        f"{_count(written.tensors, 'tensor')} in "
         f"{_count(len(written.files), 'file')} in {escape(str(options.out))}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
@@ -114,12 +146,14 @@ def _reshard(options: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--world {options.world}: give a number of ranks, 1 or more")
     began = time.monotonic()
     with _opened(options) as checkpoint:
-        rewriting = Rewriting(checkpoint, world=options.world, state=options.state)
-        with _bar(console, "resharding", rewriting.size_bytes) as advance:
-            written = rewriting.run(options.out, progress=advance)
+        job = ReshardJob(checkpoint, world=options.world, state=options.state)
+        with _bar(console, "resharding", job.size_bytes) as advance:
+            written = job.write(options.out, progress=advance)
     console.print(
-        f"step {written.step} of {escape(str(checkpoint.directory))}, of {_count(checkpoint.world, 'rank')}, is in "
-        f"{escape(str(options.out))} for {_count(written.world, 'rank')}; " + (written.rounded or "all states bit for bit"),
+        f"step {written.step} of {escape(str(checkpoint.directory))}, of "
+        f"{_count(checkpoint.world, 'rank')}, is in "
+        f"{escape(str(options.out))} for {_count(written.world, 'rank')}; "
+        + (written.rounded or "all states bit for bit"),
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     for note in written.notes:
@@ -133,7 +167,9 @@ def _opened(options: argparse.Namespace) -> Checkpoint:
 
 
 def _console(*, stderr: bool) -> Console:
-    """A terminal's width decides on a terminal. In a file and a pipe no name is broken: it could not be searched for."""
+    """A terminal's width decides on a terminal. In a file and a pipe no name is broken: it could
+    not be searched for.
+    """
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=_PIPED_WIDTH)
 
@@ -161,8 +197,106 @@ def _write_json(record: dict[str, Any]) -> None:
 
 
 def _rate(verb: str, size_bytes: int, seconds: float) -> str:
-    return f"{format_size(size_bytes)} {verb} in {seconds:.1f} s, {format_size(int(size_bytes / max(seconds, 1e-9)))}/s"
+    rate = format_size(int(size_bytes / max(seconds, 1e-9)))
+    return f"{format_size(size_bytes)} {verb} in {seconds:.1f} s, {rate}/s"
 
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+# -- Its tables ------------------------------------------------------------------------------------
+
+
+_LEFT = ("generation", "state", "optimizer", "whole", "file", "what", "why")
+
+
+def show_directory(console: Console, directory: Path, generations: Sequence[Generation]) -> None:
+    """Print a directory: a row for each generation, why one is not whole, and the files of the
+    newest.
+    """
+    table = _table(
+        str(directory),
+        "generation",
+        "whole",
+        "step",
+        "ranks",
+        "on disk",
+        "parameters",
+        "state",
+        "optimizer",
+        "written",
+    )
+    for each in generations:
+        table.add_row(
+            str(each.number),
+            "[green]yes[/green]" if each.whole else "[red]no[/red]",
+            _number(each.step),
+            _number(each.world),
+            format_size(each.disk_bytes),
+            f"{each.params:,}" if each.params else "-",
+            escape(_state(each)),
+            escape(", ".join(each.optimizers) or "-"),
+            _time(each.written_s),
+        )
+    console.print(table)
+    for each in generations:
+        if each.why_not:
+            text = f"generation {each.number} is not whole: {each.why_not}"
+            console.print(text, style="red", highlight=False, markup=False, soft_wrap=True)
+    if generations:
+        console.print(_files(generations[0]))
+
+
+def show_damage(console: Console, damage: Sequence[Damage]) -> None:
+    """Print every damaged place."""
+    table = _table("Damage", "file", "offset", "bytes", "what", "why")
+    for each in damage:
+        table.add_row(
+            escape(each.path),
+            f"{each.offset:,}",
+            f"{each.length:,}",
+            escape(each.what),
+            escape(each.reason),
+        )
+    console.print(table)
+
+
+def _files(generation: Generation) -> Table:
+    table = _table(f"files of generation {generation.number}", "rank", "file", "bytes", "on disk")
+    for file in generation.files:
+        table.add_row(str(file.rank), escape(file.name), f"{file.size_bytes:,}", _taken(file))
+    return table
+
+
+def _taken(file: ListedFile) -> str:
+    return "[red]missing[/red]" if file.disk_bytes is None else format_size(file.disk_bytes)
+
+
+def _state(generation: Generation) -> str:
+    """The policy's state, and how much of the model has it."""
+    kinds = "; ".join(f"{name} ({numel:,})" for name, numel in generation.formats.items())
+    if len(generation.formats) == 1:
+        kinds = next(iter(generation.formats))
+    return f"{generation.state}: {kinds}" if kinds else "-"
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return (
+        datetime.datetime.fromtimestamp(seconds, tz=datetime.timezone.utc)
+        .astimezone()
+        .strftime("%Y-%m-%d %H:%M:%S")
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=escape(title), title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
+    return table

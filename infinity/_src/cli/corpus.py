@@ -1,10 +1,13 @@
-"""The text of `infinity train`: read, split into a training and a held-out part, cut into sequences of tokens.
+"""The text of `infinity train`: read, split into a training and a held-out part, cut into sequences
+of tokens.
 
     lines of text -> [ training part | held-out part (the last --holdout share of the characters) ]
-                  -> tokens -> windows [seq], consecutive and disjoint -> shuffled by --seed, batch after batch
+                  -> tokens -> windows [seq], consecutive and disjoint -> shuffled by --seed, batch
+                  after batch
 
-The held-out part is never trained on, and it is the text's end rather than a random choice, so no sentence next to a
-held-out one was seen in training. Only as much is tokenised as the run can use, so a large file costs no more than a small one.
+The held-out part is never trained on, and it is the text's end rather than a random choice, so no
+sentence next to a held-out one was seen in training. Only as much is tokenised as the run can use,
+so a large file costs no more than a small one.
 """
 
 from __future__ import annotations
@@ -31,10 +34,14 @@ class Corpus:
     train: torch.Tensor
     held_out: torch.Tensor
 
-    def batches(self, batch: int, seed: int, *, rank: int = 0, ranks: int = 1) -> Iterator[torch.Tensor]:
-        """Training batches [batch, seq] without end: every window once per pass, each pass in an order of its own.
+    def batches(
+        self, batch: int, seed: int, *, rank: int = 0, ranks: int = 1
+    ) -> Iterator[torch.Tensor]:
+        """Training batches [batch, seq] without end: every window once per pass, each pass in an
+        order of its own.
 
-        On several ranks each gets its rows of a batch of `ranks * batch`: together they are what one rank gets of that size.
+        On several ranks each gets its rows of a batch of `ranks * batch`: together they are what
+        one rank gets of that size.
         """
         every = self._every(ranks * batch, seed)
         return (found[rank * batch : (rank + 1) * batch] for found in every)
@@ -56,9 +63,11 @@ class Corpus:
         """The held-out windows in order, in batches of at most `batch`."""
         yield from self.held_out.split(batch)
 
-    def held_out_rows(self, batch: int, *, rank: int = 0, ranks: int = 1) -> Iterator[tuple[torch.Tensor, bool]]:
-        """The rows of one rank of the held-out windows, and whether they count: ranks compute together, so one that has no rows
-        of the last batch gets some that another has."""
+    def held_out_rows(
+        self, batch: int, *, rank: int = 0, ranks: int = 1
+    ) -> Iterator[tuple[torch.Tensor, bool]]:
+        """The rows of one rank of the held-out windows, and whether they count: ranks compute
+        together, so one that has no rows of the last batch gets some that another has."""
         for found in self.held_out_batches(ranks * batch):
             rows = found[rank * batch : (rank + 1) * batch]
             yield (rows, True) if len(rows) else (found[:1], False)
@@ -67,14 +76,17 @@ class Corpus:
 def build_corpus(options: argparse.Namespace, tokenize: Tokenize, *, ranks: int = 1) -> Corpus:
     """Read and tokenise what `options` name, as much as so many ranks use.
 
-    Raises: ValueError when the text is missing, unreadable or too short for one held-out and one training window.
+    Raises: ValueError when the text is missing, unreadable or too short for one held-out and one
+    training window.
     """
     lines = read_lines(options)
     train_lines, held_lines = split_held_out(lines, options.holdout)
     wanted = ranks * options.steps * options.batch * options.accumulate
     # Eight times what is needed, so that the windows are drawn from more than the text's beginning.
     train = windows(train_lines, tokenize, options.seq, max(8 * wanted, 256))
-    held_out = windows(held_lines, tokenize, options.seq, ranks * options.eval_batches * options.batch)
+    held_out = windows(
+        held_lines, tokenize, options.seq, ranks * options.eval_batches * options.batch
+    )
     for label, found in (("training", train), ("held-out", held_out)):
         if not len(found):
             raise ValueError(
@@ -91,7 +103,9 @@ def read_lines(options: argparse.Namespace) -> list[str]:
     try:
         if options.sqlite is not None:
             if options.query is None:
-                raise ValueError('--sqlite needs --query, for example --query "SELECT text FROM pages"')
+                raise ValueError(
+                    '--sqlite needs --query, for example --query "SELECT text FROM pages"'
+                )
             lines = _read_sqlite(options.sqlite, options.query)
         elif options.jsonl is not None:
             lines = _read_jsonl(options.jsonl, options.column)
@@ -132,13 +146,17 @@ def _read_jsonl(path: Path, column: str) -> list[str]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}:{number} is not JSON: {error}") from None
             if not isinstance(record, dict) or not isinstance(record.get(column), str):
-                raise ValueError(f"{path}:{number} has no text in {column!r}; name the field with --column")
+                raise ValueError(
+                    f"{path}:{number} has no text in {column!r}; name the field with --column"
+                )
             lines.extend(record[column].splitlines())
     return lines
 
 
 def split_held_out(lines: Sequence[str], share: float) -> tuple[list[str], list[str]]:
-    """(training lines, held-out lines): the last lines that make up `share` of the characters, at least one line."""
+    """(training lines, held-out lines): the last lines that make up `share` of the characters, at
+    least one line.
+    """
     if not 0 < share < 1:
         raise ValueError(f"--holdout {share} must lie between 0 and 1")
     wanted = share * sum(len(line) for line in lines)

@@ -1,7 +1,9 @@
-"""`infinity doctor`: what this machine offers for offloading, what is missing, and what to do about it.
+"""`infinity doctor`: what this machine offers for offloading, what is missing, and what to do about
+it.
 
-Every capability is tried, not guessed from a version. The exit status is 0 whatever is missing; warnings are named
-below the table. Without its C extension infinity offloads nothing; without any other of these it works, only slower.
+Every capability is tried, not guessed from a version. The exit status is 0 whatever is missing;
+warnings are named below the table. Without its C extension infinity offloads nothing; without any
+other of these it works, only slower.
 """
 
 from __future__ import annotations
@@ -39,14 +41,17 @@ from infinity.errors import DeviceCopyError
 
 _PACKAGES = ("torch", "numpy", "cffi", "liburing", "safetensors", "transformers", "triton")
 _FREE_BYTES_LOW = 10 * GIB
-# The pools of training in the `exact` state: 2 bytes per element for parameters alone, 12 for all states.
+# The pools of training in the `exact` state: 2 bytes per element for parameters alone, 12 for all
+# states.
 _SMALL = PoolSpec(SMALL_COUNT, 2 * CHUNK_NUMEL)
 _LARGE = PoolSpec(LARGE_COUNT, 12 * CHUNK_NUMEL)
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the table; `warning` says what is wrong and what to do, and is empty when all is well."""
+    """One line of the table; `warning` says what is wrong and what to do, and is empty when all is
+    well.
+    """
 
     subject: str
     value: str
@@ -54,7 +59,9 @@ class Finding:
 
 
 def run_doctor(directories: Sequence[str] | None = None, console: Console | None = None) -> int:
-    """Print the findings for this machine and for `directories` (None: the default ones). Returns 0."""
+    """Print the findings for this machine and for `directories` (None: the default ones). Returns
+    0.
+    """
     console = console or Console()
     table = Table(title=f"infinity {__version__}", title_justify="left", show_header=False)
     table.add_column("subject", style="bold", no_wrap=True)
@@ -62,7 +69,11 @@ def run_doctor(directories: Sequence[str] | None = None, console: Console | None
     table.add_column("verdict", no_wrap=True)
     warnings = []
     for finding in findings(directories):
-        table.add_row(finding.subject, finding.value, "[yellow]warning[/yellow]" if finding.warning else "[green]ok[/green]")
+        table.add_row(
+            finding.subject,
+            finding.value,
+            "[yellow]warning[/yellow]" if finding.warning else "[green]ok[/green]",
+        )
         if finding.warning:
             warnings.append(f"{finding.subject}: {finding.warning}")
     console.print(table)
@@ -74,7 +85,7 @@ def run_doctor(directories: Sequence[str] | None = None, console: Console | None
 
 
 def findings(directories: Sequence[str] | None = None) -> Iterator[Finding]:
-    """Everything that is looked at, in the order shown."""
+    """Run all checks, in the order shown."""
     engine = probe_engine()
     yield _backend(engine)
     yield _kernels()
@@ -93,7 +104,10 @@ def findings(directories: Sequence[str] | None = None) -> Iterator[Finding]:
     yield _operations()
     versions = ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name)))
     yield Finding("versions", f"Python {platform.python_version()}, {versions}")
-    yield Finding("machine", f"{hardware.cpu_model()}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}")
+    yield Finding(
+        "machine",
+        f"{hardware.cpu_model()}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}",
+    )
 
 
 def _backend(engine: EngineProbe) -> Finding:
@@ -103,7 +117,8 @@ def _backend(engine: EngineProbe) -> Finding:
         return Finding(
             "I/O backend",
             "threads (native)",
-            f"no io_uring: {engine.io_uring_reason}. Native threads take over: about the same bandwidth for more CPU time",
+            f"no io_uring: {engine.io_uring_reason}. Native threads take over: about the same "
+            "bandwidth for more CPU time",
         )
     return Finding("I/O backend", "none", f"nothing can be offloaded: {engine.native_reason}")
 
@@ -115,31 +130,40 @@ def _kernels() -> Finding:
 
 
 def _huge_pages(engine: EngineProbe) -> Finding:
-    value = f"{engine.huge_pages or 'setting unknown'}, {'given' if engine.huge_pages_work else 'not given'}"
+    given = "given" if engine.huge_pages_work else "not given"
+    value = f"{engine.huge_pages or 'setting unknown'}, {given}"
     if engine.huge_pages_work:
         return Finding("huge pages", value)
     return Finding(
         "huge pages",
         value,
-        "drives run at half speed without them: echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+        "drives run at half speed without them: echo madvise | sudo tee "
+        "/sys/kernel/mm/transparent_hugepage/enabled",
     )
 
 
 def _memlock(engine: EngineProbe, executor: ExecutorProbe | None) -> Finding:
     need = _SMALL.count * _SMALL.bytes + _LARGE.count * _LARGE.bytes
     limit = "unlimited" if engine.memlock_bytes is None else format_size(engine.memlock_bytes)
-    value = f"{limit}; registering the pools takes {format_size(need)}" + (" (root is exempt)" if os.geteuid() == 0 else "")
+    value = f"{limit}; registering the pools takes {format_size(need)}" + (
+        " (root is exempt)" if os.geteuid() == 0 else ""
+    )
     # Registration itself is tried in a directory; without one the limit is all there is to go by.
     if executor is not None and not executor.error:
         short = not executor.registered and "memlock" in executor.registered_reason.lower()
     else:
-        short = engine.memlock_bytes is not None and engine.memlock_bytes < need and os.geteuid() != 0
-    warning = f"buffers cannot be registered with the kernel, which costs CPU time: `ulimit -l {need // 1024}` or more"
+        short = (
+            engine.memlock_bytes is not None and engine.memlock_bytes < need and os.geteuid() != 0
+        )
+    warning = (
+        "buffers cannot be registered with the kernel, which costs CPU time: "
+        f"`ulimit -l {need // 1024}` or more"
+    )
     return Finding("memlock limit", value, warning if short and engine.io_uring else "")
 
 
 def _pools(engine: EngineProbe, executor: ExecutorProbe) -> Finding:
-    """What the executor that training would open is really given."""
+    """Report what the executor that training would open is really given."""
     if executor.error:
         return Finding("executor", "none", f"it cannot be opened: {executor.error}")
     value = (
@@ -154,7 +178,9 @@ def _pools(engine: EngineProbe, executor: ExecutorProbe) -> Finding:
     if not executor.registered:
         value += f" ({executor.registered_reason})" if executor.registered_reason else ""
     if engine.huge_pages_work and executor.huge_bytes < executor.pool_bytes // 2:
-        warnings.append("memory is too fragmented for huge pages: echo 1 | sudo tee /proc/sys/vm/compact_memory")
+        warnings.append(
+            "memory is too fragmented for huge pages: echo 1 | sudo tee /proc/sys/vm/compact_memory"
+        )
     return Finding("executor", value, "; ".join(warnings))
 
 
@@ -168,7 +194,9 @@ def _memory() -> Finding:
     warning = ""
     if left < GIB:
         binding = "the cgroup's limit" if limit is not None and limit < machine else "the machine"
-        warning = f"{binding} leaves less than 1 GiB: raise it, free memory, or set Policy.ram explicitly"
+        warning = (
+            f"{binding} leaves less than 1 GiB: raise it, free memory, or set Policy.ram explicitly"
+        )
     return Finding("memory", value, warning)
 
 
@@ -182,14 +210,18 @@ def _numa() -> Finding:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = [torch.device("cuda", index) for index in range(count)]
-    found = [numa.find_place(numa.pci_address(device), number=0, ranks=1) for device in devices]
-    found = found or [numa.find_place(None, number=0, ranks=1)]
+    found = [numa.choose_node(numa.pci_address(device), number=0, ranks=1) for device in devices]
+    found = found or [numa.choose_node(None, number=0, ranks=1)]
     return Finding("NUMA", "\n".join({place.reason: None for place in found}))
 
 
-def _directories(directories: Sequence[str] | None) -> Iterator[tuple[DirectoryProbe | None, Finding]]:
+def _directories(
+    directories: Sequence[str] | None,
+) -> Iterator[tuple[DirectoryProbe | None, Finding]]:
     try:
-        paths = [Path(path) for path in directories] if directories else hardware.default_directories()
+        paths = (
+            [Path(path) for path in directories] if directories else hardware.default_directories()
+        )
     except ValueError as error:
         yield None, Finding("swap directory", "none", str(error))
         return
@@ -205,25 +237,36 @@ def _directory(probe: DirectoryProbe) -> Finding:
     device = " ".join(part for part in (found["device"], found["model"]) if part)
     total = shutil.disk_usage(probe.path).total
     value = (
-        f"{probe.path}: {probe.file_system or 'unknown file system'}{' on ' + device if device else ''}, "
+        f"{probe.path}: "
+        f"{probe.file_system or 'unknown file system'}{' on ' + device if device else ''}, "
         f"{format_size(probe.free_bytes)} of {format_size(total)} free, "
         + ("O_DIRECT" if probe.direct else "buffered")
-        + (f" aligned to {probe.memory_alignment}/{probe.offset_alignment} B" if probe.offset_alignment else "")
+        + (
+            f" aligned to {probe.memory_alignment}/{probe.offset_alignment} B"
+            if probe.offset_alignment
+            else ""
+        )
         + _queue(probe)
     )
     warnings = []
     if not probe.direct:
         warnings.append(
-            f"swap goes through the page cache: {probe.direct_reason}; use ext4 or xfs on a drive, not a container's own layer"
+            f"swap goes through the page cache: {probe.direct_reason}; use ext4 or xfs on a drive, "
+            "not a container's own layer"
         )
     if probe.free_bytes < _FREE_BYTES_LOW:
         warnings.append("little room: states take 12 bytes per parameter")
     if not probe.preallocates:
-        warnings.append("the file system cannot preallocate: a drive that fills up fails a write in the middle of training")
+        warnings.append(
+            "the file system cannot preallocate: a drive that fills up fails a write in the middle "
+            "of training"
+        )
     if (probe.block_bytes, probe.depth) != (BLOCK_BYTES, DEPTH):
         warnings.append(
-            f"its queue is short: {probe.depth} requests of {format_size(probe.block_bytes)} fit instead of {DEPTH} of "
-            f"{format_size(BLOCK_BYTES)}; raise /sys/block/{probe.limits.device}/queue/nr_requests or max_sectors_kb"
+            f"its queue is short: {probe.depth} requests of {format_size(probe.block_bytes)} fit "
+            f"instead of {DEPTH} of "
+            f"{format_size(BLOCK_BYTES)}; raise /sys/block/{probe.limits.device}/queue/nr_requests "
+            "or max_sectors_kb"
         )
     return Finding("swap directory", value, "; ".join(warnings))
 
@@ -232,8 +275,13 @@ def _queue(probe: DirectoryProbe) -> str:
     limits = probe.limits
     requests = f", requests of {format_size(probe.block_bytes)}, {probe.depth} in flight"
     if not limits.nr_requests:
-        return requests + (f" ({limits.device} is virtual and names no limit)" if limits.device else " (limits unknown)")
-    return f"{requests} ({limits.device} takes {limits.nr_requests} of {format_size(limits.max_sectors_kb * 1024)})"
+        return requests + (
+            f" ({limits.device} is virtual and names no limit)"
+            if limits.device
+            else " (limits unknown)"
+        )
+    largest = format_size(limits.max_sectors_kb * 1024)
+    return f"{requests} ({limits.device} takes {limits.nr_requests} of {largest})"
 
 
 def _gpu() -> Finding:
@@ -244,14 +292,15 @@ def _gpu() -> Finding:
     if not torch.cuda.is_available():
         return Finding("GPU", "none; models run on the CPU")
     names = [
-        f"{torch.cuda.get_device_name(index)}, {format_size(torch.cuda.get_device_properties(index).total_memory)}"
+        f"{torch.cuda.get_device_name(index)}, "
+        f"{format_size(torch.cuda.get_device_properties(index).total_memory)}"
         for index in range(torch.cuda.device_count())
     ]
     return Finding("GPU", "; ".join(names), _copies_fail(torch.cuda.device_count()))
 
 
 def _copies_fail(device_count: int) -> str:
-    """Why models cannot be offloaded from these GPUs; empty where they can."""
+    """Say why models cannot be offloaded from these GPUs; empty where they can."""
     from infinity.aio import DeviceDriver
 
     try:
@@ -264,14 +313,20 @@ def _copies_fail(device_count: int) -> str:
 
 
 def _operations() -> Finding:
-    """Which implementation runs each operation of infinity/ops on the device that computes, a line each, and why."""
+    """List the implementation of each operation of infinity.ops on the device that computes, a line
+    each, and why.
+    """
     try:
         import torch
     except ImportError:
         return Finding("operations", "unknown")  # the line on the GPU says why
     from infinity._src.kernels import choice
 
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     lines, warnings = [], []
     for op in choice.OPS.values():
         try:
@@ -284,7 +339,10 @@ def _operations() -> Finding:
         other = "" if chosen == "torch" or op.bitwise else ", which rounds in its own way"
         lines.append(f"{op.name}: {chosen} ({reason}){other}")
         if chosen == "triton" and not _version("triton"):
-            warnings.append(f"{op.name} runs on Triton, which is not installed: pip install triton, or unset {choice.VARIABLE}")
+            warnings.append(
+                f"{op.name} runs on Triton, which is not installed: pip install triton, or unset "
+                f"{choice.VARIABLE}"
+            )
     # Of operations that fail alike the first stands for all: the lines above name each.
     return Finding("operations", "\n".join(lines), warnings[0] if warnings else "")
 

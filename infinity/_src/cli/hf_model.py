@@ -1,8 +1,10 @@
-"""Hugging Face causal language models for `infinity train`: found, filled unit by unit or loaded, continued, written.
+"""Hugging Face causal language models for `infinity train`: found, filled unit by unit or loaded,
+continued, written.
 
-A directory of safetensors is streamed: the module is built on the meta device and `inf.offload` fills it unit by unit.
-A GGUF file, and a directory whose names do not fit the module (fused experts), is loaded whole first. Code that comes
-with a model is never run (`trust_remote_code` stays off).
+A directory of safetensors is streamed: the module is built on the meta device and `inf.offload`
+fills it unit by unit. A GGUF file, and a directory whose names do not fit the module (fused
+experts), is loaded whole first. Code that comes with a model is never run (`trust_remote_code`
+stays off).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ log = logging.getLogger("infinity")
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """A tokenizer and the place a model comes from. `gguf`: the file's name in `directory`, or None."""
+    """A tokenizer and the place a model comes from. `gguf`: the file's name in `directory`, or
+    None.
+    """
 
     directory: Path
     gguf: str | None
@@ -36,7 +40,9 @@ class Pretrained:
 
 
 def find_pretrained(path: Path) -> Pretrained:
-    """Look at `path` and load its tokenizer. Raises: ValueError for what is no model, or when transformers is missing."""
+    """Look at `path` and load its tokenizer. Raises: ValueError for what is no model, or when
+    transformers is missing.
+    """
     transformers = quiet_transformers()
     if path.is_dir():
         directory, gguf = path, None
@@ -47,9 +53,13 @@ def find_pretrained(path: Path) -> Pretrained:
     elif path.is_file() and path.suffix == ".gguf":
         directory, gguf = path.parent, path.name
     else:
-        raise ValueError(f"{path} is neither a model directory nor a GGUF file; models are read from disk only")
+        raise ValueError(
+            f"{path} is neither a model directory nor a GGUF file; models are read from disk only"
+        )
     extra = {"gguf_file": gguf} if gguf else {}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False, **extra)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        directory, trust_remote_code=False, **extra
+    )
     return Pretrained(directory, gguf, tokenizer)
 
 
@@ -87,7 +97,9 @@ def _on_meta(directory: Path, dtype: torch.dtype) -> Any:
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     _refuse_quantized(config, directory)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False
+        )
     if (directory / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return model
@@ -95,7 +107,10 @@ def _on_meta(directory: Path, dtype: torch.dtype) -> Any:
 
 def _refuse_quantized(config: Any, directory: Path) -> None:
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"the weights in {directory} are quantized and cannot be trained; use the unquantized model")
+        raise ValueError(
+            f"the weights in {directory} are quantized and cannot be trained; use the unquantized "
+            "model"
+        )
 
 
 def _load_whole(source: Pretrained, dtype: torch.dtype) -> Any:
@@ -113,14 +128,19 @@ def _load_whole(source: Pretrained, dtype: torch.dtype) -> Any:
     _refuse_quantized(model.config, source.directory)
     for name, parameter in model.named_parameters():
         if type(parameter) is not torch.nn.Parameter or not parameter.is_floating_point():
-            raise ValueError(f"{name} of {source.directory} is {type(parameter).__name__} of {parameter.dtype}, "
+            raise ValueError(f"{name} of {source.directory} is "
+                             f"{type(parameter).__name__} of {parameter.dtype}, "
                              "which cannot be trained; use the unquantized model")  # fmt: skip
         parameter.data = parameter.data.to(dtype)
     return model
 
 
-def continue_text(model: Any, tokenizer: Any, prompt: str, tokens: int, device: torch.device) -> str:
-    """`prompt` and the model's greedy continuation by at most `tokens` tokens, computed on `device`."""
+def continue_text(
+    model: Any, tokenizer: Any, prompt: str, tokens: int, device: torch.device
+) -> str:
+    """`prompt` and the model's greedy continuation by at most `tokens` tokens, computed on
+    `device`.
+    """
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
     model.eval()
     with torch.no_grad():
@@ -130,14 +150,17 @@ def continue_text(model: Any, tokenizer: Any, prompt: str, tokens: int, device: 
             max_new_tokens=tokens,
             do_sample=False,
             use_cache=True,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id
+            if tokenizer.pad_token_id is not None
+            else tokenizer.eos_token_id,
         )
     model.train()
     return str(tokenizer.decode(out[0], skip_special_tokens=True))
 
 
 def save_pretrained(model: Any, tokenizer: Any, directory: Path, *, first: bool = True) -> None:
-    """Write weights (streamed), config and tokenizer, so that `from_pretrained(directory)` loads them.
+    """Write weights (streamed), config and tokenizer, so that `from_pretrained(directory)` loads
+    them.
 
     On several ranks all call it; the first of them writes.
     """
@@ -147,7 +170,7 @@ def save_pretrained(model: Any, tokenizer: Any, directory: Path, *, first: bool 
 
 
 def _save_beside(model: Any, tokenizer: Any, directory: Path) -> None:
-    """What lies beside the weights."""
+    """Write the files beside the weights."""
     directory.mkdir(parents=True, exist_ok=True)
     use_cache = model.config.use_cache
     model.config.use_cache = True
@@ -169,7 +192,9 @@ def quiet_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ValueError("Hugging Face models need transformers: pip install 'infinity-offload[hf]'") from error
+        raise ValueError(
+            "Hugging Face models need transformers: pip install 'infinity-offload[hf]'"
+        ) from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

@@ -1,4 +1,6 @@
-"""The command `infinity`: bench, train, plan, checkpoint, doctor. Torch is imported only where it is needed."""
+"""The command `infinity`: bench, train, plan, checkpoint, doctor. Torch is imported only where it
+is needed.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,30 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("bench", help="what drives, update kernels and copies give on this machine", add_help=False)
-    train = commands.add_parser("train", help="fine-tune a causal language model", description=arguments.TRAIN)
+    commands.add_parser(
+        "bench", help="what drives, update kernels and copies give on this machine", add_help=False
+    )
+    train = commands.add_parser(
+        "train", help="fine-tune a causal language model", description=arguments.TRAIN
+    )
     arguments.add_train(train)
     doctor = commands.add_parser("doctor", help="what this machine offers, and what is missing")
-    doctor.add_argument("--dir", action="append", metavar="DIR", help="a directory that shall hold swap; may be repeated")
-    plan = commands.add_parser("plan", help="does a model fit, how long is a step, what would help", description=arguments.PLAN)
+    doctor.add_argument(
+        "--dir",
+        action="append",
+        metavar="DIR",
+        help="a directory that shall hold swap; may be repeated",
+    )
+    plan = commands.add_parser(
+        "plan",
+        help="does a model fit, how long is a step, what would help",
+        description=arguments.PLAN,
+    )
     arguments.add_plan(plan)
     checkpoint = commands.add_parser(
-        "checkpoint", help="list, verify, export and reshard checkpoints", description=arguments.CHECKPOINT
+        "checkpoint",
+        help="list, verify, export and reshard checkpoints",
+        description=arguments.CHECKPOINT,
     )
     arguments.add_checkpoint(checkpoint)
     return parser
@@ -46,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from infinity._src.cli.doctor import run_doctor
 
         return run_doctor(options.dir)
-    # Before torch, which imports tqdm, which reads this once: other libraries' bars would run through ours.
+    # Before torch, which imports tqdm, which reads this once: other libraries' bars would run
+    # through ours.
     os.environ.setdefault("TQDM_DISABLE", "1")
     if options.command == "plan":
         from infinity._src.cli.plan import run_plan

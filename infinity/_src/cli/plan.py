@@ -1,33 +1,48 @@
-"""`infinity plan`: does a model fit a machine, where does each state go, how long is a step, what would one change buy.
+"""`infinity plan`: does a model fit a machine, where does each state go, how long is a step, what
+would one change buy.
 
-Nothing is loaded and nothing is measured: the model is built on the meta device from its configuration (code that comes with
-a model is never run), drives are as told or as `python -m infinity.bench swap --json` measured them.
+Nothing is loaded and nothing is measured: the model is built on the meta device from its
+configuration (code that comes with a model is never run), drives are as told or as
+`python -m infinity.bench swap --json` measured them. The answer is tables for people, or one record
+for JSON. `bench/bytes_per_rank.py` shows the tables of several ranks, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 import infinity as inf
 from infinity._src.cli import hf_model
 from infinity._src.cli.arguments import parse_resident
-from infinity._src.cli.plan_tables import as_record, show_plan
-from infinity._src.perf.plan.changes import fewest_micro_batches, one_change, where_updates_run
-from infinity._src.perf.plan.job import Job
+from infinity._src.perf.plan.changes import (
+    Change,
+    fewest_micro_batches,
+    one_change,
+    where_updates_run,
+)
 from infinity._src.perf.plan.machine import Machine, describe_machine
-from infinity._src.perf.plan.predict import predict
-from infinity._src.perf.plan.ranks import stages
-from infinity._src.perf.plan.shape import ModelShape, shape_of
-from infinity._src.sizes import parse_size
+from infinity._src.perf.plan.memory import Need, Tiers
+from infinity._src.perf.plan.predict import EFFICIENCY, Prediction, predict
+from infinity._src.perf.plan.ranks import Exchanges, RankBytes, stages
+from infinity._src.perf.plan.workload import Job, ModelShape, shape_of
+from infinity._src.perf.roofline import AtRest
+from infinity._src.sizes import format_size, parse_size
 from infinity.aio import IoSettings
+
+# -- The command -----------------------------------------------------------------------------------
+
 
 SEQUENCE = 4096
 DTYPES = ("bfloat16", "float16", "float32")
@@ -66,17 +81,21 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
 
 
 def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelShape:
-    """The shape of the Hugging Face model at `path`: a directory or its config.json. Nothing but that file is read.
+    """The shape of the Hugging Face model at `path`: a directory or its config.json. Nothing but
+    that file is read.
 
     Raises: ValueError naming what is wrong with it.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"{path} is neither a directory with a config.json nor such a file; a model is planned from disk only")
+        raise ValueError(
+            f"{path} is neither a directory with a config.json nor such a file; a model is planned "
+            "from disk only"
+        )
     transformers = hf_model.quiet_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(file, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - the classes that check a configuration raise what they like
+    except Exception as error:  # noqa: BLE001 - configurations raise what they like
         raise ValueError(f"{file}: {_first_line(error)}") from None
     found = [
         auto
@@ -84,7 +103,9 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
         if type(config) in auto._model_mapping
     ]
     if not found:
-        raise ValueError(f"{file}: {type(config).__name__} is no language model that transformers can train")
+        raise ValueError(
+            f"{file}: {type(config).__name__} is no language model that transformers can train"
+        )
     config.quantization_config = None
     try:
         with torch.device("meta"):
@@ -99,7 +120,8 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
 
 
 def read_machine(options: argparse.Namespace) -> Machine:
-    """The machine that the arguments describe. Raises: ValueError naming argument, value and fix."""
+    """The machine that the arguments describe. Raises: ValueError naming argument, value and fix.
+    """
     for name in ("flops", "flops_peak", "tbw", "link_gbps"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
@@ -142,44 +164,60 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
     if sequence < 1:
         raise ValueError(f"--seq {sequence} must be at least 1")
     if sequence > options.tokens_per_step:
-        raise ValueError(f"--seq {sequence} is more than --tokens-per-step {options.tokens_per_step}: a step has whole sequences")
+        raise ValueError(
+            f"--seq {sequence} is more than --tokens-per-step {options.tokens_per_step}: a step "
+            "has whole sequences"
+        )
     if shape.positions and sequence > shape.positions:
-        raise ValueError(f"--seq {sequence}: the model has {shape.positions} positions; give at most that")
+        raise ValueError(
+            f"--seq {sequence}: the model has {shape.positions} positions; give at most that"
+        )
     if options.activations != "device" and options.no_checkpointing:
         raise ValueError(
-            f"--activations {options.activations} moves the inputs of checkpointed blocks; leave --no-checkpointing out"
+            f"--activations {options.activations} moves the inputs of checkpointed blocks; leave "
+            "--no-checkpointing out"
         )
     if options.activations == "cpu" and not machine.gpus:
-        raise ValueError("--activations cpu with --gpus 0: they are in CPU memory already; use 'nvme', or 'device' (they stay)")
+        raise ValueError(
+            "--activations cpu with --gpus 0: they are in CPU memory already; use 'nvme', or "
+            "'device' (they stay)"
+        )
     if options.update_on == "device" and not machine.gpus:
-        raise ValueError("--update-on device with --gpus 0: there is no other device than the CPU; leave it out")
+        raise ValueError(
+            "--update-on device with --gpus 0: there is no other device than the CPU; leave it out"
+        )
     for name in ("tile_linears", "tile_loss"):
         value = getattr(options, name)
         if value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    tiers = {"params": options.params or ("nvme" if options.zero == 3 else "device"), "optim": options.optim}
-    ranks = {name: getattr(options, name) for name in ("zero", "qwz", "hpz", "qgz", "error_feedback")}
+    tiers = {
+        "params": options.params or ("nvme" if options.zero == 3 else "device"),
+        "optim": options.optim,
+    }
+    ranks = {
+        name: getattr(options, name) for name in ("zero", "qwz", "hpz", "qgz", "error_feedback")
+    }
     ranks["accumulate"] = options.accumulate_in
-    policy = inf.Policy(  # checks and parses
-        **tiers, **ranks, nvme=["."], resident=parse_resident(options.resident), update=options.update,
-        generations=options.generations, durable=options.durable,
-    )  # fmt: skip
+    policy = inf.Policy(
+        **tiers,
+        **ranks,
+        nvme=["."],  # no directory is opened, and a tier on NVMe must name one
+        resident=parse_resident(options.resident),
+        grads=options.grads,
+        activations=options.activations,
+        state=options.state,
+        grad_dtype=getattr(torch, options.grad_dtype) if options.grad_dtype else None,
+        update=options.update,
+        update_on=options.update_on,
+        generations=options.generations,
+        durable=options.durable,
+    )
     job = Job(
+        policy,
         tokens=options.tokens_per_step,
         sequence=sequence,
         micro_batches=1 if options.micro_batches is None else options.micro_batches,
-        state=options.state,
-        update=options.update,
-        **tiers,
-        **ranks,
-        grads=options.grads,
-        activations=options.activations,
-        resident={kind: part for kind, part in (policy.resident or {}).items() if not isinstance(part, str)} or None,
-        grad_dtype=getattr(torch, options.grad_dtype) if options.grad_dtype else None,
         checkpointing=not options.no_checkpointing,
-        generations=policy.generations,
-        durable=options.durable,
-        update_on=options.update_on,
         tiles=options.tile_linears,
         loss_tiles=options.tile_loss,
     )
@@ -201,7 +239,7 @@ def _size(text: str | None, option: str) -> float | None:
 
 
 def _first_line(error: Exception) -> str:
-    """What a fault says, in one line; the type too where the text alone does not tell."""
+    """Format an exception in one line; its type too where the text alone does not tell."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) if lines else type(error).__name__
 
@@ -218,5 +256,458 @@ def _rate(text: str | None, option: str) -> float | None:
         except ValueError:
             value = 0.0
     if not value > 0 or math.isinf(value):
-        raise ValueError(f"{option} {text}: give GB/s as a number above 0, or a size such as '6.8GB' (per second)")
+        raise ValueError(
+            f"{option} {text}: give GB/s as a number above 0, or a size such as '6.8GB' (per "
+            "second)"
+        )
     return value
+
+
+# -- Its tables ------------------------------------------------------------------------------------
+
+
+SCHEMA = "infinity.plan/1"
+JOB_FIELDS = (
+    "tokens", "sequence", "micro_batches", "state", "update", "params", "optim", "grads",
+    "activations", "resident", "grad_dtype", "checkpointing", "compute_s", "generations", "durable",
+    "update_on", "tiles", "loss_tiles", "zero", "accumulate", "qwz", "hpz", "qgz", "error_feedback",
+)  # fmt: skip
+"""Fields of a job and its policy in a record, in this order."""
+SAME_MAX = 0.005  # a gain or loss that is none
+
+
+def show_plan(
+    console: Console,
+    shape: ModelShape,
+    found: Prediction,
+    changes: Sequence[Change],
+    sides: Sequence[Prediction] = (),
+    ranks: Sequence[RankBytes] = (),
+) -> None:
+    """Print the answer: does it fit, where things go, how long a step is, what a change would buy,
+    what was assumed.
+
+    sides: the same with updates on the CPU and on the GPUs. ranks: what one of several holds under
+    each stage.
+    """
+    console.print(_head(shape, found), highlight=False)
+    if found.fits:
+        console.print("[bold green]It fits.[/bold green]")
+    else:
+        console.print(
+            "[bold red]It does not fit.[/bold red] The times below are those of the least that "
+            "would work."
+        )
+        for reason in found.why_not:
+            console.print(f"  {reason}", highlight=False, markup=False, soft_wrap=True)
+    console.print(_needs(found))
+    console.print(_places(found))
+    if ranks:
+        console.print(rank_table(ranks, chosen=found.job.policy.zero))
+        console.print(exchange_table(found))
+    console.print(_step(found))
+    if sides:
+        console.print(_sides(sides))
+        console.print(
+            "Updates run on the CPU, beside the next forward, unless you set update_on='device': "
+            "inside opt.step(), to the same "
+            "bits. No plan and no budget decides it.",
+            highlight=False,
+        )
+    _show_changes(console, found, changes)
+    assumed = [
+        (name, source) for name, source in found.machine.sources.items() if source != "given"
+    ]
+    if assumed:
+        console.print("Not given, and so taken to be:")
+        for name, source in assumed:
+            option = {"read": "nvme-read", "write": "nvme-write"}.get(name, name.replace("_", "-"))
+            console.print(f"  --{option}: {source}", highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"s/step is the limit divided by {EFFICIENCY}: the share of it that this project demands "
+        "of itself. Activations and "
+        "operations are estimated from the configuration. It is a forecast: nothing was measured.",
+        highlight=False,
+    )
+
+
+def _head(shape: ModelShape, found: Prediction) -> str:
+    """Format the plan's subject in a sentence."""
+    job, policy, machine = found.job, found.job.policy, found.machine
+    kept = ", two generations" if policy.generations > 1 else ""
+    kept = ", durable" if policy.durable else kept
+    tiled = f", linears in {job.tiles} tiles" if job.tiles > 1 else ""
+    tiled += f", the loss in {job.loss_tiles}" if job.loss_tiles > 1 else ""
+    return (
+        f"[bold]{escape(shape.name)}[/bold]: {_count(shape.params)} parameters in "
+        f"{len(shape.units)} units, the largest "
+        f"{format_size(shape.largest_unit_bytes)}; {job.tokens:,} tokens per step in "
+        f"{_batches(job.micro_batches)} of "
+        f"{job.micro_batch_tokens(machine.world):,} tokens on each of {_who(machine)}, sequences "
+        f"of {job.sequence:,}, "
+        f"{'checkpointed' if job.checkpointing else 'not checkpointed'}{tiled}; state "
+        f"{job.policy.state}, update {job.policy.update}"
+        f"{kept}"
+        f"{', on the GPU' if job.policy.update_on == 'device' else ''}"
+    )
+
+
+def _who(machine: Machine) -> str:
+    """Format the devices that compute: "8 GPUs of each of 2 nodes"."""
+    if machine.gpus:
+        told = f"{machine.gpus} GPU{'s' if machine.ranks > 1 else ''}"
+    else:
+        told = f"{machine.ranks} ranks on CPUs" if machine.ranks > 1 else "1 CPU"
+    return told + (f" of each of {machine.nodes} nodes" if machine.nodes > 1 else "")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    return table
+
+
+def _needs(found: Prediction) -> Table:
+    table = _table("Does it fit", "memory", "needed", "there is")
+    names = {
+        "one GPU" if found.machine.gpus else "device (CPU memory)": found.gpu,
+        "RAM": found.ram,
+        "NVMe": found.nvme,
+    }
+    for name, need in names.items():
+        if not need.parts:
+            continue
+        there = format_size(need.there_is) if need.there_is is not None else "not given"
+        table.add_row(
+            name, format_size(need.bytes), there, style="bold" if need.fits else "bold red"
+        )
+        for part, size in need.parts.items():
+            table.add_row(f"  {part}", format_size(size), "")
+    return table
+
+
+def _places(found: Prediction) -> Table:
+    table = _table("Where states rest", "state", "bytes", "in RAM", "on NVMe")
+    everything, nvme = found.at_rest, found.on_nvme
+    names = {
+        "params": "parameters",
+        "optim": "optimizer states",
+        "frozen": "frozen parameters",
+        "grads": "spilled gradients",
+    }
+    for field in dataclasses.fields(AtRest):
+        whole, there = getattr(everything, field.name), getattr(nvme, field.name)
+        if whole:
+            share = f"{format_size(whole - there)} ({1 - there / whole:.0%})"
+            table.add_row(
+                names[field.name],
+                format_size(whole),
+                share,
+                f"{format_size(there)} ({there / whole:.0%})",
+            )
+    return table
+
+
+def _step(found: Prediction) -> Table:
+    table = _table("A step", "", "")
+    table.show_header = False
+    total, eta = found.moved.total, found.limits.eta(found.step_s)
+    if total.read or total.written:
+        table.add_row(
+            "read from NVMe", f"{format_size(total.read)}, {_per_param(found, total.read)}"
+        )
+        table.add_row(
+            "written to NVMe", f"{format_size(total.written)}, {_per_param(found, total.written)}"
+        )
+    copied = found.copied
+    if copied.total:
+        table.add_row(
+            "copied to GPUs", f"{format_size(copied.h2d)}, {_per_param(found, copied.h2d)}"
+        )
+        table.add_row(
+            "copied from GPUs", f"{format_size(copied.d2h)}, {_per_param(found, copied.d2h)}"
+        )
+    for name, seconds in found.terms_s.items():
+        if seconds:
+            table.add_row(f"{name}, alone", f"{_seconds(seconds)} s")
+    table.add_row("limit of any schedule", f"{_seconds(found.limits.floor_s)} s")
+    table.add_row(
+        f"limit of update {found.job.policy.update}", f"{_seconds(found.limits.schedule_s)} s"
+    )
+    reached = f"η {eta[0]:.2f} of any schedule, {eta[1]:.2f} of this"
+    table.add_row("s/step expected", f"[bold]{_seconds(found.step_s)}[/bold] ({reached})")
+    table.add_row("tokens per second", f"{found.tokens_per_s:,.0f}, bound by {found.bottleneck}")
+    if found.mfu is not None:
+        peak = found.machine.flops_peak_per_gpu / 1e12
+        rate = f"{found.flops_per_gpu / 1e12:,.1f} TFLOP/s of the model"
+        if found.machine.gpus > 1:
+            table.add_row("of each GPU", f"{found.tokens_per_s / found.machine.world:,.0f}")
+        table.add_row("MFU", f"{found.mfu:.1%}: {rate} on each GPU, of {peak:,.0f}")
+    if found.moved.total.written:
+        table.add_row("written per day", f"{found.written_per_day / 1e12:,.1f} TB")
+        drives = found.machine.drives
+        rated = (
+            f"{found.machine.tbw_per_drive / 1e12:,.0f} TB written{' each' if drives > 1 else ''}"
+        )
+        table.add_row("the drives last", f"{_days(found.days)} ({drives} rated for {rated})")
+    return table
+
+
+def _seconds(value: float) -> str:
+    """Two decimals; none above a thousand, and three digits where two decimals would say nothing.
+    """
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.2f}" if value >= 1 or not value else f"{value:.3g}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.3g} M"
+
+
+def _batches(count: int) -> str:
+    return f"{count} micro-batch{'es' if count > 1 else ''}"
+
+
+def _per_param(found: Prediction, size: float) -> str:
+    whole = found.at_rest.params + found.at_rest.frozen
+    return f"{size / whole * 2:.2f} B for every 2 B of parameters" if whole else "-"
+
+
+def _days(days: float) -> str:
+    if math.isinf(days):
+        return "for ever: nothing is written"
+    if days > 730:
+        return f"{days / 365:,.1f} years"
+    return f"{days:,.1f} days" if days < 10 else f"{days:,.0f} days"
+
+
+def _sides(sides: Sequence[Prediction]) -> Table:
+    """Table of a step with updates on the CPU, and on the GPUs."""
+    table = _table(
+        "Where updates run", "update_on", *(repr(side.job.policy.update_on) for side in sides)
+    )
+    table.add_row("s/step expected", *(_seconds(side.step_s) for side in sides))
+    table.add_row("copied to GPUs", *(format_size(side.copied.h2d) for side in sides))
+    table.add_row("copied from GPUs", *(format_size(side.copied.d2h) for side in sides))
+    for name in dict.fromkeys(name for side in sides for name in side.terms_s):
+        if name not in ("compute", "drives"):  # the same for both
+            terms = [side.terms_s.get(name, 0.0) for side in sides]
+            table.add_row(
+                f"{name}, alone", *(f"{_seconds(term)} s" if term else "-" for term in terms)
+            )
+    table.add_row("GPU memory, each", *(format_size(side.gpu.bytes) for side in sides))
+    return table
+
+
+def _show_changes(console: Console, found: Prediction, changes: Sequence[Change]) -> None:
+    """A row for each change that changes something; the names of the others."""
+    same, rows, never = [], [], []
+    for change in changes:
+        gain = _gain(found, change.prediction)
+        if not change.prediction.fits:
+            never.append(change.name)
+        elif gain is not None and abs(gain - 1) < SAME_MAX:
+            same.append(change.name)
+        else:
+            rows.append(change)
+    if rows:
+        console.print(_changes(found, rows))
+    for names, told in (
+        (same, "No faster and no slower"),
+        (never, "Would not fit" if found.fits else "Would not fit either"),
+    ):
+        if names:
+            console.print(f"{told}: {'; '.join(names)}", highlight=False, markup=False)
+
+
+def _changes(found: Prediction, changes: Sequence[Change]) -> Table:
+    title = "What one change would buy" if found.fits else "One change with which it fits"
+    table = _table(title, "change", "s/step", "tokens/s", "gain", "TB/day")
+    for change in changes:
+        other, gain = change.prediction, _gain(found, change.prediction)
+        table.add_row(
+            change.name,
+            _seconds(other.step_s),
+            f"{other.tokens_per_s:,.0f}",
+            "-" if gain is None else f"{gain:.2f}x",
+            f"{other.written_per_day / 1e12:,.1f}",
+        )
+    return table
+
+
+def _gain(found: Prediction, other: Prediction) -> float | None:
+    """Ratio of tokens per second; None where one of the two does not fit."""
+    return other.tokens_per_s / found.tokens_per_s if found.fits and other.fits else None
+
+
+def as_record(
+    shape: ModelShape,
+    found: Prediction,
+    changes: Sequence[Change],
+    sides: Sequence[Prediction] = (),
+    ranks: Sequence[RankBytes] = (),
+) -> dict[str, Any]:
+    """Make the record of a plan for JSON. Infinite figures are None. sides, ranks: see `show_plan`.
+    """
+    model = {
+        name: getattr(shape, name)
+        for name in (
+            "name",
+            "params",
+            "trainable",
+            "active_params",
+            "layers",
+            "width",
+            "vocabulary",
+            "largest_unit_bytes",
+        )
+    }
+    return {
+        "schema": SCHEMA,
+        "model": model | {"units": len(shape.units)},
+        "machine": found.machine.as_dict(),
+        "plan": _record(found),
+        "rank_bytes": rank_record(ranks),
+        "update_on": {side.job.policy.update_on: _record(side) for side in sides},
+        "changes": [
+            {
+                "change": change.name,
+                "gain": _gain(found, change.prediction),
+                **_record(change.prediction),
+            }
+            for change in changes
+        ],
+    }
+
+
+def _record(found: Prediction) -> dict[str, Any]:
+    eta = found.limits.eta(found.step_s)
+    return {
+        "fits": found.fits,
+        "why_not": list(found.why_not),
+        "job": _job(found),
+        "gpu": _need(found.gpu),
+        "ram": _need(found.ram),
+        "nvme": _need(found.nvme),
+        "at_rest": dataclasses.asdict(found.at_rest),
+        "on_nvme": dataclasses.asdict(found.on_nvme),
+        "read_bytes": found.moved.total.read,
+        "written_bytes": found.moved.total.written,
+        "h2d_bytes": found.copied.h2d,
+        "d2h_bytes": found.copied.d2h,
+        "exchanged": exchange_record(found.exchanged),
+        "terms_s": found.terms_s,
+        "limit_floor_s": found.limits.floor_s,
+        "limit_schedule_s": found.limits.schedule_s,
+        "efficiency": EFFICIENCY,
+        "step_s": found.step_s,
+        "eta_floor": eta[0],
+        "eta_schedule": eta[1],
+        "tokens_per_s": found.tokens_per_s,
+        "model_flops": found.model_flops,
+        "model_flops_per_s_per_gpu": found.flops_per_gpu if found.machine.gpus else None,
+        "mfu": found.mfu,
+        "bound_by": found.bottleneck,
+        "written_bytes_per_day": found.written_per_day,
+        "drive_days": None if math.isinf(found.days) else found.days,
+    }
+
+
+def _job(found: Prediction) -> dict[str, Any]:
+    job, policy = found.job, found.job.policy
+    dtype = policy.grad_dtype
+    record = {name: getattr(job if hasattr(job, name) else policy, name) for name in JOB_FIELDS}
+    return record | {
+        "resident": policy.resident_parts or None,
+        "grad_dtype": str(dtype).removeprefix("torch.") if dtype else None,
+    }
+
+
+def _need(need: Need) -> dict[str, Any]:
+    return {"bytes": need.bytes, "there_is": need.there_is, "fits": need.fits, "parts": need.parts}
+
+
+# -- Tables of several ranks -----------------------------------------------------------------------
+
+
+TIERS = ("device", "cpu", "nvme")
+
+
+def rank_table(ranks: Sequence[RankBytes], *, chosen: int) -> Table:
+    """Bytes of one rank: a row for each state, a column for each stage with its tiers. chosen: the
+    stage that is planned.
+    """
+    table = Table(
+        title="What each rank holds: device + CPU memory + NVMe",
+        title_justify="left",
+        title_style="bold",
+    )
+    table.add_column("state", overflow="fold")
+    for each in ranks:
+        table.add_column(
+            f"stage {each.stage}{' (planned)' if each.stage == chosen else ''}",
+            justify="right",
+            overflow="fold",
+        )
+    for name in dict.fromkeys(name for each in ranks for name in each.states):
+        table.add_row(name, *(describe_tiers(each.states.get(name, Tiers())) for each in ranks))
+    table.add_row("together", *(describe_tiers(each.total) for each in ranks), style="bold")
+    return table
+
+
+def describe_tiers(size: Tiers) -> str:
+    """Bytes on each tier that has any: "1.5 GiB cpu + 8 GiB nvme"."""
+    told = [f"{format_size(getattr(size, tier))} {tier}" for tier in TIERS if getattr(size, tier)]
+    return " + ".join(told) or "-"
+
+
+def exchange_table(found: Prediction) -> Table:
+    """Table of the bytes that each rank receives in a step; the last column counts as ZeRO++ does
+    (`Exchanges.volume`).
+    """
+    exchanged, machine = found.exchanged, found.machine
+    title = "What each rank receives in a step"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    several = machine.nodes > 1
+    across = ["from other nodes", "its whole node from others"] if several else []
+    plain = format_size(exchanged.plain_bytes)
+    for column in (
+        "",
+        "times",
+        "inside its node",
+        *across,
+        f"volume {'between nodes' if several else ''}, M = {plain}",
+    ):
+        table.add_column(
+            column.replace(" ,", ","), justify="right" if column else "left", overflow="fold"
+        )
+    parts = [(each.name, str(each.count), (each,)) for each in exchanged.each]
+    for name, times, found_ in [*parts, ("together", "", exchanged.each)]:
+        part = dataclasses.replace(exchanged, each=found_)
+        sizes = [part.inside, *([part.across, machine.ranks * part.across] if several else [])]
+        cells = [format_size(size) if size else "-" for size in sizes]
+        table.add_row(name, times, *cells, f"{part.volume:.3g} M", style="" if times else "bold")
+    return table
+
+
+def rank_record(ranks: Sequence[RankBytes]) -> dict[str, Any]:
+    """For JSON: bytes by stage, state and tier."""
+    return {
+        str(each.stage): {name: dataclasses.asdict(size) for name, size in each.states.items()} | {
+            "together": dataclasses.asdict(each.total)
+        }
+        for each in ranks
+    }
+
+
+def exchange_record(found: Exchanges) -> dict[str, Any]:
+    """For JSON: what one rank receives in a step."""
+    return {
+        "plain_bytes": found.plain_bytes,
+        "inside_bytes": found.inside,
+        "across_bytes": found.across,
+        "volume": found.volume,
+        "each": [dataclasses.asdict(each) for each in found.each],
+    }

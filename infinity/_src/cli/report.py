@@ -1,33 +1,57 @@
-"""What `infinity train` tells at its end: figures per step, limits and η, a table, a plot.
+"""Report of `infinity train`: figures per step, limits and η, a table, a plot.
 
-The limits are those of any schedule and of the update mode (`infinity._src.perf.roofline`), for the bytes that really moved; B_r and B_w
-are measured in the same run. Compute times are those of the loop less the time it waited. In the loop the update runs beside
-the first forward and slows it where the CPU computes: taken as compute, that interference makes limits too high and η
-flattering, most at small batches. So one step begins with nothing pending (`StepRecord.alone`): its first forward is the
-compute term, and the step is left out of the means. Both figures are shown.
+The limits are those of any schedule and of the update mode (`infinity._src.perf.roofline`), for the
+bytes that really moved; B_r and B_w are measured in the same run. Compute times are those of the
+loop less the time it waited. In the loop the update runs beside the first forward and slows it
+where the CPU computes: taken as compute, that interference makes limits too high and η flattering,
+most at small batches. So one step begins with nothing pending (`StepRecord.alone`): its first
+forward is the compute term, and the step is left out of the means. Both figures are shown.
+
+While a run goes on, its steps are shown as a bar on a terminal, as plain lines elsewhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
-from infinity._src.perf.roofline import EXAMPLE_TBW, Compute, Drives, Limits, Moved, limits, measured_traffic
+from infinity._src.perf.roofline import (
+    EXAMPLE_TBW,
+    Compute,
+    Drives,
+    Limits,
+    Moved,
+    limits,
+    measured_traffic,
+)
 from infinity._src.sizes import format_size
+
+# -- Figures and limits ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. Times in seconds: forward and backward over all micro-batches, io_wait inside them.
+    """One optimizer step. Times in seconds: forward and backward over all micro-batches, io_wait
+    inside them.
 
-    params_read: of bytes_read, parameters alone, for a forward or a backward; grads_*, activations_*: spilled gradients and
-    activations, of bytes read and written. alone: no update was pending when it began.
+    params_read: of bytes_read, parameters alone, for a forward or a backward; grads_*,
+    activations_*: spilled gradients and activations, of bytes read and written. alone: no update
+    was pending when it began.
     """
 
     step: int
@@ -62,7 +86,8 @@ class StepRecord:
 class Steady:
     """Means over the steps after the first, which is slower: it traces and fills pools.
 
-    alone_s: the first forward of the steps that began with nothing pending, which are left out too; None without one.
+    alone_s: the first forward of the steps that began with nothing pending, which are left out too;
+    None without one.
     """
 
     steps: int
@@ -81,7 +106,9 @@ class Steady:
 
 
 def steady(records: Sequence[StepRecord]) -> Steady:
-    """Means over `records` without the first (with it, if there is no other). Raises: ValueError without records."""
+    """Means over `records` without the first (with it, if there is no other). Raises: ValueError
+    without records.
+    """
     if not records:
         raise ValueError("no step was done")
     later = records[1:] or records
@@ -110,10 +137,16 @@ def steady(records: Sequence[StepRecord]) -> Steady:
 
 
 def step_limits(
-    mean: Steady, drives: Drives, micro_batches: int, *, update: str = "deferred", alone: bool = True, frozen_bytes: float = 0.0
+    mean: Steady,
+    drives: Drives,
+    micro_batches: int,
+    *,
+    update: str = "deferred",
+    alone: bool = True,
+    frozen_bytes: float = 0.0,
 ) -> Limits:
-    """The limits of a step for what it moved. alone: with the undisturbed first forward, where there was one. frozen_bytes: on
-    the drives, of parameters that no optimizer holds."""
+    """The limits of a step for what it moved. alone: with the undisturbed first forward, where
+    there was one. frozen_bytes: on the drives, of parameters that no optimizer holds."""
     moved = measured_traffic(
         Moved(mean.bytes_read, mean.bytes_written),
         mean.params_read,
@@ -131,10 +164,13 @@ def step_limits(
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Everything about a finished run. `drives`: figures of the swap measurement, None when nothing rests on NVMe.
+    """Figures of a finished run. `drives`: figures of the swap measurement, None when nothing
+    rests on NVMe.
 
-    limits: with the compute of a step that began with nothing pending; limits_loop: with that of the loop, which flatters.
-    update: the policy's, whose limit `limits` has. state_bytes: parameters and optimizer states at rest.
+    limits: with the compute of a step that began with nothing pending; limits_loop: with that of
+    the loop, which flatters.
+    update: the policy's, whose limit `limits` has. state_bytes: parameters and optimizer states at
+    rest.
     """
 
     params: int
@@ -159,7 +195,9 @@ class Summary:
         if self.limits is not None:
             record["eta_floor"], record[f"eta_{self.update}"] = self.limits.eta(self.mean.step_s)
         if self.limits_loop is not None:
-            record["eta_floor_loop"], record[f"eta_{self.update}_loop"] = self.limits_loop.eta(self.mean.step_s)
+            record["eta_floor_loop"], record[f"eta_{self.update}_loop"] = self.limits_loop.eta(
+                self.mean.step_s
+            )
         return record
 
 
@@ -171,29 +209,43 @@ def show_summary(console: Console, summary: Summary) -> None:
     table.add_column("", overflow="fold")
     before, after = summary.held_out
     table.add_row("held-out loss", f"{before:.4f} before, {after:.4f} after")
-    table.add_row("time per step", f"{mean.step_s:.2f} s, {mean.tokens_per_s:.0f} tokens/s (mean of {mean.steps} steps)")
-    table.add_row("waiting on I/O", f"{mean.io_wait_s:.2f} s of each step ({_share(mean.io_wait_s, mean.step_s)})")
+    table.add_row(
+        "time per step",
+        f"{mean.step_s:.2f} s, {mean.tokens_per_s:.0f} tokens/s (mean of {mean.steps} steps)",
+    )
+    table.add_row(
+        "waiting on I/O",
+        f"{mean.io_wait_s:.2f} s of each step ({_share(mean.io_wait_s, mean.step_s)})",
+    )
     table.add_row(
         "NVMe traffic per step",
-        f"{mean.bytes_read / summary.params:.1f} B read, {mean.bytes_written / summary.params:.1f} B written per parameter "
+        f"{mean.bytes_read / summary.params:.1f} B read, {mean.bytes_written / summary.params:.1f} "
+        "B written per parameter "
         f"({format_size(mean.bytes_read)}, {format_size(mean.bytes_written)})",
     )
     if summary.drives is not None and summary.limits is not None:
         table.add_row(
             "drive, measured before",
-            "read {read_gbps:.1f}, write {write_gbps:.1f}, mixed {mixed_gbps:.1f} GB/s".format(**summary.drives),
+            "read {read_gbps:.1f}, write {write_gbps:.1f}, mixed {mixed_gbps:.1f} GB/s".format(
+                **summary.drives
+            ),
         )
         for label, text in limit_rows(summary):
             table.add_row(label, text)
-    table.add_row("parameters", f"{summary.params / 1e6:.1f} M; states {format_size(summary.state_bytes)} at rest")
+    table.add_row(
+        "parameters",
+        f"{summary.params / 1e6:.1f} M; states {format_size(summary.state_bytes)} at rest",
+    )
     table.add_row(
         "memory for offloading",
-        f"{format_size(engine['ram_bytes'])} by plan (--ram); {format_size(engine['nvme_bytes'])} of states on NVMe; "
+        f"{format_size(engine['ram_bytes'])} by plan (--ram); {format_size(engine['nvme_bytes'])} "
+        "of states on NVMe; "
         f"at most {format_size(engine['gathered_bytes_peak'])} gathered at once",
     )
     table.add_row(
         "peak RSS",
-        f"{format_size(summary.peak_rss_training_bytes)} in training (torch, gathered units, activations and all), "
+        f"{format_size(summary.peak_rss_training_bytes)} in training (torch, gathered units, "
+        "activations and all), "
         f"{format_size(summary.peak_rss_loading_bytes)} before",
     )
     table.add_row("I/O backend", str(engine["backend"]))
@@ -216,24 +268,36 @@ def limit_rows(summary: Summary) -> list[tuple[str, str]]:
     terms = f"compute {limit.compute_s:.2f} s, drives {limit.io_s:.2f} s"
     rows = [
         ("limit of any schedule", f"{limit.floor_s:.2f} s per step ({terms}): η = {floor:.2f}"),
-        (f"limit of update {summary.update}", f"{limit.schedule_s:.2f} s per step: η = {schedule:.2f}"),
+        (
+            f"limit of update {summary.update}",
+            f"{limit.schedule_s:.2f} s per step: η = {schedule:.2f}",
+        ),
     ]
     if mean.alone_s is None or summary.limits_loop is None:
-        told = "as in the loop, less waits: what updates beside it cost counts as compute, which flatters η"
+        told = (
+            "as in the loop, less waits: what updates beside it cost counts as compute, "
+            "which flatters η"
+        )
         return [*rows, ("compute in the limits", told)]
     loop = summary.limits_loop.eta(mean.step_s)
     told = (
-        f"first forward {mean.alone_s:.2f} s, of a step that began with no update pending; beside updates it took "
-        f"{mean.first_forward_s:.2f} s. Counted as compute, that gives η = {loop[0]:.2f} and {loop[1]:.2f}"
+        f"first forward {mean.alone_s:.2f} s, of a step that began with no update pending; beside "
+        "updates it took "
+        f"{mean.first_forward_s:.2f} s. Counted as compute, that gives η = {loop[0]:.2f} and "
+        f"{loop[1]:.2f}"
     )
     return [*rows, ("compute in the limits", told)]
 
 
 def drive_rows(mean: Steady, engine: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a user should know about the drives: how fast they answer, what is wrong with one, how long they will last."""
+    """Rows about the drives: latencies, what is wrong with one, how long they will last.
+    """
     rows = []
     for drive in engine.get("drives", ()):
-        times = [f"{1e3 * drive[name]:.1f}" for name in ("read_p50_s", "read_p99_s", "write_p50_s", "write_p99_s")]
+        times = [
+            f"{1e3 * drive[name]:.1f}"
+            for name in ("read_p50_s", "read_p99_s", "write_p50_s", "write_p99_s")
+        ]
         text = "p50 / p99 of requests: read {} / {} ms, write {} / {} ms".format(*times)
         text += f"; {drive['depth_mean']:.0f} in flight"
         wrong = (drive["failed"], drive["direct_reason"], drive["slow"])
@@ -241,13 +305,15 @@ def drive_rows(mean: Steady, engine: Mapping[str, Any]) -> list[tuple[str, str]]
     if not rows or not mean.step_s:
         return rows
     tb_per_day = mean.bytes_written / mean.step_s * 86_400 / 1e12
-    text = f"{format_size(mean.bytes_written)} written per step: {tb_per_day:.3g} TB per day at this rate"
+    written = format_size(mean.bytes_written)
+    text = f"{written} written per step: {tb_per_day:.3g} TB per day at this rate"
     # One drive wears by its share of the writes; which rating is whose only the user knows.
     most = max(drive["bytes_written"] for drive in engine["drives"])
     every = sum(drive["bytes_written"] for drive in engine["drives"])
     if tb_per_day and every:
         days = EXAMPLE_TBW / (tb_per_day * most / every)
-        text += f" (a drive rated for {EXAMPLE_TBW} TBW would last {days:,.{1 if days < 10 else 0}f} days)"
+        digits = 1 if days < 10 else 0
+        text += f" (a drive rated for {EXAMPLE_TBW} TBW would last {days:,.{digits}f} days)"
     return [*rows, ("endurance", text)]
 
 
@@ -255,7 +321,9 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "-"
 
 
-def plot_loss(records: Sequence[StepRecord], held_out: Sequence[tuple[int, float]], path: Path) -> bool:
+def plot_loss(
+    records: Sequence[StepRecord], held_out: Sequence[tuple[int, float]], path: Path
+) -> bool:
     """Draw training and held-out loss over steps; False when matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
@@ -263,9 +331,18 @@ def plot_loss(records: Sequence[StepRecord], held_out: Sequence[tuple[int, float
         return False
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot([record.step for record in records], [record.loss for record in records], label="training", alpha=0.7)
     axes.plot(
-        [step for step, _ in held_out], [loss for _, loss in held_out], "o-", label="held out", linewidth=2
+        [record.step for record in records],
+        [record.loss for record in records],
+        label="training",
+        alpha=0.7,
+    )
+    axes.plot(
+        [step for step, _ in held_out],
+        [loss for _, loss in held_out],
+        "o-",
+        label="held out",
+        linewidth=2,
     )
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
@@ -273,3 +350,70 @@ def plot_loss(records: Sequence[StepRecord], held_out: Sequence[tuple[int, float
     axes.legend()
     figure.savefig(path, dpi=120)
     return True
+
+
+# -- Progress --------------------------------------------------------------------------------------
+
+
+class StepDisplay(Protocol):
+    """Shows steps as they end."""
+
+    def show(self, record: StepRecord) -> None:
+        """One step is done."""
+
+    def say(self, text: str) -> None:
+        """A line beside the steps."""
+
+
+@contextmanager
+def step_display(console: Console, steps: int) -> Iterator[StepDisplay]:
+    """A display for `steps` steps that fits where `console` writes."""
+    if not console.is_terminal:
+        yield _Lines(console, steps)
+        return
+    columns = (
+        TextColumn("training"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield _Bar(progress, progress.add_task("training", total=steps, figures=""))
+
+
+def describe_step(record: StepRecord) -> str:
+    """Loss, tokens/s, traffic and memory of a step, in one line."""
+    moved = record.bytes_read + record.bytes_written
+    seconds = record.step_s or float("inf")
+    parts = [f"loss {record.loss:.4f}", f"{record.tokens / seconds:.0f} tok/s"]
+    if moved:
+        parts.append(f"drive {moved / seconds / 1e9:.2f} GB/s")
+    parts.append(f"RSS {format_size(record.rss_bytes)}")
+    return "  ".join(parts)
+
+
+class _Bar:
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+
+    def show(self, record: StepRecord) -> None:
+        self._progress.update(self._task, completed=record.step, figures=describe_step(record))
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False, soft_wrap=True)
+
+
+class _Lines:
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+
+    def show(self, record: StepRecord) -> None:
+        self.say(
+            f"step {record.step}/{self._steps}  {describe_step(record)}  {record.step_s:.2f} s"
+        )
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)

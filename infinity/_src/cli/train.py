@@ -7,8 +7,9 @@ The loop is what a user would write; around it are only measurements. Results in
     loss.png        training and held-out loss (needs matplotlib)
     *.safetensors, config.json, tokenizer ...: the trained model; from_pretrained(out) loads it
 
-On several ranks (torchrun; `infinity._src.cli.joining`) each trains on its rows of a batch that is as many times larger, so that N
-ranks with --batch 1 do what one does with --batch N. What is told of one rank (traffic, memory, times) is told of rank 0.
+On several ranks (torchrun; `infinity._src.cli.torchrun`) each trains on its rows of a batch that is
+as many times larger, so that N ranks with --batch 1 do what one does with --batch N. What is told
+of one rank (traffic, memory, times) is told of rank 0.
 """
 
 from __future__ import annotations
@@ -36,9 +37,17 @@ from infinity._src.bench.swap import SwapTask, measure_swap
 from infinity._src.cli import hf_model
 from infinity._src.cli.arguments import parse_resident
 from infinity._src.cli.corpus import Corpus, build_corpus
-from infinity._src.cli.display import StepDisplay, step_display
-from infinity._src.cli.joining import Joined, joined
-from infinity._src.cli.report import StepRecord, Summary, plot_loss, show_summary, steady, step_limits
+from infinity._src.cli.report import (
+    StepDisplay,
+    StepRecord,
+    Summary,
+    plot_loss,
+    show_summary,
+    steady,
+    step_display,
+    step_limits,
+)
+from infinity._src.cli.torchrun import Joined, joined
 from infinity._src.memory.planner import state_format
 from infinity._src.perf.roofline import AtRest, Drives
 from infinity._src.sizes import MIB
@@ -49,7 +58,9 @@ from infinity.errors import InfinityError
 SCHEMA = "infinity.train/1"
 _BENCH_BYTES = 512 * MIB
 _ALONE_STEP = 3
-"""The step that begins with no update pending, so that its first forward is measured alone: late enough to be warm."""
+"""The step that begins with no update pending, so that its first forward is measured alone: late
+enough to be warm.
+"""
 
 
 def run_train(options: argparse.Namespace, console: Console | None = None) -> int:
@@ -71,13 +82,19 @@ def run_train(options: argparse.Namespace, console: Console | None = None) -> in
 
 def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
     told = False
-    lost = (RuntimeError,) if ranks.world > 1 else ()  # what torch.distributed raises where another rank has gone
+    # What torch.distributed raises where another rank has gone.
+    lost = (
+        (RuntimeError,) if ranks.world > 1 else ()
+    )
     try:
         with ExitStack() as stack:
             try:
-                return _Run(options, console if ranks.first else Console(quiet=True), stack, ranks).run()
+                return _Run(
+                    options, console if ranks.first else Console(quiet=True), stack, ranks
+                ).run()
             except (KeyboardInterrupt, Exception) as error:
-                # Before anything is closed, so that those who lose this rank by that know whose error it is.
+                # Before anything is closed, so that those who lose this rank by that know whose
+                # error it is.
                 told, tells = True, ranks.tells(error)
                 if tells:
                     _say_error(console, error, options, ranks)
@@ -91,9 +108,14 @@ def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
 
 
 def _say_error(
-    console: Console, error: BaseException, options: argparse.Namespace | None = None, ranks: Joined | None = None
+    console: Console,
+    error: BaseException,
+    options: argparse.Namespace | None = None,
+    ranks: Joined | None = None,
 ) -> None:
-    """One line, which names the rank where there are several. Errors that nobody foresaw have their traceback, too."""
+    """One line, which names the rank where there are several. Errors that nobody foresaw have their
+    traceback, too.
+    """
     if isinstance(error, KeyboardInterrupt):
         assert options is not None
         console.print("interrupted; what was measured so far is in " + str(options.out))
@@ -102,7 +124,12 @@ def _say_error(
     if not isinstance(error, (ValueError, InfinityError, OSError)):
         if not several:
             return  # it goes on to whoever called
-        console.print("".join(traceback.format_exception(error)), markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            "".join(traceback.format_exception(error)),
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     who = f"rank {ranks.rank}: " if several and ranks is not None else ""
     text = str(error) or type(error).__name__
     console.print(f"[red]error:[/red] {escape(who + text)}", highlight=False, soft_wrap=True)
@@ -111,28 +138,39 @@ def _say_error(
 def _check(options: argparse.Namespace) -> None:
     for name in ("steps", "batch", "seq", "accumulate", "eval_batches", "prompt_tokens"):
         if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1"
+            )
     for name in ("lr", "clip", "weight_decay", "warmup", "eval_every", "seed"):
         if getattr(options, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} must not be negative")
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(options, name)} must not be negative"
+            )
 
 
     if options.update == "backward" and options.clip and options.generations == 1:
         raise ValueError(
-            f"--clip {options.clip:g} needs the norm of all gradients, and --update backward has applied the first before the "
+            f"--clip {options.clip:g} needs the norm of all gradients, and --update backward has "
+            "applied the first before the "
             "last is known; give --clip 0, --generations 2, or another --update"
         )
     if options.delayed_warmup is not None and options.update != "delayed":
-        raise ValueError(f"--delayed-warmup {options.delayed_warmup} has a meaning for --update delayed only; leave it out")
+        raise ValueError(
+            f"--delayed-warmup {options.delayed_warmup} has a meaning for --update delayed only; "
+            "leave it out"
+        )
     if options.activations != "device" and not options.checkpointing:
         raise ValueError(
-            f"--activations {options.activations} takes the inputs of checkpointed blocks, of which there are none; add "
+            f"--activations {options.activations} takes the inputs of checkpointed blocks, of "
+            "which there are none; add "
             "--checkpointing"
         )
 
 
 def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
-    """The policy that the arguments describe, for a model that computes on `device`. Raises: ValueError."""
+    """The policy that the arguments describe, for a model that computes on `device`. Raises:
+    ValueError.
+    """
     return inf.Policy(
         params=options.params,
         optim=options.optim,
@@ -159,7 +197,9 @@ def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
 
 
 def learning_rate(step: int, warmup: int, steps: int) -> float:
-    """Share of the peak rate at `step` (from 0): linear warm-up, then linear decay to a tenth at the last step."""
+    """Share of the peak rate at `step` (from 0): linear warm-up, then linear decay to a tenth at
+    the last step.
+    """
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if steps - 1 <= warmup:
@@ -182,7 +222,8 @@ class _Metrics:
 
 @dataclasses.dataclass
 class _Phase:
-    """Times of one step's passes, in seconds. `waited_s` is the part in which they waited for I/O."""
+    """Times of one step's passes, in seconds. `waited_s` is the part in which they waited for I/O.
+    """
 
     first_forward_s: float = 0.0
     last_backward_s: float = 0.0
@@ -191,9 +232,12 @@ class _Phase:
 
 
 class _Run:
-    """One run, phase after phase; `stack` closes what it opens, in reverse order, whatever happens."""
+    """One run, phase after phase; `stack` closes what it opens, in reverse order, whatever happens.
+    """
 
-    def __init__(self, options: argparse.Namespace, console: Console, stack: ExitStack, ranks: Joined) -> None:
+    def __init__(
+        self, options: argparse.Namespace, console: Console, stack: ExitStack, ranks: Joined
+    ) -> None:
         self.options = options
         self.console = console
         self.ranks = ranks
@@ -204,18 +248,25 @@ class _Run:
             options.out.mkdir(parents=True, exist_ok=True)
         self.metrics = _Metrics(options.out / "metrics.jsonl" if ranks.first else Path(os.devnull))
         stack.callback(self.metrics.close)
-        self.directories = resolve_directories(self.policy.directories, rank=ranks.rank, local_rank=ranks.local_rank)
+        self.directories = resolve_directories(
+            self.policy.directories, rank=ranks.rank, local_rank=ranks.local_rank
+        )
         self.drives = self._measure_drives()
         torch.manual_seed(options.seed + ranks.rank)  # as with DDP, ranks draw dropout of their own
         self._say(f"loading {options.model}")
         self.model: Any = hf_model.offload_pretrained(
-            self.pretrained, self.policy, getattr(torch, options.dtype), checkpointing=options.checkpointing
+            self.pretrained,
+            self.policy,
+            getattr(torch, options.dtype),
+            checkpointing=options.checkpointing,
         )
         self.handle = inf.handle(self.model)
         self.device = torch.device(self.policy.device)
         stack.callback(self.handle.close)
         self.params = self.handle.stats().params
-        self.optimizer = inf.AdamW(self.model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+        self.optimizer = inf.AdamW(
+            self.model.parameters(), lr=options.lr, weight_decay=options.weight_decay
+        )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate(step, options.warmup, options.steps)
         )
@@ -226,9 +277,15 @@ class _Run:
         """Measure, train, measure, save, report."""
         options = self.options
         self.metrics.add("run", self._description())
-        several = f" on {self.ranks.world} ranks, ZeRO stage {self.policy.zero}" if self.ranks.world > 1 else ""
-        self._say(f"{self.params / 1e6:.1f} M parameters{several}; {len(self.corpus.train)} training and "
-                  f"{len(self.corpus.held_out)} held-out windows of {options.seq} tokens")  # fmt: skip
+        several = (
+            f" on {self.ranks.world} ranks, ZeRO stage {self.policy.zero}"
+            if self.ranks.world > 1
+            else ""
+        )
+        self._say(
+            f"{self.params / 1e6:.1f} M parameters{several}; {len(self.corpus.train)} training and "
+            f"{len(self.corpus.held_out)} held-out windows of {options.seq} tokens"
+        )
         text_before = self._continue()
         self._measure_held_out(0)
         peak_before = peak_rss_bytes()
@@ -243,7 +300,9 @@ class _Run:
             self._leave_files()
         text_after = self._continue()
         if not options.no_save:
-            hf_model.save_pretrained(self.model, self.pretrained.tokenizer, options.out, first=self.ranks.first)
+            hf_model.save_pretrained(
+                self.model, self.pretrained.tokenizer, options.out, first=self.ranks.first
+            )
             self._say(f"the trained model is in {options.out}")
         summary = self._summary(peak_before, peak_training, (text_before, text_after))
         self.metrics.add("summary", summary.as_dict())
@@ -252,7 +311,9 @@ class _Run:
 
     def _train(self, display: StepDisplay) -> None:
         options = self.options
-        batches = self.corpus.batches(options.batch, options.seed, rank=self.ranks.rank, ranks=self.ranks.world)
+        batches = self.corpus.batches(
+            options.batch, options.seed, rank=self.ranks.rank, ranks=self.ranks.world
+        )
         last = self.handle.stats()
         for step in range(1, options.steps + 1):
             alone = step == _ALONE_STEP and options.steps > _ALONE_STEP
@@ -268,9 +329,12 @@ class _Run:
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
-            evaluates = bool(options.eval_every) and step % options.eval_every == 0 and step < options.steps
+            evaluates = (
+                bool(options.eval_every) and step % options.eval_every == 0 and step < options.steps
+            )
             if evaluates:
-                # The measurement must not be charged for this step's update, nor the next step relieved of it.
+                # The measurement must not be charged for this step's update, nor the next step
+                # relieved of it.
                 self.handle.flush()
             now = self.handle.stats()
             record = StepRecord(
@@ -327,7 +391,7 @@ class _Run:
         return phase, self.ranks.sums(total / count)[0] / self.ranks.world
 
     def _synchronize(self) -> None:
-        """What was launched has run: times are of work, not of launches."""
+        """Wait for launched kernels: times are of work, not of launches."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -335,11 +399,15 @@ class _Run:
         """Mean loss per window of the held-out part; recorded."""
         self.model.eval()
         total, count = 0.0, 0.0
-        rows = self.corpus.held_out_rows(self.options.batch, rank=self.ranks.rank, ranks=self.ranks.world)
+        rows = self.corpus.held_out_rows(
+            self.options.batch, rank=self.ranks.rank, ranks=self.ranks.world
+        )
         with torch.no_grad():
             for batch, counts in rows:
                 ids = batch.to(self.device)
-                loss_sum = float(self.model(input_ids=ids, labels=ids, use_cache=False).loss) * len(ids)
+                loss_sum = float(self.model(input_ids=ids, labels=ids, use_cache=False).loss) * len(
+                    ids
+                )
                 if counts:
                     total, count = total + loss_sum, count + len(ids)
         self.model.train()
@@ -355,11 +423,17 @@ class _Run:
         if not self.options.prompt:
             return ""
         return hf_model.continue_text(
-            self.model, self.pretrained.tokenizer, self.options.prompt, self.options.prompt_tokens, self.device
+            self.model,
+            self.pretrained.tokenizer,
+            self.options.prompt,
+            self.options.prompt_tokens,
+            self.device,
         )
 
     def _measure_drives(self) -> dict[str, float] | None:
-        """Bandwidth of the drives in use, in GB/s, all ranks at once: what each gets of them; None when nothing rests on NVMe."""
+        """Bandwidth of the drives in use, in GB/s, all ranks at once: what each gets of them; None
+        when nothing rests on NVMe.
+        """
         if not self.policy.directories:
             return None
         self._say("measuring the drive")
@@ -373,19 +447,28 @@ class _Run:
             rounds=3,
             phase_s=1.0,
         )
-        return {f"{kind}_gbps": phase.spread.gbps for kind, phase in measure_swap(task).phases.items()}
+        return {
+            f"{kind}_gbps": phase.spread.gbps for kind, phase in measure_swap(task).phases.items()
+        }
 
     def _leave_files(self) -> None:
-        """What is worth keeping also of a run that was interrupted."""
+        """Write the results that an interrupted run keeps, too."""
         if not self.ranks.first:
             return
         if not self.options.no_trace:
             self.handle.trace(self.options.out / "trace.json")
-        if self.records and not plot_loss(self.records, self.held_out, self.options.out / "loss.png"):
-            self._say("no loss.png: matplotlib is not installed (pip install 'infinity-offload[plot]')")
+        if self.records and not plot_loss(
+            self.records, self.held_out, self.options.out / "loss.png"
+        ):
+            self._say(
+                "no loss.png: matplotlib is not installed (pip install 'infinity-offload[plot]')"
+            )
 
     def _description(self) -> dict[str, Any]:
-        options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(self.options).items()}
+        options = {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(self.options).items()
+        }
         drives = [hardware.drive(path) for path in self.directories]
         return {
             "schema": SCHEMA,
@@ -403,7 +486,9 @@ class _Run:
         limit = in_loop = None
         engine = self.handle.stats().as_dict()
         rests = state_format(self.policy.state, getattr(torch, self.options.dtype))
-        known = self.drives is not None and all(math.isfinite(value) for value in self.drives.values())
+        known = self.drives is not None and all(
+            math.isfinite(value) for value in self.drives.values()
+        )
         if self.drives is not None and known and self.policy.update_on == "cpu":
             drives = Drives(self.drives["read_gbps"] * 1e9, self.drives["write_gbps"] * 1e9)
             update = self.policy.update
@@ -432,7 +517,9 @@ class _Run:
 
 def peak_rss_bytes() -> int:
     """The most memory this process has had resident since its start or `reset_peak_rss` (VmHWM)."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+    for line in (
+        Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    ):
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return int(psutil.Process().memory_info().rss)

@@ -1,50 +1,161 @@
-"""What every rank says of itself, where all can read it: one small record per rank in the store of the default group.
+"""Heartbeat: one small record per rank in the store of the default group, which all ranks read.
 
-A thread of its own talks to the store, because a store whose host is stopped holds the caller for as long as that lasts.
+A thread of its own talks to the store, because a store whose host is stopped holds the caller for
+as long as that lasts. `Host` and `PeerProcess` tell which ranks run on this host, and whether they
+live; they read /proc, and ask nothing of the network.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
+import logging
+import os
+import platform
+import select
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+log = logging.getLogger("infinity")
+
+# Errors of pidfd_open on old kernels, and in sandboxes that forbid it.
+_UNSUPPORTED = (errno.ENOSYS, errno.EPERM, errno.EACCES)
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
-    """What a rank says of itself."""
+class Host:
+    """Host that a process runs on. Each container, or network namespace, of a machine is one."""
+
+    name: str
+    boot_id: str
+    network: int
+    """Inode of the network namespace, within which an address reaches one host."""
+    pids: int
+    """Inode of the pid namespace, within which a pid means one process."""
+
+    @classmethod
+    def this(cls) -> Host:
+        """Make the host of this process."""
+        return cls(platform.node(), _boot_id(), _namespace("net"), _namespace("pid"))
+
+    @property
+    def node(self) -> tuple[str, str, int]:
+        """Key that is equal for processes of one node. Without a boot id, the host's name decides.
+        """
+        return (self.boot_id or self.name, "" if self.boot_id else self.name, self.network)
+
+    def sees(self, other: Host) -> bool:
+        """Check that a pid of `other` can be looked up here."""
+        # Inodes of namespaces repeat after a boot, and on other machines.
+        return bool(self.boot_id) and (self.boot_id, self.pids) == (other.boot_id, other.pids)
+
+
+class PeerProcess:
+    """Process of another rank on this host.
+
+    Named by pid and start time: a pid that was used again is another process.
+    """
+
+    def __init__(self, pid: int, start_time: int) -> None:
+        self.pid = pid
+        self._start_time = start_time
+        self.fd = -1
+        """pidfd, readable when the process has ended; -1 where the kernel forbids it, or it is
+        gone."""
+        try:
+            self.fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            log.info(
+                "pidfd_open is not available (%s): processes of other ranks are looked up in /proc",
+                error,
+            )
+            return
+        # 0 where it has just ended, which the pidfd says, or where /proc hides the processes of
+        # other users. Looked at after opening: from here on the pidfd is that of this process.
+        if start_time_of(pid) not in (0, start_time):
+            self.close()
+
+    def ended(self) -> bool:
+        """Check whether it has ended; a zombie has."""
+        if self.fd >= 0:
+            poll = select.poll()
+            poll.register(self.fd, select.POLLIN)
+            return bool(poll.poll(0))
+        return start_time_of(self.pid) != self._start_time
+
+    def close(self) -> None:
+        """Close the pidfd. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def start_time_of(pid: int) -> int:
+    """Read the start time of a process, in clock ticks since boot; 0 if it is gone, or a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    # The name in parentheses may hold blanks; the state follows it, and field 22 is the 20th after
+    # it.
+    fields = text.rpartition(")")[2].split()
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def _boot_id() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def _namespace(kind: str) -> int:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/self/ns/{kind}").stat().st_ino
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RankRecord:
+    """State that a rank publishes about itself."""
 
     host: tuple[str, str, int, int] = ("", "", 0, 0)
     pid: int = 0
     start_time: int = 0
     beat: int = 0
     number: int = 0
-    """Collectives that its main thread has submitted."""
+    """Count of the collectives that its main thread has submitted."""
     last: str = ""
-    """The last of them."""
+    """Name of the last of them."""
     recent: tuple[tuple[int, str], ...] = ()
-    """The last few of them, numbered, while it waits for one."""
+    """Numbers and names of the last few, while it waits for one."""
     raised: tuple[tuple[int, str], ...] = ()
-    """Forwards and backwards that broke off: after which number, and why."""
+    """Forwards and backwards that broke off: the number before each, and the error."""
     failed: tuple[int | None, str] | None = None
-    """It cannot go on: because of which rank, and why."""
+    """Failure that ended its engine: the rank that caused it, and the message."""
     left: str = ""
     """"closed" or "ended", once it has left."""
     read: bool = False
-    """It has read that rank 0, which may be the store's host, has left."""
+    """Acknowledgement that rank 0, whose process may host the store, has left."""
 
     @property
     def names(self) -> dict[int, str]:
-        """What is known of the collectives that it has submitted, by number."""
+        """Names of its collectives, as far as they are known, by number."""
         return {**dict(self.recent), **({self.number: self.last} if self.last else {})}
 
     @classmethod
-    def parse(cls, text: bytes) -> Record:
-        """The record that `json` made."""
+    def parse(cls, text: bytes) -> RankRecord:
+        """Parse the text that `json` made."""
         found = json.loads(text)
+        # JSON has lists only; records are compared, and tuples compare with tuples.
         found["host"] = tuple(found["host"])
         found["recent"] = tuple((int(number), what) for number, what in found["recent"])
         found["raised"] = tuple((int(number), why) for number, why in found["raised"])
@@ -52,15 +163,16 @@ class Record:
         return cls(**found)
 
     def json(self) -> str:
-        """As the store keeps it."""
+        """Format the record for the store."""
         return json.dumps(dataclasses.asdict(self))
 
 
 class Heartbeat:
-    """The records of all ranks, read and written about every `interval_s`.
+    """Thread that writes this rank's record, and reads those of all ranks, about every
+    `interval_s`.
 
-    quiet_s: what is not urgent (`number`) is written at most this often, and read by others so much later.
-    news: called from the board's thread after every exchange, and when the store is lost.
+    quiet_s: changes that are not urgent (`number`) are written at most this often.
+    on_exchange: called from the thread after every exchange, and when the store is lost.
     """
 
     def __init__(
@@ -71,34 +183,38 @@ class Heartbeat:
         *,
         interval_s: float,
         quiet_s: float,
-        news: Callable[[], None],
+        on_exchange: Callable[[], None],
     ) -> None:
         self._rank, self._world = rank, world
         self._store = store
         self._interval_s, self._quiet_s = interval_s, quiet_s
-        self._news = news
+        self._on_exchange = on_exchange
         self._changed = threading.Condition()
-        self._mine = Record()
+        self._mine = RankRecord()
         self._urgent = True
         self._stop = False
         self._begun = 0
-        self._written_s = -1e9
+        self._written_s = -1e9  # so that the first record is written at once
         self._on_store: set[int] = set()
         self.beating = False
-        """Whether `beat` is to be counted up and written at every exchange: ranks of other hosts have no other sign of life."""
+        """Whether each exchange counts `beat` up and writes it.
+
+        Ranks of other hosts have no other sign of life. Between ranks of one host it would only
+        load the store.
+        """
         self.rounds = 0
-        """Exchanges that have ended."""
-        self.records: list[Record | None] = [None] * world
+        """Count of the exchanges that have ended."""
+        self.records: list[RankRecord | None] = [None] * world
         self.lost: str = ""
-        """Why the store is gone, if it is; the records are then the last that were read."""
-        self._thread = threading.Thread(target=self._run, name="infinity-board", daemon=True)
+        """Error of the lost store, if it is lost; the records are then the last that were read."""
+        self._thread = threading.Thread(target=self._run, name="infinity-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begin to exchange."""
+        """Start the thread."""
         self._thread.start()
 
-    def say(self, *, urgent: bool = True, **fields: Any) -> None:
-        """Change this rank's record. Does not block."""
+    def publish(self, *, urgent: bool = True, **fields: Any) -> None:
+        """Change fields of this rank's record. Does not block. urgent: write it at once."""
         with self._changed:
             self._mine = dataclasses.replace(self._mine, **fields)
             if urgent:
@@ -106,8 +222,12 @@ class Heartbeat:
                 self._changed.notify_all()
 
     def refresh(self, limit_s: float) -> bool:
-        """Wait for an exchange that begins after this call, for `limit_s` at most; whether there was one."""
+        """Wait for an exchange that begins after this call, for `limit_s` at most.
+
+        Returns whether there was one.
+        """
         with self._changed:
+            # One that runs now may have read the other records already.
             wanted = self._begun + 1
             self._urgent = True
             self._changed.notify_all()
@@ -117,7 +237,8 @@ class Heartbeat:
             )
 
     def stop(self, limit_s: float) -> None:
-        """Write what is not yet written, and end the thread; after `limit_s` it is left to end by itself."""
+        """Write the last changes, and end the thread. After `limit_s` it is left to end by itself.
+        """
         with self._changed:
             self._stop = True
             self._changed.notify_all()
@@ -129,7 +250,7 @@ class Heartbeat:
         try:
             while not self._stop:
                 self._exchange()
-                self._news()
+                self._on_exchange()
                 with self._changed:
                     self._changed.wait_for(lambda: self._urgent or self._stop, self._interval_s)
             if self._urgent:
@@ -138,9 +259,10 @@ class Heartbeat:
             with self._changed:
                 self.lost = str(error).split("\n", 1)[0][:300] or type(error).__name__
                 self._changed.notify_all()
-            self._news()
+            self._on_exchange()
         finally:
-            self._store = None  # its connection is this thread's
+            # The connection is this thread's: closing it elsewhere could wait for a stuck call.
+            self._store = None
 
     def _exchange(self) -> None:
         with self._changed:
@@ -155,6 +277,7 @@ class Heartbeat:
             self._store.set(str(self._rank), mine.json())
             self._written_s = time.monotonic()
         others = [other for other in range(self._world) if other != self._rank]
+        # get() waits for a key that is not there yet, so each is checked for until it has come.
         for other in others:
             if other not in self._on_store and self._store.check([str(other)]):
                 self._on_store.add(other)
@@ -163,7 +286,7 @@ class Heartbeat:
         with self._changed:
             self.records[self._rank] = mine if due else self.records[self._rank]
             for other, text in zip(there, found, strict=True):
-                self.records[other] = Record.parse(text)
+                self.records[other] = RankRecord.parse(text)
             self.rounds = begun
             self._changed.notify_all()
 

@@ -1,10 +1,10 @@
-"""Lanes: collectives that run beside the main thread, in the order in which they were submitted.
+"""Lanes: collectives that run beside the main thread, in the order of their submission.
 
     submit ──► queue ──► the lane's thread: work(group), one after the other ──► Op
 
-Each lane has a thread and a process group of its own, so that what one lane waits for holds no other up. Every rank must submit
-the same to the same lane in the same order. After a failure nothing more runs, the group is broken off, and everything raises
-what failed first.
+Each lane has a thread and a process group of its own, so that one lane that waits holds no other
+up. Every rank must submit the same to the same lane in the same order. After a failure nothing more
+runs, the group is aborted, and everything raises the first failure.
 """
 
 from __future__ import annotations
@@ -21,28 +21,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infinity._src.distributed.process_groups import break_off
+from infinity._src.distributed.process_groups import abort_group
 from infinity._src.distributed.watchdog import Watchdog
 from infinity.errors import InfinityError, RankFailed
 
 log = logging.getLogger("infinity")
 
 Work = Callable[[Any], None]
+# A call whose group was aborted returns at once, unless it is stuck in the backend.
 GIVE_UP_S = 5.0
-# What stuck calls may still write into, kept for as long as the process lives.
+# Memory that stuck calls may still write into, kept for as long as the process lives.
 _GIVEN_UP: list[object] = []
 
 
 class Op:
-    """One piece of work in a lane, and what came of it."""
+    """One collective in a lane: a handle to wait for it, as `Work` is in torch.distributed."""
 
-    def __init__(self, what: str, number: int | None, work: Work, watch: Watchdog, ready: Any = None) -> None:
+    def __init__(
+        self, what: str, number: int | None, work: Work, watchdog: Watchdog, ready: Any = None
+    ) -> None:
         self.what = what
         self.number = number
         self._work: Work | None = work
-        self._watch = watch
+        self._watchdog = watchdog
         self._ready = ready
-        """CUDA event after which the device has what `work` reads."""
+        """CUDA event of the submitting stream: the input of `work` is complete after it."""
         self._event: Any = None
         self._error: BaseException | None = None
         self._done = threading.Event()
@@ -50,35 +53,40 @@ class Op:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not; on CUDA, whether it has been handed to the device. Does not block."""
+        """Whether it has ended, well or not; on CUDA, whether it was launched. Does not block."""
         return self._done.is_set()
 
     def wait(self) -> None:
         """Block until it is done; on CUDA, until the current stream is behind it.
 
-        Raises: the work's own error if it failed on this rank; RankFailed if a rank does not come, or after any failure.
+        Raises: the work's own error if it failed on this rank; RankFailed if a rank does not come,
+            or after any failure.
         """
         error: BaseException | None = None
         try:
-            self._watch.wait(self._done, self.what, self.number)
+            self._watchdog.wait(self._done, self.what, self.number)
         except RankFailed as failure:
             error = failure
+        # This rank's own error says more than the failure that follows from it.
         error = self._error or error
         if error is not None:
+            # One exception is raised many times: its traceback would grow, and hold frames.
             raise error.with_traceback(None)
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
     def finished(self) -> bool:
-        """Block until nothing writes into the work's memory any more; raises nothing of the work's.
+        """Block until nothing writes into the work's memory any more. Raises nothing of the work's.
 
-        Returns False where that cannot be had: after a failure the call is stuck. Its memory is then kept until the process
-        ends, and what cannot be kept (a mapping that is about to go) must not go.
+        Returns False where that cannot be had: after a failure the call is stuck. The work's
+        tensors are then kept until the process ends. The caller must keep memory of any other kind,
+        such as a mapping that it was about to unmap.
         """
         with contextlib.suppress(RankFailed):
-            self._watch.wait(self._done, self.what, self.number)
+            self._watchdog.wait(self._done, self.what, self.number)
         if not self._begun:
-            return True  # nor will it, behind one that is stuck
+            # After a failure it will not begin, either: the lane runs nothing more.
+            return True
         if not self._done.wait(GIVE_UP_S):
             work = self._work
             if work is not None:
@@ -98,9 +106,10 @@ class Op:
 class Lane:
     """A daemon thread that runs collectives in a process group of its own.
 
-    group: of this lane alone; `groups.make_group` makes one that can be broken off. beside: another that work uses. device: of
-    the tensors; on CUDA, work runs under a stream of the lane's, after what the submitting thread's stream held when it was
-    submitted.
+    group: of this lane alone; `process_groups.make_group` makes one that can be aborted.
+    beside: a second group that work uses, aborted with it.
+    device: of the tensors. On CUDA, work runs on a stream of the lane, behind what the submitting
+    thread's stream held at submission.
     """
 
     def __init__(
@@ -108,20 +117,20 @@ class Lane:
         name: str,
         *,
         group: dist.ProcessGroup | None,
-        watch: Watchdog,
+        watchdog: Watchdog,
         device: torch.device = torch.device("cpu"),  # noqa: B008
         beside: dist.ProcessGroup | None = None,
     ) -> None:
         self.name = name
         self._group = group
         self._beside = beside
-        self._watch = watch
+        self._watchdog = watchdog
         self._device = device
         self._queue: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
         self._closed = False
         self._last: Op | None = None
         self._pid = os.getpid()
-        watch.on_failure.append(self._break_off)
+        watchdog.on_failure.append(self._break_off)
         atexit.register(self._exits)
         self._thread = threading.Thread(target=self._run, name=f"infinity-lane-{name}", daemon=True)
         self._thread.start()
@@ -129,21 +138,27 @@ class Lane:
     def submit(self, what: str, work: Work, *, numbered: bool = True) -> Op:
         """Run `work(group)` after everything submitted before. Does not block.
 
-        numbered: counted among the main thread's collectives, by which it is known who has not come; only for the main thread.
+        numbered: count it among the main thread's collectives, by which the watchdog knows which
+        ranks have not come. For the main thread only: the numbers follow the order of the program.
         Raises: RankFailed after a failure.
         """
         assert not self._closed, f"lane {self.name} is closed"
-        self._watch.check()
-        number = self._watch.number(what) if numbered else None
+        self._watchdog.check()
+        number = self._watchdog.next_number(what) if numbered else None
         ready = (
-            torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+            torch.cuda.current_stream(self._device).record_event()
+            if self._device.type == "cuda"
+            else None
         )
-        op = self._last = Op(what, number, work, self._watch, ready)
+        op = self._last = Op(what, number, work, self._watchdog, ready)
         self._queue.put(op)
         return op
 
     def close(self) -> None:
-        """Wait for what was submitted, and end the thread; at once after a failure, which is not raised. May be called again."""
+        """Wait for what was submitted, and end the thread. Idempotent.
+
+        Returns at once after a failure, and does not raise it.
+        """
         if self._closed:
             return
         self._closed = True
@@ -152,25 +167,29 @@ class Lane:
         left = self._last is None or self._last.finished()
         self._thread.join(GIVE_UP_S if left else 0.0)
         if self._thread.is_alive():
-            _GIVEN_UP.extend((self._group, self._beside))  # their destructors would wait for the stuck call
-        if self._break_off in self._watch.on_failure:
-            self._watch.on_failure.remove(self._break_off)
+            # The groups' destructors would wait for the stuck call.
+            _GIVEN_UP.extend((self._group, self._beside))
+        if self._break_off in self._watchdog.on_failure:
+            self._watchdog.on_failure.remove(self._break_off)
         self._group = self._beside = self._last = None
 
     def _exits(self) -> None:
-        """At the interpreter's exit, without close(): a thread that returns from a call into torch after that ends the process
-        by SIGABRT."""
-        if self._pid == os.getpid():
-            self._watch.ends()
+        """Close at the interpreter's exit, where nobody has called close().
+
+        A thread that returns from a call into torch after the exit ends the process by SIGABRT.
+        """
+        if self._pid == os.getpid():  # a forked child has no such thread
+            self._watchdog.report_exit()
             self.close()
 
     def _break_off(self) -> None:
-        """Called by the watch's thread. The group of gloo comes first, and by itself: abort() of NCCL may raise, or hang."""
+        """Abort the lane's groups; the watchdog's thread calls this at the first failure."""
+        # The gloo group comes first, and by itself: abort() of NCCL may raise, or hang.
         for group in (self._beside, self._group):
             try:
-                if group is not None and not break_off(group):
+                if group is not None and not abort_group(group):
                     log.debug("lane %s cannot be broken off", self.name)
-            except Exception:  # the other is to be broken off all the same
+            except Exception:  # the other group is aborted all the same
                 log.exception("lane %s: one of its groups cannot be broken off", self.name)
 
     def _run(self) -> None:
@@ -178,14 +197,16 @@ class Lane:
         with self._stream() as stream:
             while (op := self._queue.get()) is not None:
                 self._run_one(op, group, stream)
-                del op  # what it holds is not kept until the next one comes
+                del op  # its tensors would be kept until the next one comes
 
     def _run_one(self, op: Op, group: dist.ProcessGroup | None, stream: Any) -> None:
         work = op._work
         assert work is not None
         op._begun = True
-        if self._watch.failure is not None:  # the order matters: `finished` looks at both the other way round
-            op._end(self._watch.failure)
+        # `finished` looks at the failure first, and at `_begun` then. In this order here, work that
+        # it found not begun sees the failure, and does not run.
+        if self._watchdog.failure is not None:
+            op._end(self._watchdog.failure)
             return
         try:
             if stream is not None:
@@ -195,14 +216,19 @@ class Lane:
                 op._event = stream.record_event()
         except BaseException as error:  # noqa: BLE001 - raised by Op.wait
             del work
-            # Collectives raise plain RuntimeError (or torch's subclasses) whoever failed; other errors are this rank's.
+            # Collectives raise a plain RuntimeError (or one of torch's subclasses), whichever rank
+            # failed. Any other error is this rank's own.
             peer = isinstance(error, RuntimeError) and not isinstance(error, InfinityError)
-            if not peer:  # or one who waits, and hears of a failure first, would raise what breaking off made of it
+            if not peer:
+                # Before the failure is known: a waiting thread would raise the failure instead of
+                # it.
                 op._error = error
-            failure = self._watch.blame(error, op.what, op.number) if peer else None
+            failure = self._watchdog.find_culprit(error, op.what, op.number) if peer else None
             if failure is None:
-                op._error = error  # first: who waits is to have this, and not what the others are told
-                self._watch.fail(error)
+                # First: a waiting thread raises this error, and not the one that the others are
+                # told.
+                op._error = error
+                self._watchdog.report_failure(error)
             else:
                 failure.__cause__ = failure.__cause__ or error
             op._end(failure or error)

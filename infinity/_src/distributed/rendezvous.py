@@ -1,12 +1,13 @@
-"""A meeting: ranks that set something up together, tell each other what they need, and fail together.
+"""Rendezvous: ranks that set something up in rounds of all_gather, and fail together.
 
-    with Meeting(comm, "inf.offload") as meeting:
-        everyone = meeting.exchange({"free": 12})      a round: every rank gets what each has told
-        ...                                            an error here is told at the next round of the others
-                                                       the end is a round, too
+    with Rendezvous(comm, "inf.offload") as rendezvous:
+        everyone = rendezvous.all_gather_object({"free": 12})     # a round
+        ...                                                       # an error is sent in the next one
+                                                                  # the end is a round, too
 
-Every round is the same collective, whatever it is for. So a rank that fails between two rounds takes part in the next one of
-the others, by telling its failure, and nobody waits for a round that does not come.
+Every round is the same collective, whatever it is for. So a rank that fails between two rounds
+takes part in the next one of the others with its failure, and no rank waits for a round that does
+not come.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ _TOLD_CHARACTERS_MAX = 2000
 
 @final
 class Rendezvous:
-    """Rounds of the ranks of `comm`; `what` is named in errors. With one rank nothing is called.
+    """Context in which the ranks of `comm` exchange objects in rounds, and fail together.
 
-    Inside, ranks call no other collective, unless none can have failed since the last round. Leaving it well is the last round,
-    unless `end` was that already. An error that is no Exception (KeyboardInterrupt) is not told.
+    what: named in errors. With one rank nothing is sent. Inside, ranks call no other collective,
+    unless none can have failed since the last round. Leaving the context without an error is the
+    last round, unless `end` was called before. An error that is no Exception (KeyboardInterrupt) is
+    not sent.
     """
 
     def __init__(self, comm: Comm, what: str) -> None:
@@ -42,28 +45,39 @@ class Rendezvous:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._over:
             return
         if error is None:
             self.end()
         elif isinstance(error, Exception):
+            # The others are in their next round, or come to it: this is this rank's part of it.
             self._over = True
             try:
                 self._gather({"failed": f"{type(error).__name__}: {error}"[:_TOLD_CHARACTERS_MAX]})
             except Exception:
-                log.exception("rank %d failed at %s, and could not tell the others", self._comm.rank, self._what)
+                log.exception(
+                    "rank %d failed at %s, and could not tell the others",
+                    self._comm.rank,
+                    self._what,
+                )
 
-    def exchange(self, told: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What every rank tells in this round (JSON), by rank. Collective; blocks until all ranks have come.
+    def all_gather_object(self, told: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """All-gather one object (JSON) from each rank in a round. Collective; blocks. Returns them
+        by rank.
 
-        Raises: PeerFailed that names the ranks that failed before it, and their errors; then the meeting is over.
+        Raises: PeerFailed that names the ranks that failed before it, and their errors. The
+        rendezvous is over then.
         """
         if self._comm.world == 1:
             return [dict(told)]
         assert not self._over, "a meeting that is over has no rounds"
-        self._over = True  # also if this breaks off: there is nobody to tell
+        # Also if the round itself raises: then no rank is left to send a failure to.
+        self._over = True
         everyone = self._gather({"told": told})
         failed = {rank: row["failed"] for rank, row in enumerate(everyone) if "failed" in row}
         if failed:
@@ -74,9 +88,9 @@ class Rendezvous:
         return [row["told"] for row in everyone]
 
     def end(self) -> None:
-        """The last round, ahead of the meeting's end. Raises as `exchange`."""
-        self.exchange({})
+        """Hold the last round before the context ends. Raises as `all_gather_object`."""
+        self.all_gather_object({})
         self._over = True
 
     def _gather(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [json.loads(told) for told in self._comm.tell(json.dumps(row).encode())]
+        return [json.loads(told) for told in self._comm.all_gather_bytes(json.dumps(row).encode())]

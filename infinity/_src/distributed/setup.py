@@ -1,11 +1,12 @@
-"""What a policy makes of several ranks: the parts of the engine that one rank does not have.
+"""Setup of several ranks by policy: the parts of the engine that one rank does not have.
 
     stage   parameters                 gradients                          optimizer states
     1       whole, on the device       whole sums, then this rank's shard  this rank's shard
     2       whole, on the device       this rank's shard                   this rank's shard
     3       this rank's shard          this rank's shard                   this rank's shard
 
-Source: Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5; the switches of ZeRO++ (arXiv 2306.10209).
+Source: Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5; the switches of ZeRO++ (arXiv
+2306.10209).
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from infinity._src.config import Policy
-from infinity._src.distributed.collectives import Comm
-from infinity._src.distributed.fingerprint import digest
+from infinity._src.distributed.collectives import Comm, digest
 from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.reduce_scatter import ReduceScatter
 from infinity._src.grads.unreduced import UnreducedGrads
@@ -30,16 +30,25 @@ from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.unit import Flat, Unit
 
 _ENGINES: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
-"""Numbers the engines of each default process group; all its ranks make theirs in one order."""
+"""Counters of the engines of each default process group; all its ranks make theirs in one order."""
 
 
 class RankSetup:
-    """The ranks of one model, and what the policy wants of them. Opening it is collective, and blocks."""
+    """Ranks of one model: their communicator, and the parts that the policy wants for them.
+
+    The constructor is collective, and blocks.
+    """
 
     def __init__(self, policy: Policy, device: torch.device, undo: contextlib.ExitStack) -> None:
         self._policy = policy
-        name = f"engine {next(_ENGINES.setdefault(dist.group.WORLD, itertools.count()))}" if dist.is_initialized() else ""
-        self.comm = Comm.open(mesh=policy.mesh, device=device, timeout_s=policy.rank_timeout_s, name=name)
+        name = (
+            f"engine {next(_ENGINES.setdefault(dist.group.WORLD, itertools.count()))}"
+            if dist.is_initialized()
+            else ""
+        )
+        self.comm = Comm.open(
+            mesh=policy.mesh, device=device, timeout_s=policy.rank_timeout_s, name=name
+        )
         self.several = self.comm.world > 1
         self._values: dict[Flat, int] = {}
         self._secondary_bytes = 0
@@ -48,29 +57,35 @@ class RankSetup:
         undo.callback(self.comm.close)
 
     def note(self, flat: Flat, values: torch.Tensor) -> None:
-        """The model has these values [layout.numel] for a flat on this rank."""
+        """Note a digest of a flat's values [layout.numel] on this rank, for `check_values`."""
         if self.several:
             self._values[flat] = digest(values)
 
     def check_values(self) -> None:
-        """Collective, blocks. Raises: ValueError when the ranks began with different values, of which each would keep a part."""
+        """Check that all ranks began with the same values. Collective; blocks. Raises: ValueError.
+
+        Each rank keeps its part of the values: of different ones the whole would be no rank's.
+        """
         flats = list(self._values)
-        differing = self.comm.differing(list(self._values.values()))
+        differing = self.comm.differing_indices(list(self._values.values()))
         self._values.clear()
         if differing:
             unit = flats[differing[0]].unit
             raise ValueError(
-                f"the parameters of {unit.name} are not the same on all ranks, and each rank would keep its part of them: seed "
-                "all ranks alike before the model is built, broadcast its values from one rank, or give load= the same source"
+                f"the parameters of {unit.name} are not the same on all ranks, and each rank would "
+                "keep its part of them: seed "
+                "all ranks alike before the model is built, broadcast its values from one rank, or "
+                "give load= the same source"
             )
 
     @property
     def whole_params(self) -> bool:
         """Whether this rank keeps all parameters on its device."""
-        return self._policy.params == "device" and (self._policy.zero < 3 or not self.several)
+        return self._policy.whole_params(several=self.several)
 
     def staging_bytes(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
-        """CPU memory of the buffers that several ranks need: all of it from the start, and more after parameters were thawed."""
+        """CPU memory of the buffers that several ranks need; it grows when parameters are unfrozen.
+        """
         if not self.several:
             return 0
         topology, learning = self.comm.topology, [flat for flat in flats if flat.learns]
@@ -86,7 +101,10 @@ class RankSetup:
     def local_sums(
         self, flats: Sequence[Flat], gradients: GradBuffers, undo: contextlib.ExitStack
     ) -> UnreducedGrads | None:
-        """Buffers in which micro-batches inside `no_sync` add up, if not in the shards. Called once."""
+        """Make the buffers in which micro-batches add up inside `no_sync`; None where shards do.
+
+        Called once.
+        """
         if not (self.several and self._policy.accumulates_locally):
             return None
         local = UnreducedGrads(gradients.dtype)
@@ -98,7 +116,7 @@ class RankSetup:
     def reduce_scatter(
         self, flats: Sequence[Flat], gradients: GradBuffers, undo: contextlib.ExitStack
     ) -> ReduceScatter | None:
-        """The reduction of these flats' gradients; None on one rank. Called once."""
+        """Make the reduction of these flats' gradients; None on one rank. Called once."""
         if not self.several:
             return None
         policy = self._policy
@@ -115,7 +133,8 @@ class RankSetup:
         return reducer
 
     def kept(self, units: Sequence[Unit], device: Device) -> SecondaryShards | None:
-        """The shards that stay where gathers take them from, until weights change. The residency closes it."""
+        """Secondary shards, which gathers read until weights change; None without. The caller
+        closes them."""
         if not self.several or self._policy.zero < 3:
             return None
         kept = None
@@ -127,7 +146,7 @@ class RankSetup:
         return kept
 
     def figures(self) -> dict[str, int]:
-        """What `infinity._src.stats.Stats` tells of several ranks."""
+        """Fields of `infinity._src.stats.Stats` that several ranks have."""
         gather, reduce = self.comm.volume("gather"), self.comm.volume("reduce")
         return {
             "comm_gather_inside_bytes": gather.inside,

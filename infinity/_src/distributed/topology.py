@@ -1,7 +1,7 @@
-"""Where this rank stands among the ranks: its node, and who its counterparts on the other nodes are.
+"""Topology of the ranks: this rank's node, and its counterparts on the other nodes.
 
-A node is what shares memory and drives. Ranks of a node are consecutive, and all nodes have equally many; where that does not
-hold, the world counts as one flat node, and the log says so.
+Ranks of a node share memory and drives. They are consecutive, and all nodes have equally many.
+Where that does not hold, the world counts as one flat node, and the log says so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from infinity._src.distributed.hosts import Host
+from infinity._src.distributed.heartbeat import Host
 from infinity.errors import RankFailed
 
 if TYPE_CHECKING:
@@ -30,7 +30,10 @@ _POLL_S = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """One rank's place: `rank` = `node` * `local_world` + `local_rank`, `world` = `nodes` * `local_world`."""
+    """Coordinates of one rank.
+
+    `rank` = `node` * `local_world` + `local_rank`, and `world` = `nodes` * `local_world`.
+    """
 
     rank: int
     world: int
@@ -41,27 +44,32 @@ class Topology:
 
     @classmethod
     def alone(cls) -> Topology:
-        """A world of one rank."""
+        """Make the topology of a world of one rank."""
         return cls.of(0, 1, 1)
 
     @classmethod
     def of(cls, rank: int, world: int, local_world: int) -> Topology:
-        """The place of `rank` where every node has `local_world` consecutive ranks."""
+        """Make the topology of `rank` where every node has `local_world` consecutive ranks."""
         assert world % local_world == 0
-        return cls(rank, world, rank // local_world, world // local_world, rank % local_world, local_world)
+        return cls(
+            rank, world, rank // local_world, world // local_world, rank % local_world, local_world
+        )
 
     @classmethod
     def find(cls, mesh: DeviceMesh | None = None, *, timeout_s: float) -> Topology:
-        """This rank's place in the default group of torch.distributed; alone if there is none. Blocks; all ranks ask at once.
+        """Find the topology of the default group of torch.distributed; alone if there is none.
 
-        mesh: one-dimensional over all ranks (nodes are found as without), or two-dimensional: (nodes, ranks of a node).
-        Raises: ValueError if the mesh does not hold every rank once, in ascending order; RankFailed naming the ranks that have
-        not said within `timeout_s` on which host they are.
+        Collective; blocks.
+        mesh: one-dimensional over all ranks (nodes are found as without a mesh), or
+        two-dimensional: (nodes, ranks of a node).
+        Raises: ValueError if the mesh does not hold every rank once, in ascending order; RankFailed
+        naming the ranks that have not published their host within `timeout_s`.
         """
         if not (dist.is_available() and dist.is_initialized()):
             if mesh is not None:
                 raise ValueError(
-                    "a mesh was given, but there is no process group: call init_process_group() first"
+                    "a mesh was given, but there is no process group: call init_process_group() "
+                    "first"
                 )
             return cls.alone()
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -75,39 +83,45 @@ class Topology:
 
     @property
     def node_ranks(self) -> tuple[int, ...]:
-        """The ranks of this rank's node, in order."""
+        """Ranks of this rank's node, in order."""
         first = self.node * self.local_world
         return tuple(range(first, first + self.local_world))
 
     @property
     def counterparts(self) -> tuple[int, ...]:
-        """The ranks with this rank's `local_rank`, one of each node, in order."""
+        """Ranks with this rank's `local_rank`, one of each node, in order."""
         return tuple(range(self.local_rank, self.world, self.local_world))
 
 
 def _check(mesh: DeviceMesh, world: int) -> None:
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"a mesh of {mesh.ndim} dimensions: give one dimension with all ranks, or two: (nodes, ranks of a node)"
+            f"a mesh of {mesh.ndim} dimensions: give one dimension with all ranks, or two: (nodes, "
+            "ranks of a node)"
         )
     ranks = mesh.mesh.flatten().tolist()
     if ranks != list(range(world)):
         raise ValueError(
-            f"the mesh holds the ranks {ranks}, and there are {world}: it must hold each rank once, in ascending order, as "
-            f'init_device_mesh("cpu", ({world},)) does, or init_device_mesh("cpu", (nodes, {world} // nodes))'
+            f"the mesh holds the ranks {ranks}, and there are {world}: it must hold each rank "
+            "once, in ascending order, as "
+            f'init_device_mesh("cpu", ({world},)) does, or init_device_mesh("cpu", (nodes, {world} '
+            '// nodes))'
         )
 
 
 def _everyone(rank: int, world: int, timeout_s: float) -> list[tuple[Any, str]]:
-    """For each rank, its host and its LOCAL_WORLD_SIZE. Through the store: any backend of the group does."""
+    """Exchange, through the store, the host of each rank and its LOCAL_WORLD_SIZE. Blocks."""
+    # A collective would need the backend of the default group, which may be any, on a device.
     store: Any = PrefixStore("infinity/host", _store())
     mine = [*Host.this().node, os.environ.get("LOCAL_WORLD_SIZE", "")]
     store.set(str(rank), json.dumps(mine))
     deadline = time.monotonic() + timeout_s
+    # Polled, since store.wait() would say only that some key is missing, and not whose.
     while missing := [other for other in range(world) if not store.check([str(other)])]:
         if time.monotonic() > deadline:
             raise RankFailed(
-                f"ranks {missing} have not said within {timeout_s:g} s on which host they are: every rank must offload",
+                f"ranks {missing} have not said within {timeout_s:g} s on which host they are: "
+                "every rank must offload",
                 rank=missing[0],
                 ranks=tuple(missing),
             )
@@ -117,22 +131,28 @@ def _everyone(rank: int, world: int, timeout_s: float) -> list[tuple[Any, str]]:
 
 
 def _local_world(everyone: list[tuple[Any, str]]) -> int:
-    """Ranks of a node: as torchrun says where that is true of all, else ranks of a host, else all (flat)."""
+    """Derive the number of ranks of a node: torchrun's where it is true, else those of a host, else
+    all."""
     world = len(everyone)
     hosts = [host for host, _ in everyone]
     given = {size for _, size in everyone}
+    # torchrun's comes first: it may run several agents, with a node each, on one host.
     if len(given) == 1 and (size := next(iter(given))).isdecimal() and _fits(hosts, int(size)):
         return int(size)
-    if _fits(hosts, size_of_host := hosts.count(hosts[0])) and len(set(hosts)) == world // size_of_host:
+    if (
+        _fits(hosts, size_of_host := hosts.count(hosts[0]))
+        and len(set(hosts)) == world // size_of_host
+    ):
         return size_of_host
     log.warning(
-        "ranks of a host are not consecutive, or hosts have unequal numbers of them: the world counts as one node"
+        "ranks of a host are not consecutive, or hosts have unequal numbers of them: the world "
+        "counts as one node"
     )
     return world
 
 
 def _fits(hosts: list[Any], size: int) -> bool:
-    """Whether every `size` consecutive ranks share a host."""
+    """Check that every `size` consecutive ranks share a host."""
     world = len(hosts)
     if size < 1 or world % size:
         return False
@@ -140,8 +160,8 @@ def _fits(hosts: list[Any], size: int) -> bool:
 
 
 def default_store() -> Any:
-    """A client of its own to the store of the default group, for one thread."""
-    return _store().clone()
+    """Open another connection to the store of the default group, for one thread."""
+    return _store().clone()  # a connection serves one request at a time, and waiting blocks it
 
 
 def _store() -> Any:

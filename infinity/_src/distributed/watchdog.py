@@ -1,12 +1,19 @@
-"""Who among the ranks is still there: a rank that died, failed, left or does not come is named, and nobody waits for it for ever.
+"""Watchdog: names a rank that died, failed, left or does not come, so that no rank waits for it for
+ever.
 
-    this rank:  number, raised, fail, close ──► Board ──► store ◄── boards of the other ranks
-    watch's thread:  pids of this host (at once) · records of all ranks (0.5 s) · beats of other hosts (15 s) ──► failure
-    who waits:       the failure, or: that peer broke off before this collective / has closed / came to another / does not come
+    this rank        next_number, report_exception, report_failure, close ──► Heartbeat ──► store
+    its thread       pids of this host (at once) · records of all ranks (0.5 s)
+                     · beats of other hosts (15 s) ──► failure
+    a waiting call   raises the failure; or finds that a rank broke off before this collective, has
+                     closed, came to another one, or does not come
 
-A failure is for good: the first one found is raised at everything that follows, on every rank. Time counts in turns of the
-thread that counts it, each of which counts for at most a second: a process that was stopped, or a machine that slept, does not
-take the others' silence for as long as its own.
+A failure is for good: the first one found is raised by everything that follows, on every rank.
+
+Time is counted in turns of the thread that counts it, and each turn counts for at most a second. So
+a process that was stopped, or a machine that slept, does not take its own pause for silence of
+others.
+
+The functions at the end are pure: they derive errors from the records of the ranks.
 """
 
 from __future__ import annotations
@@ -18,16 +25,20 @@ import re
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from infinity._src.distributed.heartbeat import Heartbeat, Record
-from infinity._src.distributed.hosts import Host, Process, start_time_of
+from infinity._src.distributed.heartbeat import (
+    Heartbeat,
+    Host,
+    PeerProcess,
+    RankRecord,
+    start_time_of,
+)
 from infinity._src.distributed.topology import Topology
-from infinity._src.distributed.verdicts import cut, died, late, named, not_coming, ranks_of, told
-from infinity.errors import RankFailed
+from infinity.errors import RankFailed, RanksDiverged
 
 log = logging.getLogger("infinity")
 
@@ -36,27 +47,38 @@ SILENCE_S = 15.0
 _TURN_MAX_S = 1.0
 _POLL_S = 0.25
 _LINGER_S = 2.0
+# A dying process of this host is gone by then, also on a busy machine.
 _DYING_S = 10.0
 _RAISED_MAX = 16
-_RECENT_MAX = 32  # more than are submitted ahead of one that is stuck: gathers (AHEAD_MAX), and reductions of a few units
+# More than are submitted ahead of a stuck one: gathers (AHEAD_MAX), and reductions of a few units.
+_RECENT_MAX = 32
+_MESSAGE_MAX = 500  # characters of an error in a record
 _NAME_MAX = 128  # characters, from the end, which tells most
-# What gloo and NCCL say when it is the connection that broke, and not the call that was wrong.
+# Messages of gloo and NCCL when the connection broke, as opposed to a call that was wrong.
 _CONNECTION = re.compile(
     r"gloo/transport|[Cc]onnection|closed by peer|[Tt]imed out|Broken pipe|NCCL|[Aa]borted"
 )
 
 
 class Watchdog:
-    """Watches the ranks of one engine. Every rank makes one, at the same place of its program, under the same `name`, which is
-    used once: what the ranks of an earlier engine said of themselves stays in the store.
+    """Watchdog over the ranks of one engine. Every rank makes one, at the same point of its
+    program.
 
-    store: a client of the default group's store that is this watch's alone (`Store.clone()`). timeout_s: how long a collective
-    waits for the others. silence_s: how long a rank of another host may send no sign of life; Python code that holds the
+    store: a client of the default group's store for this watchdog alone (`Store.clone()`).
+    timeout_s: how long a collective waits for other ranks.
+    name: the same on all ranks, and used once: the records of an earlier engine stay in the store.
+    silence_s: how long a rank of another host may send no sign of life. Python code that holds the
     interpreter lock, or a stopped process, must not take longer.
     """
 
     def __init__(
-        self, topology: Topology, store: Any, *, timeout_s: float, name: str, silence_s: float = SILENCE_S
+        self,
+        topology: Topology,
+        store: Any,
+        *,
+        timeout_s: float,
+        name: str,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self.topology = topology
         self.timeout_s = timeout_s
@@ -66,174 +88,214 @@ class Watchdog:
         self._number = 0
         self._recent: tuple[tuple[int, str], ...] = ()
         self._raised: dict[int, str] = {}
-        self._unagreed = False
+        self._unconfirmed = False
         self._failure: RankFailed | None = None
-        self._known = threading.Event()
+        self._failed = threading.Event()
         self._lock = threading.Lock()
         self._closed = False
         self._host = Host.this()
         self._pid = os.getpid()
-        self._processes: dict[int, Process] = {}
-        self._far: set[int] = set()
-        self._gone: set[int] = set()
+        self._processes: dict[int, PeerProcess] = {}
+        self._remote: set[int] = set()
+        self._dead: set[int] = set()
         self._silent_s: dict[int, float] = {}
         self._beats: dict[int, int] = {}
         self._unheard_s = 0.0
-        self._said_read = False
-        self._board: Heartbeat | None = None
+        self._acknowledged = False
+        self._heartbeat: Heartbeat | None = None
         if topology.world == 1:
             return
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._board = Heartbeat(
+        self._heartbeat = Heartbeat(
             topology.rank,
             topology.world,
             PrefixStore(f"infinity/{name}", store),
             interval_s=INTERVAL_S,
             quiet_s=min(5.0, timeout_s / 4),
-            news=self._turn_now,
+            on_exchange=self._wake_thread,
         )
         host = (self._host.name, self._host.boot_id, self._host.network, self._host.pids)
-        self._board.say(host=host, pid=self._pid, start_time=start_time_of(self._pid))
-        self._thread = threading.Thread(target=self._run, name=f"infinity-watch-{name}", daemon=True)
-        self._board.start()
+        self._heartbeat.publish(host=host, pid=self._pid, start_time=start_time_of(self._pid))
+        self._thread = threading.Thread(
+            target=self._run, name=f"infinity-watchdog-{name}", daemon=True
+        )
+        self._heartbeat.start()
         self._thread.start()
         atexit.register(self._exits)
 
     @property
     def failure(self) -> RankFailed | None:
-        """Why the engine is over, if it is. Does not block."""
+        """Failure that ended the engine, if one did. Does not block."""
         return self._failure
 
     def check(self) -> None:
-        """Raises the failure, if there is one. Does not block."""
+        """Raise the failure, if there is one. Does not block."""
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
-    def number(self, what: str = "") -> int:
-        """The number of the collective that this rank's main thread now submits; they count from 1.
+    def next_number(self, what: str = "") -> int:
+        """Number the collective that this rank's main thread now submits, from 1 on.
 
-        Does not block, except after `raised`: then until all ranks are known to have broken off at the same place. (Otherwise
-        this rank's next collective could meet a different one of the others, and both complete, with wrong values.)
+        Does not block, except after `report_exception`: then until all ranks are known to have
+        broken off after the same collective. Otherwise this rank's next collective could be matched
+        with a different one of the others, and both complete, with wrong values.
         Raises: RankFailed if they have not.
         """
-        if self._unagreed:
-            self._agree()
-            self._unagreed = False
+        if self._unconfirmed:
+            self._confirm_exception()
+            self._unconfirmed = False
         self._number += 1
         what = what[-_NAME_MAX:]
         self._recent = (*self._recent[1 - _RECENT_MAX :], (self._number, what))
-        if self._board is not None:
-            self._board.say(urgent=False, number=self._number, last=what, recent=())
+        if self._heartbeat is not None:
+            # Not urgent: one exchange with the store per collective would slow training down.
+            self._heartbeat.publish(urgent=False, number=self._number, last=what, recent=())
         return self._number
 
-    def meet(self) -> None:
-        """Block until all ranks are known: one that dies before would be missed by the timeout only. Raises: RankFailed."""
+    def wait_for_all_ranks(self) -> None:
+        """Block until all ranks have published a record. Raises: RankFailed.
+
+        A rank that died before that would be missed by the timeout only.
+        """
         waited_s, before_s = 0.0, time.monotonic()
-        while self._board is not None and len(self._processes.keys() | self._far) < self.topology.world - 1:
+        while (
+            self._heartbeat is not None
+            and len(self._processes.keys() | self._remote) < self.topology.world - 1
+        ):
             self.check()
             if waited_s > self.timeout_s:
-                self._over(self._late("the beginning", None))
+                self._set_failure(self._timeout_error("the beginning", None))
             time.sleep(INTERVAL_S / 25)
-            self._board.refresh(INTERVAL_S)
-            self._turn_now()
+            self._heartbeat.refresh(INTERVAL_S)
+            self._wake_thread()
             now_s = time.monotonic()
             waited_s, before_s = waited_s + min(now_s - before_s, _TURN_MAX_S), now_s
 
-    def raised(self, where: str, error: BaseException) -> None:
-        """This rank's forward or backward broke off. A peer that waits for a later collective learns so, unless it broke off at
-        the same place: then training may go on, and this rank's next collective waits for that. Does not block."""
+    def report_exception(self, where: str, error: BaseException) -> None:
+        """Record that this rank's forward or backward broke off. Does not block.
+
+        A rank that waits for a later collective raises, unless it broke off at the same point
+        itself. If all did, training may go on; this rank's next collective waits until that is
+        known.
+        """
         if self._number not in self._raised:
-            self._raised[self._number] = cut(f"{type(error).__name__} in {where}: {error}")
+            self._raised[self._number] = shorten(f"{type(error).__name__} in {where}: {error}")
             for old in list(self._raised)[:-_RAISED_MAX]:
                 del self._raised[old]
-        if self._board is not None:
-            self._unagreed = True
-            self._board.say(raised=tuple(self._raised.items()), number=self._number)
+        if self._heartbeat is not None:
+            self._unconfirmed = True
+            self._heartbeat.publish(raised=tuple(self._raised.items()), number=self._number)
 
-    def fail(self, error: BaseException) -> None:
-        """This rank cannot go on: peers that wait for it raise RankFailed with this message, and so does all that follows here.
-        Does not block."""
+    def report_failure(self, error: BaseException) -> None:
+        """Record that this rank cannot go on. Does not block.
+
+        Ranks that wait for it raise RankFailed with this message, and so does everything that
+        follows here.
+        """
         if isinstance(error, RankFailed):
-            self._over(error)
+            self._set_failure(error)
             return
         rank = self.topology.rank
-        failure = RankFailed(cut(f"rank {rank} failed: {type(error).__name__}: {error}"), rank=rank)
+        failure = RankFailed(
+            shorten(f"rank {rank} failed: {type(error).__name__}: {error}"), rank=rank
+        )
         failure.__cause__ = error
-        self._over(failure)
+        self._set_failure(failure)
 
     def wait(self, done: threading.Event, what: str, number: int | None) -> None:
-        """Block until `done` is set. number: of the collective that sets it, None if it has none.
+        """Block until `done` is set. what, number: of the collective that sets it; None if not
+        numbered.
 
-        Raises: RankFailed as soon as a rank is known to have failed, or not to come to this collective; or after `timeout_s`,
-        naming the ranks that have not come.
+        Raises: RankFailed as soon as a rank is known to have failed, or not to come to this
+        collective; or after `timeout_s`, naming the ranks that have not come.
         """
         waited_s, before_s, closed_s = 0.0, time.monotonic(), 0.0
         while not done.is_set():
             self.check()
             if done.wait(min(_POLL_S, self.timeout_s)):
                 break
-            if waited_s == 0.0 and number is not None and self._board is not None:
-                self._board.say(recent=self._recent)
+            if waited_s == 0.0 and number is not None and self._heartbeat is not None:
+                # Names are compared by the ranks that wait, so only these publish theirs.
+                self._heartbeat.publish(recent=self._recent)
             now_s = time.monotonic()
             turn_s = min(now_s - before_s, _TURN_MAX_S)
             waited_s, before_s = waited_s + turn_s, now_s
-            if found := self._not_coming(what, number):
-                # A collective without a number may be complete and only not yet here: the peer did its part, and closed.
+            if found := self._find_failure(what, number):
+                # A collective without a number may be complete: the other rank did its part and
+                # closed, and the result has only not arrived here yet.
                 closed_s += turn_s
                 if number is not None or closed_s > _LINGER_S:
-                    self._over(found)
+                    self._set_failure(found)
             elif waited_s > self.timeout_s:
-                found = self._late(what, number)
+                found = self._timeout_error(what, number)
                 if not done.is_set():
-                    self._over(found)
+                    self._set_failure(found)
         self.check()
 
-    def blame(self, error: BaseException, what: str, number: int | None) -> RankFailed | None:
-        """Whose failure an error of a collective is, after waiting a little for a sign; None if it looks like this rank's own.
+    def find_culprit(
+        self, error: BaseException, what: str, number: int | None
+    ) -> RankFailed | None:
+        """Find the failure that an error of a collective follows from; None if it looks like this
+        rank's own.
 
-        Blocks for a second or two. Where the connection broke somebody broke it: up to ten seconds, by which a dying process of
-        this host is gone on a busy machine, or twice `silence_s` where ranks run on other hosts.
+        Blocks for a second or two. After a broken connection, some rank broke it: then for up to
+        ten seconds, or twice `silence_s` where ranks run on other hosts.
         """
         broken = bool(_CONNECTION.search(str(error)))
         limit_s = 3 * INTERVAL_S
         if broken:
-            limit_s = max(_DYING_S, 2 * self._silence_s if self._far else 0.0)
+            limit_s = max(_DYING_S, 2 * self._silence_s if self._remote else 0.0)
         end_s = time.monotonic() + limit_s
-        while not self._known.wait(INTERVAL_S / 5) and time.monotonic() < end_s and self._board is not None:
-            if found := self._not_coming(what, number):
-                self._over(found)
-        if self._failure is None and broken and self._board is not None:
-            text = (
-                f"a connection to another rank broke in {named(what, number)}, and no rank says why: {error}"
-            )
-            self._over(RankFailed(cut(text)))
+        while (
+            not self._failed.wait(INTERVAL_S / 5)
+            and time.monotonic() < end_s
+            and self._heartbeat is not None
+        ):
+            if found := self._find_failure(what, number):
+                self._set_failure(found)
+        if self._failure is None and broken and self._heartbeat is not None:
+            broken_in = describe_collective(what, number)
+            text = f"a connection to another rank broke in {broken_in}, and no rank says why: "
+            text += str(error)
+            self._set_failure(RankFailed(shorten(text)))
         return self._failure
 
     def close(self, ok: bool = True) -> None:
-        """Say goodbye and stop watching; ok=False: as a failure. Blocks for at most a few seconds. May be called again."""
+        """Say goodbye and end the thread. Blocks for at most a few seconds. Idempotent.
+
+        ok: False records a failure of this rank, unless there is one.
+        """
         if self._closed:
             return
         if not ok and self._failure is None:
             rank = self.topology.rank
-            self._over(RankFailed(f"rank {rank} closed its engine after an error", rank=rank))
+            self._set_failure(
+                RankFailed(f"rank {rank} closed its engine after an error", rank=rank)
+            )
         self._closed = True
-        if self._board is None:
+        if self._heartbeat is None:
             return
         atexit.unregister(self._exits)
-        if self._pid == os.getpid():
+        if self._pid == os.getpid():  # a forked child has no threads, and speaks for no rank
             self._leave("closed", linger_s=_LINGER_S)
 
-    def ends(self) -> None:
-        """This process ends without close(): a failure for all who wait for it. Does not block."""
+    def report_exit(self) -> None:
+        """Record that this process ends without close(), a failure for all that wait. Does not
+        block."""
         if self._failure is None and not self._closed:
             rank = self.topology.rank
-            broke = self._raised.get(self._number)  # and nothing came after it
+            broke = self._raised.get(self._number)  # the last thing that it did
             why = f"; it had broken off ({broke})" if broke else ""
-            self._over(RankFailed(cut(f"rank {rank} has ended without closing its engine{why}"), rank=rank))
+            self._set_failure(
+                RankFailed(
+                    shorten(f"rank {rank} has ended without closing its engine{why}"), rank=rank
+                )
+            )
 
-    def _agree(self) -> None:
-        """Block until every rank is known to have broken off where this one did."""
-        assert self._board is not None
+    def _confirm_exception(self) -> None:
+        """Block until every rank is known to have broken off after the same collective as this one.
+        """
+        assert self._heartbeat is not None
         here, waited_s, before_s = self._number, 0.0, time.monotonic()
         text = f"this rank ({self.topology.rank}) broke off ({self._raised[here]})"
         while True:
@@ -241,46 +303,58 @@ class Watchdog:
             records = self._others()
             for rank, record in records.items():
                 if here not in dict(record.raised) and (record.number > here or record.left):
-                    self._over(RankFailed(cut(f"{text}, and rank {rank} went on"), rank=self.topology.rank))
+                    self._set_failure(
+                        RankFailed(
+                            shorten(f"{text}, and rank {rank} went on"), rank=self.topology.rank
+                        )
+                    )
             lacking = [rank for rank in range(self.topology.world) if rank != self.topology.rank]
             lacking = [
-                rank for rank in lacking if rank not in records or here not in dict(records[rank].raised)
+                rank
+                for rank in lacking
+                if rank not in records or here not in dict(records[rank].raised)
             ]
             if not lacking:
                 return
             now_s = time.monotonic()
             waited_s, before_s = waited_s + min(now_s - before_s, _TURN_MAX_S), now_s
             if waited_s > self.timeout_s:
-                text = f"{text}, and {ranks_of(lacking)} did not within {self.timeout_s:g} s"
-                self._over(RankFailed(cut(text), rank=lacking[0], ranks=tuple(lacking)))
+                text = f"{text}, and {describe_ranks(lacking)} did not within {self.timeout_s:g} s"
+                self._set_failure(RankFailed(shorten(text), rank=lacking[0], ranks=tuple(lacking)))
             time.sleep(_POLL_S / 10)
-            self._board.refresh(_POLL_S)
+            self._heartbeat.refresh(_POLL_S)
 
     def _exits(self) -> None:
-        """At the interpreter's exit, without close()."""
+        """Leave at the interpreter's exit, where nobody has called close()."""
         if not self._closed and self._pid == os.getpid():
-            self.ends()
+            self.report_exit()
             self._closed = True
             self._leave("ended", linger_s=0.0)
 
     def _leave(self, how: str, *, linger_s: float) -> None:
-        board = self._board
-        assert board is not None
-        board.say(left=how, number=self._number)
-        answers = board.refresh(2 * _LINGER_S)
-        # Rank 0 may take the store with it: the others should have read first that it left in order.
+        heartbeat = self._heartbeat
+        assert heartbeat is not None
+        heartbeat.publish(left=how, number=self._number)
+        answers = heartbeat.refresh(2 * _LINGER_S)
+        # Rank 0's process may host the store: the others should read that it left in order before
+        # the store is gone.
         end_s = time.monotonic() + linger_s
-        while answers and self.topology.rank == 0 and not self._all_know() and time.monotonic() < end_s:
-            answers = board.refresh(INTERVAL_S)
+        while (
+            answers
+            and self.topology.rank == 0
+            and not self._all_acknowledged()
+            and time.monotonic() < end_s
+        ):
+            answers = heartbeat.refresh(INTERVAL_S)
             time.sleep(INTERVAL_S / 25)
-        board.stop(_LINGER_S)
-        self._turn_now()
+        heartbeat.stop(_LINGER_S)
+        self._wake_thread()
         self._thread.join(_LINGER_S)
 
-    def _all_know(self) -> bool:
-        assert self._board is not None
-        for rank, record in enumerate(self._board.records):
-            if rank == self.topology.rank or rank in self._gone:
+    def _all_acknowledged(self) -> bool:
+        assert self._heartbeat is not None
+        for rank, record in enumerate(self._heartbeat.records):
+            if rank == self.topology.rank or rank in self._dead:
                 continue
             process = self._processes.get(rank)
             if record is None or not (
@@ -289,36 +363,42 @@ class Watchdog:
                 return False
         return True
 
-    def _over(self, failure: RankFailed) -> None:
+    def _set_failure(self, failure: RankFailed) -> None:
         with self._lock:
             if self._failure is not None:
                 return
             self._failure = failure
         log.debug("%s: %s", self._name, failure)
-        if self._board is not None:
-            self._board.say(failed=(failure.rank, str(failure)))
-            self._turn_now()
-        self._known.set()
+        if self._heartbeat is not None:
+            self._heartbeat.publish(failed=(failure.rank, str(failure)))
+            self._wake_thread()
+        self._failed.set()
 
-    def _late(self, what: str, number: int | None) -> RankFailed:
-        """The failure that it is to have waited for `timeout_s`, from records as fresh as can be had."""
-        fresh = self._board is None or self._board.refresh(2 * INTERVAL_S)
-        if found := self._failure or self._not_coming(what, number):
+    def _timeout_error(self, what: str, number: int | None) -> RankFailed:
+        """Make the error of having waited for `timeout_s`, from records as fresh as can be had."""
+        fresh = self._heartbeat is None or self._heartbeat.refresh(2 * INTERVAL_S)
+        if found := self._failure or self._find_failure(what, number):
             return found
         others = [rank for rank in range(self.topology.world) if rank != self.topology.rank]
-        return late(others, self._others(), what, number, timeout_s=self.timeout_s, fresh=fresh)
+        return timeout_error(
+            others, self._others(), what, number, timeout_s=self.timeout_s, fresh=fresh
+        )
 
-    def _not_coming(self, what: str, number: int | None) -> RankFailed | None:
-        """The failure that it is to wait for this collective, as far as is known now."""
-        return not_coming(self._others(), self._raised, what, number, dict(self._recent))
+    def _find_failure(self, what: str, number: int | None) -> RankFailed | None:
+        """Find a rank that will not come to this collective, as far as is known now."""
+        return find_failure(self._others(), self._raised, what, number, dict(self._recent))
 
-    def _others(self) -> dict[int, Record]:
-        """What is known of the other ranks."""
-        records = self._board.records if self._board is not None else []
-        return {rank: record for rank, record in enumerate(records) if record and rank != self.topology.rank}
+    def _others(self) -> dict[int, RankRecord]:
+        """Records of the other ranks that have been read."""
+        records = self._heartbeat.records if self._heartbeat is not None else []
+        return {
+            rank: record
+            for rank, record in enumerate(records)
+            if record and rank != self.topology.rank
+        }
 
-    def _turn_now(self) -> None:
-        """Make the thread look now."""
+    def _wake_thread(self) -> None:
+        """Wake the thread."""
         with self._lock:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
@@ -328,7 +408,7 @@ class Watchdog:
         poll.register(self._wake, select.POLLIN)
         rounds = 0
         called = False
-        assert self._board is not None
+        assert self._heartbeat is not None
         while True:
             for fd, _ in poll.poll(INTERVAL_S * 1000):
                 if fd == self._wake:
@@ -339,16 +419,18 @@ class Watchdog:
                 break
             now_s = time.monotonic()
             turn_s, before_s = min(now_s - before_s, _TURN_MAX_S), now_s
-            heard, rounds = self._board.rounds - rounds, self._board.rounds
-            self._meet(poll)
+            heard, rounds = self._heartbeat.rounds - rounds, self._heartbeat.rounds
+            self._watch_new_ranks(poll)
             if self._failure is None:
-                self._look(heard > 0, turn_s)
+                self._check_ranks(heard > 0, turn_s)
             if self._failure is not None and not called:
                 called = True
                 for callback in list(self.on_failure):
                     try:
                         callback()
-                    except Exception:  # the others are to be called all the same, and this thread is to live
+                    except (
+                        Exception
+                    ):  # the other callbacks run all the same, and this thread goes on
                         log.exception("%s: after %s", self._name, self._failure)
         for process in self._processes.values():
             process.close()
@@ -356,71 +438,240 @@ class Watchdog:
             os.close(self._wake)
             self._wake = -1
 
-    def _meet(self, poll: select.poll) -> None:
-        """Ranks whose first record has come: how is each of them watched?"""
+    def _watch_new_ranks(self, poll: select.poll) -> None:
+        """Choose for each rank whose first record has come: watch its process, its beats, or both.
+        """
         for rank, record in self._others().items():
-            if rank in self._processes or rank in self._far:
+            if rank in self._processes or rank in self._remote:
                 continue
             host = Host(*record.host)
             if self._host.sees(host):
-                process = self._processes[rank] = Process(record.pid, record.start_time)
+                process = self._processes[rank] = PeerProcess(record.pid, record.start_time)
                 if process.fd >= 0:
                     poll.register(process.fd, select.POLLIN)
+            # On another network a rank is lost with its connection, though its process may live.
             if host.node != self._host.node or not self._host.sees(host):
-                self._far.add(rank)
-                assert self._board is not None
-                self._board.beating = True
+                self._remote.add(rank)
+                assert self._heartbeat is not None
+                self._heartbeat.beating = True
 
-    def _look(self, heard: bool, turn_s: float) -> None:
-        """One turn: deaths that can be seen, then what ranks say of themselves, then silence."""
+    def _check_ranks(self, heard: bool, turn_s: float) -> None:
+        """Take one turn: look for dead processes, then at the records, then for silence.
+
+        In this order, since a process that is gone is a fact, and silence only a sign.
+        """
         dead = [
-            rank for rank, process in self._processes.items() if rank not in self._gone and process.ended()
+            rank
+            for rank, process in self._processes.items()
+            if rank not in self._dead and process.ended()
         ]
-        assert self._board is not None
+        assert self._heartbeat is not None
         if dead:
-            self._board.refresh(2 * INTERVAL_S)  # it may have said why, or that all is well
+            # It may have published why, or that it closed in order.
+            self._heartbeat.refresh(2 * INTERVAL_S)
         records = self._others()
         for rank in dead:
-            self._gone.add(rank)
+            self._dead.add(rank)
             record = records[rank]
             if record.left != "closed" and record.failed is None:
-                self._over(died(rank, record, f"its process {record.pid} is gone"))
+                self._set_failure(death_error(rank, record, f"its process {record.pid} is gone"))
                 return
         for rank, record in records.items():
             if record.failed is not None:
-                self._over(told(self.topology.rank, rank, *record.failed))
+                self._set_failure(relayed_error(self.topology.rank, rank, *record.failed))
                 return
         for rank, record in records.items():
             if record.left == "ended":
-                self._over(died(rank, record, "without closing its engine"))
+                self._set_failure(death_error(rank, record, "without closing its engine"))
                 return
         if 0 in records and records[0].left == "closed":
-            if not self._said_read:
-                self._said_read = True
-                self._board.say(read=True)
-        elif self._board.lost:
-            text = f"the store of the default group, which rank 0 hosts, is lost: {self._board.lost}"
-            self._over(RankFailed(text, rank=0))
+            if not self._acknowledged:
+                self._acknowledged = True
+                self._heartbeat.publish(read=True)
+        elif self._heartbeat.lost:
+            lost = self._heartbeat.lost
+            text = f"the store of the default group, which rank 0 hosts, is lost: {lost}"
+            self._set_failure(RankFailed(text, rank=0))
             return
-        self._listen(records, heard, turn_s)
+        self._count_silence(records, heard, turn_s)
 
-    def _listen(self, records: dict[int, Record], heard: bool, turn_s: float) -> None:
-        """Count the silence of the ranks of other hosts, and of the store if another host has it."""
+    def _count_silence(self, records: dict[int, RankRecord], heard: bool, turn_s: float) -> None:
+        """Count the silence of ranks on other hosts, and of the store if it is on another host."""
         self._unheard_s += turn_s
-        if 0 in self._far and self._unheard_s > self._silence_s and records[0].left != "closed":
-            text = f"the store of the default group, which rank 0 hosts, has not answered for {self._silence_s:g} s"
-            self._over(RankFailed(text, rank=0))
+        if 0 in self._remote and self._unheard_s > self._silence_s and records[0].left != "closed":
+            text = (
+                "the store of the default group, which rank 0 hosts, has not answered for "
+                f"{self._silence_s:g} s"
+            )
+            self._set_failure(RankFailed(text, rank=0))
             return
         if not heard:
             return
-        # Silence is counted only where it was listened, and once per exchange.
+        # Silence counts only while the store answered, and once per exchange.
         listened_s, self._unheard_s = min(self._unheard_s, _TURN_MAX_S), 0.0
-        for rank in self._far:
+        for rank in self._remote:
             record = records[rank]
             if record.beat != self._beats.get(rank) or record.left:
                 self._beats[rank], self._silent_s[rank] = record.beat, 0.0
                 continue
             self._silent_s[rank] += listened_s
             if self._silent_s[rank] > self._silence_s:
-                self._over(died(rank, record, f"no sign of life for {self._silence_s:g} s"))
+                self._set_failure(
+                    death_error(rank, record, f"no sign of life for {self._silence_s:g} s")
+                )
                 return
+
+
+# -- errors from records ------------------------------------------------------------------------
+
+
+def find_failure(
+    others: Mapping[int, RankRecord],
+    raised: Container[int],
+    what: str,
+    number: int | None,
+    names: Mapping[int, str],
+) -> RankFailed | None:
+    """Find a rank that is known not to come to this collective, and make the error that says why.
+
+    raised: the numbers after which this rank itself broke off.
+    names: this rank's own last few collectives, by number.
+
+    Two names under one number mean that programs have diverged, whichever lanes they are in: the
+    main thread gives each number once, in the order of the program, and what it published under a
+    number stays. A rank that is merely late is never accused: it has published nothing yet under
+    the numbers to come, and under those before the same as this rank.
+
+    Ranks that wait for each other are found. Take two that have come to numbers `a` and `b`, a <=
+    b. Were all names up to `a` the same, each lane of both would begin with the same collectives.
+    Then the one that the first waits for would complete, since the other has submitted it. So some
+    name up to `a` differs. It is among the last few, since a rank that has submitted a stuck one
+    soon waits; or names after it differ, too, being shifted. Other cases end with the timeout.
+    """
+    for rank, record in others.items():
+        why = ""
+        for after, text in record.raised:
+            if number is not None and after < number and after not in raised:
+                why = f"rank {rank} broke off before it: {text}"
+        if record.left and (number is None or record.number < number):
+            left = "has closed its engine" if record.left == "closed" else "has ended"
+            why = f"{why}, and {left}" if why else f"rank {rank} {left}"
+        if why:
+            return RankFailed(
+                shorten(f"{describe_collective(what, number)} cannot complete: {why}"), rank=rank
+            )
+        if number is not None and (why := _apart(rank, record.names, names, number)):
+            return RanksDiverged(
+                shorten(f"{describe_collective(what, number)} cannot complete: {why}"), rank=rank
+            )
+    return None
+
+
+def _apart(rank: int, theirs: Mapping[int, str], mine: Mapping[int, str], waits_for: int) -> str:
+    """Describe the first known difference of a rank's collectives from this rank's; empty if none
+    is."""
+    both = sorted(theirs.keys() & mine.keys())
+    at = next((number for number in both if theirs[number] != mine[number]), None)
+    if at is None:
+        return ""
+    if at == waits_for:
+        where = f"rank {rank} has come to {theirs[at]} instead"
+    else:
+        where = (
+            f"as collective {at} this rank has come to {mine[at]}, and rank {rank} to {theirs[at]}"
+        )
+    return (
+        f"{where}; all ranks must run the same modules in the same order, "
+        "and call what is collective together"
+    )
+
+
+def timeout_error(
+    ranks: Iterable[int],
+    others: Mapping[int, RankRecord],
+    what: str,
+    number: int | None,
+    *,
+    timeout_s: float,
+    fresh: bool,
+) -> RankFailed:
+    """Make the error of having waited for `timeout_s`, naming those of `ranks` that have not come.
+
+    fresh: whether the store still answers.
+    """
+    text = f"{describe_collective(what, number)} has not completed within {timeout_s:g} s"
+    missing = [rank for rank in ranks if rank not in others]
+    if missing:
+        return RankFailed(
+            f"{text}: {describe_ranks(missing)} never began", rank=missing[0], ranks=tuple(missing)
+        )
+    behind = [
+        rank for rank, record in others.items() if number is not None and record.number < number
+    ]
+    if behind:
+        last = [
+            f"rank {rank} last came to "
+            f"{describe_collective(others[rank].last, others[rank].number)}"
+            for rank in behind
+        ]
+        text = f"{text}: {describe_ranks(behind)} did not come ({'; '.join(last)})"
+        return RankFailed(shorten(text), rank=behind[0], ranks=tuple(behind))
+    if not fresh:
+        text = f"{text}, and the store of the default group, which rank 0 hosts, does not answer"
+        return RankFailed(text, rank=0)
+    if number is None:
+        return RankFailed(f"{text}, and it is not known which rank has not come")
+    past = [rank for rank, record in others.items() if number not in record.names]
+    if past:
+        last = [
+            f"rank {rank} has come to {describe_collective(others[rank].last, others[rank].number)}"
+            for rank in past
+        ]
+        text = f"{text}, though no rank is behind ({'; '.join(last)})"
+        return RankFailed(
+            shorten(
+                f"{text}: a connection or a drive is stuck, ranks diverged long ago, or the "
+                "timeout is too short"
+            )
+        )
+    return RankFailed(
+        f"{text}, though every rank has come to it: a connection or a drive is stuck, or the "
+        "timeout too short"
+    )
+
+
+def death_error(rank: int, record: RankRecord, how: str) -> RankFailed:
+    """Make the error of a rank that is gone."""
+    text = f"rank {rank} on {record.host[0]} has ended: {how}"
+    if record.raised:
+        text += f"; it had broken off ({record.raised[-1][1]})"
+    return RankFailed(shorten(text), rank=rank)
+
+
+def relayed_error(me: int, teller: int, culprit: int | None, text: str) -> RankFailed:
+    """Make this rank's error from the failure that rank `teller` has published."""
+    if culprit == me:
+        return RankFailed(
+            shorten(f"rank {teller} gave up on this rank ({me}): {text}"), rank=teller
+        )
+    # Named once, by the rank that found it, however many relay it.
+    if culprit != teller and "(found by rank" not in text:
+        text = f"{text} (found by rank {teller})"
+    return RankFailed(text, rank=culprit)
+
+
+def describe_collective(what: str, number: int | None) -> str:
+    """Name a collective for messages."""
+    if number == 0:
+        return "no collective yet"
+    return what if number is None else f"{what}, collective {number}"
+
+
+def describe_ranks(ranks: list[int]) -> str:
+    """Name ranks for messages."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+def shorten(text: str) -> str:
+    """Cut a message to the length that a record may have."""
+    return text if len(text) <= _MESSAGE_MAX else f"{text[:_MESSAGE_MAX]} ..."

@@ -29,7 +29,7 @@ class GradBuffers:
         grad_dtype: torch.dtype | None,
         device: Device | None = None,
         *,
-        leaving: GradOffload | None = None,
+        grad_offload: GradOffload | None = None,
     ) -> None:
         self._rank = rank
         self._device = device or Device(torch.device("cpu"))
@@ -39,7 +39,7 @@ class GradBuffers:
         self._spilled: SpilledGradients | None = None
         self._settled: set[Param] = set()  # whose slots rest in what was allocated
         self.size_bytes = 0
-        self.leaving = leaving  # where the device has memory of its own, and adds gradients up
+        self.grad_offload = grad_offload  # where the device has memory of its own, and adds gradients up
         self._back: dict[Unit, bool] = {}  # whose sums were wanted back on the device, and whether a Use of the unit has ended
 
     def dtype(self, flat: Flat) -> torch.dtype:
@@ -125,11 +125,11 @@ class GradBuffers:
         """Backward will come to this unit. Does not block."""
         if self._spilled is not None:
             self._spilled.ahead(unit)
-        if self.leaving is not None:
+        if self.grad_offload is not None:
             self._back[unit] = False
             for param in unit.params:
                 if param.grad is not None and param.at_rest.grad is not None:  # else the loop has cleared it
-                    param.grad.bring_back(self.leaving)
+                    param.grad.prefetch_to_device(self.grad_offload)
 
     def unit_done(self, unit: Unit) -> None:
         """A Use of the unit has ended, and its gradients are in their slots. Blocks for sums on their way to the device that no
@@ -154,8 +154,8 @@ class GradBuffers:
             self._spilled.reset()
 
     def _count_backward(self) -> None:
-        if self.leaving is not None:
-            self.leaving.backwards += 1
+        if self.grad_offload is not None:
+            self.grad_offload.backward_count += 1
         for unit in list(self._back):
             self._leave_here(unit)
 
@@ -163,7 +163,7 @@ class GradBuffers:
         """No gradient comes to the unit any more: sums of it that went to the device for that go from there."""
         for param in unit.params:
             if param.grad is not None:
-                param.grad.leave_it_here()
+                param.grad.cancel_prefetch()
         del self._back[unit]
 
     def settle(self, unit: Unit | None = None) -> None:

@@ -121,7 +121,7 @@ class ReduceScatter:
             with torch.no_grad():
                 self._reduce(exchange, flats, held, means, present)
 
-        op = self._comm.reduce(_title(unit), work)
+        op = self._comm.submit_reduce_scatter(_title(unit), work)
         return PendingReduce(unit, op, flats, means, size_bytes, held, present)
 
     def _reduce(
@@ -143,15 +143,15 @@ class ReduceScatter:
             whole[end:].zero_()
             wholes.append(list(whole.view(flat.layout.world, -1)))
         flags = present.to(means[0].device)
-        exchange.union(flags)
+        exchange.all_reduce_or(flags)
         present.copy_(flags)
         if not self._qgz:
-            exchange.sums(wholes, means)
+            exchange.reduce_scatter_mean(wholes, means)
             return
         device = means[0].device
         # Where the device has memory of its own they go there and back.
         taken = {flat: [error.to(device) for error in self._errors[flat]] for flat in flats if flat in self._errors}
-        exchange.sums_quantized(
+        exchange.reduce_scatter_mean_quantized(
             wholes, means, lambda turn, index: list(taken[flats[index]][turn]) if flats[index] in taken else None
         )
         for flat, errors in taken.items():

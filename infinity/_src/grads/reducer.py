@@ -172,10 +172,10 @@ class GradReducer:
         """Return when gradients that spill (of a unit; None: of all) are where updates read them. Raises: AioError."""
         self._gradients.settle(unit)
 
-    def let_go(self) -> None:
+    def free_done(self) -> None:
         """A forward begins: free gradients on the device that have left it. Never blocks."""
-        if self._gradients.leaving is not None:
-            self._gradients.leaving.let_go()
+        if self._gradients.grad_offload is not None:
+            self._gradients.grad_offload.free_done()
 
     def backward_end(self) -> None:
         """Reduce what no Use claimed, in the order of units, and take all that is under way. Blocks."""
@@ -184,7 +184,7 @@ class GradReducer:
                 for unit in list(self._fresh):
                     self._add_up(unit)
             else:
-                waiting = self._comm.any_of([self._waits(unit) for unit in self._units])
+                waiting = self._comm.all_reduce_any([self._waits(unit) for unit in self._units])
                 for unit, has_some in zip(self._units, waiting, strict=True):
                     if has_some:
                         self._reduce(unit)

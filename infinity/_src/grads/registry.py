@@ -22,10 +22,10 @@ class SlotBook:
     on one rank.
     """
 
-    def __init__(self, reduce_sum: SumReduce | None = None, *, leaving: GradOffload | None = None) -> None:
+    def __init__(self, reduce_sum: SumReduce | None = None, *, grad_offload: GradOffload | None = None) -> None:
         self.slots: list[GradSlot] = []
         self.scratch_lock = threading.Lock()  # gradients may be drained by one thread per device
-        self.leaving = leaving  # where the device has memory of its own
+        self.grad_offload = grad_offload  # where the device has memory of its own
         self._reduce_sum = reduce_sum
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._factor: tuple[torch.Tensor, int, float] | None = None

@@ -69,7 +69,8 @@ class ReadByUpdate:
 
     def before_write(self, _slot: GradSlot) -> None:
         """Block until the update is done."""
-        wait_through(self._ticket)
+        if not self._ticket.done:  # it is, nearly always: no further call then
+            wait_through(self._ticket)
 
 
 def wait_through(ticket: Ticket) -> None:
@@ -225,10 +226,10 @@ class GradSlot:
         self._refuse_consumed()
         source = grad.detach() if grad.requires_grad else grad
         self._will_mutate()
-        if self.book.leaving is not None and source.device == self.stand_in.device:
-            self._leave(source, self.book.leaving)
+        if self.book.grad_offload is not None and source.device == self.stand_in.device:
+            self._leave(source, self.book.grad_offload)
             return
-        self.leave_it_here()
+        self.cancel_prefetch()
         target = self._shaped
         if source.shape != target.shape:
             source = source.reshape(target.shape)
@@ -263,7 +264,7 @@ class GradSlot:
         self.unreduced = True
         return first
 
-    def _leave(self, source: torch.Tensor, leaving: GradOffload) -> None:
+    def _leave(self, source: torch.Tensor, grad_offload: GradOffload) -> None:
         """`accumulate` on a device with memory of its own: it adds, takes the norm, and what comes of it goes on its way."""
         if self.state is SlotState.EMPTY:
             total = source.to(self.dtype)
@@ -273,11 +274,11 @@ class GradSlot:
                 self._bake()
             total = self._summed_so_far(source.device).add_(source.reshape(-1))
             self._drains += 1
-        self._left_in = leaving.backwards
+        self._left_in = grad_offload.backward_count
         self._forget_norms()
         self._device_norm = norm_there(total.view(self.shape) if self.whole else total.reshape(-1))
         # Of a small parameter a rank may have nothing.
-        self._arriving = leaving.send(total, self.tensor) if total.numel() else None
+        self._arriving = grad_offload.copy_out(total, self.tensor) if total.numel() else None
 
     def _summed_so_far(self, device: torch.device) -> torch.Tensor:
         """What the slot holds, as a new tensor on the device."""
@@ -288,18 +289,18 @@ class GradSlot:
         self._back = None
         return there
 
-    def bring_back(self, leaving: GradOffload) -> None:
+    def prefetch_to_device(self, grad_offload: GradOffload) -> None:
         """Another gradient will come: start taking the sum so far to the device. Nothing where it has a home, or a log, or where
         this backward has brought its gradient already."""
-        came = self._left_in == leaving.backwards
+        came = self._left_in == grad_offload.backward_count
         if came or self._back is not None or self.state is not SlotState.HELD or self.home is not None or self.log:
             return
         source = self.tensor
         there = torch.empty(self.numel, dtype=self.dtype, device=self.stand_in.device)
-        ticket = leaving.device.copy(there.data_ptr(), source.data_ptr(), self.numel * self.dtype.itemsize, out=True)
+        ticket = grad_offload.device.copy(there.data_ptr(), source.data_ptr(), self.numel * self.dtype.itemsize, out=True)
         self._back = (ticket, there)
 
-    def leave_it_here(self) -> None:
+    def cancel_prefetch(self) -> None:
         """What is on its way back to the device is not wanted. Its memory is free when nothing comes to it any more. Blocks."""
         if self._back is None:
             return
@@ -315,7 +316,7 @@ class GradSlot:
         """Forget the gradient, as `p.grad = None` does. The storage is left alone: an update may still read it."""
         if self.state is SlotState.HELD:
             self._drains_before = max(1, self._drains)
-        self.leave_it_here()
+        self.cancel_prefetch()
         self.state, self.unreduced = SlotState.EMPTY, False  # what of it waits for a reduction is dropped, too
         self._drains = 0
         self.log.clear()
@@ -342,7 +343,7 @@ class GradSlot:
         if self.state is SlotState.EMPTY:
             return
         self._require_held("zero_")
-        self.leave_it_here()
+        self.cancel_prefetch()
         self._will_mutate()
         self.tensor.zero_()
         self.log.clear()
@@ -454,7 +455,7 @@ class GradSlot:
 
     def _bake(self) -> None:
         """Replay the log on the storage: in fp32, then rounded to the slot's dtype."""
-        self.leave_it_here()
+        self.cancel_prefetch()
         with self.book.scratch_lock:
             start = 0
             for piece in self._replayed():

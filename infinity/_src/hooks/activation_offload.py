@@ -36,6 +36,7 @@ from infinity._src._torch_compat import (
 from infinity._src.hooks import tensors
 from infinity._src.hooks.activation_store import Shelf, Shelved
 from infinity._src.hooks.boundary import Boundary, Call, Remains, span_numel
+from infinity._src.memory.constants import HELD_CALLS, LEAVING_BYTES
 from infinity._src.params.unit import Unit
 from infinity._src.sizes import format_size
 from infinity._src.telemetry import Timeline
@@ -45,14 +46,8 @@ from infinity.errors import AioError, EngineClosed
 SMALLEST_BYTES = 64 << 10
 """Smaller tensors stay where they are."""
 
-HELD_CALLS = 2
-"""Calls at the end of a forward whose inputs stay: the one that runs, and the one before it."""
-
 AHEAD_CALLS = 2
 """Calls whose inputs come back ahead of the one that backward is at."""
-
-LEAVING_BYTES = 32 << 20
-"""Bytes on their way to the shelf, which are still in memory; or two of the largest tensors, if those are more."""
 
 _SEARCH_CALLS = 64  # micro-batches may lie between one call and the next in backward
 

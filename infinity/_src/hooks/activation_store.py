@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from infinity._src.memory.device import Device
-from infinity._src.memory.swap_space import Place, SwapSpace
+from infinity._src.memory.swap_space import SwapExtent, SwapSpace
 from infinity._src.sizes import round_up
 from infinity.aio import CHUNK, JOB, Executor, JobKind, Priority, Slab, Ticket
 from infinity.aio._records import ALIGNMENT_BYTES, CHUNK_NUMEL
@@ -56,7 +56,7 @@ class OnDrives(Shelved):
 
     ids: npt.NDArray[np.int32]  # [chunks]
     starts: npt.NDArray[np.uint64]  # [chunks] byte at which each chunk starts
-    places: list[Place]
+    places: list[SwapExtent]
     sums: npt.NDArray[np.uint32]
 
 
@@ -181,7 +181,7 @@ class DriveShelf:
 
     def _define(
         self, size_bytes: int
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], list[Place], npt.NDArray[np.uint32]]:
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], list[SwapExtent], npt.NDArray[np.uint32]]:
         """Chunks for `size_bytes` bytes: their ids, where each starts, their places and their checksums."""
         starts = range(0, size_bytes, CHUNK_BYTES)
         sizes = [min(CHUNK_BYTES, size_bytes - start) for start in starts]

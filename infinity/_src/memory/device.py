@@ -1,9 +1,11 @@
-"""The device that computes: where gathered units live, and how bytes get there and back.
+"""The device that computes: memory of gathered units, and copies to it (H2D) and from it (D2H).
 
-    CPU   device memory is the host's: the executor's threads copy, and gradients are added where they wait
-    GPU   copies have streams of their own, in the executor (native/executor_device.c); host memory of copies is pinned
+    CPU   device memory is the host's: executor threads copy, and gradients are added in place
+    GPU   copies have streams of their own, in the executor (native/executor_device.c); their host
+          memory is pinned
 
-What computes is the current stream of torch at the time of a call; one stream at a time, as with FSDP2.
+The compute stream is the current stream of torch at the time of a call; one at a time, as with
+FSDP2.
 """
 
 from __future__ import annotations
@@ -30,13 +32,18 @@ from infinity.aio import (
 
 
 class Device:
-    """The device of one model. driver None: it is the CPU, and copies are the executor's own.
+    """Device of one model.
 
-    stream: gives the handle of the stream that computes now.
+    driver: None where it is the CPU, and the executor copies by itself.
+    stream: returns the handle of the current compute stream.
     """
 
     def __init__(
-        self, torch_device: torch.device, driver: DeviceDriver | None = None, *, stream: Callable[[], int] = lambda: 0
+        self,
+        torch_device: torch.device,
+        driver: DeviceDriver | None = None,
+        *,
+        stream: Callable[[], int] = lambda: 0,
     ) -> None:
         self.torch_device = torch_device
         self.driver = driver
@@ -54,30 +61,41 @@ class Device:
 
     @property
     def mask(self) -> int:
-        """What jobs have in their mask whose addresses are in device memory."""
+        """Bit in the mask of jobs whose addresses are in device memory."""
         return MASK_DEVICE if self.copies else 0
 
     def attach(self, executor: Executor) -> None:
-        """Let the executor copy to and from this device. Blocks while its slab is pinned. Raises: DeviceCopyError, ValueError."""
+        """Give the device to the executor for copies. Blocks while its slab is pinned.
+
+        Raises: DeviceCopyError, ValueError.
+        """
         self._executor = executor
         if self.driver is not None:
             executor.attach_device(self.driver)
             self._told = 0
 
     def behind(self) -> None:
-        """Copies that are submitted from here on come behind the kernels that torch has launched so far. Never blocks."""
+        """Order copies that are submitted from here on behind the kernels launched so far. Never
+        blocks."""
         if self.driver is None:
             return
         stream = self._stream()
+        # Passed on when it changes only: this runs before every submission of copies.
         if stream != self._told:
             assert self._executor is not None
             self._executor.compute_stream(stream)
             self._told = stream
 
     def allocation(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, torch's allocator takes memory from the gather buffers' own pool: among activations they would leave holes
-        of sizes that nothing else fits into."""
-        return contextlib.nullcontext() if self._pool is None else torch.cuda.use_mem_pool(self._pool, self.torch_device)
+        """Make torch's allocator use the gather buffers' own pool inside this context.
+
+        Among activations they would leave holes of sizes that nothing else fits into.
+        """
+        return (
+            contextlib.nullcontext()
+            if self._pool is None
+            else torch.cuda.use_mem_pool(self._pool, self.torch_device)
+        )
 
     def pin(self, slab: Slab) -> None:
         """Pin a slab, until `unpin` or `close`. Blocks. Raises: DeviceCopyError."""
@@ -85,12 +103,12 @@ class Device:
             self.driver.pin(slab.address, slab.size_bytes)
 
     def unpin(self, slab: Slab) -> None:
-        """End what `pin` did, if it did."""
+        """Unpin a slab that `pin` has pinned."""
         if self.driver is not None:
             self.driver.unpin(slab.address)
 
     def copy(self, to: int, source: int, size_bytes: int, *, out: bool) -> Ticket:
-        """Start copying pinned host memory to the device (out) or device memory to pinned host memory. Never blocks.
+        """Start a copy H2D (out) or D2H, from or to pinned host memory. Never blocks.
 
         Source and target must live until the ticket is `filled`.
         """
@@ -109,14 +127,15 @@ class Device:
         self._pool = None
 
 
-LEAVING_UNITS = 2
-"""Fresh gradients of so many of the largest units may be on their way from the device; then backward waits."""
+OFFLOAD_UNITS = 2
+"""Limit of fresh gradients under way from the device, in sizes of the largest unit; then backward
+waits."""
 
 
 class GradOffload:
-    """Gradients on their way from the device into host memory, while backward goes on. One thread uses it at a time.
+    """Offload of gradients D2H while backward goes on. One thread uses it at a time.
 
-    bytes_max: of gradients that may be held for that; then backward waits for the oldest.
+    bytes_max: device memory of gradients under way; beyond it backward waits for the oldest.
     """
 
     def __init__(self, device: Device, bytes_max: int) -> None:
@@ -125,12 +144,13 @@ class GradOffload:
         self._flights: deque[tuple[Ticket, torch.Tensor]] = deque()
         self._bytes = 0
         self.bytes_peak = 0
-        self.backwards = 0  # that have ended
+        self.backward_count = 0  # backwards that have ended
 
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> Ticket:
-        """Start copying `source` (on the device) to `target` (pinned, contiguous), both of one dtype and size.
+    def copy_out(self, source: torch.Tensor, target: torch.Tensor) -> Ticket:
+        """Start the copy D2H of `source` to `target` (pinned, contiguous), of the same dtype and
+        size.
 
-        Blocks while too much is on its way. `source` may be changed by nobody from here on.
+        Blocks while more than `bytes_max` is under way. `source` must not change from here on.
         """
         source = source.detach().reshape(-1).contiguous()
         assert source.dtype is target.dtype
@@ -144,33 +164,37 @@ class GradOffload:
         return ticket
 
     def _make_room(self, size_bytes: int) -> None:
-        self.let_go()
+        self.free_done()
         while self._flights and self._bytes + size_bytes > self._bytes_max:
             ticket, source = self._flights[0]
             ticket.wait_filled()
             self._flights.popleft()
-            self._let_go(source)
+            self._free(source)
 
-    def let_go(self) -> None:
-        """Free what has arrived. Never blocks."""
+    def free_done(self) -> None:
+        """Free the device memory of copies that are done. Never blocks."""
         while self._flights and self._flights[0][0].filled:
             _, source = self._flights.popleft()
-            self._let_go(source)
+            self._free(source)
 
-    def _let_go(self, source: torch.Tensor) -> None:
-        """It has arrived: its memory is the allocator's again, for kernels that are launched from here on."""
+    def _free(self, source: torch.Tensor) -> None:
+        """Drop a source that was copied.
+
+        The allocator may give its memory to kernels that are launched from here on: the copy, which
+        another stream has made, is done.
+        """
         self._bytes -= source.numel() * source.element_size()
 
     def close(self) -> None:
-        """Let go of what has arrived. Nothing may be under way."""
+        """Drop all sources. No copy may be under way."""
         self._flights.clear()
         self._bytes = 0
 
 
 def compute_device(model: torch.nn.Module, wanted: Any) -> torch.device:
-    """The device that computes: the one that is wanted, or where the model is.
+    """Choose the device that computes: the wanted one, or the model's.
 
-    Raises: ValueError when it is none that the engine knows, or that is not there.
+    Raises: ValueError for a kind of device that the engine does not know, or one that is missing.
     """
     if wanted is not None:
         device = torch.device(wanted)
@@ -179,24 +203,33 @@ def compute_device(model: torch.nn.Module, wanted: Any) -> torch.device:
         devices = parameters or {tensor.device for tensor in model.buffers() if not tensor.is_meta}
         if len(devices) > 1:
             raise ValueError(
-                f"the model's parameters are on {', '.join(sorted(map(str, devices)))}; an offloaded model computes on one "
+                f"the model's parameters are on {', '.join(sorted(map(str, devices)))}; an "
+                "offloaded model computes on one "
                 "device: name it with Policy(device=...)"
             )
         device = next(iter(devices), torch.device("cpu"))
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"the engine computes on 'cpu' and 'cuda' devices, not on {device}; move the model with model.to(...)")
+        raise ValueError(
+            f"the engine computes on 'cpu' and 'cuda' devices, not on {device}; move the model "
+            "with model.to(...)"
+        )
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={str(device)!r}: torch finds no CUDA device here; use device='cpu', or see `infinity doctor`")
+        raise ValueError(
+            f"device={str(device)!r}: torch finds no CUDA device here; use device='cpu', or see "
+            "`infinity doctor`"
+        )
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def open_device(torch_device: torch.device) -> Device:
-    """The device of that name. Raises: DeviceCopyError when its driver cannot be had."""
+    """Open a device, with the driver for its copies. Raises: DeviceCopyError without the driver."""
     if torch_device.type != "cuda":
         return Device(torch_device)
     index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
     there = torch.device("cuda", index)
     torch.cuda.init()
-    return Device(there, DeviceDriver(index), stream=lambda: int(torch.cuda.current_stream(there).cuda_stream))
+    return Device(
+        there, DeviceDriver(index), stream=lambda: int(torch.cuda.current_stream(there).cuda_stream)
+    )

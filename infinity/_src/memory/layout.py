@@ -1,11 +1,12 @@
-"""The layout of a unit's states: flats, shards and chunks, as plain arithmetic.
+"""Layout of a unit's states in flats, shards and chunks, as plain arithmetic.
 
-    flat    [ param 0 | pad | param 1 | pad | ...            | pad ]   every parameter at a multiple of 256 bytes
-    shards  [ rank 0            | rank 1            | ...          ]   equal, multiples of GROUP_NUMEL
-    chunks  [ chunk 0 | chunk 1 | chunk 0 | chunk 1 | ...          ]   chunk_numel, the last of a shard shorter
+    flat    [ param 0 | pad | param 1 | pad | ...  | pad ]   parameters at multiples of 256 bytes
+    shards  [ rank 0            | rank 1            | ...]   equal, multiples of GROUP_NUMEL
+    chunks  [ chunk 0 | chunk 1 | chunk 0 | chunk 1 | ...]   chunk_numel, a shard's last is shorter
 
-A chunk holds all sections of its elements, each from a multiple of 4096 bytes on, so one chunk is one contiguous read and
-one contiguous write. Parameters start at multiples of QUANT_GROUP elements: no quantization group holds two of them.
+A chunk holds all sections of its elements, each from a multiple of 4096 bytes on, so one chunk is
+one contiguous read and one contiguous write. Parameters start at multiples of QUANT_GROUP elements:
+no quantization group holds two of them.
 """
 
 from __future__ import annotations
@@ -15,28 +16,47 @@ from collections.abc import Iterator
 
 from infinity._src.sizes import round_up
 from infinity.aio import Format
-from infinity.aio._records import ALIGNMENT_BYTES, CHUNK_NUMEL, GROUP_NUMEL, QUANT_GROUP, Master, Section
+from infinity.aio._records import (
+    ALIGNMENT_BYTES,
+    CHUNK_NUMEL,
+    GROUP_NUMEL,
+    QUANT_GROUP,
+    Master,
+    Section,
+)
 
-__all__ = ["ALIGN_BYTES", "ChunkSpan", "FlatLayout", "Section", "plan_flat", "run_bytes", "sections_of"]
+__all__ = [
+    "ALIGN_BYTES",
+    "ChunkSpan",
+    "FlatLayout",
+    "Section",
+    "aligned_section_bytes",
+    "plan_flat",
+    "sections_of",
+]
 
 ALIGN_BYTES = 256
 
 
 def sections_of(state_format: Format, param_itemsize: int) -> tuple[Section, ...]:
-    """The sections of a format, the parameter that computes first. `param_itemsize` counts for RAW only."""
+    """Sections of a format, that of the computing parameter first.
+
+    param_itemsize: of RAW, which has the parameter's own dtype; other formats say theirs.
+    """
     if state_format.master is Master.RAW:
         return (Section("param", param_itemsize),)
     return state_format.sections
 
 
-def run_bytes(section: Section, numel: int) -> int:
-    """Bytes that `numel` elements of a section take in a run: every section starts 4096-aligned."""
+def aligned_section_bytes(section: Section, numel: int) -> int:
+    """Bytes of a section of `numel` elements on a drive or in a slot, where the next starts
+    4096-aligned."""
     return round_up(section.size_bytes(numel), ALIGNMENT_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkSpan:
-    """A chunk of one rank's shard: elements [start, start + numel) of the shard."""
+    """Chunk of one rank's shard: elements [start, start + numel) of the shard."""
 
     start: int
     numel: int
@@ -44,9 +64,10 @@ class ChunkSpan:
 
 @dataclasses.dataclass(frozen=True)
 class FlatLayout:
-    """Where the parameters of one flat lie, and how it is split over `world` ranks and into chunks.
+    """Layout of one flat: offsets of its parameters, split over `world` ranks and into chunks.
 
-    chunk_numel: elements per chunk, a multiple of GROUP_NUMEL; `infinity.aio._records.chunk_numel` of the format it may get.
+    chunk_numel: elements per chunk, a multiple of GROUP_NUMEL; `infinity.aio._records.chunk_numel`
+    of the format that the flat may get.
     """
 
     itemsize: int
@@ -63,14 +84,18 @@ class FlatLayout:
 
     @property
     def chunks(self) -> tuple[ChunkSpan, ...]:
-        """The chunks of one shard, in order."""
+        """Chunks of one shard, in order."""
         return tuple(
             ChunkSpan(start, min(self.chunk_numel, self.shard_numel - start))
             for start in range(0, self.shard_numel, self.chunk_numel)
         )
 
     def shard_range(self, index: int, rank: int) -> tuple[int, int, int]:
-        """The part of parameter `index` in the shard of `rank`: (start in shard, start in parameter, elements)."""
+        """Intersect parameter `index` with the shard of `rank`.
+
+        Returns (start in the shard, start in the parameter, elements); zeros where they do not
+        meet.
+        """
         low = max(self.offsets[index], rank * self.shard_numel)
         high = min(self.offsets[index] + self.numels[index], (rank + 1) * self.shard_numel)
         if high <= low:
@@ -78,8 +103,10 @@ class FlatLayout:
         return (low - rank * self.shard_numel, low - self.offsets[index], high - low)
 
     def spans(self, index: int, rank: int) -> Iterator[tuple[int, int, int, int]]:
-        """The parts of parameter `index` in the chunks of a rank's shard, in order: (chunk, start in it, start in the parameter,
-        elements)."""
+        """Intersect parameter `index` with the chunks of a rank's shard, in order.
+
+        Yields (chunk, start in the chunk, start in the parameter, elements).
+        """
         start, element, numel = self.shard_range(index, rank)
         at, end = start, start + numel
         while at < end:
@@ -92,7 +119,9 @@ class FlatLayout:
 def plan_flat(
     numels: tuple[int, ...], itemsize: int, world: int = 1, chunk_numel: int = CHUNK_NUMEL
 ) -> FlatLayout:
-    """Lay out parameters of `numels` elements, in order, and split them evenly over `world` ranks."""
+    """Lay out parameters of `numels` elements, in order, and split them evenly over `world` ranks.
+    """
+    # No quantization group holds two parameters, and each starts at a multiple of 256 bytes.
     align = max(QUANT_GROUP, ALIGN_BYTES // itemsize)
     offsets = []
     end = 0

@@ -1,10 +1,12 @@
-"""The process's RAM budget: one ledger that all models of the process share.
+"""RAM budget of the process: one ledger that all its models share.
 
-A model reserves what its plan holds; the next model finds what is left of its own policy's `ram`. A model takes what it
-can use, and keeps it: nothing is planned anew when another one comes. So models that share a process are offloaded with
-a `ram` that grows (the first may hold 8 GiB, with the second the process may hold 16), or with `resident` or "min", which
-bound what a model takes. An explicit `ram` is of one process, so of one rank; without it the ranks of a machine divide what
-it (or the cgroup) leaves.
+A model reserves the bytes of its plan. The next model finds the rest of its own policy's `ram`. A
+model takes as much as it can use, and keeps it: nothing is planned anew when another one comes. So
+models that share a process are offloaded with a `ram` that grows (the first may hold 8 GiB, with
+the second the process may hold 16), or with `resident` or "min", which bound a model.
+
+An explicit `ram` is that of one process, so of one rank. Without it the ranks of a machine divide
+the memory that the machine (or the cgroup) leaves.
 """
 
 from __future__ import annotations
@@ -25,25 +27,31 @@ RAM_SHARE = 0.5
 
 
 class RamLedger:
-    """Bytes reserved for offloading in this process, by owner."""
+    """Ledger of the bytes reserved for offloading in this process, by owner."""
 
     def __init__(self) -> None:
         self._reserved: dict[int, tuple[int, int]] = {}
 
     def reserve(self, owner: int, size_bytes: int, least_bytes: int | None = None) -> None:
-        """Record that `owner` holds `size_bytes` in total (replaces what it had), and could do with `least_bytes`."""
-        self._reserved[owner] = (size_bytes, size_bytes if least_bytes is None else min(least_bytes, size_bytes))
+        """Record that `owner` holds `size_bytes` in total, and could do with `least_bytes`.
+
+        Replaces its former entry.
+        """
+        self._reserved[owner] = (
+            size_bytes,
+            size_bytes if least_bytes is None else min(least_bytes, size_bytes),
+        )
 
     def release(self, owner: int) -> None:
-        """`owner` holds nothing any more."""
+        """Remove the entry of `owner`."""
         self._reserved.pop(owner, None)
 
     def others_bytes(self, owner: int) -> int:
-        """Bytes that owners other than `owner` hold."""
+        """Add up the bytes that other owners hold."""
         return sum(size for key, (size, _) in self._reserved.items() if key != owner)
 
     def others_spare_bytes(self, owner: int) -> int:
-        """Bytes that they hold beyond the least that they need."""
+        """Add up the bytes that other owners hold beyond the least that they need."""
         return sum(size - least for key, (size, least) in self._reserved.items() if key != owner)
 
 
@@ -51,10 +59,11 @@ LEDGER = RamLedger()
 
 
 def budget_bytes(ram: int | str | None, owner: int, default_bytes: int) -> int | None:
-    """The bytes that `owner` may hold under the policy's `ram`; None means the least that works.
+    """Derive the bytes that `owner` may hold under the policy's `ram`; None: the least that works.
 
-    An explicit size is the process's; what other models hold counts against it. default_bytes: what `ram=None` stands for,
-    RAM_SHARE of `fair_share`, which was left before this model took some.
+    An explicit size is the process's: bytes of other models count against it.
+    default_bytes: the size for `ram=None`, RAM_SHARE of the `fair_share` from before this model
+    took memory.
     """
     if ram == "min":
         return None
@@ -65,13 +74,13 @@ def budget_bytes(ram: int | str | None, owner: int, default_bytes: int) -> int |
 
 
 def ranks_of_node() -> int:
-    """Ranks that share this machine, as torchrun says."""
+    """Count the ranks of this machine, as torchrun says."""
     return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
 @functools.lru_cache(maxsize=1)
 def machine() -> str:
-    """What all processes of this machine, and no others, call it: its kernel's boot."""
+    """Name this machine: equal in its processes only. It is the boot id of the kernel."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -79,12 +88,14 @@ def machine() -> str:
 
 
 def memory_seen() -> dict[str, int]:
-    """Bytes that each limit on this process leaves: the machine's memory, and each of its cgroups with a limit.
+    """Read the bytes that each limit on this process leaves: the machine's, and those of its
+    cgroups.
 
-    The names are the same in all processes under the same limit. A path of a cgroup means something in its namespace only.
+    The keys are the same in all processes under the same limit.
     """
     found = {f"{machine()} the machine": int(psutil.virtual_memory().available)}
     for limit in cgroup_limits():
+        # The path of a cgroup means something in its namespace only.
         try:
             space = str(Path("/proc/self/ns/cgroup").readlink())
         except OSError:
@@ -94,9 +105,12 @@ def memory_seen() -> dict[str, int]:
 
 
 def fair_share(mine: Mapping[str, int], everyone: Sequence[Mapping[str, int]]) -> int:
-    """A rank's part of what is left, in bytes: of each limit on it, as the least that a rank saw, divided by the ranks under it.
+    """Divide the memory that is left, in bytes: each limit by the ranks under it. Returns the least
+    part.
 
-    `everyone`: what all ranks have seen before any took memory. Ranks that torchrun knows count, also where they do not meet.
+    mine, everyone: `memory_seen` of this rank, and of all ranks, from before any took memory. Of a
+    limit the least value counts. Ranks that torchrun started here count, also if they share no
+    model.
     """
     parts = []
     for limit in mine:
@@ -106,20 +120,24 @@ def fair_share(mine: Mapping[str, int], everyone: Sequence[Mapping[str, int]]) -
 
 
 def describe_budget(ram: int | str | None) -> str:
-    """The policy's `ram` for people."""
+    """Name the policy's `ram` for messages."""
     if ram is None:
         return f"default ({RAM_SHARE:.0%} of {format_size(memory_left_bytes())})"
     return ram if isinstance(ram, str) else format_size(ram)
 
 
 def describe_others(ram: int | str | None, owner: int) -> str:
-    """What other models of the process hold of an explicit budget, and what to do about it; empty if nothing."""
+    """Say what other models hold of an explicit budget, and what to do about it; empty if nothing.
+    """
     held, spare = LEDGER.others_bytes(owner), LEDGER.others_spare_bytes(owner)
     if not isinstance(ram, int) or not held:
         return ""
     told = f", and other models of this process hold {format_size(held)} of it"
     if spare:
-        told += f", {format_size(spare)} of that to spare their drives (a smaller ram or resident= of theirs gives that back)"
+        told += (
+            f", {format_size(spare)} of that to spare their drives "
+            "(a smaller ram or resident= of theirs gives that back)"
+        )
     return f"{told}; close those that are done with (inf.handle(model).close())"
 
 

@@ -1,13 +1,17 @@
-"""What the ranks of one machine share: its memory, its drives' room and bandwidth. Agreed on while a model is set up.
+"""Resources that the ranks of one machine share: its memory, its drives' room and bandwidth.
 
-    offload    machine, memory left  <- told before anybody takes any     directories of this rank, its part of the memory
-               drives                                                     ranks for each drive: bandwidth, depth of requests
-               memory of the plan                                         more than the machine has: MemoryError on all ranks
-               room on the drives                                         more than there is: SwapFullError on all ranks
-    optimizer  room on the drives                                         the same
+Ranks agree on them in rounds of a rendezvous while a model is set up:
 
-Ranks share by what the kernel says, not by what a mesh calls a node: two "nodes" on one machine have one memory. A rank that
-fails tells the others, which raise PeerFailed with its error (infinity._src.distributed.rendezvous).
+    round                                   derived from it
+    offload: machine, memory left           this rank's directories, its part of the memory
+             drives                         ranks for each drive: bandwidth, depth of requests
+             memory of the plan             more than the machine has: MemoryError on all ranks
+             room on the drives             more than there is: SwapFullError on all ranks
+    optimizer: room on the drives           the same
+
+Machines are told apart by the kernel, not by the nodes of a mesh: two "nodes" on one machine have
+one memory. A rank that fails sends its error, and the others raise PeerFailed with it
+(infinity._src.distributed.rendezvous).
 """
 
 from __future__ import annotations
@@ -32,14 +36,18 @@ from infinity.aio._swap_file import is_directory_pattern, resolve_directories
 from infinity.errors import SwapFullError
 
 DEPTH_MIN = 8
-"""Requests that a rank has in flight at a drive at least, however many share it: fewer leave a drive idle between two."""
+"""Least number of requests that a rank has in flight at a drive, however many ranks share it. Fewer
+leave the drive idle between two."""
 
 
 @contextlib.contextmanager
-def sharing(comm: Comm, policy: Policy) -> Iterator[NodeResources]:
-    """The meeting of ranks that offload a model; over with `NodeResources.agree`. Collective. Left when the model is closed."""
-    with Rendezvous(comm, "inf.offload") as meeting:
-        found = NodeResources(comm, policy, meeting)
+def open_node_resources(comm: Comm, policy: Policy) -> Iterator[NodeResources]:
+    """Open the rendezvous of ranks that offload a model. Collective.
+
+    `NodeResources.end_rendezvous` ends it. The context is left when the model is closed.
+    """
+    with Rendezvous(comm, "inf.offload") as rendezvous:
+        found = NodeResources(comm, policy, rendezvous)
         try:
             yield found
         finally:
@@ -47,39 +55,54 @@ def sharing(comm: Comm, policy: Policy) -> Iterator[NodeResources]:
 
 
 class NodeResources:
-    """What this rank has of its machine. Methods are collective where they say so; with one rank they call nothing.
+    """Part of the machine's resources that this rank may use.
 
-    policy: as given, with this rank's directories, and its part of the bandwidths that are given. number, ranks: this rank's
-    number among those of the machine, and how many these are. default_bytes: RAM_SHARE of its part of the memory that was left
-    before any rank took some.
+    Methods are collective where they say so. With one rank they communicate nothing.
+    policy: as given, with this rank's directories, and its part of the given bandwidths.
+    number, ranks: this rank's number among the ranks of the machine, and their count.
+    default_bytes: RAM_SHARE of its part of the memory that was left before any rank took some.
     """
 
-    def __init__(self, comm: Comm, policy: Policy, meeting: Rendezvous) -> None:
+    def __init__(self, comm: Comm, policy: Policy, rendezvous: Rendezvous) -> None:
         self._comm = comm
-        self._meeting: Rendezvous | None = meeting
+        self._rendezvous: Rendezvous | None = rendezvous
         self.closed = False
+        # Before any rank takes memory: every rank sends this value in the first round.
         seen = memory_seen()
-        everyone = meeting.exchange({"machine": machine(), "memory": seen, "rules": policy.rules})
+        everyone = rendezvous.all_gather_object(
+            {"machine": machine(), "memory": seen, "rules": policy.rules}
+        )
         _check_rules([told["rules"] for told in everyone])
-        self._neighbours = [rank for rank, told in enumerate(everyone) if told["machine"] == machine()]
+        self._neighbours = [
+            rank for rank, told in enumerate(everyone) if told["machine"] == machine()
+        ]
         self.number, self.ranks = self._neighbours.index(comm.rank), len(self._neighbours)
-        self.default_bytes = int(RAM_SHARE * fair_share(seen, [told["memory"] for told in everyone]))
+        self.default_bytes = int(
+            RAM_SHARE * fair_share(seen, [told["memory"] for told in everyone])
+        )
         if any(is_directory_pattern(path) for path in policy.directories):
-            found = resolve_directories(policy.directories, rank=comm.rank, local_rank=self._local_rank())
+            found = resolve_directories(
+                policy.directories, rank=comm.rank, local_rank=self._local_rank()
+            )
             policy = dataclasses.replace(policy, nvme=found)
         drives = {path.resolve(): _drive(path) for path in policy.directories if path.is_dir()}
-        everyone = meeting.exchange({"drives": sorted(set(drives.values()))})
+        everyone = rendezvous.all_gather_object({"drives": sorted(set(drives.values()))})
         self._sharers = {
-            path: sum(drive in everyone[rank]["drives"] for rank in self._neighbours) for path, drive in drives.items()
+            path: sum(drive in everyone[rank]["drives"] for rank in self._neighbours)
+            for path, drive in drives.items()
         }
         self.policy = self._with_part_of_bandwidths(policy)
 
     def sharers(self, directory: str | os.PathLike[str]) -> int:
-        """How many ranks have a directory on the drive of this one."""
+        """Count the ranks with a directory on the same drive as this directory."""
         return self._sharers.get(Path(directory).resolve(), 1)
 
     def depths(self, files: Sequence[SwapFile]) -> list[int]:
-        """Requests in flight for each drive: what it takes, divided by the ranks that share it; DEPTH_MIN if it takes these."""
+        """Choose the requests in flight for each drive: its limit, divided by the ranks that share
+        it.
+
+        At least DEPTH_MIN, if the drive takes these.
+        """
         settings, found = self.policy.io_settings, []
         for file in files:
             taken = limits_of(file).fit(settings.block_bytes or BLOCK_BYTES, settings.depth)[1]
@@ -87,27 +110,36 @@ class NodeResources:
         return found
 
     def check_memory(self, size_bytes: int) -> None:
-        """Raises MemoryError on all ranks where the plans of some, of `size_bytes` here, do not fit into what is left for them
-        together. Collective."""
+        """Check that the plans of all ranks, `size_bytes` of this one, fit together. Collective.
+
+        Raises: MemoryError on all ranks if those under one limit want more than it leaves.
+        """
         if self._comm.world == 1:
             return
-        assert self._meeting is not None
-        everyone = self._meeting.exchange({"size": size_bytes, "memory": memory_seen()})
+        assert self._rendezvous is not None
+        everyone = self._rendezvous.all_gather_object({"size": size_bytes, "memory": memory_seen()})
         for limit in {limit: None for told in everyone for limit in told["memory"]}:
             ranks = [rank for rank, told in enumerate(everyone) if limit in told["memory"]]
             wanted = sum(everyone[rank]["size"] for rank in ranks)
             left = min(everyone[rank]["memory"][limit] for rank in ranks)
             if wanted > left:
                 raise MemoryError(
-                    f"{_ranks(ranks)} would hold {format_size(wanted)} together, and what they share ({limit.partition(' ')[2]}) "
-                    f"leaves {format_size(left)}: {format_size(wanted - left)} are missing. Policy.ram is what each rank may "
+                    f"{_ranks(ranks)} would hold {format_size(wanted)} together, and what they "
+                    f"share ({limit.partition(' ')[2]}) "
+                    f"leaves {format_size(left)}: {format_size(wanted - left)} are missing. "
+                    "Policy.ram is what each rank may "
                     "hold: choose a smaller one, or None (a part of what is left)"
                 )
 
     def check_room(self, files: Sequence[SwapFile], sizes: Sequence[int]) -> None:
-        """Raises SwapFullError on all ranks where what some want of one file system, `sizes` more bytes in this rank's files, is
-        more than it has. Collective while ranks meet, which is when all take room at once; else each takes what it finds."""
-        if self._comm.world == 1 or self._meeting is None:
+        """Check that the file systems have room for all ranks: `sizes` more bytes in this rank's
+        files.
+
+        Collective during a rendezvous, in which all ranks take room together. Otherwise each rank
+        takes the room that it finds, and nothing is checked here.
+        Raises: SwapFullError on all ranks if those on one file system want more than it has.
+        """
+        if self._comm.world == 1 or self._rendezvous is None:
             return
         wants: dict[str, int] = {}
         free: dict[str, tuple[int, str]] = {}
@@ -115,15 +147,22 @@ class NodeResources:
             system = str(os.fstat(file.fd).st_dev)
             wants[system] = wants.get(system, 0) + size
             free[system] = (file.free_bytes(), file.path)
-        everyone = self._meeting.exchange({"machine": machine(), "wants": wants, "free": free})
+        everyone = self._rendezvous.all_gather_object(
+            {"machine": machine(), "wants": wants, "free": free}
+        )
         systems = {(told["machine"], system): None for told in everyone for system in told["wants"]}
         for where, system in systems:
-            ranks = [rank for rank, told in enumerate(everyone) if told["machine"] == where and system in told["wants"]]
+            ranks = [
+                rank
+                for rank, told in enumerate(everyone)
+                if told["machine"] == where and system in told["wants"]
+            ]
             wanted = sum(everyone[rank]["wants"][system] for rank in ranks)
             left, path = min(everyone[rank]["free"][system] for rank in ranks)
             if wanted > left:
                 raise SwapFullError(
-                    f"{path!r} has room for {left} of {wanted} more bytes that {_ranks(ranks)} need together: {wanted - left} "
+                    f"{path!r} has room for {left} of {wanted} more bytes that {_ranks(ranks)} "
+                    f"need together: {wanted - left} "
                     "are missing; free space, or add a directory to Policy.nvme",
                     errno=errno.ENOSPC,
                     path=path,
@@ -131,63 +170,84 @@ class NodeResources:
                     length=wanted,
                 )
 
-    def agree(self) -> None:
-        """The meeting is over, well on all ranks. Collective. Raises: PeerFailed."""
-        if self._meeting is not None and self._comm.world > 1:
-            self._meeting.end()
-        self._meeting = None
+    def end_rendezvous(self) -> None:
+        """End the rendezvous, if all ranks came here without an error. Collective. Raises:
+        PeerFailed."""
+        if self._rendezvous is not None and self._comm.world > 1:
+            self._rendezvous.end()
+        self._rendezvous = None
 
     @contextlib.contextmanager
-    def together(self, what: str, alike: Sequence[str] = ()) -> Iterator[Callable[[], None]]:
-        """Inside, ranks do the same, and call no collective but `check_room`; what comes with it says that all went well here,
-        and raises PeerFailed unless it did everywhere. Collective. Raises: ValueError where `alike` is not the same on all ranks.
+    def open_rendezvous(self, what: str, alike: Sequence[str] = ()) -> Iterator[Callable[[], None]]:
+        """Open a rendezvous in which ranks do the same, and call no collective but `check_room`.
+
+        Yields a function that says that all went well here, and raises PeerFailed unless it did
+        everywhere. Collective. what: named in errors.
+        Raises: ValueError where `alike` is not the same on all ranks.
         """
-        if self.closed:  # nobody else may come to say so
+        if self.closed:  # the other ranks may never come
             yield lambda: None
             return
-        with Rendezvous(self._comm, what) as meeting:
-            self._meeting = meeting
+        with Rendezvous(self._comm, what) as rendezvous:
+            self._rendezvous = rendezvous
             try:
-                _check_alike(what, [told["alike"] for told in meeting.exchange({"alike": [*alike]})])
-                yield self.agree
+                _check_alike(
+                    what,
+                    [told["alike"] for told in rendezvous.all_gather_object({"alike": [*alike]})],
+                )
+                yield self.end_rendezvous
             finally:
-                self._meeting = None
+                self._rendezvous = None
 
     def _local_rank(self) -> int:
-        """This rank's number within its node; within its machine where one node may stand for several that are unequal."""
+        """Number this rank within its node, or within its machine if the topology is flat."""
+        # A flat topology may stand for several unequal machines, where its local rank is the global
+        # one.
         topology = self._comm.topology
         return topology.local_rank if topology.nodes > 1 else self.number
 
     def _with_part_of_bandwidths(self, policy: Policy) -> Policy:
-        """The policy with the bandwidths that it gives divided by the ranks that share each drive."""
+        """Divide the policy's bandwidths by the ranks that share each drive."""
         given = policy.io_settings.bandwidths
-        parts = {name: (read / n, write / n) for name, (read, write) in given.items() if (n := self.sharers(name))}
+        parts = {
+            name: (read / n, write / n)
+            for name, (read, write) in given.items()
+            if (n := self.sharers(name))
+        }
         if parts == given:
             return policy
-        return dataclasses.replace(policy, io=dataclasses.replace(policy.io_settings, bandwidths=parts))
+        return dataclasses.replace(
+            policy, io=dataclasses.replace(policy.io_settings, bandwidths=parts)
+        )
 
 
 def _check_alike(what: str, everyone: Sequence[Sequence[str]]) -> None:
-    """Raise ValueError for the first line that some rank has, and rank 0 has not, or the other way round."""
+    """Raise ValueError for the first line that some rank has, and rank 0 has not, or the other way
+    round."""
     for rank, lines in enumerate(everyone):
         for mine, theirs in itertools.zip_longest(everyone[0], lines, fillvalue="nothing more"):
             if mine != theirs:
-                raise ValueError(f"{what}: all ranks do the same; rank 0 has {mine}, and rank {rank} has {theirs}")
+                raise ValueError(
+                    f"{what}: all ranks do the same; rank 0 has {mine}, and rank {rank} has "
+                    f"{theirs}"
+                )
 
 
 def _check_rules(everyone: Sequence[dict[str, str]]) -> None:
-    """Raises ValueError where ranks would train by different rules, each its part."""
+    """Raise ValueError where policies differ in rules by which each rank would train its part."""
     for field, first in everyone[0].items():
         other = next((rank for rank, rules in enumerate(everyone) if rules[field] != first), None)
         if other is not None:
             raise ValueError(
-                f"Policy.{field} is {first} on rank 0 and {everyone[other][field]} on rank {other}: all ranks train by one "
+                f"Policy.{field} is {first} on rank 0 and {everyone[other][field]} on rank "
+                f"{other}: all ranks train by one "
                 "policy; give them the same"
             )
 
 
 def _drive(directory: Path) -> str:
-    """What names the drive under a directory to all processes of its machine: the device, or the file system."""
+    """Name the drive under a directory for all processes of its machine: by device, or file system.
+    """
     return limits_of(directory).device or f"file system {directory.stat().st_dev}"
 
 
@@ -195,4 +255,4 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-__all__ = ["DEPTH_MIN", "NodeResources", "sharing"]
+__all__ = ["DEPTH_MIN", "NodeResources", "open_node_resources"]

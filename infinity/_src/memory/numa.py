@@ -1,10 +1,10 @@
-"""Which NUMA node the memory and the threads of a rank belong to: the one of the device that it computes on.
+"""NUMA node for the memory and the threads of a rank: that of the device that it computes on.
 
     GPU     the node of its PCI device
-    CPU     the ranks of a machine, spread over its nodes; one rank alone has them all, and is bound to none
+    CPU     the ranks of a machine are spread over its nodes; one rank alone is bound to none
 
-What the kernel tells is read from /sys, under a root that tests may write themselves. On a machine with one node nothing is
-chosen, and nothing is called. `infinity.aio._numa_node` carries the choice out.
+Nodes are read from /sys, under a root that tests may write themselves. On a machine with one node
+nothing is chosen, and nothing is called. `infinity.aio._numa_node` carries the choice out.
 """
 
 from __future__ import annotations
@@ -21,26 +21,34 @@ _ROOT = Path("/")
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """place: the node for a device, None where nothing is to be bound; `reason` says why, in either case."""
+class NumaChoice:
+    """Choice of a node for a device; `place` is None where nothing is to be bound.
+
+    reason: for the choice, in either case.
+    """
 
     place: Place | None
     reason: str
 
 
 def read_nodes(root: Path = _ROOT) -> tuple[Place, ...]:
-    """The machine's nodes that have CPUs, in order; empty where the kernel tells of none. CPUs from CPU_MAX on are left out."""
+    """Read the machine's nodes that have CPUs, in order; none where the kernel lists none.
+
+    CPUs from CPU_MAX on are left out.
+    """
     folder = root / "sys" / "devices" / "system" / "node"
     found = []
     for node in parse_list(_text(folder / "online")):
-        cpus = tuple(cpu for cpu in parse_list(_text(folder / f"node{node}" / "cpulist")) if cpu < CPU_MAX)
-        if cpus:  # others are memory alone
+        cpus = tuple(
+            cpu for cpu in parse_list(_text(folder / f"node{node}" / "cpulist")) if cpu < CPU_MAX
+        )
+        if cpus:  # other nodes are memory alone
             found.append(Place(node, cpus))
     return tuple(found)
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """The numbers of a kernel's list: "0-2,8" is (0, 1, 2, 8). Empty for what is none."""
+    """Parse a list of the kernel: "0-2,8" is (0, 1, 2, 8). Empty for text that is no such list."""
     found: list[int] = []
     for part in text.strip().split(","):
         first, dash, last = part.partition("-")
@@ -51,37 +59,55 @@ def parse_list(text: str) -> tuple[int, ...]:
 
 
 def node_of_pci(address: str, root: Path = _ROOT) -> int | None:
-    """The node of a PCI device ("0000:65:00.0"); None where the kernel does not know it (-1), as in many virtual machines."""
+    """Read the node of a PCI device ("0000:65:00.0"); None where the kernel does not know it.
+
+    It says -1 then, as in many virtual machines.
+    """
     text = _text(root / "sys" / "bus" / "pci" / "devices" / address.lower() / "numa_node").strip()
     return int(text) if text.isdecimal() else None
 
 
 def pci_address(device: torch.device) -> str:
-    """The PCI address of a CUDA device, as /sys has it."""
+    """Format the PCI address of a CUDA device as /sys has it."""
     found: Any = torch.cuda.get_device_properties(device)  # not all of it is in torch's annotations
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
-def find_place(pci: str | None, *, number: int, ranks: int, root: Path = _ROOT) -> Found:
-    """Where memory and threads of a rank belong. pci: the address of its device, None: it computes on the CPU; number: of the
-    machine's `ranks` ranks."""
+def choose_node(pci: str | None, *, number: int, ranks: int, root: Path = _ROOT) -> NumaChoice:
+    """Choose the node for memory and threads of a rank.
+
+    pci: the address of its device; None where it computes on the CPU. number: the rank's among the
+    machine's `ranks` ranks.
+    """
     nodes = read_nodes(root)
     if len(nodes) < 2:
-        return Found(None, "one node: nothing is bound")
+        return NumaChoice(None, "one node: nothing is bound")
     if pci is not None:
         node = node_of_pci(pci, root)
         place = next((place for place in nodes if place.node == node), None)
-        where = "no node that is known" if node is None else f"node {node}" + ("" if place else ", which has no CPUs")
-        return Found(place, f"{len(nodes)} nodes, {pci} is on {where}")
+        where = (
+            "no node that is known"
+            if node is None
+            else f"node {node}" + ("" if place else ", which has no CPUs")
+        )
+        return NumaChoice(place, f"{len(nodes)} nodes, {pci} is on {where}")
     if ranks < len(nodes):
-        return Found(None, f"{len(nodes)} nodes, and {ranks} rank{'s' if ranks > 1 else ''} on the CPU: each may use all")
+        return NumaChoice(
+            None,
+            f"{len(nodes)} nodes, and {ranks} rank{'s' if ranks > 1 else ''} on the CPU: each may "
+            "use all",
+        )
     place = nodes[number * len(nodes) // ranks]
-    return Found(place, f"{len(nodes)} nodes, rank {number} of {ranks} on the CPU has node {place.node}")
+    return NumaChoice(
+        place, f"{len(nodes)} nodes, rank {number} of {ranks} on the CPU has node {place.node}"
+    )
 
 
-def bind(device: torch.device, *, number: int, ranks: int) -> Found:
-    """Let this process's slabs and native threads, from now on, be on the node of the device that computes."""
-    found = find_place(pci_address(device) if device.type == "cuda" else None, number=number, ranks=ranks)
+def bind(device: torch.device, *, number: int, ranks: int) -> NumaChoice:
+    """Bind slabs and native threads that this process makes from now on to the device's node."""
+    found = choose_node(
+        pci_address(device) if device.type == "cuda" else None, number=number, ranks=ranks
+    )
     choose(found.place)
     return found
 

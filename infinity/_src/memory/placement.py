@@ -1,48 +1,216 @@
-"""What rests in RAM and what on NVMe, under one budget: pure arithmetic over sizes, no tensors.
+"""Placement of states in RAM and on NVMe under one budget: pure arithmetic over sizes, no tensors.
 
-    ram = pools + checksums + what the chosen tiers keep in RAM + `resident` + gradients + a static set of further sections
+    ram = pools + checksums + states of the tiers that are RAM + `resident` + gradients
+          + a static set of further sections
 
-A step scans all states once, and a cyclic scan defeats any recency rule, so the set is fixed. What a byte of RAM saves, per
-step of M micro-batches (`traffic`):
+A step scans all states once, and a cyclic scan defeats any recency rule, so the set is fixed. A
+byte of RAM saves this much traffic per step of M micro-batches (`traffic`):
 
-    hi, param   2M reads and one write: a gather for each forward and backward, of which the first forward's comes with the
-                update (under update="delayed" gathers read a copy in RAM: two reads)
-    grad        M reads and M writes, when it spills: stored M times, fetched M - 1 times and read by the update
-    lo, moments one read and one write
+    hi, param    2M reads and one write: a gather for each forward and backward, of which the first
+                 forward's comes with the update (under update="delayed" gathers read a copy in RAM:
+                 two reads)
+    grad         M reads and M writes, when it spills: stored M times, fetched M - 1 times and read
+                 by the update
+    lo, moments  one read and one write
 
-So gradients stay in RAM first (the budget says so: only a `ram` below the least spills them), then sections go in by value
-per byte. `hi` goes before the rest, and that also makes the remaining requests better, not worse: gathers, whose requests
-are the small ones (768 KiB of a 4.5 MiB chunk), go away, and `lo` and the moments of the chunk stay one run of 3.75 MiB.
-Sections of equal value go in together, by whole chunks.
+So gradients stay in RAM first: only a `ram` below the least spills them. Then sections become
+resident by value per byte. `hi` goes before the rest, and that makes the remaining requests better,
+too: gathers, whose requests are the small ones (768 KiB of a 4.5 MiB chunk), go away, and `lo` and
+the moments of the chunk stay one contiguous range of 3.75 MiB. Sections of equal value become
+resident together, by whole chunks. With two generations a resident section is held twice, and a
+byte of RAM saves half as much.
 
-With two generations a resident section is held twice, and a byte of RAM saves half as much.
+**Spilled gradients.** A flat's gradients are in RAM as a whole, or on NVMe by way of a staging
+window that holds them while backward fills them. Windows are of one size, that of the largest flat
+that spills. So a large flat (an embedding) may be worth keeping in RAM only to keep the windows
+small, and there is a choice: up to which size flats may spill.
 
-Within a class chunks are taken in the van der Corput order of their positions, so that any prefix of it is spread evenly:
-no stretch of the forward is all NVMe. Taking a prefix, and stopping at the first that does not fit, makes the sets of
-two budgets nested: more RAM never moves more bytes.
+**Nested budgets.** Within a class chunks are taken in the van der Corput order of their positions.
+Any prefix of it is spread evenly, so that no stretch of the forward is all NVMe. Taking a prefix,
+and stopping at the first chunk that does not fit, makes the sets of two budgets nested: more RAM
+never moves more bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from infinity._src.memory.needs import FlatNeed, Load, chunk_bytes, run_bytes, traffic
-from infinity._src.memory.spilling import WINDOW_COUNT, choose_spill, spread
-from infinity._src.perf.roofline import passes
+from infinity._src.memory.layout import FlatLayout, Section, aligned_section_bytes, sections_of
+from infinity._src.perf.roofline import move_counts
 from infinity._src.sizes import format_size, round_size, round_up
 from infinity.aio import Format
 from infinity.aio._records import piece_count
 from infinity.errors import BudgetError
 
-__all__ = ["FlatNeed", "Load", "Plan", "chunk_bytes", "plan_placement", "step_bytes"]
 
-# Slots for each drive: 8 chunks of states in flight (36 MiB: at 7 GB/s five milliseconds, many times a drive's latency), and 16
-# of parameters alone (see bench/README.md). More gained nothing; a budget's bytes are worth more as resident sections.
+@dataclasses.dataclass(frozen=True)
+class FlatNeed:
+    """Needs of one flat: its layout, its format, the tiers of its sections, its gradients.
+
+    grad_bytes: RAM of this rank's gradients of the flat (both sets under update="delayed"); 0 when
+        no optimizer holds it, and while update="backward" keeps none.
+    shadow_bytes: RAM of a second `hi` (update="delayed").
+    spill_format: the format with a `grad` section, for gradients that may spill; None: they may
+        not. Such gradients take `window_bytes` of RAM in a staging window while backward fills
+        them.
+    versions: how many copies of its states are kept, all on the same tier; gradients have one.
+    """
+
+    layout: FlatLayout
+    format: Format
+    params_tier: str
+    optim_tier: str
+    grad_bytes: int = 0
+    shadow_bytes: int = 0
+    spill_format: Format | None = None
+    window_bytes: int = 0
+    versions: int = 1
+
+    @functools.cached_property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each chunk."""
+        return tuple(span.numel for span in self.layout.chunks)
+
+    @functools.cached_property
+    def sections(self) -> tuple[Section, ...]:
+        """Sections of its format."""
+        return sections_of(self.format, self.layout.itemsize)
+
+    @property
+    def held(self) -> bool:
+        """Whether an optimizer holds it, and so writes its sections every step."""
+        return self.format != Format.RAW
+
+    def kind(self, section: int) -> str:
+        """Name a section as `Policy.resident` does: "params", "optim"; or "grad"."""
+        # With parameters on a device, section 0 is read and written by the update alone.
+        if section >= self.format.written_count:
+            return "grad"
+        return "params" if section == 0 and self.params_tier != "device" else "optim"
+
+    def tier(self, section: int) -> str:
+        """Name the lowest tier of a section."""
+        kind = self.kind(section)
+        if kind == "grad":
+            return "nvme"
+        if kind == "params":
+            return self.params_tier
+        return self.optim_tier if self.held else "cpu"
+
+    def nvme_mask(self) -> int:
+        """Mask of the sections that may rest on NVMe."""
+        return sum(1 << index for index in range(len(self.sections)) if self.tier(index) == "nvme")
+
+    def grad_mask(self) -> int:
+        """Mask of the `grad` section; 0 without one."""
+        return 1 << self.format.written_count if self.format.grad else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLoad:
+    """Load of a step on the drives, which decides the worth of a resident byte.
+
+    bandwidths: (read, write) of the drives, in any unit: only their ratio counts.
+    """
+
+    update: str = "deferred"
+    micro_batches: int = 1
+    bandwidths: tuple[float, float] = (1.0, 1.0)
+
+
+def chunk_bytes(need: FlatNeed, chunk: int, mask: int) -> int:
+    """Add up the bytes of the sections in `mask` of one chunk."""
+    return _bytes_of(need.sections, need.numels[chunk], mask)
+
+
+def aligned_chunk_bytes(need: FlatNeed, chunk: int, mask: int) -> int:
+    """Add up the bytes of these sections on a drive or in a slot, where each starts 4096-aligned.
+    """
+    return _run_bytes_of(need.sections, need.numels[chunk], mask)
+
+
+# A model has a million chunks, and only a few kinds of them.
+@functools.lru_cache(maxsize=4096)
+def _bytes_of(sections: tuple[Section, ...], numel: int, mask: int) -> int:
+    return sum(
+        section.size_bytes(numel) for index, section in enumerate(sections) if mask >> index & 1
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _run_bytes_of(sections: tuple[Section, ...], numel: int, mask: int) -> int:
+    return sum(
+        aligned_section_bytes(section, numel)
+        for index, section in enumerate(sections)
+        if mask >> index & 1
+    )
+
+
+def traffic(need: FlatNeed, section: int, load: StepLoad) -> tuple[int, int]:
+    """Count how often a step reads and writes a section that rests on NVMe."""
+    count = move_counts(load.update, load.micro_batches)
+    if need.kind(section) == "grad":
+        return count.grads_read, count.grads_written
+    if section:
+        return count.optim_read, count.states_written
+    return (count.params_read, count.states_written) if need.held else (count.frozen_read, 0)
+
+
+WINDOW_COUNT = 3
+"""Staging windows: one is filled by backward, one is being written, one is prefetched or written
+late."""
+
+
+def van_der_corput_order(count: int) -> list[int]:
+    """Order 0 .. count - 1 so that every prefix is spread evenly over the range."""
+    # Bits of the index, reversed.
+    bits = max(count - 1, 0).bit_length()
+    return sorted(range(count), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2) if bits else 0)
+
+
+def choose_spill(
+    sizes: Sequence[tuple[int, int]], able: Sequence[bool], ram_bytes: int | None
+) -> Iterator[tuple[bool, ...]]:
+    """Enumerate ways to spill: one for each size up to which flats may spill, as a flag for each
+    flat.
+
+    Each way keeps the most gradients that fit `ram_bytes`; with None, the fewest. Ways that do not
+    fit are left out.
+    sizes: for each flat, bytes of its gradients in RAM and of its window. able: flats that may
+    spill; gradients of others are not counted.
+    """
+    members = [flat for flat, is_able in enumerate(able) if is_able]
+    for window in sorted({sizes[flat][1] for flat in members}):
+        small = [flat for flat in members if sizes[flat][1] <= window]
+        # The kept flats are a prefix of this order, so that more RAM keeps the same flats and more.
+        order = [small[place] for place in van_der_corput_order(len(small))]
+        ram = sum(sizes[flat][0] for flat in members if sizes[flat][1] > window)
+        best = None
+        for kept in range(len(order)):  # not len(order): with all of them in RAM nothing spills
+            ram += sizes[order[kept - 1]][0] if kept else 0
+            total = ram + window * min(WINDOW_COUNT, len(order) - kept)
+            if ram_bytes is None:
+                best = kept
+                break
+            if total <= ram_bytes:
+                best = kept
+        if best is not None:
+            gone = set(order[best:])
+            yield tuple(flat in gone for flat in range(len(sizes)))
+
+
+__all__ = ["FlatNeed", "PlacementPlan", "StepLoad", "chunk_bytes", "plan_placement", "step_bytes"]
+
+# Slots for each drive: 8 chunks of states in flight (36 MiB: at 7 GB/s five milliseconds, many
+# times a drive's latency), and 16 of parameters alone (see bench/README.md). More gained nothing; a
+# budget's bytes are worth more as resident sections.
 LARGE_COUNT = 8
 SMALL_COUNT = 16
 
-# What RAM holds under a plan: the fields of `Plan` (and of Stats) that add up to `ram_bytes`, and what people call them.
+# Parts of the RAM under a plan: fields of `PlacementPlan` (and of Stats) that add up to
+# `ram_bytes`, and their names in messages.
 RAM_PARTS = {
     "pool_bytes": "pools",
     "grad_bytes": "gradients",
@@ -55,11 +223,14 @@ RAM_PARTS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Where everything rests. `nvme_masks[flat][chunk]` has a bit for each section on NVMe; the rest is resident.
+class PlacementPlan:
+    """Placement of all states: `nvme_masks[flat][chunk]` has a bit for each section on NVMe.
 
-    formats: of each flat, with a `grad` section where its gradients spill. grad_bytes: gradients in RAM; spilled_bytes: on
-    NVMe, by way of `window_count` staging windows of `window_bytes`. min_bytes: the least `ram` that works without spilling.
+    All other sections are resident.
+    formats: of each flat, with a `grad` section where its gradients spill.
+    grad_bytes: gradients in RAM.
+    spilled_bytes: gradients on NVMe, by way of `window_count` staging windows of `window_bytes`.
+    min_bytes: the least `ram` that works without spilling.
     """
 
     nvme_masks: tuple[tuple[int, ...], ...]
@@ -91,27 +262,34 @@ class Plan:
 
     @property
     def ram_bytes(self) -> int:
-        """Everything that this plan holds in RAM."""
+        """Bytes of everything that this plan holds in RAM."""
         return sum(self.ram_parts.values())
 
     @property
     def ram_parts(self) -> dict[str, int]:
-        """The parts of `ram_bytes` that are not zero, by name."""
+        """Parts of `ram_bytes` that are not zero, by name."""
         return name_parts(self)
 
     @property
     def spilled(self) -> tuple[bool, ...]:
-        """Which flats' gradients spill."""
+        """Flags of the flats whose gradients spill."""
         return tuple(bool(each.grad) for each in self.formats)
 
 
 def name_parts(holder: object) -> dict[str, int]:
-    """The bytes of `RAM_PARTS` that `holder` (a Plan, or Stats) has, without those that are zero, by name."""
+    """Read the fields of `RAM_PARTS` of `holder` (a PlacementPlan, or Stats) that are not zero, by
+    name."""
     return {name: size for field, name in RAM_PARTS.items() if (size := getattr(holder, field))}
 
 
-def step_bytes(needs: Sequence[FlatNeed], plan: Plan, load: Load = Load()) -> tuple[int, int]:  # noqa: B008 - frozen
-    """Bytes that a step reads from NVMe and writes there under a plan. Turning points that save a read are not counted."""
+def step_bytes(
+    needs: Sequence[FlatNeed], plan: PlacementPlan, load: StepLoad = StepLoad()
+) -> tuple[int, int]:
+    """Predict the bytes that a step reads from NVMe and writes there under a plan.
+
+    Turning points save reads that are counted here: the last unit of forward, which is the first of
+    backward, stays gathered.
+    """
     read = written = 0
     for need, state_format, row in zip(needs, plan.formats, plan.nvme_masks, strict=True):
         placed = dataclasses.replace(need, format=state_format)
@@ -134,76 +312,106 @@ def plan_placement(
     scratch_bytes: int = 0,
     pools: tuple[int, int] | None = None,
     resident: Mapping[str, float | int] | None = None,
-    load: Load = Load(),  # noqa: B008 - frozen
+    load: StepLoad = StepLoad(),
     spill: Sequence[bool] | None = None,
     small_bytes: int = 0,
     held_bytes: int = 0,
     advice: str = "",
-) -> Plan:
-    """Place every chunk of `needs` under `ram_bytes` (None: the least that works); `scratch_bytes` is held besides.
+) -> PlacementPlan:
+    """Place every chunk of `needs` under `ram_bytes` (None: the least that works).
 
-    drive_count: NVMe drives; each wants slots of its own, or they would wait for each other.
-    pools: the slot sizes (small, large) of pools that exist already; the plan counts them, and says if it wants larger.
-    resident: for "params", "optim" the share (float) or bytes (int) that rest in RAM although their tier is NVMe, to within a
-        chunk: no more than that, also where the budget has room. With `ram_bytes` None it is added to the least.
-    spill: the flats whose gradients spill; None: as many as `ram_bytes` makes necessary, of those that may.
-    small_bytes: small slots of at least this size are wanted, whatever states rest on NVMe (activations that go there).
-    held_bytes: what others have of the same budget, which `ram_bytes` is the rest of; for messages.
+    drive_count: NVMe drives; each needs slots of its own, or they would wait for each other.
+    scratch_bytes: RAM held besides.
+    pools: the slot sizes (small, large) of pools that exist already. The plan counts them; its own
+        slot sizes are larger where it needs larger ones.
+    resident: for "params", "optim" the share (float) or bytes (int) that rest in RAM although their
+        tier is NVMe, to within a chunk: no more than that, also where the budget has room. With
+        `ram_bytes` None it is added to the least.
+    spill: flags of the flats whose gradients spill; None: as few as `ram_bytes` allows, of those
+        that may.
+    small_bytes: least size of the small slots, whatever states rest on NVMe (for activations
+        there).
+    held_bytes: bytes of the same budget that other models hold, for messages.
 
     Raises: BudgetError stating the smallest budget that works and what takes it.
     """
     smallest = round_up(small_bytes, 4096)
-    given = _Given(tuple(needs), drive_count, scratch_bytes, pools, dict(resident or {}), load, smallest, held_bytes)
-    unspilled = _Layout(given, (False,) * len(needs))
+    given = _Inputs(
+        tuple(needs),
+        drive_count,
+        scratch_bytes,
+        pools,
+        dict(resident or {}),
+        load,
+        smallest,
+        held_bytes,
+    )
+    unspilled = _SpillChoice(given, (False,) * len(needs))
     if spill is not None:
-        chosen = _Layout(given, tuple(spill))
+        chosen = _SpillChoice(given, tuple(spill))
         return chosen.finish(ram_bytes, unspilled.least, advice)
-    if ram_bytes is None or ram_bytes >= unspilled.least or not any(need.spill_format for need in needs):
+    if (
+        ram_bytes is None
+        or ram_bytes >= unspilled.least
+        or not any(need.spill_format for need in needs)
+    ):
         return unspilled.finish(ram_bytes, unspilled.least, advice)
+    # Without anything on NVMe no pools are needed, which may fit where the least with pools does
+    # not.
     if (whole := unspilled.everything()) is not None and whole.ram_bytes <= ram_bytes:
         return whole
     return _spilled(given, ram_bytes, unspilled, advice)
 
 
-def _spilled(given: _Given, ram_bytes: int, unspilled: _Layout, advice: str) -> Plan:
-    """The best plan under a budget that does not hold all gradients. Raises: BudgetError.
+def _spilled(given: _Inputs, ram_bytes: int, unspilled: _SpillChoice, advice: str) -> PlacementPlan:
+    """Choose the best plan under a budget that does not hold all gradients. Raises: BudgetError.
 
-    What a way of spilling leaves goes to sections that are worth no more than gradients: so a budget that holds one more
-    flat's gradients is never the worse for it.
+    RAM that a way of spilling leaves goes to sections that are worth no more than gradients. So a
+    budget that holds one more flat's gradients is never the worse for it.
     """
     able = [need.spill_format is not None and need.grad_bytes > 0 for need in given.needs]
     sizes = [(need.grad_bytes, need.window_bytes) for need in given.needs]
-    full = _Layout(given, tuple(able))
-    ways = [_Layout(given, way) for way in choose_spill(sizes, able, ram_bytes - full.least + full.staging_bytes)]
+    full = _SpillChoice(
+        given, tuple(able)
+    )  # its least without windows: the bytes that no way avoids
+    ways = [
+        _SpillChoice(given, way)
+        for way in choose_spill(sizes, able, ram_bytes - full.least + full.staging_bytes)
+    ]
     fitting = [way for way in ways if way.least <= ram_bytes]
     if fitting:
         plans = [way.finish(ram_bytes, unspilled.least, advice) for way in fitting]
+        # Least traffic first; of equals the one with most gradients in RAM.
         return max(plans, key=lambda plan: (fitting[0].saved(plan), plan.grad_bytes))
-    ways = [unspilled, *(_Layout(given, way) for way in choose_spill(sizes, able, None))]
+    # Nothing fits: the way with the smallest budget raises the error that states it.
+    ways = [unspilled, *(_SpillChoice(given, way) for way in choose_spill(sizes, able, None))]
     return min(ways, key=lambda way: way.smallest).finish(ram_bytes, unspilled.least, advice)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Given:
-    """The arguments of `plan_placement` that do not change with the spilled set."""
+class _Inputs:
+    """Arguments of `plan_placement` that do not change with the spilled flats."""
 
     needs: tuple[FlatNeed, ...]
     drive_count: int
     scratch_bytes: int
     pools: tuple[int, int] | None
     resident: dict[str, float | int]
-    load: Load
+    load: StepLoad
     small_bytes: int
     held_bytes: int
 
 
-class _Layout:
-    """The placement of one way of spilling: what is fixed, and what a budget adds to it."""
+class _SpillChoice:
+    """Placement for one choice of spilled flats: the fixed parts, and the sections that a budget
+    adds."""
 
-    def __init__(self, given: _Given, spilled: tuple[bool, ...]) -> None:
+    def __init__(self, given: _Inputs, spilled: tuple[bool, ...]) -> None:
         self._given = given
         self._needs = [
-            dataclasses.replace(need, format=need.spill_format or need.format, grad_bytes=0) if gone else need
+            dataclasses.replace(need, format=need.spill_format or need.format, grad_bytes=0)
+            if gone
+            else need
             for need, gone in zip(given.needs, spilled, strict=True)
         ]
         self._masks = [[need.nvme_mask()] * len(need.numels) for need in self._needs]
@@ -212,7 +420,9 @@ class _Layout:
             self._slots = (max(self._slots[0], given.pools[0]), max(self._slots[1], given.pools[1]))
         drives = max(given.drive_count, 1)
         self._counts = (SMALL_COUNT * drives, LARGE_COUNT * drives)
-        windows = [need.window_bytes for need, gone in zip(given.needs, spilled, strict=True) if gone]
+        windows = [
+            need.window_bytes for need, gone in zip(given.needs, spilled, strict=True) if gone
+        ]
         self._windows = (min(WINDOW_COUNT, len(windows)), max(windows, default=0))
         self._spilled_bytes = sum(
             chunk_bytes(need, chunk, need.grad_mask())
@@ -225,21 +435,22 @@ class _Layout:
         self.least = sum(self._fixed.values())
 
     def _slot_bytes(self) -> tuple[int, int]:
-        """The slot sizes of the two pools: one parameter section of a chunk; all sections of a chunk. 0: not needed.
+        """Size the slots of the two pools: one parameter section of a chunk; all sections of one.
+        0: none.
 
-        Of the size that the tiers may need, whatever happens to be resident: another plan under the same budget (an optimizer
-        that holds fewer parameters) then finds room in the pools of this one.
+        For the tiers, whatever happens to be resident: another plan under the same budget (an
+        optimizer that holds fewer parameters) then finds room in the pools of this one.
         """
         small, large = self._given.small_bytes, 0
         for need in self._needs:
             mask = need.nvme_mask()
             for chunk in range(len(need.numels)):
-                small = max(small, run_bytes(need, chunk, mask & 1))
-                large = max(large, run_bytes(need, chunk, mask))
+                small = max(small, aligned_chunk_bytes(need, chunk, mask & 1))
+                large = max(large, aligned_chunk_bytes(need, chunk, mask))
         return (small, large if large > small else 0)
 
     def _keep_given(self) -> None:
-        """Make resident what `resident` asks for."""
+        """Make the sections resident that the argument `resident` asks for."""
         for kind, wanted in self._given.resident.items():
             candidates = self._candidates(self._masks, _of_kind(kind))
             total = sum(size for _, _, _, size in candidates)
@@ -249,10 +460,12 @@ class _Layout:
     def _candidates(
         self, masks: list[list[int]], wanted: Callable[[FlatNeed, int], bool]
     ) -> list[tuple[int, int, int, int]]:
-        """(flat, chunk, mask, bytes) of what still rests on NVMe of the sections that are `wanted`, in model order."""
+        """List `wanted` sections still on NVMe as (flat, chunk, mask, bytes), in model order."""
         found = []
         for flat, (need, row) in enumerate(zip(self._needs, masks, strict=True)):
-            bits = sum(1 << section for section in range(len(need.sections)) if wanted(need, section))
+            bits = sum(
+                1 << section for section in range(len(need.sections)) if wanted(need, section)
+            )
             for chunk, mask in enumerate(row):
                 if mask & bits:
                     size = need.versions * chunk_bytes(need, chunk, mask & bits)
@@ -260,10 +473,15 @@ class _Layout:
         return found
 
     @staticmethod
-    def _take(masks: list[list[int]], candidates: list[tuple[int, int, int, int]], limit: int) -> tuple[int, bool]:
-        """Take candidates in the spread order while they fit. Returns the bytes taken, and whether all were."""
+    def _take(
+        masks: list[list[int]], candidates: list[tuple[int, int, int, int]], limit: int
+    ) -> tuple[int, bool]:
+        """Make candidates resident while they fit. Returns the bytes taken, and whether all were.
+        """
+        # In the van der Corput order, and up to the first that does not fit: taking a smaller one
+        # that comes later would make a larger budget choose other chunks, and budgets not nested.
         used = 0
-        for place in spread(len(candidates)):
+        for place in van_der_corput_order(len(candidates)):
             flat, chunk, mask, size = candidates[place]
             if used + size > limit:
                 return used, False
@@ -272,9 +490,11 @@ class _Layout:
         return used, True
 
     def _fixed_bytes(self) -> dict[str, int]:
-        """What no budget can leave out, by the field of `RAM_PARTS`."""
+        """Bytes that every budget must hold, by the field of `RAM_PARTS`."""
         return {
-            "pool_bytes": sum(count * size for count, size in zip(self._counts, self._slots, strict=True)),
+            "pool_bytes": sum(
+                count * size for count, size in zip(self._counts, self._slots, strict=True)
+            ),
             "grad_bytes": sum(need.grad_bytes for need in self._needs),
             "staging_bytes": self.staging_bytes,
             "shadow_bytes": sum(need.shadow_bytes for need in self._needs),
@@ -291,23 +511,28 @@ class _Layout:
         )
 
     def _worth(self, need: FlatNeed, section: int) -> float:
-        """What a byte of RAM that holds a section, in all its versions, saves per step, in time."""
+        """Time per step that a byte of RAM saves if it holds a section, in all its versions."""
         reads, writes = traffic(need, section, self._given.load)
         read, write = self._given.load.bandwidths
         return (reads / read + writes / write) / need.versions
 
     def _grad_worth(self) -> float:
-        """What a byte of gradients in RAM saves per step."""
-        count = passes(self._given.load.update, self._given.load.micro_batches)
+        """Time per step that a byte of gradients in RAM saves."""
+        count = move_counts(self._given.load.update, self._given.load.micro_batches)
         read, write = self._given.load.bandwidths
         return count.grads_read / read + count.grads_written / write
 
-    def everything(self) -> Plan | None:
-        """All of it in RAM, without pools; None where `resident` or spilled gradients keep something on NVMe."""
+    def everything(self) -> PlacementPlan | None:
+        """Plan with all states in RAM, without pools of its own.
+
+        None where `resident` or spilled gradients keep sections on NVMe.
+        """
         masks = [list(row) for row in self._masks]
         for flat, row in enumerate(masks):
             for chunk, mask in enumerate(row):
-                kinds = {self._needs[flat].kind(section) for section in range(8) if mask >> section & 1}
+                kinds = {
+                    self._needs[flat].kind(section) for section in range(8) if mask >> section & 1
+                }
                 if kinds & {*self._given.resident, "grad"}:
                     return None
                 masks[flat][chunk] = 0
@@ -315,58 +540,75 @@ class _Layout:
 
     @property
     def smallest(self) -> int:
-        """The smallest budget that works: the least, or everything in RAM where that is smaller than the pools."""
+        """Smallest budget that works: with pools, or with everything in RAM where that is less."""
         whole = self.everything()
         return self.least if whole is None else min(self.least, whole.ram_bytes)
 
-    def finish(self, ram_bytes: int | None, unspilled_least: int, advice: str) -> Plan:
-        """The plan under a budget. Raises: BudgetError."""
+    def finish(self, ram_bytes: int | None, unspilled_least: int, advice: str) -> PlacementPlan:
+        """Make the plan under a budget. Raises: BudgetError."""
         if ram_bytes is None:
             return self._plan(self._masks, self._slots, unspilled_least)
         whole = self.everything()
         if whole is not None and whole.ram_bytes <= ram_bytes:
             return dataclasses.replace(whole, min_bytes=unspilled_least)
         if ram_bytes < self.least:
-            parts = ", ".join(f"{RAM_PARTS[field]} {format_size(size)}" for field, size in self._fixed.items() if size)
+            parts = ", ".join(
+                f"{RAM_PARTS[field]} {format_size(size)}"
+                for field, size in self._fixed.items()
+                if size
+            )
             if self.smallest < self.least:
                 parts = "gradients and all states in RAM, which takes no pools"
             held = self._given.held_bytes
             least = self.smallest + held
             raise BudgetError(
-                f"{'what other models leave of ram' if held else 'ram'}={format_size(ram_bytes)} is too small: the smallest "
+                f"{'what other models leave of ram' if held else 'ram'}={format_size(ram_bytes)} "
+                "is too small: the smallest "
                 f"budget that works is {least} bytes ({round_size(least)}): "
-                f"{f'{format_size(held)} that other models hold, ' if held else ''}{parts}. {advice}".rstrip(),
+                f"{f'{format_size(held)} that other models hold, ' if held else ''}"
+                f"{parts}. {advice}".rstrip(),
                 smallest_bytes=least,
             )
         masks = [list(row) for row in self._masks]
         self._fill(masks, ram_bytes - self.least)
         return self._plan(masks, self._slots, unspilled_least)
 
-    def saved(self, plan: Plan) -> float:
-        """What the RAM of a plan saves per step, in time: to compare plans of different ways to spill."""
+    def saved(self, plan: PlacementPlan) -> float:
+        """Score a plan by the time of its traffic, negated: compares plans that spill other flats.
+        """
         read, write = step_bytes(self._given.needs, plan, self._given.load)
         speeds = self._given.load.bandwidths
         return -(read / speeds[0] + write / speeds[1])
 
     def _fill(self, masks: list[list[int]], spare_bytes: int) -> None:
-        """Make sections resident, the most valuable class first, until the spare bytes are used. Changes `masks`."""
+        """Make sections resident in `masks`, the most valuable class first, until no spare byte is
+        left."""
+        # With spilled gradients, RAM goes to sections worth no more than these: see `_spilled`.
         limit = self._grad_worth() if self._windows[0] else float("inf")
         fixed = {*self._given.resident, "grad"}
 
         def worth(need: FlatNeed, section: int) -> float:
             return 0.0 if need.kind(section) in fixed else self._worth(need, section)
 
-        values = {worth(need, section) for need in self._needs for section in range(len(need.sections))}
+        values = {
+            worth(need, section) for need in self._needs for section in range(len(need.sections))
+        }
         for value in sorted(values - {0.0}, reverse=True):
             if value > limit:
                 continue
-            candidates = self._candidates(masks, lambda need, section: worth(need, section) == value)  # noqa: B023 - called now
+            # The lambda is called before `value` changes.
+            candidates = self._candidates(
+                masks,
+                lambda need, section: worth(need, section) == value,  # noqa: B023
+            )
             used, all_taken = self._take(masks, candidates, spare_bytes)
             spare_bytes -= used
             if not all_taken:
                 return
 
-    def _plan(self, masks: list[list[int]], slots: tuple[int, int], min_bytes: int) -> Plan:
+    def _plan(
+        self, masks: list[list[int]], slots: tuple[int, int], min_bytes: int
+    ) -> PlacementPlan:
         needs = self._needs
         small, large = slots
         nvme = sum(
@@ -374,7 +616,7 @@ class _Layout:
             for need, row in zip(needs, masks, strict=True)
             for chunk, mask in enumerate(row)
         )
-        return Plan(
+        return PlacementPlan(
             nvme_masks=tuple(tuple(row) for row in masks),
             formats=tuple(need.format for need in needs),
             small_count=self._counts[0] if small else 0,

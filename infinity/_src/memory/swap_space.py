@@ -1,27 +1,43 @@
-"""Swap space over one or several drives: each chunk whole on one of them, the drives in proportion to their shares.
+"""Swap space over one or several drives, striped by their bandwidth.
 
-Chunks that follow one another are read one after another, so every stretch of them has to be in proportion, not only
-the whole: smooth weighted round robin, over bytes.
+Each chunk is whole on one drive. Chunks that follow one another are read one after another, so
+every stretch of them has to be in proportion, not only the whole: smooth weighted round robin, over
+bytes.
+
+Shares of the drives are in proportion to their bandwidth, so that a slow drive does not hold up a
+fast one. Bandwidths are given (a sweep of `infinity.bench`), or measured when the space is set up:
+on all drives at once, since they may share a bus; reading about as much as writing, since training
+does; and through an executor of the backend and seam that will run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from infinity import aio
+from infinity._src.sizes import MIB, format_size
 from infinity.aio import ExtentAllocator, SwapFile
+from infinity.errors import DeviceFailedError
 
 _UNIT = 1 << 20
-"""Shares are kept in millionths, about."""
+"""Sum of the whole-number weights of the drives: shares are kept to about a millionth."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Bytes [offset, offset + size) of a swap file of one drive, the one of `layer`."""
+class SwapExtent:
+    """Bytes [offset, offset + size) of the swap file of `layer` on one drive."""
 
     drive: int
     offset: int
@@ -29,18 +45,19 @@ class Place:
     layer: int = 0
 
 
-class Want(NamedTuple):
-    """So many bytes in a file of `layer`; 0: none."""
+class ExtentRequest(NamedTuple):
+    """Request for bytes in a file of `layer`; 0 bytes: no extent."""
 
     size_bytes: int
     layer: int = 0
 
 
-class Turns:
-    """Whose turn it is, so that drives get bytes in proportion to `shares`.
+class WeightedRoundRobin:
+    """Smooth weighted round robin: gives chunks to drives in proportion to `shares`, by bytes.
 
-    Every drive earns its share of each chunk as credit; the one with the most takes the chunk and pays for it. Over any
-    stretch of chunks, what each of n drives gets is off by n chunks of the largest size at most.
+    Every drive earns its share of each chunk as credit. The drive with the most credit takes the
+    chunk and pays for it. Over any stretch of chunks, the bytes of each of n drives are off by n
+    chunks of the largest size at most.
     """
 
     def __init__(self, shares: Sequence[float]) -> None:
@@ -53,11 +70,11 @@ class Turns:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """What part of the bytes each drive gets."""
+        """Share of the bytes that each drive gets."""
         return tuple(weight / sum(self._weights) for weight in self._weights)
 
-    def take(self, size_bytes: int) -> int:
-        """The drive for the next chunk."""
+    def next_drive(self, size_bytes: int) -> int:
+        """Choose the drive for the next chunk, and charge it."""
         for drive, weight in enumerate(self._weights):
             self.credits[drive] += weight * size_bytes
         drive = max(range(len(self.credits)), key=lambda index: (self.credits[index], -index))
@@ -70,18 +87,24 @@ Room = Callable[[Sequence[SwapFile], Sequence[int]], None]
 
 
 class SwapSpace:
-    """Swap files in `directories`, and what of them is in use: in layers of one file on each drive.
+    """Swap files in `directories`, and the extents in use: in layers of one file on each drive.
 
-    Layer 0 is ephemeral: its files have no name, so nothing stays behind however the process ends. Others are added, as files
-    that their owner made; a layer's number is that of its files in an executor.
-    shares: what part of the bytes each drive gets, in any unit (None: the same); set before the first `reserve`.
-    room: raises SwapFullError when these files cannot grow by so many bytes each, beside what other ranks want of the same
-    drives; `at_once` asks it.
-    Raises: what SwapFile raises for a directory that is missing, read-only, full or on tmpfs.
+    Layer 0 is ephemeral: its files have no name, so nothing stays behind however the process ends.
+    Other layers are added, of files that their owner made. A layer's number is that of its files in
+    an executor.
+    shares: share of the bytes that each drive gets, in any unit (None: the same); set before the
+    first `reserve`.
+    room: raises SwapFullError when these files cannot grow by so many bytes each, beside the growth
+    that other ranks want on the same drives; `grow_together` asks it.
+    Raises: the errors of SwapFile for a directory that is missing, read-only, full or on tmpfs.
     """
 
     def __init__(
-        self, directories: Sequence[Path], shares: Sequence[float] | None = None, *, room: Room | None = None
+        self,
+        directories: Sequence[Path],
+        shares: Sequence[float] | None = None,
+        *,
+        room: Room | None = None,
     ) -> None:
         self.layers: list[list[SwapFile]] = [[]]
         self._room = room
@@ -90,7 +113,7 @@ class SwapSpace:
         try:
             for directory in directories:
                 self.files.append(SwapFile.create(directory))
-            self._turns = Turns([1.0] * max(len(self.files), 1))
+            self._turns = WeightedRoundRobin([1.0] * max(len(self.files), 1))
             if shares is not None:
                 self.shares = tuple(shares)
         except BaseException:
@@ -100,23 +123,28 @@ class SwapSpace:
 
     @property
     def files(self) -> list[SwapFile]:
-        """The files of layer 0, by drive."""
+        """Files of layer 0, by drive."""
         return self.layers[0]
 
     def add_layer(self, files: Sequence[SwapFile]) -> int:
-        """A new layer of empty files, one on each drive, which are closed with the others. Returns its number."""
+        """Add a layer of empty files, one on each drive. Returns its number; `close` closes the
+        files."""
         assert len(files) == len(self.files)
-        layer = next((index for index, held in enumerate(self.layers) if index and not held), len(self.layers))
+        layer = next(
+            (index for index, held in enumerate(self.layers) if index and not held),
+            len(self.layers),
+        )
         self.layers[layer:] = [list(files), *self.layers[layer + 1 :]]
         self._extents[layer:] = [ExtentAllocator(len(files)), *self._extents[layer + 1 :]]
         return layer
 
     def freeze_layer(self, layer: int) -> None:
-        """From now on nothing is reserved in a layer, and its files keep what they hold: somebody else has them too."""
+        """Reserve and shrink nothing in a layer any more: its files are also those of a saved run.
+        """
         self._frozen.add(layer)
 
     def remove_layer(self, layer: int) -> None:
-        """Close the files of a layer in which nobody has a place any more. Its number may be another's then."""
+        """Close the files of a layer without extents in use. Its number may be given again."""
         for file in self.layers[layer]:
             file.close()
         self.layers[layer] = []
@@ -124,36 +152,48 @@ class SwapSpace:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The part of the bytes that each drive gets; they add up to 1."""
+        """Share of the bytes that each drive gets; shares add up to 1."""
         return self._turns.shares
 
     @shares.setter
     def shares(self, shares: Sequence[float]) -> None:
         if len(shares) != len(self.files):
             raise ValueError(f"shares={list(shares)}: there are {len(self.files)} swap directories")
-        self._turns = Turns(shares)
+        self._turns = WeightedRoundRobin(shares)
 
     @property
     def size_bytes(self) -> int:
         """Bytes preallocated on all drives."""
         return sum(file.size_bytes for layer in self.layers for file in layer)
 
-    def reserve(self, sizes: Sequence[int]) -> list[Place]:
-        """Places in layer 0 for chunks of `sizes` bytes (multiples of 4096); see `reserve_together`. Raises: SwapFullError."""
-        return [place for group in self.reserve_together([(Want(size),) for size in sizes]) for place in group if place]
+    def reserve(self, sizes: Sequence[int]) -> list[SwapExtent]:
+        """Reserve extents in layer 0 for chunks of `sizes` bytes (multiples of 4096).
 
-    def reserve_together(self, groups: Sequence[Sequence[Want]]) -> list[list[Place | None]]:
-        """Places for what each group wants, on one drive, the drives in proportion to the shares; grows the files first.
-
-        Raises: SwapFullError that names the directory and says how much is missing there; then nothing was reserved, and
-        no file has grown. Other drives do not take what one has no room for: they would be the slower for it.
+        Raises: SwapFullError; see `reserve_together`.
         """
-        found: list[list[Place | None]] = []
+        return [
+            place
+            for group in self.reserve_together([(ExtentRequest(size),) for size in sizes])
+            for place in group
+            if place
+        ]
+
+    def reserve_together(
+        self, groups: Sequence[Sequence[ExtentRequest]]
+    ) -> list[list[SwapExtent | None]]:
+        """Reserve extents for groups of requests, each group on one drive, and grow the files.
+
+        Groups go to drives in proportion to the shares.
+        Raises: SwapFullError that names the directory and says how much is missing there. Then
+        nothing was reserved, and no file has grown. Other drives do not take a chunk that one has
+        no room for: they would be the slower for it.
+        """
+        found: list[list[SwapExtent | None]] = []
         credits_before = list(self._turns.credits)
         lengths_before = [[file.size_bytes for file in files] for files in self.layers]
         try:
             for wants in groups:
-                drive = self._turns.take(max(want.size_bytes for want in wants))
+                drive = self._turns.next_drive(max(want.size_bytes for want in wants))
                 found.append([])
                 for want in wants:
                     found[-1].append(self._allocate(drive, want))
@@ -166,9 +206,13 @@ class SwapSpace:
             raise
         return found
 
-    def reserve_on(self, drives: Sequence[int], wants: Sequence[Want]) -> list[Place]:
-        """A place for each of `wants`, none of 0 bytes, on the drive beside it. Raises: SwapFullError, as `reserve_together`."""
-        found: list[Place] = []
+    def reserve_on(self, drives: Sequence[int], wants: Sequence[ExtentRequest]) -> list[SwapExtent]:
+        """Reserve an extent for each of `wants`, none of 0 bytes, on the given drive, and grow the
+        files.
+
+        Raises: SwapFullError, as `reserve_together`.
+        """
+        found: list[SwapExtent] = []
         lengths = [[file.size_bytes for file in files] for files in self.layers]
         try:
             for drive, want in zip(drives, wants, strict=True):
@@ -184,10 +228,12 @@ class SwapSpace:
         return found
 
     @contextlib.contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Places that are reserved inside are there afterwards: the files grow at its end, all or none, and `room` is asked once
-        before, also where they need not. What was reserved stays so if they cannot: the caller gives it back.
+    def grow_together(self) -> Iterator[None]:
+        """Grow the files once, at the end of this context, for all extents reserved inside: all or
+        none.
 
+        `room` is asked once before, also where no file needs to grow: it is collective. If they
+        cannot grow, the extents stay reserved, and the caller gives them back.
         Raises: SwapFullError.
         """
         self._grows_later = True
@@ -221,20 +267,20 @@ class SwapSpace:
                 if layer not in self._frozen:
                     file.shrink(length)
 
-    def _allocate(self, drive: int, want: Want) -> Place | None:
+    def _allocate(self, drive: int, want: ExtentRequest) -> SwapExtent | None:
         if not want.size_bytes:
             return None
         assert want.layer not in self._frozen, f"layer {want.layer} is somebody else's too"
         offset = self._extents[want.layer].allocate(want.size_bytes, drive=drive)[1]
-        return Place(drive, offset, want.size_bytes, want.layer)
+        return SwapExtent(drive, offset, want.size_bytes, want.layer)
 
-    def free(self, place: Place) -> None:
-        """Give a place back; its file keeps its length, for the next."""
+    def free(self, place: SwapExtent) -> None:
+        """Give an extent back; its file keeps its length for the next one."""
         if place.layer not in self._frozen:
             self._extents[place.layer].free(place.drive, place.offset)
 
-    def release(self, places: Sequence[Place]) -> None:
-        """Give places back, and to the file system what the files then hold at their ends for nobody."""
+    def release(self, places: Sequence[SwapExtent]) -> None:
+        """Give extents back, and the unused ends of the files to the file system."""
         for place in places:
             self.free(place)
         self._shrink(
@@ -250,3 +296,193 @@ class SwapSpace:
             for file in files:
                 file.close()
             files.clear()
+
+
+log = logging.getLogger("infinity")
+
+# -- shares by bandwidth ------------------------------------------------------------------------
+
+MEASURE_S = 0.2
+_WARM_UP_S = 0.05
+_ANSWER_S = 10.0
+"""Time after which a drive that has hardly moved anything is taken for dead."""
+_CHUNK_BYTES = MIB // 2
+_CHUNKS = 32
+_WAVE = 4
+_WAVES = 4
+"""Waves in flight per drive: 16 requests, half of them writes. Shorter than training's, so that a
+slow drive ends more."""
+
+
+def choose_shares(
+    files: Sequence[aio.SwapFile],
+    *,
+    bandwidths: Mapping[str, tuple[float, float]],
+    backend: str = "auto",
+    seam: aio.Seam | None = None,
+) -> tuple[float, ...]:
+    """Choose the share of each drive by its bandwidth, and log it.
+
+    bandwidths: absolute directory -> (read, write) in bytes/s. Where it lacks a drive, and there
+    are two or more, all are measured; that blocks for about a quarter of a second after writing 16
+    MiB to each.
+    Raises: SwapFullError, AioError that names the path that fails.
+    """
+    if len(files) < 2:
+        return (1.0,) * len(files)
+    by_place = {Path(directory).resolve(): pair for directory, pair in bandwidths.items()}
+    known = [
+        by_place[place] for file in files if (place := Path(file.directory).resolve()) in by_place
+    ]
+    buffered = [file for file in files if not file.direct]
+    if len(known) == len(files):
+        # Harmonic mean: time for as many bytes read as written.
+        source, speeds = "given", tuple(2 / (1 / read + 1 / write) for read, write in known)
+    elif buffered:
+        # The page cache answers for the drive, so that measuring tells nothing.
+        log.info(
+            "striping over %d drives in equal parts: %s cannot be measured (%s)",
+            len(files), buffered[0].path, buffered[0].direct_reason,
+        )  # fmt: skip
+        return (1 / len(files),) * len(files)
+    else:
+        source = (
+            "measured"
+            if not bandwidths
+            else "measured (the settings do not have all of these directories)"
+        )
+        speeds = measure_shares(files, backend=backend, seam=seam)
+    total = sum(speeds)
+    shares = tuple(speed / total for speed in speeds)
+    parts = ", ".join(
+        f"{file.path} {share:.1%} ({format_size(speed)}/s)"
+        for file, share, speed in zip(files, shares, speeds, strict=True)
+    )
+    log.info("striping over %d drives by their bandwidth, %s: %s", len(files), source, parts)
+    return shares
+
+
+def measure_shares(
+    files: Sequence[aio.SwapFile], *, backend: str = "auto", seam: aio.Seam | None = None
+) -> tuple[float, ...]:
+    """Measure bytes per second of each drive, all at once, read and written in about equal parts.
+
+    Blocks as `choose_shares` does. The files' contents are lost; their lengths stay.
+    Raises: SwapFullError, AioError that names the path that fails.
+    """
+    lengths = [file.size_bytes for file in files]
+    slots = aio.PoolSpec(_WAVE * _WAVES * len(files), _CHUNK_BYTES)
+    try:
+        for file in files:
+            file.grow(_CHUNKS * _CHUNK_BYTES)
+        executor = aio.open_executor(
+            files,
+            small=aio.PoolSpec(0, 0),
+            large=slots,
+            backend=backend,
+            # Faults of the seam are meant for the executor that will train.
+            seam=dataclasses.replace(seam, fault=None) if seam is not None else None,
+        )
+        try:
+            return _Measurement(executor, files).run()
+        finally:
+            executor.close(wait=False)
+    finally:
+        for file, length in zip(files, lengths, strict=True):
+            file.shrink(length)
+
+
+class _Measurement:
+    """Waves of mixed reads and writes over a few chunks of each drive."""
+
+    def __init__(self, executor: aio.Executor, files: Sequence[aio.SwapFile]) -> None:
+        self._executor = executor
+        self._files = files
+        chunks = np.zeros((len(files), _CHUNKS), dtype=aio.CHUNK)
+        chunks["drive"] = np.arange(len(files))[:, None]
+        chunks["file_offset"] = np.arange(_CHUNKS) * _CHUNK_BYTES
+        chunks["key"] = np.arange(chunks.size).reshape(chunks.shape) + 1
+        chunks["numel"] = chunks["run_bytes"] = _CHUNK_BYTES
+        chunks["format"], chunks["section_count"] = aio.Format.RAW, 1
+        chunks["piece_numel"] = _CHUNK_BYTES
+        chunks["itemsize"][..., 0] = 1
+        chunks["section_at"] = -1
+        chunks["section_at"][..., 0] = 0
+        self._ids = executor.define(chunks.reshape(-1)).reshape(chunks.shape)
+        self._flying: list[deque[aio.Ticket]] = [deque() for _ in files]
+        self._turn = [0] * len(files)
+        self._seen: list[list[tuple[float, int]]] = [[(0.0, 0)] for _ in files]
+        """Observations of each drive: (time, bytes moved until then)."""
+
+    def run(self) -> tuple[float, ...]:
+        """Return bytes per second of each drive. Blocks."""
+        self._fill()
+        for drive in range(len(self._files)):
+            for _ in range(_WAVES):
+                self._send(drive)
+        self._feed(_WARM_UP_S)
+        for seen in self._seen:
+            del seen[:-1]
+        start = time.monotonic()
+        while True:
+            self._feed(MEASURE_S)
+            # From completion to completion: a slow drive has so few of them that the time before
+            # the first and after the last would count.
+            if all(len(seen) > 2 for seen in self._seen):
+                pairs = [(seen[1], seen[-1]) for seen in self._seen]
+                return tuple(
+                    (size - earlier) / (end - begin) for (begin, earlier), (end, size) in pairs
+                )
+            if time.monotonic() - start > _ANSWER_S:
+                path = self._files[[len(seen) > 2 for seen in self._seen].index(False)].path
+                text = f"the drive moved next to nothing in {_ANSWER_S:.0f} s"
+                raise DeviceFailedError(text, errno=errno.ETIMEDOUT, path=path, op="read")
+
+    def _fill(self) -> None:
+        """Write random bytes onto the fresh extents, untimed: a first write is slower than later
+        ones."""
+        with aio.Slab(2 * _CHUNK_BYTES) as source:
+            words = source.array(np.uint64)
+            words[:] = np.random.default_rng().integers(0, 2**64, size=len(words), dtype=np.uint64)
+            jobs = self._jobs(self._ids.reshape(-1), aio.JobKind.STORE, 1)
+            # Each from another byte on, so that no two chunks are equal.
+            jobs["ptr"][:, 0] = np.uint64(source.address) + np.arange(
+                len(jobs), dtype=np.uint64
+            ) * np.uint64(4096 + 64)
+            ticket = self._executor.submit(jobs, priority=aio.Priority.DEMAND)
+            try:
+                ticket.wait()
+            except BaseException:
+                # Before the source is unmapped, which jobs in flight still read.
+                self._executor.close(wait=False)
+                raise
+
+    def _feed(self, seconds: float) -> None:
+        """Keep every drive busy for so many seconds."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for drive, flying in enumerate(self._flying):
+                while flying[0].done:
+                    flying.popleft().wait()  # raises what failed
+                    self._send(drive)
+            for seen, stats in zip(self._seen, self._executor.stats().drives, strict=True):
+                moved = stats.bytes_read + stats.bytes_written
+                if moved != seen[-1][1]:
+                    seen.append((time.monotonic(), moved))
+            time.sleep(0.0005)
+
+    def _send(self, drive: int) -> None:
+        """Submit a wave to a drive: reads from one half of its chunks, writes to the other."""
+        half = _CHUNKS // 2
+        picks = (np.arange(_WAVE // 2) + self._turn[drive]) % half
+        self._turn[drive] += _WAVE // 2
+        mask = 1 | aio.MASK_MOVE_ONLY
+        reads = self._jobs(self._ids[drive, picks], aio.JobKind.FETCH, mask)
+        writes = self._jobs(self._ids[drive, half + picks], aio.JobKind.STORE, mask)
+        jobs = np.stack([reads, writes], axis=1).reshape(-1)
+        self._flying[drive].append(self._executor.submit(jobs, priority=aio.Priority.DEMAND))
+
+    def _jobs(self, ids: npt.NDArray[np.int32], kind: aio.JobKind, mask: int) -> npt.NDArray[Any]:
+        jobs = np.zeros(len(ids), dtype=aio.JOB)
+        jobs["chunk"], jobs["kind"], jobs["mask"], jobs["base"] = ids, kind, mask, -1
+        return jobs

@@ -23,8 +23,9 @@ import torch
 from infinity._src._torch_compat import NO_TASK, graph_task_id
 from infinity._src.grads.proxy import SlotState
 from infinity._src.kernels.update import all_finite
+from infinity._src.memory.constants import LAG_UNITS, UNITS_AHEAD
 from infinity._src.memory.device import Device
-from infinity._src.optim.grad_windows import LAG_UNITS, GradWindows
+from infinity._src.optim.grad_windows import GradWindows
 from infinity._src.optim.step import guard
 from infinity._src.optim.step_consensus import values_of
 from infinity._src.optim.update_jobs import Work
@@ -33,9 +34,6 @@ from infinity._src.params.prefetch_schedule import Phase
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import Ticket
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid
-
-UNITS_AHEAD = 3
-"""Fresh gradients of so many of the largest units may wait for the drives; then backward waits."""
 
 
 @dataclasses.dataclass

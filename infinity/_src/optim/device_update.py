@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from infinity._src.kernels.update import UpdatePlan
+from infinity._src.memory.constants import AHEAD_CHUNKS
 from infinity._src.memory.device import Device
 from infinity._src.optim.step import guard, slot_gradients
 from infinity._src.optim.update_jobs import Submission, Work
@@ -28,9 +29,6 @@ from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.sizes import round_up
 from infinity.aio import JOB, MASK_DEVICE, Executor, GradDtype, JobKind, Priority, Ticket
 from infinity.aio._records import GradSection
-
-AHEAD_CHUNKS = 4
-"""Chunks that are read ahead of the one that is updated; as many may be on their way back."""
 
 _ALIGNMENT_BYTES = 256
 

@@ -1,17 +1,17 @@
-"""Any elementwise class of torch.optim over states at rest: the generic path, for what has no kernel of its own.
+"""Any elementwise class of torch.optim over stored states: the generic path, without a kernel.
 
-    fetch chunk k+1, k+2  |  decode -> torch_class.step() on each parameter's slice -> encode  |  store chunk k-1
-    (executor's threads)  |  chunk k (this thread)                                             |  (executor's threads)
+    fetch chunks k+1, k+2   |  chunk k: decode, torch_class.step() on   |  store chunk k-1
+    (executor's threads)    |  each parameter's slice, encode           |  (executor's threads)
 
-The class sees a slice of the fp32 master as its parameter, the fp32 gradient, and slices of its own states; numbers that it
-keeps for the whole parameter stay here. What it computes is what it computes on fp32 masters in memory, bit for bit.
+The class sees a slice of the fp32 master as its parameter, the fp32 gradient, and slices of its own
+states; numbers that it keeps for the whole parameter stay here. The results are those of fp32
+masters in memory, bit for bit.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,30 +24,41 @@ from infinity._src.optim.base import LogEntry, Optimizer, StepEngine
 from infinity._src.optim.probe import Traits, defaults_of, make_group, probe
 from infinity._src.optim.state_access import decode_values, encode_values, span_sections
 from infinity._src.optim.step import half_done
-from infinity._src.params.chunk_buffer import ChunkBuffer, Span, spans_of
+from infinity._src.params.chunk_pipeline import (
+    BUFFERS,
+    READ_AHEAD,
+    ChunkBuffer,
+    ChunkPipeline,
+    Span,
+    spans_of,
+)
 from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat, Param
 from infinity.aio import Format
 from infinity.errors import AioError
-
-STAGES = 4
-"""Chunks in memory at once: one that is computed, two that are read ahead, one that is written."""
 
 PROGRESS_S = 1.0
 
 
 @dataclass
 class _Turn:
-    """One chunk of a step: which parts of which parameters lie in it."""
+    """One chunk of a step, and the parts of parameters in it."""
 
-    rest: ShardRecords
+    records: ShardRecords
     chunk: int
     spans: list[Span]
+
+    @property
+    def sections(self) -> range:
+        """The sections that are read and written: all but spilled gradients."""
+        return range(self.records.format.written_count)
 
 
 @dataclass
 class _Numbers:
-    """The numbers that the class keeps for one parameter: before this step (None: it has not begun), and after it."""
+    """The numbers that the class keeps for one parameter: before this step (None: it has not
+    begun), and after it.
+    """
 
     before: dict[str, Any] | None
     after: dict[str, Any] | None = None
@@ -56,16 +67,21 @@ class _Numbers:
 class Elementwise(Optimizer):
     """An elementwise class of torch.optim for the parameters of offloaded models.
 
-    inf.Elementwise(torch.optim.Adagrad, model.parameters(), lr=1e-2): any class whose update of an element depends on that
-    element alone, with up to three states for each: Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop, Adam (amsgrad
-    too) and classes of your own. It is run on a small parameter first, for a few steps, and refused with the reason if it looks
-    further; what a class of your own does only after those, or only to larger parameters, is not seen.
+    inf.Elementwise(torch.optim.Adagrad, model.parameters(), lr=1e-2): any class whose update of an
+    element depends on that element alone, with up to three states for each: Adagrad, RMSprop,
+    Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop, Adam (amsgrad too) and classes of your own. It is
+    run on a small parameter first, for a few steps, and refused with the reason if it looks
+    further; what a class of your own does only after those, or only to larger parameters, is not
+    seen.
 
-    `step()` returns when the update is done. Prefer AdamW, SGD and Lion where they will do: they have kernels and overlap with
-    the next forward. Raises: as AdamW; ValueError too for Policy(state="compact") and update modes other than "deferred".
+    `step()` returns when the update is done. Prefer AdamW, SGD and Lion where they will do: they
+    have kernels and overlap with the next forward. Raises: as AdamW; ValueError too for
+    Policy(state="compact") and update modes other than "deferred".
     """
 
-    def __init__(self, torch_class: type[torch.optim.Optimizer], params: Iterable[Any], **settings: Any) -> None:
+    def __init__(
+        self, torch_class: type[torch.optim.Optimizer], params: Iterable[Any], **settings: Any
+    ) -> None:
         self._class = torch_class
         self._settings = settings
         self._traits: dict[Param, Traits] = {}
@@ -74,17 +90,17 @@ class Elementwise(Optimizer):
 
     @property
     def title(self) -> str:
-        """How messages and manifests call this optimizer."""
+        """The optimizer's name in messages and manifests."""
         return f"Elementwise({self._class.__name__})"
 
-    # -- what the class keeps ----------------------------------------------------------------------------------------------
+    # -- what the class keeps ----------------------------------------------------------------------
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError unless the class is elementwise under the group's hyper-parameters."""
         self._probe(group)
 
     def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The class's own names of what it keeps for each element."""
+        """Return the class's own names of the states that it keeps for each element."""
         return self._probe(group).moments
 
     def _probe(self, group: dict[str, Any]) -> Traits:
@@ -94,47 +110,59 @@ class Elementwise(Optimizer):
         return self._probed[shown]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch. Its parameters get their states now (once the optimizer is built)."""
+        """Add a group, as in torch. Its parameters get their states now (once the optimizer is
+        built).
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for at_rest in group["params"]:
             self._traits[self._records[id(at_rest)]] = self._probe(group)
 
     def check_engine(self, engine: StepEngine) -> None:
-        """Raise ValueError for what the generic path does not do."""
+        """Raise ValueError for a policy that the generic path cannot follow."""
         policy = engine.policy
         if policy.state == "compact":
             raise ValueError(
-                "state='compact' keeps moments in 8 bits, whose map fits those of AdamW, SGD and Lion; use state='exact' or "
-                f"'bf16' with {self.title}"
+                "state='compact' keeps moments in 8 bits, whose map fits those of AdamW, SGD and "
+                f"Lion; use state='exact' or 'bf16' with {self.title}"
             )
         if policy.update_on != "cpu":
             raise ValueError(
-                f"update_on={policy.update_on!r} has kernels for AdamW, SGD and Lion; with {self.title} use update_on='cpu'"
+                f"update_on={policy.update_on!r} has kernels for AdamW, SGD and Lion; with "
+                f"{self.title} use update_on='cpu'"
             )
         if policy.update != "deferred":
             raise ValueError(
-                f"update={policy.update!r} wants an update that runs beside Python; {self.title} does not: use "
-                "update='deferred', or AdamW, SGD or Lion"
+                f"update={policy.update!r} wants an update that runs beside Python; {self.title} "
+                "does not: use update='deferred', or AdamW, SGD or Lion"
             )
 
     def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:
-        """The stages, and one chunk in fp32 with its gradient and what the class makes on the way (a third state, say)."""
-        chunks = [(form, max(chunk.numel for chunk in flat.layout.chunks)) for flat, form in formats.items()]
-        whole = [sum(section.size_bytes(numel) for section in form.sections) for form, numel in chunks]
+        """Count the buffers, and one chunk in fp32 with its gradient and temporaries of the class
+        (a third state, say).
+        """
+        chunks = [
+            (form, max(chunk.numel for chunk in flat.layout.chunks))
+            for flat, form in formats.items()
+        ]
+        whole = [
+            sum(section.size_bytes(numel) for section in form.sections) for form, numel in chunks
+        ]
         wide = [4 * numel * (2 * form.count + 4) for form, numel in chunks]
-        return STAGES * max(whole, default=0) + max(wide, default=0)
+        return BUFFERS * max(whole, default=0) + max(wide, default=0)
 
-    # -- numbers -----------------------------------------------------------------------------------------------------------
+    # -- numbers -----------------------------------------------------------------------------------
 
     def scalars(self, param: Param) -> dict[str, Any]:
-        """The numbers that the class keeps for the parameter, and the count of steps."""
+        """Return the numbers that the class keeps for the parameter, and the count of steps."""
         numbers = self.state[param.at_rest].get("numbers") or {}
         shown = {name: _number(numbers.get(name)) for name in self._traits[param].scalars}
         return {**shown, **super().scalars(param)}
 
     def set_scalar(self, param: Param, name: str, value: Any) -> None:
-        """Set one of `scalars`. A parameter that has made no step has begun when all of them were set."""
+        """Set one of `scalars`. A parameter that has made no step has begun when all of them were
+        set.
+        """
         state, template = self.state[param.at_rest], self._traits[param].scalars
         if name == "step":
             super().set_scalar(param, name, value)
@@ -147,23 +175,32 @@ class Elementwise(Optimizer):
                 numbers[name] = value
 
     def moment_given(self, param: Param, name: str) -> None:  # noqa: ARG002 - whichever it is
-        """A moment was written by hand: the class must not begin the parameter's states anew."""
+        """Note a moment written by hand: the class must not begin the parameter's states anew."""
         self.state[param.at_rest].setdefault("numbers", {})
 
     def _numbers(self, param: Param) -> _Numbers:
         before = self.state[param.at_rest].get("numbers")
-        missing = [] if before is None else [name for name in self._traits[param].scalars if name not in before]
+        missing = (
+            []
+            if before is None
+            else [name for name in self._traits[param].scalars if name not in before]
+        )
         if missing:
             raise ValueError(
-                f"states of {param.name} were written before its first step, but not {', '.join(missing)}: assign "
-                f"optimizer_state(parameter)[{missing[0]!r}] too"
+                f"states of {param.name} were written before its first step, but not "
+                f"{', '.join(missing)}: assign optimizer_state(parameter)[{missing[0]!r}] too"
             )
         return _Numbers(before)
 
-    # -- the step ----------------------------------------------------------------------------------------------------------
+    # -- the step ----------------------------------------------------------------------------------
 
-    def hyper(self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]) -> npt.NDArray[Any]:  # noqa: ARG002
-        """Never asked for: no kernel runs, and the update modes that would ask refuse this class."""
+    def hyper(
+        self,
+        param: Param,
+        state: dict[str, Any],  # noqa: ARG002
+        log: Sequence[LogEntry],  # noqa: ARG002
+    ) -> npt.NDArray[Any]:
+        """Refuse: no kernel runs, and the update modes that would ask for one refuse this class."""
         raise AssertionError(f"{self.title} has no kernel, and {param.name} was given to one")
 
     def _update_all(self, live: dict[StepEngine, list[Param]]) -> None:
@@ -189,41 +226,45 @@ class Elementwise(Optimizer):
             state = self.state[param.at_rest]
             state["step"] = state.get("step", 0) + 1
             if number.after is None:  # this rank holds none of it: the numbers go on all the same
-                self._step(param, torch.zeros(1), torch.zeros(1), [torch.zeros(1) for _ in self.moments_of(param)], number)
+                self._step(
+                    param,
+                    torch.zeros(1),
+                    torch.zeros(1),
+                    [torch.zeros(1) for _ in self.moments_of(param)],
+                    number,
+                )
             state["numbers"] = number.after
         engine.pipeline.stepped()
         engine.unsharder.prefetch_ahead()
 
     def _run(self, engine: StepEngine, turns: list[_Turn], numbers: dict[Param, _Numbers]) -> None:
-        """All chunks, with reads ahead and writes behind."""
-        free = deque(engine.states.stages(min(STAGES, len(turns))))
-        coming = deque(turns)
-        reading: deque[tuple[_Turn, ChunkBuffer, Any]] = deque()
-        writing: deque[tuple[ChunkBuffer, Any]] = deque()
+        """Update all chunks, with reads ahead and writes behind."""
+        if not turns:
+            return
         progress = _Progress(self.title, len(turns))
-        try:
-            while coming or reading:
-                while coming and len(reading) < STAGES - 2 and (free or writing):
-                    stage = free.popleft() if free else _written(writing)
-                    turn = coming.popleft()
-                    ticket = stage.fetch(turn.rest, turn.chunk, range(turn.rest.format.written_count))
-                    reading.append((turn, stage, ticket))
-                turn, stage, ticket = reading.popleft()
-                ticket.wait()
-                for span in turn.spans:
-                    self._update_span(engine, stage, span, numbers[span.param])
-                writing.append((stage, stage.store(range(turn.rest.format.written_count))))
-                progress.advance()
-        finally:
-            # Also after a fault: nothing may be on its way from or into a stage that is used again.
-            errors = _settle([ticket for _, _, ticket in reading] + [ticket for _, ticket in writing])
-            progress.end()
-        if errors:
-            raise errors[0]
 
-    def _update_span(self, engine: StepEngine, stage: ChunkBuffer, span: Span, number: _Numbers) -> None:
-        param, form = span.param, stage.held.format
-        sections = span_sections(stage, span)
+        def update(turn: _Turn, buffer: ChunkBuffer) -> None:
+            for span in turn.spans:
+                self._update_span(engine, buffer, span, numbers[span.param])
+
+        pipeline = ChunkPipeline(
+            engine.states.chunk_buffers(min(BUFFERS, len(turns))),
+            ahead=READ_AHEAD,
+            read=lambda turn, buffer: buffer.fetch(turn.records, turn.chunk, turn.sections),
+            transform=update,
+            write=lambda turn, buffer: buffer.store(turn.sections),
+            finish=lambda _turn, _buffer: progress.advance(),
+        )
+        try:
+            pipeline.run(turns)
+        finally:
+            progress.end()
+
+    def _update_span(
+        self, engine: StepEngine, buffer: ChunkBuffer, span: Span, number: _Numbers
+    ) -> None:
+        param, form = span.param, buffer.records.format
+        sections = span_sections(buffer, span)
         values = decode_values(form, sections)
         assert param.grad is not None
         first = param.flat.layout.shard_range(param.slot_index, engine.states.rank)[1]
@@ -234,11 +275,17 @@ class Elementwise(Optimizer):
         encode_values(form, values, sections, key=key, element=span.element)
 
     def _step(
-        self, param: Param, master: torch.Tensor, grad: torch.Tensor, moments: list[torch.Tensor], number: _Numbers
+        self,
+        param: Param,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        moments: list[torch.Tensor],
+        number: _Numbers,
     ) -> None:
-        """The class's step on a slice: fp32 [numel] each, `master` and `moments` in place."""
+        """Run the class's step on a slice: fp32 [numel] each, `master` and `moments` in place."""
         names = self.moments_of(param)
-        inner: Any = self._class([make_group(self.group_of(param), master)], **self._settings)  # type: ignore[call-arg]
+        make: Any = self._class  # of any signature
+        inner: Any = make([make_group(self.group_of(param), master)], **self._settings)
         if number.before is not None:
             inner.state[master] = {name: _copy(value) for name, value in number.before.items()}
             inner.state[master].update(zip(names, moments, strict=True))
@@ -247,38 +294,20 @@ class Elementwise(Optimizer):
         master.grad = None
         state = inner.state[master]
         for name, moment in zip(names, moments, strict=True):
-            if state[name] is not moment:
+            if state[name] is not moment:  # some classes replace a state instead of writing into it
                 moment.copy_(state[name])
         if number.after is None:
             number.after = {name: state.get(name) for name in self._traits[param].scalars}
 
 
 def _turns(engine: StepEngine, params: Sequence[Param]) -> Iterator[_Turn]:
-    """The chunks that hold parts of these parameters, flat by flat."""
+    """Yield the chunks that hold parts of these parameters, flat by flat."""
     by_chunk: dict[tuple[Flat, int], list[Span]] = {}
     for param in sorted(params, key=lambda param: param.index):
         for span in spans_of(param, engine.states.rank):
             by_chunk.setdefault((param.flat, span.chunk), []).append(span)
     for (flat, chunk), spans in by_chunk.items():
         yield _Turn(engine.states.rest[flat], chunk, spans)
-
-
-def _written(writing: deque[tuple[ChunkBuffer, Any]]) -> ChunkBuffer:
-    """The stage whose store was begun first, when it is done."""
-    stage, ticket = writing.popleft()
-    ticket.wait()
-    return stage
-
-
-def _settle(tickets: Sequence[Any]) -> list[AioError]:
-    """Wait for all; what failed."""
-    errors = []
-    for ticket in tickets:
-        try:
-            ticket.wait()
-        except AioError as error:
-            errors.append(error)
-    return errors
 
 
 def _copy(value: Any) -> Any:
@@ -300,12 +329,17 @@ class _Progress:
         self._shown = False
 
     def advance(self) -> None:
-        """One chunk more."""
+        """Count one chunk."""
         self._done += 1
         if time.monotonic() >= self._next_s and sys.stderr.isatty():
             self._next_s = time.monotonic() + 0.2
             self._shown = True
-            print(f"\r{self._title}: {self._done} of {self._total} chunks", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r{self._title}: {self._done} of {self._total} chunks",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def end(self) -> None:
         """Take the line away."""

@@ -14,17 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
+from infinity._src.memory.constants import WINDOW_UNITS
 from infinity._src.memory.device import Device, GradOffload
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.sizes import round_up
 from infinity.aio import Slab, Ticket
 from infinity.errors import AioError
-
-LAG_UNITS = 2
-"""So many units' backward may have ended before a unit's update is submitted."""
-
-WINDOW_UNITS = LAG_UNITS + 2
-"""Windows, of a unit each: besides those that lag, one that fills and one whose update still reads it."""
 
 _ALIGNMENT_BYTES = 64
 
@@ -42,7 +37,7 @@ class GradWindows:
         self._dtype_of = dtype_of
         self._device = device
         self._window_bytes = self.needs_bytes(units, dtype_of) // WINDOW_UNITS
-        self._leaving = GradOffload(device, WINDOW_UNITS * self._window_bytes)
+        self._offload = GradOffload(device, WINDOW_UNITS * self._window_bytes)
         self._slab: Slab | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._turn = 0
@@ -66,7 +61,7 @@ class GradWindows:
         if window > self._window_bytes:
             self.close()
             self._window_bytes = window
-            self._leaving = GradOffload(self._device, WINDOW_UNITS * window)
+            self._offload = GradOffload(self._device, WINDOW_UNITS * window)
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._tickets
@@ -89,7 +84,7 @@ class GradWindows:
             size_bytes = gradient.numel() * gradient.element_size()
             target = memory[at : at + size_bytes].view(gradient.dtype)
             at += round_up(size_bytes, _ALIGNMENT_BYTES)
-            tickets.append(self._leaving.send(gradient, target))
+            tickets.append(self._offload.copy_out(gradient, target))
             found[param] = target
         self._at[unit], self._tickets[unit] = index, tickets
         self._due.append(unit)
@@ -117,7 +112,7 @@ class GradWindows:
     def close(self) -> None:
         """Free the windows. Nothing may be under way."""
         self.reset()
-        self._leaving.close()
+        self._offload.close()
         if self._slab is not None:
             self._device.unpin(self._slab)
             self._memory = torch.empty(0, dtype=torch.uint8)

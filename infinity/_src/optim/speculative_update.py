@@ -23,7 +23,7 @@ import torch
 
 from infinity._src._torch_compat import NO_TASK, graph_task_id
 from infinity._src.grads.slot import GradSlot, SlotState, wait_through
-from infinity._src.optim.grad_windows import LAG_UNITS
+from infinity._src.memory.constants import LAG_UNITS
 from infinity._src.optim.step import guard, slot_gradients
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import Work
@@ -112,7 +112,7 @@ class SpeculativeUpdate(DeferredUpdate):
             self._counted = True
             if param.at_rest.grad is None:  # a step that was left out (GradScaler) has cleared what was there
                 self._backwards = 1
-        super().grad_ready(param, grad)
+        self._grads.accumulate(param, grad)
         self._ready.add(param.unit)
 
     def backward_begin(self) -> None:

@@ -16,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity._src.distributed.collectives import Comm
-from infinity._src.distributed.fingerprint import digest, named
+from infinity._src.distributed.collectives import Comm, digest, fingerprinted
 from infinity._src.grads.proxy import SlotState
 from infinity._src.kernels.state_codec import decode_sections, encode_sections
-from infinity._src.params.chunk_buffer import ChunkBuffer, Span, spans_of
+from infinity._src.params.chunk_pipeline import ChunkBuffer, Span, spans_of
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Param
 from infinity._src.params.unshard import Unsharder
@@ -58,20 +57,20 @@ class States:
         self._unsharder = unsharder
         self._comm = comm
         self._wait = wait
-        self._stages: list[ChunkBuffer] = []
+        self._buffers: list[ChunkBuffer] = []
 
-    def stages(self, count: int) -> list[ChunkBuffer]:
-        """Memory for `count` chunks, kept for the next time. Nothing may be in flight in them."""
-        while len(self._stages) < count:
-            self._stages.append(ChunkBuffer(self.rest))
-        return self._stages[:count]
+    def chunk_buffers(self, count: int) -> list[ChunkBuffer]:
+        """Return memory for `count` chunks, kept for the next time. Nothing may be in flight in it."""
+        while len(self._buffers) < count:
+            self._buffers.append(ChunkBuffer(self.rest))
+        return self._buffers[:count]
 
     def meet(self, what: str, tensor: torch.Tensor | None = None) -> None:
         """Return when all ranks have come to this with the same tensor, of which each keeps its part. Collective.
 
         Raises: RanksDiverged.
         """
-        self._comm.meet(lambda: what if tensor is None else named(what, digest(tensor)))
+        self._comm.check_same_collective(lambda: what if tensor is None else fingerprinted(what, digest(tensor)))
 
     # -- states ------------------------------------------------------------------------------------------------------------
 
@@ -155,7 +154,7 @@ class States:
         """The whole of what the ranks hold parts of, fp32 [param.shape]."""
         _, element, _ = param.flat.layout.shard_range(param.slot_index, self.rank)
         mine = torch.cat([piece.reshape(-1) for piece in part]) if part else torch.empty(0)
-        return self._comm.assemble(mine, element, param.numel).view(param.shape)
+        return self._comm.all_gather_vector(mine, element, param.numel).view(param.shape)
 
 
 class OptimizerState(MutableMapping[str, Any]):
@@ -229,7 +228,7 @@ def sections_with(form: Format, value: int) -> list[int]:
 
 def span_sections(stage: ChunkBuffer, span: Span) -> list[Bytes]:
     """The span's part of every section of the chunk that the stage holds, but `grad`, as writable bytes."""
-    return [stage.section(index, span.start, span.numel) for index in range(stage.held.format.written_count)]
+    return [stage.section(index, span.start, span.numel) for index in range(stage.records.format.written_count)]
 
 
 def decode_values(form: Format, sections: Sequence[Bytes]) -> list[torch.Tensor]:

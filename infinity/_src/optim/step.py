@@ -129,7 +129,7 @@ class StepPipeline:
             fault = self.transaction.undo(fault.__cause__ or fault)
             self._unsharder.updates_ended()
         if fault is not None:
-            self._comm.fail(fault)
+            self._comm.report_failure(fault)
             raise fault
 
     def fail(self, fault: StateInvalid, *, final: bool = False) -> None:
@@ -194,16 +194,16 @@ class StepPipeline:
         ValueError for an lr, or another number, of one rank's own."""
         if self._comm.world > 1:
             told = told_of_step(optimizer, params)
-            self._comm.compare(told.what, told.numbers, told.names)
+            self._comm.check_same_numbers(told.what, told.numbers, told.names)
 
     def check_finite(self, params: Sequence[Param]) -> list[Param]:
         """The parameters whose gradient is not finite on some rank. Collective: all ranks pass the same parameters."""
-        bad = self._comm.any_of([param.grad is not None and not param.grad.finite() for param in params])
+        bad = self._comm.all_reduce_any([param.grad is not None and not param.grad.finite() for param in params])
         return [param for param, is_bad in zip(params, bad, strict=True) if is_bad]
 
     def first_on_any_rank(self, params: Sequence[Param], flags: Sequence[bool]) -> Param | None:
         """The first of these parameters whose flag is set on some rank. Collective."""
-        found = self._comm.any_of(flags)
+        found = self._comm.all_reduce_any(flags)
         return next((param for param, flag in zip(params, found, strict=True) if flag), None)
 
     def check_idle(self, params: Sequence[Param]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from infinity._src.distributed.fingerprint import digest_of_text, named
+from infinity._src.distributed.collectives import digest_of_text, fingerprinted
 from infinity._src.params.unit import Param
 
 
@@ -62,7 +62,7 @@ def told_of_step(optimizer: Grouped, params: Sequence[Param]) -> Told:
         for kind, factor in param.grad.log if param.grad is not None else ():
             done.append((param.name, kind))
             number(f"the gradient of {param.name} times", factor)
-    return Told(named(f"a step of {_title(optimizer, params)}", _digest([held, done])), numbers, names)
+    return Told(fingerprinted(f"a step of {_title(optimizer, params)}", _digest([held, done])), numbers, names)
 
 
 def told_of_holding(optimizer: Grouped, params: Sequence[Param]) -> list[str]:

@@ -1,24 +1,21 @@
 """Filling: where the values of a model come from when it is offloaded.
 
     load=None                 the module holds them
-    load=callable             `load(name, tensor)` fills the tensor (an initialiser, a reader of the user's own)
+    load=callable             `load(name, tensor)` fills the tensor (an initialiser, say)
     load=mapping              name -> tensor
     load=directory or file    safetensors, sharded or single, read one tensor at a time
 
-A source knows whole weights; a tile of one is filled with its part (a callable is asked for the whole, once).
-One flat of one unit is in memory at a time, so a model on the meta device is never in memory as a whole. Names, shapes
-and kinds of dtype are checked against the source before anything is filled. A tied parameter is filled once, from
-whichever of its names the source has.
+A source knows whole weights; a tile of one is filled with its part (a callable is asked for the
+whole, once). One flat of one unit is in memory at a time, so a model on the meta device is never in
+memory as a whole. Names, shapes and kinds of dtype are checked against the source before anything
+is filled. A tied parameter is filled once, from whichever of its names the source has.
 """
 
 from __future__ import annotations
 
 import abc
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -26,28 +23,37 @@ from torch import nn
 from infinity._src.kernels.tiling.tiled_module import Place
 from infinity._src.params.discover import find_parameters
 from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.wording import listed_are
 
 Source = Callable[[str, torch.Tensor], object] | Mapping[str, torch.Tensor] | str | os.PathLike[str]
 """What `inf.offload(load=...)` takes."""
 
-_LISTED_MAX = 5  # names in a message
 
-
-class Tensors(Protocol):
-    """Named tensors that can be read one at a time."""
+class NamedTensors(abc.ABC):
+    """Named tensors that can be read one at a time: a mapping, files of safetensors, checkpoints of
+    others.
+    """
 
     @property
+    @abc.abstractmethod
     def label(self) -> str:
-        """What messages call it."""
+        """Their name in messages."""
 
+    @abc.abstractmethod
     def names(self) -> Iterable[str]:
-        """All names."""
+        """Return all names."""
 
+    @abc.abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, without reading it."""
+        """Return the shape of one tensor, without reading it."""
 
+    @abc.abstractmethod
+    def is_floating_point(self, name: str) -> bool:
+        """Return whether one tensor is of a floating dtype, without reading it."""
+
+    @abc.abstractmethod
     def read(self, name: str) -> torch.Tensor:
-        """One tensor; the caller copies it at once."""
+        """Read one tensor; the caller copies it at once."""
 
 
 class OpenSource(abc.ABC):
@@ -65,7 +71,8 @@ class OpenSource(abc.ABC):
         """Fill a persistent buffer; one that is real already may keep its values."""
 
     def fill_buffers(self, device: torch.device) -> None:
-        """Give every buffer its values and replace those on the meta device by real ones on `device`. Blocks.
+        """Give every buffer its values and replace those on the meta device by real ones on
+        `device`. Blocks.
 
         Buffers that are not persistent are in no checkpoint: Hugging Face models recompute theirs.
         Raises: ValueError naming buffers that nobody can compute.
@@ -88,37 +95,40 @@ class OpenSource(abc.ABC):
             _recompute(self._model, lost, device)
 
 
-def open_source(model: nn.Module, load: Source | None) -> OpenSource:
-    """Open what the user passed as `load=` and check that it has what the model needs.
+def open_source(model: nn.Module, load: Source | NamedTensors | None) -> OpenSource:
+    """Open the user's `load=`, its files open already, and check that it has what the model needs.
 
-    Raises: ValueError naming what is missing, unexpected or of the wrong shape; FileNotFoundError for a path.
+    Raises: ValueError naming what is missing, unexpected or of the wrong shape.
     """
     if load is None:
         return _ModuleSource(model)
     if isinstance(load, Mapping):
         return _NamedSource(model, _MappingTensors(load))
-    if isinstance(load, (str, os.PathLike)):
-        return _NamedSource(model, SafetensorsFiles(Path(load)))
+    if isinstance(load, NamedTensors):
+        return _NamedSource(model, load)
     if callable(load):
         return _CallableSource(model, load)
     raise ValueError(
-        f"load={type(load).__name__} is not known; give a callable (name, tensor), a mapping from names to tensors, or a "
-        "directory of safetensors"
+        f"load={type(load).__name__} is not known; give a callable (name, tensor), a mapping from "
+        "names to tensors, or a directory of safetensors"
     )
 
 
 def fill_unit(unit: Unit, source: OpenSource, store: Callable[[Flat, torch.Tensor], None]) -> None:
-    """Fill a unit, one flat at a time: `store(flat, values)` gets a CPU tensor [layout.numel], zero between parameters.
-    Blocks."""
+    """Fill a unit, one flat at a time: `store(flat, values)` gets a CPU tensor [layout.numel], zero
+    between parameters. Blocks.
+    """
     for flat in unit.flats:
         with torch.inference_mode(False), torch.no_grad():
             values = torch.zeros(flat.layout.numel, dtype=flat.dtype)
             for param in flat.params:
-                source.fill(param, values[param.offset : param.offset + param.numel].view(param.shape))
+                source.fill(
+                    param, values[param.offset : param.offset + param.numel].view(param.shape)
+                )
         store(flat, values)
 
 
-# -- the three kinds ---------------------------------------------------------------------------------------------------
+# -- the three kinds -------------------------------------------------------------------------------
 
 
 class _ModuleSource(OpenSource):
@@ -126,11 +136,15 @@ class _ModuleSource(OpenSource):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        meta = list(dict.fromkeys(entry.keys[0] for entry in find_parameters(model) if entry.parameter.is_meta))
+        meta = list(
+            dict.fromkeys(
+                entry.keys[0] for entry in find_parameters(model) if entry.parameter.is_meta
+            )
+        )
         meta += [b.names[0] for b in find_buffers(model) if b.value.is_meta and b.persistent]
         if meta:
             raise ValueError(
-                f"{_listed(meta)} on the meta device without values; say where they come from: "
+                f"{listed_are(meta)} on the meta device without values; say where they come from: "
                 "inf.offload(model, policy, load=directory, mapping or callable)"
             )
 
@@ -150,7 +164,9 @@ class _CallableSource(OpenSource):
     def __init__(self, model: nn.Module, load: Callable[[str, torch.Tensor], object]) -> None:
         super().__init__(model)
         self._load = load
-        self._whole: tuple[str, torch.Tensor] | None = None  # the weight whose tiles are being filled
+        self._whole: tuple[str, torch.Tensor] | None = (
+            None  # the weight whose tiles are being filled
+        )
 
     def fill(self, param: Param, out: torch.Tensor) -> None:
         place, key = param.place, param.keys[0]
@@ -176,14 +192,15 @@ class _CallableSource(OpenSource):
         self._load(name, out)
         if _is_poisoned(out):
             raise ValueError(
-                f"load({name!r}, tensor) returned and left the tensor as it was; fill it in place (tensor.copy_(...))"
+                f"load({name!r}, tensor) returned and left the tensor as it was; fill it in place "
+                "(tensor.copy_(...))"
             )
 
 
 class _NamedSource(OpenSource):
     """Named tensors: a mapping, or safetensors files."""
 
-    def __init__(self, model: nn.Module, tensors: Tensors) -> None:
+    def __init__(self, model: nn.Module, tensors: NamedTensors) -> None:
         super().__init__(model)
         self._tensors = tensors
         self._known = set(tensors.names())
@@ -215,8 +232,15 @@ class _NamedSource(OpenSource):
         """Compare names and shapes before anything is filled."""
         missing: list[str] = []
         expected: set[str] = set()
-        wanted = list(dict.fromkeys((entry.keys, entry.whole_shape, True) for entry in find_parameters(self._model)))
-        wanted += [(b.names, tuple(b.value.shape), b.persistent and b.value.is_meta) for b in find_buffers(self._model)]
+        wanted = list(
+            dict.fromkeys(
+                (entry.keys, entry.whole_shape, True) for entry in find_parameters(self._model)
+            )
+        )
+        wanted += [
+            (b.names, tuple(b.value.shape), b.persistent and b.value.is_meta)
+            for b in find_buffers(self._model)
+        ]
         for names, shape, required in wanted:
             expected.update(names)
             name = self._name_of(names)
@@ -226,32 +250,43 @@ class _NamedSource(OpenSource):
                 continue
             found = tuple(self._tensors.shape(name))
             if found != shape:
-                raise ValueError(f"{self._tensors.label} has {name} of shape {found}; the model wants {shape}")
+                raise ValueError(
+                    f"{self._tensors.label} has {name} of shape {found}; the model wants {shape}"
+                )
         unexpected = sorted(self._known - expected)
         if missing or unexpected:
             raise ValueError(self._explain(missing, unexpected))
 
     def _explain(self, missing: list[str], unexpected: list[str]) -> str:
-        parts = [f"{_listed(missing)} missing"] if missing else []
-        parts += [f"{_listed(unexpected)} unexpected"] if unexpected else []
+        parts = [f"{listed_are(missing)} missing"] if missing else []
+        parts += [f"{listed_are(unexpected)} unexpected"] if unexpected else []
         text = f"{self._tensors.label} does not fit the model: {'; '.join(parts)}."
-        if any(".experts." in name for name in missing) and any(".experts." in name for name in unexpected):
+        if any(".experts." in name for name in missing) and any(
+            ".experts." in name for name in unexpected
+        ):
             return (
-                f"{text} Hugging Face stores the experts of such a model apart and fuses them while it loads, which is "
-                "not built here: load with `from_pretrained` first, or pass a callable that fuses them"
+                f"{text} Hugging Face stores the experts of such a model apart and fuses them "
+                "while it loads, which is not built here: load with `from_pretrained` first, or "
+                "pass a callable that fuses them"
             )
-        return f"{text} Rename or drop tensors in a mapping, or pass a callable (name, tensor) that fills each one"
+        return (
+            f"{text} Rename or drop tensors in a mapping, or pass a callable (name, tensor) that "
+            "fills each one"
+        )
 
 
-# -- named tensors -----------------------------------------------------------------------------------------------------
+# -- named tensors ---------------------------------------------------------------------------------
 
 
-class _MappingTensors:
+class _MappingTensors(NamedTensors):
     """A mapping that the user passed."""
 
     def __init__(self, mapping: Mapping[str, torch.Tensor]) -> None:
-        self.label = "the mapping passed as load="
         self._mapping = mapping
+
+    @property
+    def label(self) -> str:
+        return "the mapping passed as load="
 
     def names(self) -> Iterable[str]:
         return self._mapping.keys()
@@ -259,115 +294,22 @@ class _MappingTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._mapping[name].shape)
 
+    def is_floating_point(self, name: str) -> bool:
+        return self._mapping[name].is_floating_point()
+
     def read(self, name: str) -> torch.Tensor:
         return self._mapping[name]
 
 
-class SafetensorsFiles:
-    """The safetensors of a directory (by its index if it has one), or a single file. One file is open at a time."""
-
-    def __init__(self, path: Path) -> None:
-        self.label = str(path)
-        self._file_of = _index(path)
-        self._open_path: Path | None = None
-        self._open_file: Any = None
-
-    def names(self) -> Iterable[str]:
-        """All names, of all files."""
-        return self._file_of.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape that the file's header states."""
-        return tuple(self._header(name).get_shape())
-
-    def is_floating_point(self, name: str) -> bool:
-        """Whether the file's header states a floating dtype."""
-        return str(self._header(name).get_dtype()).startswith(("F", "BF"))
-
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, mapped from its file."""
-        return cast("torch.Tensor", self._file(name).get_tensor(name))
-
-    def _header(self, name: str) -> Any:
-        from safetensors import SafetensorError
-
-        try:
-            return self._file(name).get_slice(name)
-        except SafetensorError as error:
-            raise ValueError(f"{self._file_of[name]} does not have {name}, though the index says so") from error
-
-    def _file(self, name: str) -> Any:
-        path = self._file_of[name]
-        if path != self._open_path:
-            self._open_file = _open(path)
-            self._open_path = path
-        return self._open_file
-
-
-def _open(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-
-
-def _index(path: Path) -> dict[str, Path]:
-    """Name of each tensor -> the file that has it."""
-    if path.is_file():
-        return dict.fromkeys(_open(path).keys(), path)
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path}: there is no such directory or file")
-    indices = sorted(path.glob("*.safetensors.index.json"))
-    if len(indices) > 1:
-        raise ValueError(
-            f"{path} has several indices: {', '.join(found.name for found in indices)}"
-        )
-    if indices:
-        weight_map = _weight_map(indices[0])
-        gone = sorted({name for name in weight_map.values() if not (path / name).is_file()})
-        if gone:
-            raise FileNotFoundError(f"{indices[0]} names files that are not there: {_listed(gone)}")
-        return {name: path / file for name, file in weight_map.items()}
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(
-            f"{path} has no *.safetensors; convert the checkpoint, or pass a mapping"
-        )
-    found: dict[str, Path] = {}
-    for file in files:
-        for name in _open(file).keys():  # noqa: SIM118 - not a dict
-            if name in found:
-                raise ValueError(
-                    f"{name} is in {found[name].name} and in {file.name}, and there is no index to decide"
-                )
-            found[name] = file
-    return found
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Name of each tensor -> name of its file, which lies beside the index: a path out of there is refused."""
-    try:
-        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} is no index of safetensors: it has no readable weight_map ({error!r})") from error
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or file == "..":
-            raise ValueError(
-                f"{index} says that {name} is in {file!r}; files lie beside their index, so a path is refused: move the file "
-                "there and write its name alone"
-            )
-    return weight_map
-
-
-# -- buffers -----------------------------------------------------------------------------------------------------------
+# -- buffers ---------------------------------------------------------------------------------------
 
 
 class Buffer:
     """One buffer of one module, with all its names."""
 
-    def __init__(self, module: nn.Module, attr: str, value: torch.Tensor, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, module: nn.Module, attr: str, value: torch.Tensor, names: tuple[str, ...]
+    ) -> None:
         self.module = module
         self.attr = attr
         self.value = value
@@ -376,7 +318,9 @@ class Buffer:
 
 
 def find_buffers(model: nn.Module) -> Iterator[Buffer]:
-    """All buffers of a model, persistent or not. A tensor that several modules register is yielded for each."""
+    """Yield all buffers of a model, persistent or not. A tensor that several modules register is
+    yielded for each.
+    """
     names: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -389,8 +333,10 @@ def find_buffers(model: nn.Module) -> Iterator[Buffer]:
 
 
 def _recompute(model: nn.Module, lost: list[Buffer], device: torch.device) -> None:
-    """Recompute buffers that are in no checkpoint, as Hugging Face models can: `_init_weights(module)` of the model
-    around writes them (rotary frequencies, position ids), and writes parameters that are still on meta to no effect."""
+    """Recompute buffers that are in no checkpoint, as Hugging Face models can:
+    `_init_weights(module)` of the model around writes them (rotary frequencies, position ids), and
+    writes parameters that are still on meta to no effect.
+    """
     stranded: list[str] = []
     for buffer in lost:
         out = torch.empty_like(buffer.value, device=device)
@@ -398,7 +344,11 @@ def _recompute(model: nn.Module, lost: list[Buffer], device: torch.device) -> No
         buffer.module._buffers[buffer.attr] = out
     for module in {id(buffer.module): buffer.module for buffer in lost}.values():
         owner = _owner(model, module)
-        held = [value for value in module._parameters.values() if value is not None and not value.is_meta]
+        held = [
+            value
+            for value in module._parameters.values()
+            if value is not None and not value.is_meta
+        ]
         if owner is not None and not held:
             with torch.random.fork_rng(devices=[]):
                 owner(module)
@@ -410,13 +360,14 @@ def _recompute(model: nn.Module, lost: list[Buffer], device: torch.device) -> No
         for buffer in lost:
             buffer.module._buffers[buffer.attr] = buffer.value
         raise ValueError(
-            f"{_listed(stranded)} on the meta device and not persistent, so no checkpoint has values for it; build that "
-            "module outside of torch.device('meta'), or register the buffer as persistent"
+            f"{listed_are(stranded)} on the meta device and not persistent, so no checkpoint has "
+            "values for it; build that module outside of torch.device('meta'), or register the "
+            "buffer as persistent"
         )
 
 
 def _owner(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], object] | None:
-    """`_init_weights` of the innermost model around `module` that has one."""
+    """Return `_init_weights` of the innermost model around `module` that has one."""
     found: nn.Module | None = None
     for candidate in model.modules():  # outer before inner
         if callable(getattr(candidate, "_init_weights", None)) and any(
@@ -440,10 +391,3 @@ def _is_poisoned(out: torch.Tensor) -> bool:
     if out.is_floating_point() or out.is_complex():
         return bool(out.reshape(-1)[0].isnan()) and bool(out.isnan().all())
     return bool((out == torch.iinfo(out.dtype).min).all()) and torch.iinfo(out.dtype).min != 0
-
-
-def _listed(names: list[str]) -> str:
-    """ "a, b and 3 more are"."""
-    shown = ", ".join(names[:_LISTED_MAX])
-    more = f" and {len(names) - _LISTED_MAX} more" if len(names) > _LISTED_MAX else ""
-    return f"{shown}{more} {'is' if len(names) == 1 else 'are'}"

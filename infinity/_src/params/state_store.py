@@ -21,8 +21,8 @@ import torch
 
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import give_back
-from infinity._src.memory.layout import Section, run_bytes, sections_of
-from infinity._src.memory.swap_space import Place, SwapSpace, Want
+from infinity._src.memory.layout import Section, aligned_section_bytes, sections_of
+from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
 from infinity._src.params.unit import Flat
 from infinity._src.sizes import round_up
 from infinity.aio import CHUNK, JOB, Executor, Format, JobKind, Priority, Slab, Ticket
@@ -70,7 +70,7 @@ class ShardRecords:
     sections: tuple[Section, ...]
     records: npt.NDArray[Any]  # CHUNK [chunks]
     ids: npt.NDArray[np.int32]  # [chunks]
-    places: list[Place]  # of its runs, first and second ones
+    places: list[SwapExtent]  # of its runs, first and second ones
     sums: npt.NDArray[np.uint32]  # [places, chunks, sections * pieces]
     versioned: bool  # each chunk has a second place
 
@@ -97,18 +97,26 @@ class ShardRecords:
 
     def grad_bytes(self, record: Any) -> int:
         """Bytes of a chunk's spilled gradients, at the end of its run."""
-        return run_bytes(self.sections[-1], int(record["numel"])) if self.format.grad else 0
+        return (
+            aligned_section_bytes(self.sections[-1], int(record["numel"]))
+            if self.format.grad
+            else 0
+        )
 
-    def wants(self, record: Any, layers: tuple[int, int]) -> list[Want]:
+    def wants(self, record: Any, layers: tuple[int, int]) -> list[ExtentRequest]:
         """The extents that a chunk wants of the swap space, in the order of `PLACES`; its first and
         second run in these layers.
         """
         if not self.versioned:
-            return [Want(int(record["run_bytes"]), layers[0])]
+            return [ExtentRequest(int(record["run_bytes"]), layers[0])]
         states = int(record["other_bytes"])
-        return [Want(states, layers[0]), Want(states, layers[1]), Want(self.grad_bytes(record))]
+        return [
+            ExtentRequest(states, layers[0]),
+            ExtentRequest(states, layers[1]),
+            ExtentRequest(self.grad_bytes(record)),
+        ]
 
-    def put(self, record: Any, places: Sequence[Place | None]) -> None:
+    def put(self, record: Any, places: Sequence[SwapExtent | None]) -> None:
         """Note the extents that a chunk got."""
         self.places.extend(place for place in places if place is not None)
         record["drive"] = next(place.drive for place in places if place is not None)
@@ -153,7 +161,7 @@ def unplaced(
             record["itemsize"][s], record["group_numel"][s] = section.itemsize, section.group_numel
             if mask >> s & 1:
                 record["section_at"][s] = record["run_bytes"]
-                record["run_bytes"] += run_bytes(section, span.numel)
+                record["run_bytes"] += aligned_section_bytes(section, span.numel)
         if sums_on:
             record["sums_ptr"] = sums[0, index].ctypes.data
             record["other_sums_ptr"] = sums[1, index].ctypes.data if versioned else 0
@@ -218,7 +226,7 @@ class StateStore:
         self._reader: StateReader | None = None
         self.writes = 0  # how often something was about to be written
         # Places that a durable run's last commit names, and that are nobody's.
-        self._dropped: list[Place] = []
+        self._dropped: list[SwapExtent] = []
         self._named = False
         # Of parameters on NVMe, since the beginning, whose reading alone has begun.
         self.params_read_bytes = 0
@@ -515,7 +523,9 @@ class StateStore:
             for flat, fmt, row in zip(flats, formats, masks, strict=True)
         ]
         with contextlib.ExitStack() as undo:
-            with self._space.at_once() if self._space is not None else contextlib.nullcontext():
+            with (
+                self._space.grow_together() if self._space is not None else contextlib.nullcontext()
+            ):
                 places = [place for rest in made for place in self._reserve(rest, undo)]
             slab = self._place_resident(made, keep)
             if slab is not None:
@@ -531,7 +541,7 @@ class StateStore:
             self.resident_bytes += slab.size_bytes
         return made
 
-    def _reserve(self, rest: ShardRecords, undo: contextlib.ExitStack) -> list[Place]:
+    def _reserve(self, rest: ShardRecords, undo: contextlib.ExitStack) -> list[SwapExtent]:
         """Reserve the runs of a flat's chunks, on NVMe, and put them into the records."""
         runs = np.flatnonzero(rest.records["run_bytes"])
         if self._space is None or not runs.size:

@@ -38,12 +38,12 @@ import torch
 
 from infinity._src._torch_compat import graph_is_kept, profiled
 from infinity._src.cleanup import cancel_and_wait
-from infinity._src.distributed.collectives import Comm
+from infinity._src.distributed.collectives import Comm, digest, fingerprinted
 from infinity._src.distributed.exchange import Exchange
-from infinity._src.distributed.fingerprint import digest, named
 from infinity._src.distributed.lanes import Op
 from infinity._src.grads.reducer import GradReducer
 from infinity._src.kernels.quantize import DTYPES
+from infinity._src.memory.constants import AHEAD
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param
@@ -55,9 +55,6 @@ from infinity._src.params.update_hooks import Access, UpdateHooks
 from infinity._src.telemetry import Marks, PhaseClock, Timeline
 from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.errors import AioError
-
-AHEAD = 2
-"""Units of the largest size for which there is room besides the one in use."""
 
 SHORT_WAIT_NS = 20_000
 """Shorter waits are not drawn in the timeline: they are the cost of asking."""
@@ -406,7 +403,7 @@ class Unsharder:
         """Begin the outermost forward: a training forward where gradients are enabled."""
         if not self.passes.in_backward:
             self._rest.pin()
-            self.gradients.let_go()
+            self.gradients.free_done()
             trains = torch.is_grad_enabled()
             self.passes.forward_start(trains=trains)
             quiet = trains and not self._mode.updates_pending
@@ -446,7 +443,7 @@ class Unsharder:
 
     def broke(self, where: str, error: BaseException) -> None:
         """Tell the other ranks, which may wait, that a forward or backward of this one raised."""
-        self._comm.raised(where, error)
+        self._comm.report_exception(where, error)
 
     def reset(self) -> None:
         """Forget what an interrupted forward or backward left."""
@@ -590,11 +587,13 @@ class Unsharder:
 
         Ranks that keep all weights may open a window alone, and are asked nothing.
         """
-        return here if self._never_evict else self._comm.any_of(here)
+        return here if self._never_evict else self._comm.all_reduce_any(here)
 
     def write_alike(self, param: Param, value: torch.Tensor) -> None:
         """Set the value as `write` does, when all ranks have come to it with the same."""
-        self._comm.meet(lambda: named(f"writing {param.name}", digest(value)))
+        self._comm.check_same_collective(
+            lambda: fingerprinted(f"writing {param.name}", digest(value))
+        )
         self.write(param, value)
 
     def write(self, param: Param, value: torch.Tensor) -> None:
@@ -751,10 +750,10 @@ class PendingUnshards:
         def work(exchange: Exchange) -> None:
             with torch.no_grad():
                 load()
-                exchange.spread([_parts(flat) for flat in flats], across=across)
+                exchange.all_gather([_parts(flat) for flat in flats], across=across)
 
         unit.state = PENDING
-        op = self._comm.gather(f"gather of {unit.name} as it is kept", work)
+        op = self._comm.submit_all_gather(f"gather of {unit.name} as it is kept", work)
         self._by_unit[unit] = PendingUnshard((), op)
 
     def pop(self, unit: Unit) -> PendingUnshard:
@@ -793,13 +792,13 @@ class PendingUnshards:
             for ticket in tickets:
                 ticket.wait_filled()
             with torch.no_grad():
-                exchange.spread([_parts(flat) for flat in plain])
-                exchange.spread_quantized([_parts(flat) for flat in coded])
+                exchange.all_gather([_parts(flat) for flat in plain])
+                exchange.all_gather_quantized([_parts(flat) for flat in coded])
                 if store is not None:
                     store()
 
         how = " in int8 groups" if quantized else ""
-        return self._comm.gather(f"gather of {unit.name}{how}", work)
+        return self._comm.submit_all_gather(f"gather of {unit.name}{how}", work)
 
     def close(self) -> None:
         """Return when nothing is under way, and forget everything."""

@@ -69,8 +69,9 @@ def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
     their bounds.
     """
     was_evicted = any(storage_size(flat.tensor) != flat.size_bytes for flat in unit.flats)
-    state = unit.state
-    allocate(unit)
+    # Without `allocate`: the unit's state is as before, however short its memory lives.
+    for flat in unit.flats:
+        resize_storage(flat.tensor, flat.size_bytes)
     with torch.inference_mode(False), torch.no_grad():
         for param in unit.params:
             view = param.flat.tensor[param.offset : param.offset + param.numel].view(param.shape)
@@ -78,7 +79,6 @@ def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
                 separate_version(view), requires_grad=requires_grad[param]
             )
             param.gathered.infinity_name = param.name
-    unit.state = state  # unless it is evicted now, it holds what it held
     if was_evicted:
         evict(unit)
 

@@ -1,22 +1,26 @@
-"""What a step copies between the CPU and its GPUs, by when it may move, and how long a link takes: pure arithmetic.
+"""Copies of a step between the CPU and its GPUs, and the time that links need for them: pure
+arithmetic.
 
-Bytes to the GPUs (h2d) and from them (d2h), all GPUs together, for parameters of P bytes that an update writes, gradients of G,
-states of S in all (P among them), with M micro-batches:
+Bytes to the GPUs (h2d) and from them (d2h), all GPUs together, for parameters of P bytes that an
+update writes, gradients of G, states of S in all (P among them), with M micro-batches:
 
     update on                 h2d                              d2h
     "cpu"                     2M P + (M - 1) G                 M G
     "device"                  2M P + M G + S                   M G + S
     "device", "backward"      2M P + (M - 1) G + (S - P)       (M - 1) G + S
 
-A forward and a backward gather once each, so M of both gather 2M times; recomputing in backward uses what backward gathered. An
-update on the CPU hands its parameters to the next forward's gather. One on the GPU is over before that forward begins, and its
-parameters are back at rest: all but those of the few units that are gathered then go up once more. Gradients of further
-micro-batches are added on the GPU: the sum so far goes up, the new one down. In exact (P 2, G 2, S 12 bytes) and M = 1 that is 4
-up and 2 down for each parameter with the update on the CPU, 18 up and 14 down on the GPU. "device" with "backward" is not
-built; there the last micro-batch's gradient would never leave the GPU, and the parameters go up once: 14 and 12.
+A forward and a backward gather once each, so M of both gather 2M times; recomputing in backward
+uses what backward gathered. An update on the CPU hands its parameters to the next forward's gather.
+One on the GPU is over before that forward begins, and its parameters are back at rest: all but
+those of the few units that are gathered then go up once more. Gradients of further micro-batches
+are added on the GPU: the sum so far goes up, the new one down. In exact (P 2, G 2, S 12 bytes) and
+M = 1 that is 4 up and 2 down for each parameter with the update on the CPU, 18 up and 14 down on
+the GPU. "device" with "backward" is not built; there the last micro-batch's gradient would never
+leave the GPU, and the parameters go up once: 14 and 12.
 
-Several GPUs: each copies its share over its own link, and has the others' from them (`planning.exchanges`). GPUs without links of
-their own do that through the CPU's memory, over the same PCIe links: then it counts here too.
+Several GPUs: each copies its share over its own link, and has the others' from them
+(`perf.plan.ranks`). GPUs without links of their own do that through the CPU's memory, over the
+same PCIe links: then it counts here too.
 """
 
 from __future__ import annotations
@@ -43,34 +47,35 @@ class Copied:
         return Copied(self.h2d + other.h2d, self.d2h + other.d2h)
 
     def scaled(self, factor: float) -> Copied:
-        """So many times as much."""
+        """Multiply by a factor."""
         return Copied(self.h2d * factor, self.d2h * factor)
 
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """What a step copies: in the window of the updates (as `limits.Traffic.beside_states`), and in the rest of the step."""
+    """Copies of a step: in the window of the updates (as in `roofline.Traffic`), and in its rest.
+    """
 
     beside_states: Copied = Copied()
     rest: Copied = Copied()
 
     @property
     def total(self) -> Copied:
-        """Everything that is copied."""
+        """Sum of the two parts."""
         return self.beside_states + self.rest
 
     def __add__(self, other: Copies) -> Copies:
         return Copies(self.beside_states + other.beside_states, self.rest + other.rest)
 
     def scaled(self, factor: float) -> Copies:
-        """So many times as much."""
+        """Multiply by a factor."""
         return Copies(self.beside_states.scaled(factor), self.rest.scaled(factor))
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Bytes per second of a link, or of several together. Directions do not slow each other: PCIe has lanes for each, and a GPU
-    a copy engine for each."""
+    """Bytes per second of a link, or of several together. Directions do not slow each other: PCIe
+    has lanes for each, and a GPU a copy engine for each."""
 
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
@@ -85,31 +90,34 @@ class Link:
         """The least time that this takes."""
         return max(copied.h2d / self.h2d_bytes_per_s, copied.d2h / self.d2h_bytes_per_s)
 
-    def spent(self, copies: Copies) -> Spent:
+    def busy_time(self, copies: Copies) -> BusyTime:
         """The least time of each part of a step."""
-        return Spent(self.busy_s(copies.beside_states), self.busy_s(copies.rest), self.busy_s(copies.total))
+        return BusyTime(
+            self.busy_s(copies.beside_states), self.busy_s(copies.rest), self.busy_s(copies.total)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class Spent:
-    """Seconds that something is busy in a step at least: in the window of the updates, in the rest, and if all of the step were
-    one window (less than the two together where one is full in one direction and the other in the other one)."""
+class BusyTime:
+    """Seconds that something is busy in a step at least: in the window of the updates, in the rest,
+    and if all of the step were one window (less than the two together where one is full in one
+    direction and the other in the other one)."""
 
     beside_states_s: float
     rest_s: float
     total_s: float
 
     @classmethod
-    def sum_of(cls, beside_states_s: float, rest_s: float = 0.0) -> Spent:
-        """Of what has no directions."""
+    def sum_of(cls, beside_states_s: float, rest_s: float = 0.0) -> BusyTime:
+        """Make the times of a resource without directions."""
         return cls(beside_states_s, rest_s, beside_states_s + rest_s)
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """Bytes of a model that a step copies, over all GPUs: parameters that an update writes, its states in all (parameters among
-    them), gradients as they wait, parameters that no optimizer holds, activations of a micro-batch that wait in the CPU's
-    memory or on drives."""
+class ModelBytes:
+    """Bytes of a model that a step copies, over all GPUs: parameters that an update writes, its
+    states in all (parameters among them), gradients as they wait, parameters that no optimizer
+    holds, activations of a micro-batch that wait in the CPU's memory or on drives."""
 
     params: float = 0.0
     states: float = 0.0
@@ -119,7 +127,7 @@ class Held:
 
 
 def copies(
-    held: Held,
+    sizes: ModelBytes,
     update: str,
     micro_batches: int,
     *,
@@ -127,50 +135,59 @@ def copies(
     params_stay: bool = False,
     grads_kept: bool = False,
 ) -> Copies:
-    """What one step copies (the module's table). params_stay: parameters rest on the GPUs. grads_kept: with update="backward"
-    gradients wait all the same, for a step that decides otherwise.
+    """Count the copies of one step (the module's table). params_stay: parameters rest on the GPUs.
+    grads_kept: with update="backward" gradients wait all the same, for a step that decides
+    otherwise.
 
-    >>> exact = copies(Held(params=2, states=12, grads=2), "deferred", 1)
+    >>> exact = copies(ModelBytes(params=2, states=12, grads=2), "deferred", 1)
     >>> exact.total.h2d, exact.total.d2h
     (4, 2)
 
     Raises: ValueError for an unknown `update_on`.
     """
     if update_on not in UPDATES_ON:
-        raise ValueError(f"update_on={update_on!r} is not known; use {' or '.join(repr(name) for name in UPDATES_ON)}")
+        raise ValueError(
+            f"update_on={update_on!r} is not known; use "
+            f"{' or '.join(repr(name) for name in UPDATES_ON)}"
+        )
     more = micro_batches - 1
     on_device = update_on == "device"
-    waits = not on_device or update != "backward" or grads_kept  # whether the last micro-batch's gradients leave
-    states = _states(held, update, params_stay) if on_device else Copied()
+    # Whether the last micro-batch's gradients leave.
+    waits = (
+        not on_device or update != "backward" or grads_kept
+    )
+    states = _states(sizes, update, params_stay) if on_device else Copied()
     if on_device and update != "backward":
-        states += Copied(held.grads)  # they waited, and come back
-    gathered = held.params + held.frozen
+        states += Copied(sizes.grads)  # they waited, and come back
+    gathered = sizes.params + sizes.frozen
     if params_stay:
         # As they were updated: by the CPU, else they are there.
-        first, gathers = Copied() if on_device else Copied(held.params), 0
+        first, gathers = Copied() if on_device else Copied(sizes.params), 0
     else:
         first, gathers = Copied(gathered), 2 * micro_batches - 1
-    grads = Copied(more * held.grads, (more + waits) * held.grads)
-    activations = Copied(held.activations, held.activations)
+    grads = Copied(more * sizes.grads, (more + waits) * sizes.grads)
+    activations = Copied(sizes.activations, sizes.activations)
     total = first + Copied(gathers * gathered) + grads + activations.scaled(micro_batches) + states
     if update == "delayed":
         return Copies(total)
     if update == "backward":
-        # The last backward and the next forward: a gather each, one micro-batch's gradients and activations.
+        # The last backward and the next forward: a gather each, one micro-batch's gradients and
+        # activations.
         window = first + states + activations + Copied(gathered if gathers else 0.0)
-        window += Copied(held.grads if more else 0.0, held.grads if waits else 0.0)
+        window += Copied(sizes.grads if more else 0.0, sizes.grads if waits else 0.0)
     elif on_device:
         window = states  # inside opt.step(), beside no forward
     else:
-        window = first + states + Copied(0.0, held.activations)
+        window = first + states + Copied(0.0, sizes.activations)
     return _divided(total, window)
 
 
-def _states(held: Held, update: str, params_stay: bool) -> Copied:
-    """What an update on the GPU takes from the CPU and gives back, but for the gather that it saves: of parameters that stay, and
-    of those that backward has gathered."""
-    saved = held.params if update == "backward" or params_stay else 0.0
-    return Copied(held.states - saved, held.states - (held.params if params_stay else 0.0))
+def _states(sizes: ModelBytes, update: str, params_stay: bool) -> Copied:
+    """Count the states that an update on the GPU takes and gives back, less the gather that it
+    saves: of parameters that stay, and of those that backward has gathered.
+    """
+    saved = sizes.params if update == "backward" or params_stay else 0.0
+    return Copied(sizes.states - saved, sizes.states - (sizes.params if params_stay else 0.0))
 
 
 def measured_copies(
@@ -182,9 +199,9 @@ def measured_copies(
     states: Copied = Copied(),
     sums_h2d: float = 0.0,
 ) -> Copies:
-    """`copies` of a step whose bytes were counted. activations, states: of `copied`, what those took (states of updates on the
-    GPU, gradients of these included); sums_h2d: sums of gradients that went up to be added to. The rest is taken for gathers and
-    gradients."""
+    """`copies` of a step whose bytes were counted. activations, states: of `copied`, what those
+    took (states of updates on the GPU, gradients of these included); sums_h2d: sums of gradients
+    that went up to be added to. The rest is taken for gathers and gradients."""
     back, up = (min(part, copied.h2d) for part in (activations.h2d, states.h2d))
     out, down = (min(part, copied.d2h) for part in (activations.d2h, states.d2h))
     grads = max(copied.d2h - out - down, 0.0) / micro_batches
@@ -194,7 +211,9 @@ def measured_copies(
         return Copies(copied)
     if update == "backward":
         last = sums / (micro_batches - 1) if micro_batches > 1 else 0.0
-        window = Copied(up + (gathers + back) / micro_batches + last, down + grads + out / micro_batches)
+        window = Copied(
+            up + (gathers + back) / micro_batches + last, down + grads + out / micro_batches
+        )
     else:
         window = Copied(up + gathers / (2 * micro_batches), down + out / micro_batches)
     return _divided(copied, window)
@@ -207,8 +226,14 @@ def _divided(total: Copied, window: Copied) -> Copies:
 
 
 def dram_s(
-    drive_bytes: float, copied_bytes: float, updated_bytes: float, bytes_per_s: float, *, added_bytes: float = 0.0
+    drive_bytes: float,
+    copied_bytes: float,
+    updated_bytes: float,
+    bytes_per_s: float,
+    *,
+    added_bytes: float = 0.0,
 ) -> float:
-    """Time on the CPU's memory: what drives move goes in or out of it once, and so does what is copied; an update on the CPU
-    reads and writes every state and reads gradients (updated_bytes: 2 S + G). added_bytes: of gradients that the CPU adds up."""
+    """Time on the CPU's memory: what drives move goes in or out of it once, and so does what is
+    copied; an update on the CPU reads and writes every state and reads gradients (updated_bytes: 2
+    S + G). added_bytes: of gradients that the CPU adds up."""
     return (drive_bytes + copied_bytes + updated_bytes + added_bytes) / bytes_per_s

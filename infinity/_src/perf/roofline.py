@@ -1,30 +1,40 @@
-"""What one optimizer step must move, and how fast that can be: the formulas, in one place, pure arithmetic.
+"""Bytes that one optimizer step must move, and how fast it can be: the formulas, in one place, pure
+arithmetic.
 
-Bytes over the drives, for states that rest there, with M micro-batches (horizontal: the whole model once per micro-batch):
+Bytes over the drives, for states that rest there, with M micro-batches (horizontal: the whole model
+once per micro-batch):
 
-    update      parameters read                              other states read   all written   spilled gradients
-    deferred    2M: the update feeds the first forward       1                   1             M read, M written
-    backward    2M: the update has them from memory          1                   1             the same, none if M = 1
-    delayed     2: by the update, and into a copy in RAM     1                   1             M read, M written
-    (frozen)    2M                                           -                   -             -
+                                                       other     states    spilled gradients
+    update      parameters read                        states    written   read and written
+    deferred    2M: the update feeds the first forward 1 read    1         M times
+    backward    2M: the update has them from memory    1 read    1         M times, none if M = 1
+    delayed     2: by the update, and into a copy      1 read    1         M times
+    (frozen)    2M                                     -         -         -
 
-In exact (2 bytes of parameter, 10 of other states) that is 14 + 4(M - 1) read and 12 written for each parameter in the first
-two modes; with "delayed", whose passes compute from the copy, 14 and 12 for any M. What is resident moves nothing. Units that
-stay gathered where a pass ends and the next one begins may save a little more (`turning_bytes_max`): a bounded correction,
-no part of the formulas.
+In exact (2 bytes of parameter, 10 of other states) that is 14 + 4(M - 1) read and 12 written for
+each parameter in the first two modes; with "delayed", whose passes compute from the copy, 14 and 12
+for any M. What is resident moves nothing. Units that stay gathered where a pass ends and the next
+one begins may save a little more (`turning_bytes_max`): a bounded correction, no part of the
+formulas.
 
-Seconds per step, for a model whose passes compute for some time, on drives with bandwidths B_r and B_w:
+Seconds per step, for a model whose passes compute for some time, on drives with bandwidths B_r and
+B_w:
 
-    io(r, w)   = r / B_r + w / B_w where reads and writes share a drive's time, else max(r / B_r, w / B_w)
-    floor      = max(compute, io of everything, what links and the CPU's memory need)   no schedule is faster
-    deferred   = max(first forward, io of states) + max(rest, io of the rest)   no update before backward ends
-    backward   = max(last backward + first forward, io of states and of their two passes) + max(rest, io of the rest)
+    io(r, w)   = r / B_r + w / B_w where reads and writes share a drive's time,
+                 else max(r / B_r, w / B_w)
+    floor      = max(compute, io of everything, what links and the CPU's memory need):
+                 no schedule is faster
+    deferred   = max(first forward, io of states) + max(rest, io of the rest):
+                 no update before backward ends
+    backward   = max(last backward + first forward, io of states and of their two passes)
+                 + max(rest, io of the rest)
     delayed    = floor
 
-What links to GPUs (`infinity._src.perf.pcie`) and the CPU's memory need in each of the two parts is one more term of that part's max.
+What links to GPUs (`infinity._src.perf.pcie`) and the CPU's memory need in each of the two parts is
+one more term of that part's max.
 
-A deferred update is bettered by reading states ahead and writing them late, beside backward, as far as memory allows:
-`movable_bytes`. η is a limit over what was measured.
+A deferred update is bettered by reading states ahead and writing them late, beside backward, as far
+as memory allows: `movable_bytes`. η is a limit over what was measured.
 """
 
 from __future__ import annotations
@@ -33,19 +43,22 @@ import dataclasses
 import sys
 from collections.abc import Iterable
 
-from infinity._src.perf.pcie import Spent
+from infinity._src.perf.pcie import BusyTime
 from infinity.aio._records import Section
 
 UPDATES = ("deferred", "backward", "delayed")
 """When states are updated; `Policy.update` has these names."""
 
 EXAMPLE_TBW = 600
-"""Terabytes written that a consumer drive of 1 TB is commonly rated for: says what a rate means where no rating is given."""
+"""Terabytes written that a consumer drive of 1 TB is commonly rated for: says what a rate means
+where no rating is given.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class AtRest:
-    """Bytes at rest by kind, of one parameter or of a whole model: what computes, the other states, spilled gradients.
+    """Bytes at rest by kind, of one parameter or of a whole model: what computes, the other states,
+    spilled gradients.
 
     frozen: parameters that no optimizer holds.
     """
@@ -57,7 +70,9 @@ class AtRest:
 
     @classmethod
     def per_param(cls, sections: Iterable[Section], *, held: bool = True) -> AtRest:
-        """Bytes per parameter in a state format, from its sections in order. held: by an optimizer; else it is frozen."""
+        """Bytes per parameter in a state format, from its sections in order. held: by an optimizer;
+        else it is frozen.
+        """
         params = optim = grads = 0.0
         for index, section in enumerate(sections):
             size = section.itemsize / section.group_numel
@@ -76,22 +91,29 @@ class AtRest:
 
     @property
     def total(self) -> float:
-        """Everything."""
+        """Sum of all kinds."""
         return self.states + self.grads + self.frozen
 
     def __add__(self, other: AtRest) -> AtRest:
         return AtRest(
-            self.params + other.params, self.optim + other.optim, self.grads + other.grads, self.frozen + other.frozen
+            self.params + other.params,
+            self.optim + other.optim,
+            self.grads + other.grads,
+            self.frozen + other.frozen,
         )
 
     def scaled(self, *, params: float = 1.0, optim: float = 1.0, grads: float = 1.0) -> AtRest:
-        """Each kind times a factor; frozen parameters go with `params`. Factors are 1 - φ of what is resident, or counts."""
-        return AtRest(self.params * params, self.optim * optim, self.grads * grads, self.frozen * params)
+        """Each kind times a factor; frozen parameters go with `params`. Factors are 1 - φ of what
+        is resident, or counts.
+        """
+        return AtRest(
+            self.params * params, self.optim * optim, self.grads * grads, self.frozen * params
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class Passes:
-    """How often one step moves each kind of state over the drives that holds it."""
+class MoveCounts:
+    """Counts of how often one step moves each kind of state over the drives that hold it."""
 
     params_read: int
     optim_read: int
@@ -101,14 +123,18 @@ class Passes:
     frozen_read: int
 
 
-def passes(update: str, micro_batches: int) -> Passes:
-    """The table of the module's docstring. Raises: ValueError for an unknown mode or less than one micro-batch."""
+def move_counts(update: str, micro_batches: int) -> MoveCounts:
+    """The table of the module's docstring. Raises: ValueError for an unknown mode or less than one
+    micro-batch.
+    """
     if update not in UPDATES:
-        raise ValueError(f"update={update!r} is not known; use {' or '.join(repr(name) for name in UPDATES)}")
+        raise ValueError(
+            f"update={update!r} is not known; use {' or '.join(repr(name) for name in UPDATES)}"
+        )
     if micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches} must be at least 1")
     spills = 0 if update == "backward" and micro_batches == 1 else micro_batches
-    return Passes(
+    return MoveCounts(
         params_read=2 if update == "delayed" else 2 * micro_batches,
         optim_read=1,
         states_written=1,
@@ -134,11 +160,13 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What a step moves over the drives, by kind and by when it may move. Bytes of a model, or of one parameter.
+    """Traffic of a step over the drives, by kind and by when it may move. Bytes of a model, or of
+    one parameter.
 
-    params_read: parameters for a forward or a backward; states: what updates move, parameters that they read included;
-    grads: spilled gradients; activations: those that wait for backward on a drive, written once and read once per
-    micro-batch. beside_states: of `total`, what can only move in the window of the updates (see the module).
+    params_read: parameters for a forward or a backward; states: what updates move, parameters that
+    they read included; grads: spilled gradients; activations: those that wait for backward on a
+    drive, written once and read once per micro-batch. beside_states: of `total`, what can only move
+    in the window of the updates (see the module).
     """
 
     params_read: float
@@ -149,25 +177,33 @@ class Traffic:
 
     @property
     def total(self) -> Moved:
-        """Everything that moves."""
+        """Sum of all kinds."""
         return Moved(self.params_read) + self.states + self.grads + self.activations
 
     @property
     def rest(self) -> Moved:
-        """What moves outside of the updates' window."""
+        """Traffic outside of the updates' window."""
         return self.total - self.beside_states
 
 
-def traffic(on_nvme: AtRest, update: str, micro_batches: int, *, activations: float = 0.0) -> Traffic:
-    """What one step moves. `on_nvme`: what rests there; `activations`: bytes that one micro-batch spills there.
+def traffic(
+    on_nvme: AtRest, update: str, micro_batches: int, *, activations: float = 0.0
+) -> Traffic:
+    """Count the traffic of one step. `on_nvme`: what rests there; `activations`: bytes that one
+    micro-batch spills there.
 
     >>> exact = traffic(AtRest(params=2, optim=10), "deferred", 1).total
     >>> exact.read, exact.written
     (14.0, 12.0)
     """
-    how = passes(update, micro_batches)
-    fed = 0 if update == "backward" else 1  # passes over the parameters that the update itself reads
-    states = Moved(fed * on_nvme.params + on_nvme.optim * how.optim_read, on_nvme.states * how.states_written)
+    how = move_counts(update, micro_batches)
+    # Passes over the parameters that the update itself reads.
+    fed = (
+        0 if update == "backward" else 1
+    )
+    states = Moved(
+        fed * on_nvme.params + on_nvme.optim * how.optim_read, on_nvme.states * how.states_written
+    )
     gathers = (how.params_read - fed) * on_nvme.params + how.frozen_read * on_nvme.frozen
     grads = Moved(how.grads_read * on_nvme.grads, how.grads_written * on_nvme.grads)
     spilled = Moved(micro_batches * activations, micro_batches * activations)
@@ -184,15 +220,26 @@ def measured_traffic(
     activations: Moved = Moved(),
     frozen: float = 0.0,
 ) -> Traffic:
-    """The same for a step whose bytes were counted: `moved` over the drives; of it `params_read` for gathers alone, and what
-    spilled gradients and activations took. The rest is taken for states. frozen: what one forward reads of `params_read`
-    that no optimizer holds."""
-    passes(update, micro_batches)  # checks both
-    # Reads are counted where they begin and `moved` where they end, so what is in flight may make parts larger than the whole.
-    params_read, grads_read, back, states_read = _parts_of(moved.read, params_read, grads.read, activations.read)
-    grads_written, out, states_written = _parts_of(moved.written, grads.written, activations.written)
-    states, grads, activations = Moved(states_read, states_written), Moved(grads_read, grads_written), Moved(back, out)
-    return _in_its_time(params_read, states, grads, activations, update, micro_batches, min(frozen, params_read))
+    """Sort the counted bytes of a step by kind: `moved` over the drives; of it `params_read`
+    for gathers alone, and what spilled gradients and activations took. The rest is taken for
+    states. frozen: what one forward reads of `params_read` that no optimizer holds."""
+    move_counts(update, micro_batches)  # checks both
+    # Reads are counted where they begin and `moved` where they end, so what is in flight may make
+    # parts larger than the whole.
+    params_read, grads_read, back, states_read = _parts_of(
+        moved.read, params_read, grads.read, activations.read
+    )
+    grads_written, out, states_written = _parts_of(
+        moved.written, grads.written, activations.written
+    )
+    states, grads, activations = (
+        Moved(states_read, states_written),
+        Moved(grads_read, grads_written),
+        Moved(back, out),
+    )
+    return _in_its_time(
+        params_read, states, grads, activations, update, micro_batches, min(frozen, params_read)
+    )
 
 
 def _parts_of(whole: float, *parts: float) -> list[float]:
@@ -205,26 +252,39 @@ def _parts_of(whole: float, *parts: float) -> list[float]:
 
 
 def _in_its_time(
-    params_read: float, states: Moved, grads: Moved, activations: Moved, update: str, micro_batches: int, frozen: float
+    params_read: float,
+    states: Moved,
+    grads: Moved,
+    activations: Moved,
+    update: str,
+    micro_batches: int,
+    frozen: float,
 ) -> Traffic:
-    """What moves in a step, by kind, and what of it has to in the window of the updates."""
+    """Sort traffic by when it may move: what has to in the window of the updates, and the rest."""
     if update == "delayed":
         window = Moved(params_read) + states + grads + activations
     elif update == "backward":
-        # The last backward and the next first forward; of M micro-batches' activations, one is read and one is written there.
-        window = states + Moved((params_read + activations.read) / micro_batches, activations.written / micro_batches)
+        # The last backward and the next first forward; of M micro-batches' activations, one is read
+        # and one is written there.
+        window = states + Moved(
+            (params_read + activations.read) / micro_batches, activations.written / micro_batches
+        )
     else:
-        # The update reads a spilled gradient once; the first forward writes its activations, and reads frozen parameters.
-        window = states + Moved(grads.read / micro_batches + frozen, activations.written / micro_batches)
+        # The update reads a spilled gradient once; the first forward writes its activations, and
+        # reads frozen parameters.
+        window = states + Moved(
+            grads.read / micro_batches + frozen, activations.written / micro_batches
+        )
     return Traffic(params_read, states, grads, activations, window)
 
 
 def turning_bytes_max(kept_bytes: float, update: str, micro_batches: int) -> float:
-    """The most that turning points can save: at each, up to `kept_bytes` of gathered units need no second read.
+    """The most that turning points can save: at each, up to `kept_bytes` of gathered units need no
+    second read.
 
-    A forward turns into its backward M times, a backward into the next micro-batch's forward M - 1 times. After the last
-    backward comes an update, which moves every state whatever stays gathered; but frozen units, and with "backward" the
-    first units of the next forward, save there too.
+    A forward turns into its backward M times, a backward into the next micro-batch's forward M - 1
+    times. After the last backward comes an update, which moves every state whatever stays gathered;
+    but frozen units, and with "backward" the first units of the next forward, save there too.
     """
     turns = 2 * micro_batches - 1
     return kept_bytes * (turns if update == "deferred" else turns + 1)
@@ -232,7 +292,9 @@ def turning_bytes_max(kept_bytes: float, update: str, micro_batches: int) -> flo
 
 @dataclasses.dataclass(frozen=True)
 class Drives:
-    """Bandwidths of all drives together, in bytes per second. shared: reads and writes take each other's time."""
+    """Bandwidths of all drives together, in bytes per second. shared: reads and writes take each
+    other's time.
+    """
 
     read_bytes_per_s: float
     write_bytes_per_s: float
@@ -250,15 +312,19 @@ class Drives:
         return read_s + write_s if self.shared else max(read_s, write_s)
 
     def scaled(self, factor: float) -> Drives:
-        """So many times as fast: another drive beside equal ones."""
+        """Multiply the bandwidths: another drive beside equal ones."""
         return dataclasses.replace(
-            self, read_bytes_per_s=self.read_bytes_per_s * factor, write_bytes_per_s=self.write_bytes_per_s * factor
+            self,
+            read_bytes_per_s=self.read_bytes_per_s * factor,
+            write_bytes_per_s=self.write_bytes_per_s * factor,
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """Seconds that a step's passes compute, waits left out: the first forward, the last backward, all that is between."""
+    """Seconds that a step's passes compute, waits left out: the first forward, the last backward,
+    all that is between.
+    """
 
     first_forward_s: float
     last_backward_s: float
@@ -276,14 +342,15 @@ class Compute:
 
     @property
     def rest_s(self) -> float:
-        """All but the first forward."""
+        """Time of all passes but the first forward."""
         return self.between_s + self.last_backward_s
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Seconds per step. floor_s: of any schedule; schedule_s: of the update mode that is used; compute_s, io_s: the terms of
-    the floor; other_s: the largest of the further terms (links, memory, update kernels), 0.0 where none was given."""
+    """Seconds per step. floor_s: of any schedule; schedule_s: of the update mode that is used;
+    compute_s, io_s: the terms of the floor; other_s: the largest of the further terms (links,
+    memory, update kernels), 0.0 where none was given."""
 
     floor_s: float
     schedule_s: float
@@ -304,14 +371,16 @@ def limits(
     *,
     movable_bytes: float = 0.0,
     update_s: float = 0.0,
-    others: Iterable[Spent] = (),
+    others: Iterable[BusyTime] = (),
     apart: bool = False,
 ) -> Limits:
     """The limits of a step. drives None: nothing rests on NVMe.
 
-    update_s: time of the update itself, beside the I/O of states. others: what is busy besides (links between CPU and GPUs, the
-    CPU's memory), each beside everything else of the same part of the step.
-    movable_bytes: how many bytes of states memory lets move beside backward instead of beside the first forward.
+    update_s: time of the update itself, beside the I/O of states. others: what is busy besides
+    (links between CPU and GPUs, the CPU's memory), each beside everything else of the same part of
+    the step.
+    movable_bytes: how many bytes of states memory lets move beside backward instead of beside the
+    first forward.
     apart: a deferred update is over before the next forward begins (`update_on="device"`).
     """
     others = tuple(others)
@@ -326,10 +395,14 @@ def limits(
     elif update == "backward":
         window_s = max(window_s, compute.first_forward_s + compute.last_backward_s)
         states_s = max(drives.io_s(moved.beside_states), update_s)
-        schedule_s = max(window_s, states_s) + max(compute.between_s, beyond_s, drives.io_s(moved.rest))
+        schedule_s = max(window_s, states_s) + max(
+            compute.between_s, beyond_s, drives.io_s(moved.rest)
+        )
     elif apart:
         states_s = max(drives.io_s(moved.beside_states), update_s)
-        schedule_s = max(window_s, states_s) + max(compute.total_s, beyond_s, drives.io_s(moved.rest))
+        schedule_s = max(window_s, states_s) + max(
+            compute.total_s, beyond_s, drives.io_s(moved.rest)
+        )
     else:
         schedule_s = deferred_s(
             states_s=max(drives.io_s(moved.beside_states), update_s),
@@ -342,11 +415,18 @@ def limits(
 
 
 def deferred_s(
-    *, states_s: float, rest_io_s: float, first_forward_s: float, rest_s: float, movable_s: float = 0.0
+    *,
+    states_s: float,
+    rest_io_s: float,
+    first_forward_s: float,
+    rest_s: float,
+    movable_s: float = 0.0,
 ) -> float:
-    """The limit of a deferred update when up to `movable_s` of the states' I/O may move beside the rest.
+    """The limit of a deferred update when up to `movable_s` of the states' I/O may move beside the
+    rest.
 
-    As much is moved as helps: until the states hide behind the first forward, or the rest hides no more.
+    As much is moved as helps: until the states hide behind the first forward, or the rest hides no
+    more.
     """
     helpful_s = min(states_s - first_forward_s, rest_s - rest_io_s, movable_s)
     moved_s = max(helpful_s, 0.0)
@@ -354,14 +434,14 @@ def deferred_s(
 
 
 def _movable_s(moved: Traffic, drives: Drives, movable_bytes: float) -> float:
-    """How long the movable bytes take at the states' own mix of reads and writes."""
+    """Time of the movable bytes at the states' own mix of reads and writes."""
     states = moved.states.read + moved.states.written
     if not states or movable_bytes <= 0:
         return 0.0
     return drives.io_s(moved.states) * min(movable_bytes / states, 1.0)
 
 
-# -- for planning ------------------------------------------------------------------------------------------------------------
+# -- for planning
 
 
 def compute_flops(
@@ -373,14 +453,22 @@ def compute_flops(
     attention_width: int = 0,
     sequence: int = 0,
 ) -> tuple[float, float]:
-    """Floating-point operations of (forward, backward) for `tokens` tokens; recompute: backward does forward once more.
+    """Floating-point operations of (forward, backward) for `tokens` tokens; recompute: backward
+    does forward once more.
 
-    2 per active parameter and token forward, 4 backward, and causal attention: 2 x sequence x width per layer and token.
+    2 per active parameter and token forward, 4 backward, and causal attention: 2 x sequence x width
+    per layer and token.
     """
     forward = tokens * (2.0 * active_params + 2.0 * layers * attention_width * sequence)
     return forward, (3.0 if recompute else 2.0) * forward
 
 
 def days_of_life(written_bytes: float, step_s: float, rated_tb: float, drives: float = 1) -> float:
-    """Days until `drives` drives, each rated for `rated_tb` terabytes written, have had them at this rate; inf without writes."""
-    return rated_tb * 1e12 * drives * step_s / written_bytes / 86_400 if written_bytes > 0 else float("inf")
+    """Days until `drives` drives, each rated for `rated_tb` terabytes written, have had them at
+    this rate; inf without writes.
+    """
+    return (
+        rated_tb * 1e12 * drives * step_s / written_bytes / 86_400
+        if written_bytes > 0
+        else float("inf")
+    )

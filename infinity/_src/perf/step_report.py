@@ -1,9 +1,11 @@
-"""A step against its limits, term by term: where the time went, what moved meanwhile, what the drives gave, η.
+"""A step against its limits, term by term: where the time went, what moved meanwhile, what the
+drives gave, η.
 
-Compute is the time of forwards and backwards less what they waited. In the loop they run beside updates, verification and
-copies, which slow them where the CPU computes: taken as it is (`loop`), that interference counts as compute, the limits are
-too high and η flatters, most at small batches. `alone` takes the first forward's time from forwards that began with no update
-pending (those after `flush()`, and those of further micro-batches), where there were any.
+Compute is the time of forwards and backwards less what they waited. In the loop they run beside
+updates, verification and copies, which slow them where the CPU computes: taken as it is (`loop`),
+that interference counts as compute, the limits are too high and η flatters, most at small batches.
+`alone` takes the first forward's time from forwards that began with no update pending (those after
+`flush()`, and those of further micro-batches), where there were any.
 """
 
 from __future__ import annotations
@@ -14,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from infinity._src.perf.pcie import Copied, Copies, Link, measured_copies
-from infinity._src.perf.roofline import Compute, Drives, Limits, Moved, Traffic, limits, measured_traffic
+from infinity._src.perf.roofline import (
+    Compute,
+    Drives,
+    Limits,
+    Moved,
+    Traffic,
+    limits,
+    measured_traffic,
+)
 from infinity._src.sizes import format_size
 from infinity._src.telemetry import PHASES, PhaseClock, PhaseFigures
 from infinity.aio import DriveStats, ExecutorStats
@@ -23,7 +33,7 @@ from infinity.aio._endurance import BUSY_SHARE_MIN, SAMPLE_BYTES_MIN
 
 @dataclasses.dataclass(frozen=True)
 class Bandwidths:
-    """Of all drives together: what the limits are computed with, and where it comes from."""
+    """Bandwidths of all drives together, as the limits take them, and their source."""
 
     drives: Drives
     source: str
@@ -33,12 +43,14 @@ class Bandwidths:
 class StepTerms:
     """Means per step, from the end of the first step to the end of the last one.
 
-    step_s: seconds, evaluations left out; phases: of them and of bytes, by `telemetry.PHASES`; moved: bytes by kind;
-    loop, alone: compute with and without interference in the first forward (alone: None when it was never seen);
-    bandwidths: None when nothing moved, and when they are not known (`drives_known`); limits: with `alone` where it is known,
-    else with `loop`, and of compute alone where drives are not known; limits_loop: with `loop`. copied: between the CPU and a GPU
-    that computes, by the executor (not what torch copies itself: sums of gradients that go up to be added to, and with
-    update="delayed" parameters); link: what it gave to that, bytes over the time in which a copy was under way, None without.
+    step_s: seconds, evaluations left out; phases: of them and of bytes, by `telemetry.PHASES`;
+    moved: bytes by kind; loop, alone: compute with and without interference in the first forward
+    (alone: None when it was never seen); bandwidths: None when nothing moved, and when they are not
+    known (`drives_known`); limits: with `alone` where it is known, else with `loop`, and of compute
+    alone where drives are not known; limits_loop: with `loop`. copied: between the CPU and a GPU
+    that computes, by the executor (not what torch copies itself: sums of gradients that go up to be
+    added to, and with update="delayed" parameters); link: what it gave to that, bytes over the time
+    in which a copy was under way, None without.
     """
 
     steps: int
@@ -57,8 +69,11 @@ class StepTerms:
 
     @property
     def drives_known(self) -> bool:
-        """Whether the limits hold the time of the drives. Else they are too low, and there is no η."""
-        return self.bandwidths is not None or not (self.moved.total.read or self.moved.total.written)
+        """True where the limits hold the time of the drives. Else they are too low: there is no η.
+        """
+        return self.bandwidths is not None or not (
+            self.moved.total.read or self.moved.total.written
+        )
 
     @property
     def eta_floor(self) -> float | None:
@@ -71,7 +86,7 @@ class StepTerms:
         return self.limits.eta(self.step_s)[1] if self.drives_known else None
 
     def as_dict(self) -> dict[str, Any]:
-        """As a plain dictionary, for logs and JSON."""
+        """Make a plain dictionary, for logs and JSON."""
         record = dataclasses.asdict(self)
         loop = self.limits_loop.eta(self.step_s) if self.drives_known else (None, None)
         return record | {
@@ -92,7 +107,8 @@ class StepTerms:
         bandwidths: Mapping[str, tuple[float, float]],
         frozen_bytes: float = 0.0,
     ) -> StepTerms | None:
-        """From what a clock and an executor counted. bandwidths: as in `IoSettings`, used where they have every drive.
+        """From what a clock and an executor counted. bandwidths: as in `IoSettings`, used where
+        they have every drive.
         frozen_bytes: on the drives, of parameters that no optimizer holds.
 
         None before two steps have ended.
@@ -118,7 +134,9 @@ class StepTerms:
         loop = _compute(phases, phases["first forward"].compute_s)
         quiet = clock.quiet_forward
         alone = _compute(phases, quiet.compute_s / quiet.count) if quiet.count else None
-        measured = bandwidths_of(executor.drives, bandwidths) if moved.read + moved.written else None
+        measured = (
+            bandwidths_of(executor.drives, bandwidths) if moved.read + moved.written else None
+        )
         drives = measured.drives if measured else None
         copied = measured_copies(
             Copied(total.h2d_bytes, total.d2h_bytes),
@@ -128,7 +146,7 @@ class StepTerms:
             activations=Copied(total.activations_read_bytes, total.activations_written_bytes),
         )
         link = _link(total)
-        links = [link.spent(copied)] if link is not None else []
+        links = [link.busy_time(copied)] if link is not None else []
         return cls(
             steps=steps,
             micro_batches=count,
@@ -147,67 +165,89 @@ class StepTerms:
 
     def __str__(self) -> str:
         """A table for people."""
-        head = f"{'per step':14} {'time':>8} {'waited':>8} {'read':>10} {'written':>10} {'drives busy':>11}"
+        names = f"{'per step':14} {'time':>8} {'waited':>8} {'read':>10} {'written':>10}"
+        head = f"{names} {'drives busy':>11}"
         rows = [head]
         for name, figures in self.phases.items():
             if figures.seconds >= 5e-5:
                 busy = f"{figures.drives_busy_s / figures.seconds:.0%}"
                 read, written = format_size(figures.bytes_read), format_size(figures.bytes_written)
                 rows.append(
-                    f"{name:14} {figures.seconds:6.3f} s {figures.wait_s:6.3f} s {read:>10} {written:>10} {busy:>11}"
+                    f"{name:14} {figures.seconds:6.3f} s {figures.wait_s:6.3f} s {read:>10} "
+                    f"{written:>10} {busy:>11}"
                 )
         many = "" if self.micro_batches == 1 else "es"
         rows.append(
-            f"{self.step_s:.3f} s per step (mean of {self.steps}, {self.micro_batches} micro-batch{many}, update {self.update}); "
+            f"{self.step_s:.3f} s per step (mean of {self.steps}, {self.micro_batches} "
+            f"micro-batch{many}, update {self.update}); "
             f"{self._moved_by_kind()}"
         )
         return "\n".join([*rows, *self._limit_rows()])
 
     def _moved_by_kind(self) -> str:
         moved = self.moved
-        kinds = {"states": moved.states, "spilled gradients": moved.grads, "activations": moved.activations}
-        read = _sizes({"parameters": moved.params_read} | {kind: each.read for kind, each in kinds.items()})
-        return f"read {read}; written {_sizes({kind: each.written for kind, each in kinds.items()})}"
+        kinds = {
+            "states": moved.states,
+            "spilled gradients": moved.grads,
+            "activations": moved.activations,
+        }
+        read = _sizes(
+            {"parameters": moved.params_read} | {kind: each.read for kind, each in kinds.items()}
+        )
+        return (
+            f"read {read}; written {_sizes({kind: each.written for kind, each in kinds.items()})}"
+        )
 
     def _limit_rows(self) -> list[str]:
         rows, limit = [], self.limits
         if not self.drives_known:
             return [
                 "drives not known: no second at least half busy",
-                f"limit of compute alone {limit.compute_s:.3f} s; that of the drives may be higher, so there is no η",
+                (f"limit of compute alone {limit.compute_s:.3f} s; that of the drives may be "
+                "higher, so there is no η"),
             ]
         if self.bandwidths is not None:
             drives = self.bandwidths.drives
             rows.append(
-                f"drives: read {drives.read_bytes_per_s / 1e9:.2f}, write {drives.write_bytes_per_s / 1e9:.2f} GB/s "
+                f"drives: read {drives.read_bytes_per_s / 1e9:.2f}, write "
+                f"{drives.write_bytes_per_s / 1e9:.2f} GB/s "
                 f"({self.bandwidths.source})"
             )
         between = ""
         if self.link is not None:
             total, link = self.copied.total, self.link
             rows.append(
-                f"link to the GPU: {format_size(total.h2d)} there at {link.h2d_bytes_per_s / 1e9:.2f}, {format_size(total.d2h)} "
-                f"back at {link.d2h_bytes_per_s / 1e9:.2f} GB/s (bytes over copying time of this run)"
+                f"link to the GPU: {format_size(total.h2d)} there at "
+                f"{link.h2d_bytes_per_s / 1e9:.2f}, {format_size(total.d2h)} "
+                f"back at {link.d2h_bytes_per_s / 1e9:.2f} GB/s (bytes over copying time of this "
+                "run)"
             )
             between = f", link {limit.other_s:.3f}"
         eta = limit.eta(self.step_s)
         rows.append(
-            f"limits: any schedule {limit.floor_s:.3f} s (compute {limit.compute_s:.3f}, drives {limit.io_s:.3f}{between}), "
-            f"η {eta[0]:.2f}; {self.update} {limit.schedule_s:.3f} s, η {eta[1]:.2f}; compute {self._told()}"
+            f"limits: any schedule {limit.floor_s:.3f} s (compute {limit.compute_s:.3f}, drives "
+            f"{limit.io_s:.3f}{between}), "
+            f"η {eta[0]:.2f}; {self.update} {limit.schedule_s:.3f} s, η {eta[1]:.2f}; compute "
+            f"{self._told()}"
         )
         if self.alone is not None:
             loop = self.limits_loop.eta(self.step_s)
-            rows.append(f"η with the compute of the loop, interference counted as compute: {loop[0]:.2f} and {loop[1]:.2f}")
+            rows.append(
+                f"η with the compute of the loop, interference counted as compute: {loop[0]:.2f} "
+                f"and {loop[1]:.2f}"
+            )
         return rows
 
     def _told(self) -> str:
         if self.alone is None:
-            return "as in the loop: what updates beside it cost counts as compute, which flatters η"
+            return (
+                "as in the loop: what updates beside it cost counts as compute, which flatters η"
+            )
         return "with the first forward as it is when no update is pending"
 
 
 def _sizes(kinds: Mapping[str, float]) -> str:
-    """What moved, by kind: "1 MiB of parameters and 5 MiB of states"."""
+    """Format bytes by kind: "1 MiB of parameters and 5 MiB of states"."""
     told = [f"{format_size(size)} of {kind}" for kind, size in kinds.items() if round(size)]
     *most, last = told or ["nothing"]
     return f"{', '.join(most)} and {last}" if most else last
@@ -216,11 +256,15 @@ def _sizes(kinds: Mapping[str, float]) -> str:
 def _compute(phases: Mapping[str, PhaseFigures], first_forward_s: float) -> Compute:
     backward = phases["backward"]
     last_s = backward.compute_s / max(backward.count, 1)
-    return Compute(first_forward_s, last_s, phases["forward"].compute_s + backward.compute_s - last_s)
+    return Compute(
+        first_forward_s, last_s, phases["forward"].compute_s + backward.compute_s - last_s
+    )
 
 
 def _link(total: PhaseFigures) -> Link | None:
-    """What the link gave in each direction; a direction in which nothing was copied is as fast as the other."""
+    """Bandwidth of the link in each direction; a direction in which nothing was copied is as fast
+    as the other.
+    """
     rates = [
         size / seconds
         for size, seconds in ((total.h2d_bytes, total.h2d_s), (total.d2h_bytes, total.d2h_s))
@@ -230,11 +274,13 @@ def _link(total: PhaseFigures) -> Link | None:
 
 
 def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, bool] | None:
-    """Bandwidths from samples (bytes read, bytes written, seconds busy) of drives under load, by least squares over
-    seconds = read / B_r + written / B_w; and whether reads and writes could be told apart.
+    """Bandwidths from samples (bytes read, bytes written, seconds busy) of drives under load, by
+    least squares over seconds = read / B_r + written / B_w; and whether reads and writes could be
+    told apart.
 
-    They cannot where all samples have the same mix: then B_r = B_w is what the drive gave to that mix. None without samples.
-    Time in which only a few requests were in flight counts as busy, so this is what the run got, not what the drive can.
+    They cannot where all samples have the same mix: then B_r = B_w is what the drive gave to that
+    mix. None without samples. Time in which only a few requests were in flight counts as busy, so
+    this is what the run got, not what the drive can.
     """
     rr = sum(read * read for read, _, _ in samples)
     ww = sum(written * written for _, written, _ in samples)
@@ -257,8 +303,9 @@ def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, b
 def bandwidths_of(
     drives: tuple[DriveStats, ...], known: Mapping[str, tuple[float, float]]
 ) -> Bandwidths | None:
-    """Bandwidths of all drives together: `known` (by directory) where it has them all, else from the last 64 seconds in which
-    they were busy for at least half of a second: what this run got. None when some drive had no such second."""
+    """Bandwidths of all drives together: `known` (by directory) where it has them all, else from
+    the last 64 seconds in which they were busy for at least half of a second: what this run got.
+    None when some drive had no such second."""
     by_place = {Path(directory).resolve(): pair for directory, pair in known.items()}
     pairs = [by_place.get(Path(drive.path).resolve()) for drive in drives]
     if pairs and all(pair is not None for pair in pairs):
@@ -270,12 +317,14 @@ def bandwidths_of(
         samples = [
             (float(window.bytes_read), float(window.bytes_written), window.busy_s)
             for window in drive.windows
-            if window.busy_s >= BUSY_SHARE_MIN and window.bytes_read + window.bytes_written >= SAMPLE_BYTES_MIN
+            if window.busy_s >= BUSY_SHARE_MIN
+            and window.bytes_read + window.bytes_written >= SAMPLE_BYTES_MIN
         ]
         fitted = fit_drives(samples)
         if fitted is None:
-            # Without it the others' sum would be too low, and η too high. Nothing stands for it: what drives give differs, and
-            # one that was mostly idle, because it is faster than its share of the data, is the one that adds most.
+            # Without it the others' sum would be too low, and η too high. Nothing stands for it:
+            # what drives give differs, and one that was mostly idle, because it is faster than its
+            # share of the data, is the one that adds most.
             return None
         total_read += fitted[0].read_bytes_per_s
         total_write += fitted[0].write_bytes_per_s
@@ -283,4 +332,7 @@ def bandwidths_of(
     if not total_read:
         return None
     source = "bytes over busy time of this run"
-    return Bandwidths(Drives(total_read, total_write), source if apart else f"{source}, reads and writes not told apart")
+    return Bandwidths(
+        Drives(total_read, total_write),
+        source if apart else f"{source}, reads and writes not told apart",
+    )

@@ -51,13 +51,13 @@ def test_traffic_is_told_in_units_of_the_parameters_beside_the_formula(bench: An
 
 
 def test_the_arms_of_the_link_are_those_that_a_rank_knows_and_scales_weigh_what_the_wire_has(bench: Any) -> None:
-    from infinity._src.distributed.exchange import GRADIENT_BITS, GROUP_NUMEL, WEIGHT_BITS
+    from infinity._src.distributed.exchange import GRADIENT_BITS, SCALE_GROUP_NUMEL, WEIGHT_BITS
     from infinity._src.kernels.comm_codec import wire_bytes
 
     hosts, many = bench("hosts"), 1 << 20
     assert tuple(bench("arm_hosts").SWITCHES) == hosts.ARMS == tuple(hosts.FORMULA)
     for bits in (WEIGHT_BITS, GRADIENT_BITS):
-        assert wire_bytes(many, bits, GROUP_NUMEL) / (2 * many) == hosts.WITH_SCALES[bits / 16]
+        assert wire_bytes(many, bits, SCALE_GROUP_NUMEL) / (2 * many) == hosts.WITH_SCALES[bits / 16]
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")

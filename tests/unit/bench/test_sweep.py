@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infinity._src.bench import command, sweep
-from infinity._src.bench.figures import KINDS
+from infinity._src.bench.swap import KINDS
 from infinity._src.bench.sweep import IN_FLIGHT_MAX_BYTES, Point, choose, pairs
 from infinity._src.config import Policy
 from infinity._src.sizes import KIB, MIB

@@ -13,9 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src.checkpoint.data_file import DataReader, DataWriter
 from infinity._src.checkpoint.directory import generations, newest_generation, next_generation, read_manifest
-from infinity._src.checkpoint.json_values import from_json, to_json
 from infinity._src.checkpoint.manifest import (
     ROW,
     FileEntry,
@@ -24,9 +22,12 @@ from infinity._src.checkpoint.manifest import (
     Manifest,
     OptimizerEntry,
     ParamEntry,
+    from_json,
     manifest_name,
+    to_json,
 )
-from infinity._src.checkpoint.pieces import pieces
+from infinity._src.checkpoint.reader import DataReader, pieces
+from infinity._src.checkpoint.writer import DataWriter
 from infinity._src.memory.layout import plan_flat
 from infinity.aio import CHUNK, JOB, Format, JobKind, PoolSpec, Priority, SwapFile, open_executor
 from infinity.aio._records import PIECE_NUMEL

@@ -15,10 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity as inf
-from infinity._src.checkpoint.convert import Rewriting
 from infinity._src.checkpoint.directory import DirectoryLock, read_generation, read_manifest
 from infinity._src.checkpoint.reader import Checkpoint, ChunkRef, StateReader
-from infinity._src.checkpoint.reshard import slice_of
+from infinity._src.checkpoint.reshard import ReshardJob, slice_of
 from infinity._src.checkpoint.safetensors import INDEX
 from infinity._src.engine import offload
 from infinity._src.memory.layout import plan_flat
@@ -128,7 +127,7 @@ def test_ls_tells_what_there_is(saved: Path, capsys: pytest.CaptureFixture[str])
         assert wanted in shown, wanted
     assert infinity_main(["checkpoint", "ls", str(saved / "ckpt"), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["schema"] == "infinity._src.checkpoint.ls/1"
+    assert record["schema"] == "infinity.checkpoint.ls/1"
     (listed,) = record["checkpoints"]
     (found,) = listed["generations"]
     assert (found["number"], found["step"], found["world"], found["why_not"]) == (1, 2, 1, "")
@@ -362,7 +361,7 @@ def test_reshard_leaves_all_or_nothing(saved: Path, tmp_path: Path, monkeypatch:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=4096))
     with Checkpoint.open(saved / "ckpt") as checkpoint, pytest.raises(SwapFullError, match="4096 are free"):
-        Rewriting(checkpoint, world=2).run(tmp_path / "out")
+        ReshardJob(checkpoint, world=2).write(tmp_path / "out")
     assert files_of(saved / "ckpt") == whole
 
 

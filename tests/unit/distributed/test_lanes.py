@@ -18,7 +18,7 @@ from infinity.errors import RankFailed
 
 
 @pytest.fixture
-def watch() -> Iterator[Watchdog]:
+def watchdog() -> Iterator[Watchdog]:
     found = Watchdog(Topology.alone(), None, timeout_s=0.3, name="alone")
     yield found
     found.close()
@@ -26,9 +26,9 @@ def watch() -> Iterator[Watchdog]:
 
 
 @pytest.fixture
-def lane(watch: Watchdog) -> Iterator[Lane]:
+def lane(watchdog: Watchdog) -> Iterator[Lane]:
     before = threading.active_count()
-    found = Lane("alone", group=None, watch=watch)
+    found = Lane("alone", group=None, watchdog=watchdog)
     yield found
     found.close()
     found.close()
@@ -45,8 +45,8 @@ def test_work_runs_in_order_and_is_numbered(lane: Lane) -> None:
     assert all(op.done and op.finished() for op in ops)
 
 
-def test_close_waits_for_what_was_submitted(watch: Watchdog) -> None:
-    lane = Lane("closing", group=None, watch=watch)
+def test_close_waits_for_what_was_submitted(watchdog: Watchdog) -> None:
+    lane = Lane("closing", group=None, watchdog=watchdog)
     go, seen = threading.Event(), []
     lane.submit("wait", lambda group: go.wait())
     last = lane.submit("note", lambda group: seen.append(1))
@@ -58,7 +58,7 @@ def test_close_waits_for_what_was_submitted(watch: Watchdog) -> None:
         lane.submit("more", lambda group: None)
 
 
-def test_an_error_of_the_work_is_its_own_and_the_end_of_everything(lane: Lane, watch: Watchdog) -> None:
+def test_an_error_of_the_work_is_its_own_and_the_end_of_everything(lane: Lane, watchdog: Watchdog) -> None:
     def fails(group: Any) -> None:
         raise MemoryError("no room")
 
@@ -74,10 +74,10 @@ def test_an_error_of_the_work_is_its_own_and_the_end_of_everything(lane: Lane, w
         after.wait()
     assert isinstance(caught.value.__cause__, MemoryError)
     assert not seen
-    for call in (watch.check, first.wait, lambda: lane.submit("more", lambda group: None)):
+    for call in (watchdog.check, first.wait, lambda: lane.submit("more", lambda group: None)):
         with pytest.raises(RankFailed) as again:
             call()
-        assert again.value is watch.failure
+        assert again.value is watchdog.failure
     assert bad.finished()
     assert after.finished()
 
@@ -115,7 +115,7 @@ def test_what_has_run_holds_no_memory(lane: Lane) -> None:
 
 
 def test_each_group_of_a_lane_is_broken_off_by_itself_and_that_of_names_first(
-    watch: Watchdog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken: list[str] = []
 
@@ -123,20 +123,20 @@ def test_each_group_of_a_lane_is_broken_off_by_itself_and_that_of_names_first(
         broken.append(group)
         raise RuntimeError(f"{group} does not abort")
 
-    monkeypatch.setattr("infinity._src.distributed.lanes.break_off", break_off)
-    lane = Lane("two groups", group="nccl", beside="gloo", watch=watch)  # type: ignore[arg-type]
+    monkeypatch.setattr("infinity._src.distributed.lanes.abort_group", break_off)
+    lane = Lane("two groups", group="nccl", beside="gloo", watchdog=watchdog)  # type: ignore[arg-type]
     lane._break_off()
     lane.close()
     assert broken == ["gloo", "nccl"]
     assert all(f"RuntimeError: {group} does not abort" in caplog.text for group in broken)
 
 
-def test_a_lane_that_is_stuck_keeps_both_of_its_groups(watch: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_that_is_stuck_keeps_both_of_its_groups(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
     monkeypatch.setattr("infinity._src.distributed.lanes.GIVE_UP_S", 0.05)
     monkeypatch.setattr("infinity._src.distributed.lanes._GIVEN_UP", kept)
-    monkeypatch.setattr("infinity._src.distributed.lanes.break_off", lambda group: True)
-    lane, go = Lane("stuck", group="nccl", beside="gloo", watch=watch), threading.Event()  # type: ignore[arg-type]
+    monkeypatch.setattr("infinity._src.distributed.lanes.abort_group", lambda group: True)
+    lane, go = Lane("stuck", group="nccl", beside="gloo", watchdog=watchdog), threading.Event()  # type: ignore[arg-type]
     lane.submit("wait", lambda group: go.wait())
     lane.close()
     go.set()

@@ -45,14 +45,14 @@ def test_no_more_is_on_its_way_than_there_is_room_for(
     at, sent = 0, []
     for numel in numels:
         source = torch.randn(numel)
-        sent.append((leaving.send(source, memory[at : at + numel]), source.clone(), at))
+        sent.append((leaving.copy_out(source, memory[at : at + numel]), source.clone(), at))
         del source  # from here on its memory is the allocator's as soon as `leaving` lets go
         at += numel
     assert leaving.bytes_peak <= max(room, 4 * max(numels))
     for ticket, value, start in sent:
         ticket.wait_filled(20)
         assert torch.equal(memory[start : start + value.numel()], value)
-    leaving.let_go()
+    leaving.free_done()
     assert leaving._bytes == 0
     leaving.close()
     assert simulation.races() == []

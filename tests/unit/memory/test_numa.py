@@ -42,22 +42,22 @@ def test_nodes_that_are_memory_alone_or_offline_are_left_out(tmp_path):
 def test_a_gpu_belongs_to_the_node_of_its_pci_device(tmp_path):
     pci = {"0000:65:00.0": "1", "0000:17:00.0": "-1", "0000:99:00.0": "2", "0001:0a:00.0": "0"}
     root = machine(tmp_path, {0: "0-3,8-11", 1: "4-7", 2: ""}, pci=pci)
-    place = numa.find_place("0000:65:00.0", number=0, ranks=1, root=root)
+    place = numa.choose_node("0000:65:00.0", number=0, ranks=1, root=root)
     assert place.place == Place(1, (4, 5, 6, 7))
     assert place.reason == "2 nodes, 0000:65:00.0 is on node 1"
-    assert numa.find_place("0001:0A:00.0", number=0, ranks=1, root=root).place == Place(0, (0, 1, 2, 3, 8, 9, 10, 11))
-    unknown = numa.find_place("0000:17:00.0", number=0, ranks=1, root=root)
+    assert numa.choose_node("0001:0A:00.0", number=0, ranks=1, root=root).place == Place(0, (0, 1, 2, 3, 8, 9, 10, 11))
+    unknown = numa.choose_node("0000:17:00.0", number=0, ranks=1, root=root)
     assert (unknown.place, unknown.reason) == (None, "2 nodes, 0000:17:00.0 is on no node that is known")
-    assert numa.find_place("0000:42:00.0", number=0, ranks=1, root=root).place is None
-    far = numa.find_place("0000:99:00.0", number=0, ranks=1, root=root)
+    assert numa.choose_node("0000:42:00.0", number=0, ranks=1, root=root).place is None
+    far = numa.choose_node("0000:99:00.0", number=0, ranks=1, root=root)
     assert (far.place, far.reason) == (None, "2 nodes, 0000:99:00.0 is on node 2, which has no CPUs")
 
 
 def test_ranks_on_the_cpu_are_spread_over_the_nodes(tmp_path):
     root = machine(tmp_path, {0: "0-3", 1: "4-7"})
-    found = [numa.find_place(None, number=number, ranks=4, root=root) for number in range(4)]
+    found = [numa.choose_node(None, number=number, ranks=4, root=root) for number in range(4)]
     assert [place.place.node for place in found if place.place] == [0, 0, 1, 1]
-    alone = numa.find_place(None, number=0, ranks=1, root=root)
+    alone = numa.choose_node(None, number=0, ranks=1, root=root)
     assert alone.place is None
     assert "each may use all" in alone.reason
 
@@ -65,7 +65,7 @@ def test_ranks_on_the_cpu_are_spread_over_the_nodes(tmp_path):
 def test_with_one_node_nothing_is_bound(tmp_path):
     root = machine(tmp_path, {0: "0-7"}, pci={"0000:65:00.0": "0"})
     for pci in (None, "0000:65:00.0"):
-        assert numa.find_place(pci, number=0, ranks=4, root=root) == numa.Found(None, "one node: nothing is bound")
+        assert numa.choose_node(pci, number=0, ranks=4, root=root) == numa.NumaChoice(None, "one node: nothing is bound")
 
 
 def test_this_machine_is_read_and_bound_as_it_is():

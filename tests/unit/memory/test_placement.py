@@ -10,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src.memory.layout import plan_flat
-from infinity._src.memory.needs import FlatNeed, Load, chunk_bytes
-from infinity._src.memory.placement import Plan, plan_placement, step_bytes
-from infinity._src.memory.spilling import WINDOW_COUNT, spread
+from infinity._src.memory.placement import (
+    WINDOW_COUNT,
+    FlatNeed,
+    PlacementPlan,
+    StepLoad,
+    chunk_bytes,
+    plan_placement,
+    step_bytes,
+    van_der_corput_order,
+)
 from infinity.aio import Format
 from infinity.aio._records import GradSection, Master, Moments
 from infinity.errors import BudgetError
@@ -29,7 +36,7 @@ FORMATS = (
 )
 RAM = st.one_of(st.integers(0, 400_000_000), st.integers(0, 20_000_000))
 LOADS = st.builds(
-    Load,
+    StepLoad,
     update=st.sampled_from(["deferred", "backward", "delayed"]),
     micro_batches=st.integers(1, 4),
     bandwidths=st.sampled_from([(1.0, 1.0), (6.8, 5.0), (3.5, 3.0), (1.0, 3.0)]),
@@ -77,24 +84,24 @@ RESIDENT = st.dictionaries(
 
 
 def least_of(
-    needs: list[FlatNeed], load: Load | None = None, resident: dict[str, float | int] | None = None
+    needs: list[FlatNeed], load: StepLoad | None = None, resident: dict[str, float | int] | None = None
 ) -> int:
     """The smallest budget that works, as the error of one that does not says."""
     try:
-        plan_placement(needs, 0, load=load or Load(), resident=resident)
+        plan_placement(needs, 0, load=load or StepLoad(), resident=resident)
     except BudgetError as error:
         return int(str(error).split("works is ")[1].split(" bytes")[0])
     return 0
 
 
-def seconds(needs: list[FlatNeed], plan: Plan, load: Load) -> float:
+def seconds(needs: list[FlatNeed], plan: PlacementPlan, load: StepLoad) -> float:
     read, written = step_bytes(needs, plan, load)
     return read / load.bandwidths[0] + written / load.bandwidths[1]
 
 
 @given(NEEDS, RAM, RESIDENT, LOADS)
 def test_a_plan_never_holds_more_than_the_budget_and_is_deterministic(
-    needs: list[FlatNeed], ram_bytes: int, resident: dict[str, float | int], load: Load
+    needs: list[FlatNeed], ram_bytes: int, resident: dict[str, float | int], load: StepLoad
 ) -> None:
     least = least_of(needs, load, resident)
     if ram_bytes < least:
@@ -126,7 +133,7 @@ def test_every_byte_rests_somewhere_and_only_once(needs: list[FlatNeed], ram_byt
 
 @settings(max_examples=300)
 @given(NEEDS, RAM, st.one_of(st.integers(0, 100_000_000), st.integers(0, 2_000_000)), LOADS)
-def test_more_ram_never_predicts_slower(needs: list[FlatNeed], ram_bytes: int, more: int, load: Load) -> None:
+def test_more_ram_never_predicts_slower(needs: list[FlatNeed], ram_bytes: int, more: int, load: StepLoad) -> None:
     least = least_of(needs, load)
     small = plan_placement(needs, least + ram_bytes, load=load)
     large = plan_placement(needs, least + ram_bytes + more, load=load)
@@ -185,7 +192,7 @@ def test_parameters_go_first_and_the_rest_of_a_chunk_stays_one_run() -> None:
 
 @given(st.integers(1, 300))
 def test_any_prefix_of_the_order_is_spread_evenly(count: int) -> None:
-    order = spread(count)
+    order = van_der_corput_order(count)
     assert sorted(order) == list(range(count))
     for taken in (count // 4, count // 2):
         if taken:
@@ -198,7 +205,7 @@ def test_time_falls_linearly_and_no_stretch_is_left_out() -> None:
     needs = [need(393_216 * 4, "nvme", "nvme") for _ in range(32)]
     least = plan_placement(needs, None).min_bytes
     params = 32 * 4 * 393_216 * 2
-    times = [seconds(needs, plan_placement(needs, least + params * k // 8), Load()) for k in range(9)]
+    times = [seconds(needs, plan_placement(needs, least + params * k // 8), StepLoad()) for k in range(9)]
     steps = [a - b for a, b in itertools.pairwise(times)]
     assert max(steps) <= min(steps) * 1.1
     half = plan_placement(needs, least + params // 2)
@@ -267,11 +274,11 @@ def test_the_bytes_of_a_step_are_those_of_the_design() -> None:
     needs = [need(numel, "nvme", "nvme")]
     plan = plan_placement(needs, None)
     assert step_bytes(needs, plan) == (14 * numel, 12 * numel)
-    assert step_bytes(needs, plan, Load(micro_batches=8)) == ((14 + 4 * 7) * numel, 12 * numel)
+    assert step_bytes(needs, plan, StepLoad(micro_batches=8)) == ((14 + 4 * 7) * numel, 12 * numel)
     spilling = [need(numel, "nvme", "nvme", spills=True)]
     spilled = plan_placement(spilling, None, spill=(True,))
     assert step_bytes(spilling, spilled) == (16 * numel, 14 * numel)
-    assert step_bytes(spilling, spilled, Load(micro_batches=3)) == ((16 + 2 * 6) * numel, (14 + 4) * numel)
+    assert step_bytes(spilling, spilled, StepLoad(micro_batches=3)) == ((16 + 2 * 6) * numel, (14 + 4) * numel)
 
 
 def test_a_plan_for_a_hundred_billion_parameters_takes_seconds() -> None:

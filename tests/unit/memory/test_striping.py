@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity._src.memory import striping
-from infinity._src.memory.striping import choose_shares, measure_shares
-from infinity._src.memory.swap_space import SwapSpace
+from infinity._src.memory import swap_space as swap_module
+from infinity._src.memory.swap_space import SwapSpace, choose_shares, measure_shares
 from infinity.aio import _records as records
 from infinity.errors import AioError
 from tests.unit.aio.rig import BACKENDS
@@ -79,11 +78,11 @@ def test_with_measured_shares_a_slow_drive_gets_less(space, backend):
 def test_given_bandwidths_are_taken_and_logged(space, tmp_path, caplog):
     (tmp_path / "link").symlink_to(tmp_path / "a")
     bandwidths = {str(tmp_path / "link"): (6e9, 3e9), str(tmp_path / "b"): (2e9, 2e9), "/elsewhere": (1.0, 1.0)}
-    with caplog.at_level(logging.INFO, "infinity._src.memory"):
+    with caplog.at_level(logging.INFO, "infinity"):
         shares = choose_shares(space.files, bandwidths=bandwidths, backend="none such")
     assert shares == pytest.approx((4 / 6, 2 / 6))
     assert f"given: {tmp_path / 'a'} 66.7%" in caplog.text
-    with caplog.at_level(logging.INFO, "infinity._src.memory"):
+    with caplog.at_level(logging.INFO, "infinity"):
         shares = choose_shares(space.files, bandwidths={str(tmp_path / "a"): (6e9, 3e9)}, seam=throttled(FAST, SLOW))
     assert 0.6 < shares[0] < 0.85
     assert "measured (the settings do not have all" in caplog.text
@@ -96,7 +95,7 @@ def test_one_drive_or_none_needs_no_measurement(space):
 
 def test_through_the_page_cache_nothing_can_be_measured_and_that_is_said(space, monkeypatch, caplog):
     space.files[1].direct_reason = "it refuses"
-    with caplog.at_level(logging.INFO, "infinity._src.memory"):
+    with caplog.at_level(logging.INFO, "infinity"):
         assert choose_shares(space.files, bandwidths={}, backend="none such") == (0.5, 0.5)
     assert "equal parts" in caplog.text
     assert "it refuses" in caplog.text
@@ -125,8 +124,8 @@ def test_a_path_that_fails_is_named(space, backend, tmp_path):
 
 def test_a_drive_that_moves_next_to_nothing_is_named_instead_of_waited_for(space, tmp_path, monkeypatch):
     for name, value in (("_WARM_UP_S", 0.01), ("MEASURE_S", 0.05), ("_ANSWER_S", 0.1)):
-        monkeypatch.setattr(striping, name, value)
-    monkeypatch.setattr(striping._Measurement, "_fill", lambda self: None)
+        monkeypatch.setattr(swap_module, name, value)
+    monkeypatch.setattr(swap_module._Measurement, "_fill", lambda self: None)
     stuck = throttled((2e9, 2e9), (2e6, 2e6))  # a quarter of a second for the first request
     with pytest.raises(AioError, match="next to nothing") as caught:
         measure_shares(space.files, backend=BACKENDS[0], seam=stuck)

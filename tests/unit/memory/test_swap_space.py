@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src.memory.swap_space import Place, SwapSpace, Turns
+from infinity._src.memory.swap_space import SwapExtent, SwapSpace, WeightedRoundRobin
 from infinity.aio import SwapFile
 from infinity.errors import SwapFullError
 from tests.unit.aio.disks import loop_ext4
@@ -27,8 +27,8 @@ MIB = 1 << 20
 )
 def test_every_stretch_of_chunks_is_shared_in_proportion(shares, pages):
     sizes = [page * 4096 for page in pages]
-    turns = Turns(shares)
-    drives = [turns.take(size) for size in sizes]
+    turns = WeightedRoundRobin(shares)
+    drives = [turns.next_drive(size) for size in sizes]
     assert math.isclose(sum(turns.shares), 1)
     bound = max(len(shares) - 1, 1) * max(sizes) + 1
     for drive, share in enumerate(turns.shares):
@@ -44,8 +44,8 @@ def test_every_stretch_of_chunks_is_shared_in_proportion(shares, pages):
 @settings(max_examples=100)
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=4), st.integers(1, 300))
 def test_equal_chunks_never_stray_further_than_two_chunks(shares, count):
-    turns = Turns([float(share) for share in shares])
-    drives = [turns.take(MIB) for _ in range(count)]
+    turns = WeightedRoundRobin([float(share) for share in shares])
+    drives = [turns.next_drive(MIB) for _ in range(count)]
     for first in range(0, count, 7):
         for last in range(first, count + 1, 5):
             for drive, share in enumerate(turns.shares):
@@ -53,16 +53,16 @@ def test_equal_chunks_never_stray_further_than_two_chunks(shares, count):
 
 
 def test_equal_shares_go_round():
-    turns = Turns([1, 1, 1])
-    assert [turns.take(4096) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
-    turns = Turns([3, 1])
-    assert [turns.take(4096) for _ in range(8)].count(0) == 6
+    turns = WeightedRoundRobin([1, 1, 1])
+    assert [turns.next_drive(4096) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
+    turns = WeightedRoundRobin([3, 1])
+    assert [turns.next_drive(4096) for _ in range(8)].count(0) == 6
 
 
 @pytest.mark.parametrize("shares", [[], [1.0, 0.0], [1.0, -1.0], [1.0, math.inf], [math.nan, 1.0], [1e308, 1e308]])
 def test_shares_that_are_none_are_value_errors(shares):
     with pytest.raises(ValueError, match="shares"):
-        Turns(shares)
+        WeightedRoundRobin(shares)
 
 
 def directories(tmp_path: Path, count: int) -> list[Path]:
@@ -98,7 +98,7 @@ def test_released_places_are_given_back_to_the_file_system(tmp_path):
     second = space.reserve([MIB] * 4)
     space.release(second)
     assert [file.size_bytes for file in space.files] == [MIB, MIB]
-    assert space.reserve([MIB] * 2) == [Place(0, MIB, MIB), Place(1, MIB, MIB)]
+    assert space.reserve([MIB] * 2) == [SwapExtent(0, MIB, MIB), SwapExtent(1, MIB, MIB)]
     space.free(first[0])
     assert space.size_bytes == 4 * MIB
     space.close()
@@ -176,7 +176,7 @@ def test_at_once_files_grow_together_after_room_was_asked(tmp_path):
 
     space = SwapSpace(directories(tmp_path, 2), room=room)
     first = space.reserve([MIB] * 2)
-    with space.at_once():
+    with space.grow_together():
         space.reserve([MIB] * 3)
         second = space.reserve([MIB] * 4)
         assert space.size_bytes == 2 * MIB
@@ -184,7 +184,7 @@ def test_at_once_files_grow_together_after_room_was_asked(tmp_path):
     assert [os.fstat(file.fd).st_size for file in space.files] == [5 * MIB, 4 * MIB]
     space.reserve([MIB])  # outside nobody is asked
     assert len(asked) == 1
-    with space.at_once():
+    with space.grow_together():
         pass
     assert asked[1][1] == [0, 0]
     assert len({(place.drive, place.offset) for place in first + second}) == 6
@@ -205,9 +205,9 @@ def test_at_once_no_file_grows_where_room_refuses_or_one_is_full(tmp_path, monke
             if free is not None:
                 real = SwapFile.free_bytes
                 patch.setattr(SwapFile, "free_bytes", lambda file, real=real: MIB if file is space.files[1] else real(file))
-            with pytest.raises(SwapFullError), space.at_once():
+            with pytest.raises(SwapFullError), space.grow_together():
                 places = space.reserve([MIB] * 8)
         assert space.size_bytes == 0
         space.release(places)
-    assert space.reserve([MIB] * 2) == [Place(0, 0, MIB), Place(1, 0, MIB)]
+    assert space.reserve([MIB] * 2) == [SwapExtent(0, 0, MIB), SwapExtent(1, 0, MIB)]
     space.close()

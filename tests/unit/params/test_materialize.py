@@ -1,4 +1,6 @@
-"""Where values come from: callables, mappings, safetensors; what does not fit is said before anything is filled."""
+"""Where values come from: callables, mappings, safetensors; what does not fit is said before
+anything is filled.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from infinity._src.checkpoint.safetensors import with_files
 from infinity._src.params.discover import build, find_units
 from infinity._src.params.materialize import Source, fill_unit, open_source
 from infinity._src.params.unit import Flat
@@ -20,14 +23,16 @@ CPU = torch.device("cpu")
 def filled(model: nn.Module, load: Source | None) -> dict[str, torch.Tensor]:
     """The parameters as the engine would put them to rest, by first name."""
     units = build(model, find_units(model, unit_bytes_max=1 << 29), CPU, 1)
-    source = open_source(model, load)
+    source = open_source(model, with_files(load))
     values: dict[str, torch.Tensor] = {}
 
     def store(flat: Flat, tensor: torch.Tensor) -> None:
         assert tensor.shape == (flat.layout.numel,)
         assert tensor.dtype == flat.dtype
         for param in flat.params:
-            values[param.name] = tensor[param.offset : param.offset + param.numel].view(param.shape).clone()
+            values[param.name] = (
+                tensor[param.offset : param.offset + param.numel].view(param.shape).clone()
+            )
 
     for unit in units:
         fill_unit(unit, source, store)
@@ -60,7 +65,9 @@ def test_all_sources_give_the_values_of_the_model(case: models.Case, tmp_path: P
         meta = on_meta(case)
         assert_equal(filled(meta, lambda name, out: out.copy_(state[name])), truth)
         assert not any(buffer.is_meta for buffer in meta.buffers())
-        for (name, mine), (_, theirs) in zip(meta.named_buffers(), model.named_buffers(), strict=True):
+        for (name, mine), (_, theirs) in zip(
+            meta.named_buffers(), model.named_buffers(), strict=True
+        ):
             assert torch.equal(mine, theirs), name
 
 
@@ -101,10 +108,15 @@ def test_what_does_not_fit_is_named() -> None:
         filled(on_meta(models.llama), lacking)
     with pytest.raises(ValueError, match="extra is unexpected"):
         filled(on_meta(models.llama), {**state, "extra": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"model\.norm\.weight of shape \(3,\); the model wants \(32,\)"):
+    with pytest.raises(
+        ValueError, match=r"model\.norm\.weight of shape \(3,\); the model wants \(32,\)"
+    ):
         filled(on_meta(models.llama), {**state, "model.norm.weight": torch.zeros(3)})
     with pytest.raises(ValueError, match="int64"):
-        filled(on_meta(models.llama), {**state, "model.norm.weight": torch.zeros(32, dtype=torch.int64)})
+        filled(
+            on_meta(models.llama),
+            {**state, "model.norm.weight": torch.zeros(32, dtype=torch.int64)},
+        )
 
 
 def test_a_meta_model_without_a_source_is_refused() -> None:

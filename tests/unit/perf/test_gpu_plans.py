@@ -21,16 +21,20 @@ transformers = pytest.importorskip("transformers")
 import infinity as inf  # noqa: E402
 from infinity._src.cli.plan import read_shape  # noqa: E402
 from infinity._src.perf.plan.changes import fewest_micro_batches, one_change, where_updates_run  # noqa: E402
-from infinity._src.perf.plan.device_memory import gpu_need, least_need, ways_to_fit  # noqa: E402
-from infinity._src.perf.plan.job import Job  # noqa: E402
 from infinity._src.perf.plan.machine import Machine, describe_machine  # noqa: E402
+from infinity._src.perf.plan.memory import gpu_need, least_need, ways_to_fit  # noqa: E402
 from infinity._src.perf.plan.predict import EFFICIENCY, predict  # noqa: E402
-from infinity._src.perf.plan.shape import ModelShape, shape_of  # noqa: E402
+from infinity._src.perf.plan.workload import (  # noqa: E402
+    Job,
+    ModelShape,
+    shape_of,
+)
 from infinity._src.perf.roofline import Moved, turning_bytes_max  # noqa: E402
 from infinity._src.perf.step_report import StepTerms  # noqa: E402
 from infinity._src.sizes import GIB, MIB  # noqa: E402
 from tests import models  # noqa: E402
 from tests.device import simulated  # noqa: E402
+from tests.plans import job_of  # noqa: E402
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "1b": {
@@ -91,7 +95,7 @@ def test_the_shape_is_the_configuration_s(name: str) -> None:
 
 def test_7b_in_the_memory_of_a_machine_with_one_gpu_of_80_gb() -> None:
     params, tokens = 6_738_415_616, 65_536
-    found = predict(llama("7b"), machine("h100"), Job(tokens=tokens, sequence=4096))
+    found = predict(llama("7b"), machine("h100"), job_of(tokens=tokens, sequence=4096))
     assert found.fits
     assert found.on_nvme.total == 0
     # 8 operations (one forward more to recompute) for each parameter but the input embedding, and attention: 2 x 4096 x width,
@@ -111,7 +115,7 @@ def test_7b_in_the_memory_of_a_machine_with_one_gpu_of_80_gb() -> None:
 
 def test_1b_with_few_tokens_waits_for_the_update_in_its_first_forward() -> None:
     params, tokens = params_of("1b"), 8192
-    found = predict(llama("1b"), machine("h200", ram=128 * GIB), Job(tokens=tokens, sequence=4096))
+    found = predict(llama("1b"), machine("h200", ram=128 * GIB), job_of(tokens=tokens, sequence=4096))
     # Tied words compute. A forward of 56 ms is shorter than the update and one gather through the CPU's memory.
     forward_s = tokens * (2 * params + 2 * 16 * 2048 * 4096) / 400e12
     window_s = 28 * params / 200e9
@@ -131,7 +135,7 @@ def test_1b_with_few_tokens_waits_for_the_update_in_its_first_forward() -> None:
 def test_70b_on_drives_of_a_machine_with_one_gpu_of_141_gb() -> None:
     params, tokens = params_of("70b"), 262_144
     job = fewest_micro_batches(
-        llama("70b"), machine("h200"), Job(tokens=tokens, sequence=4096, resident=NOTHING)
+        llama("70b"), machine("h200"), job_of(tokens=tokens, sequence=4096, resident=NOTHING)
     )
     # 32,768 tokens: inputs of 80 blocks of 16 KiB each take 40 GiB, logits of 128,256 words at 10 B 39.1 GiB; twice as many
     # do not fit beside the units.
@@ -160,11 +164,11 @@ def test_70b_on_drives_of_a_machine_with_one_gpu_of_141_gb() -> None:
 def test_405b_fits_one_gpu_of_141_gb_with_gradients_that_spill() -> None:
     params = params_of("405b")
     small = machine("h200", ram=64 * GIB)
-    job = Job(tokens=65_536, sequence=4096, micro_batches=4)
+    job = job_of(tokens=65_536, sequence=4096, micro_batches=4)
     least = predict(llama("405b"), small, job)
     assert not least.fits
     assert least.why_not[0].startswith("RAM: ")
-    found = predict(llama("405b"), small, dataclasses.replace(job, grads="nvme"))
+    found = predict(llama("405b"), small, job.replace(grads="nvme"))
     assert found.fits
     assert found.gpu.bytes < 139.7 * GIB
     # With next to nothing in RAM: parameters 8 times, other states once, gradients once for each of 4 micro-batches.
@@ -177,7 +181,7 @@ def test_405b_fits_one_gpu_of_141_gb_with_gradients_that_spill() -> None:
 
 def test_gpus_without_links_of_their_own_exchange_through_the_cpu_s_memory() -> None:
     params = params_of("70b")
-    job = Job(tokens=262_144, sequence=4096, micro_batches=8)
+    job = job_of(tokens=262_144, sequence=4096, micro_batches=8)
     there = dataclasses.replace(machine("rtx4090", gpus=8), gpu_mem_bytes=28.0 * GIB)  # buffers of exchanges take 4 GiB
     found = predict(llama("70b", False), there, job)
     assert found.fits
@@ -197,7 +201,7 @@ def test_gpus_without_links_of_their_own_exchange_through_the_cpu_s_memory() -> 
 
 @pytest.mark.parametrize("name", ["1b", "7b"])
 def test_small_models_compute_most_of_the_time_on_eight_gpus_of_24_gb(name: str) -> None:
-    job = Job(tokens=524_288, sequence=4096)
+    job = job_of(tokens=524_288, sequence=4096)
     shape, there = llama(name, False), machine("rtx4090", gpus=8, ram=256 * GIB)
     found = predict(shape, there, fewest_micro_batches(shape, there, job))
     assert found.fits
@@ -229,7 +233,7 @@ def test_kinds_are_named_or_taken_from_the_memory_and_figures_that_are_given_hol
 
 
 def test_parts_of_gpu_memory_are_bounds_and_estimates_of_this_size() -> None:
-    job = Job(tokens=16_384, sequence=4096)
+    job = job_of(tokens=16_384, sequence=4096)
     need = gpu_need(llama("7b"), machine("h100"), job)
     block = (4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096) * 2
     assert need.parts == {
@@ -240,16 +244,16 @@ def test_parts_of_gpu_memory_are_bounds_and_estimates_of_this_size() -> None:
         "CUDA and libraries (assumed)": 640 * MIB,
     }
     assert need.bytes == sum(need.parts.values())
-    tiled = gpu_need(llama("7b"), machine("h100"), dataclasses.replace(job, loss_tiles=4))
+    tiled = gpu_need(llama("7b"), machine("h100"), job.replace(loss_tiles=4))
     # 8,000 words at 10 B and the hidden states' gradient at 4 are 96,384 B a token; a block's 49,152 + 44,032 elements 186,368.
     assert tiled.parts["one block at work (estimated)"] == 16_384 * 186_368
-    away = gpu_need(llama("7b"), machine("h100"), dataclasses.replace(job, activations="cpu"))
+    away = gpu_need(llama("7b"), machine("h100"), job.replace(activations="cpu"))
     assert away.parts["inputs of blocks"] == 4 * 16_384 * 4096 * 2  # two stay, two are on their way
-    several = gpu_need(llama("7b"), machine("h100", gpus=2), dataclasses.replace(job, tokens=32_768))
+    several = gpu_need(llama("7b"), machine("h100", gpus=2), job.replace(tokens=32_768))
     # NCCL, and a block's gradients to be reduced beside those that come.
     assert several.parts["exchange buffers"] == 2 * block
     assert several.bytes - need.bytes == 512 * MIB + 2 * block
-    on_device = gpu_need(llama("7b"), machine("h100"), dataclasses.replace(job, update_on="device"))
+    on_device = gpu_need(llama("7b"), machine("h100"), job.replace(update_on="device"))
     assert 0 < on_device.bytes - need.bytes < 256 * MIB
 
 
@@ -268,7 +272,7 @@ def test_tiles_of_linears_make_units_smaller_down_to_what_cannot_be_tiled() -> N
 
 
 def test_what_does_not_fit_says_which_change_alone_would_do_and_with_how_much() -> None:
-    job = Job(tokens=262_144, sequence=4096, micro_batches=4)
+    job = job_of(tokens=262_144, sequence=4096, micro_batches=4)
     there = dataclasses.replace(machine("rtx4090", gpus=8), gpu_mem_bytes=27.5 * GIB)
     found = predict(llama("70b", False), there, job)
     assert not found.gpu.fits
@@ -287,7 +291,7 @@ def test_what_does_not_fit_says_which_change_alone_would_do_and_with_how_much() 
 
 
 def test_where_no_change_alone_is_enough_all_together_are_told() -> None:
-    job = Job(tokens=65_536, sequence=8192, micro_batches=1)
+    job = job_of(tokens=65_536, sequence=8192, micro_batches=1)
     there = machine("rtx4090")
     found = predict(llama("70b"), there, job)
     assert ways_to_fit(llama("70b"), there, job) == []
@@ -300,12 +304,12 @@ def test_where_no_change_alone_is_enough_all_together_are_told() -> None:
     tight = describe_machine(gpu="rtx4090", gpu_mem_bytes=8 * GIB, ram_bytes=512 * GIB)
     assert predict(llama("70b"), tight, job).why_not[0].endswith("too much still; 11.7 GiB of it are units and gradients")
     small = describe_machine(gpu="rtx4090", gpu_mem_bytes=2 * GIB, ram_bytes=512 * GIB)
-    long = Job(tokens=65_536, sequence=65_536)
+    long = job_of(tokens=65_536, sequence=65_536)
     assert predict(llama("7b"), small, long).why_not[0].endswith("too much still; shorter sequences need less")
 
 
 def test_gradient_checkpointing_is_a_way_to_fit() -> None:
-    job = Job(tokens=16_384, sequence=4096, checkpointing=False)
+    job = job_of(tokens=16_384, sequence=4096, checkpointing=False)
     # All blocks of 16,384 tokens keep 97.7 GB, of 4,096 still 24.4.
     assert gpu_need(llama("7b"), machine("rtx4090"), job).parts["activations of all blocks (estimated)"] == 32 * 16_384 * 186_368
     ways = ways_to_fit(llama("7b"), machine("rtx4090"), job)
@@ -317,36 +321,33 @@ def test_gradient_checkpointing_is_a_way_to_fit() -> None:
 
 def test_an_update_on_the_gpu_is_told_and_never_chosen() -> None:
     slow = dataclasses.replace(machine("h200"), dram_bytes_per_s=10e9)
-    found = predict(llama("1b"), slow, Job(tokens=8192, sequence=4096))
+    found = predict(llama("1b"), slow, job_of(tokens=8192, sequence=4096))
     cpu, device = where_updates_run(llama("1b"), found)
     # However slow the CPU's memory is: 32 B of each parameter go through it either way.
     assert device.terms_s["CPU memory"] == pytest.approx(cpu.terms_s["CPU memory"], rel=1e-3)
     assert device.step_s >= cpu.step_s
-    assert found.job.update_on == "cpu"
-    assert all(change.prediction.job.update_on == "cpu" for change in one_change(llama("1b"), found))
+    assert found.job.policy.update_on == "cpu"
+    assert all(change.prediction.job.policy.update_on == "cpu" for change in one_change(llama("1b"), found))
     here = describe_machine(gpus=0, ram_bytes=512 * GIB)
-    assert where_updates_run(llama("1b"), predict(llama("1b"), here, Job(tokens=8192, sequence=4096))) == []
+    assert where_updates_run(llama("1b"), predict(llama("1b"), here, job_of(tokens=8192, sequence=4096))) == []
     with pytest.raises(ValueError, match="update_on='device' is for GPUs"):
-        predict(llama("1b"), here, Job(tokens=8192, sequence=4096, update_on="device"))
-    with pytest.raises(ValueError, match="use update_on='cpu'"):
-        predict(llama("1b"), slow, Job(tokens=8192, sequence=4096, update="backward", update_on="device"))
+        predict(llama("1b"), here, job_of(tokens=8192, sequence=4096, update_on="device"))
+    with pytest.raises(ValueError, match="or update_on='cpu'"):
+        predict(llama("1b"), slow, job_of(tokens=8192, sequence=4096, update="backward", update_on="device"))
     with pytest.raises(ValueError, match="tiles=0"):
-        predict(llama("1b"), slow, Job(tokens=8192, sequence=4096, tiles=0))
+        predict(llama("1b"), slow, job_of(tokens=8192, sequence=4096, tiles=0))
 
 
 @pytest.mark.parametrize("generations", [1, 2])
 def test_no_change_is_offered_that_a_policy_refuses(generations: int) -> None:
-    job = Job(tokens=8192, sequence=4096, update_on="device", generations=generations)
+    job = job_of(tokens=8192, sequence=4096, update_on="device", generations=generations)
     changes = one_change(llama("1b"), predict(llama("1b"), machine("h200"), job))
-    assert {change.prediction.job.update for change in changes} >= {"deferred", "backward"}
-    for change in changes:
-        fields = ("params", "optim", "update", "update_on", "state", "generations", "durable")
-        inf.Policy(nvme="somewhere", **{name: getattr(change.prediction.job, name) for name in fields})
+    assert {change.prediction.job.policy.update for change in changes} >= {"deferred", "backward"}
 
 
 def test_an_update_on_the_gpu_is_beside_no_forward_which_reads_what_it_wrote() -> None:
     params = params_of("7b")
-    job = Job(tokens=1 << 20, sequence=4096, resident=NOTHING)
+    job = job_of(tokens=1 << 20, sequence=4096, resident=NOTHING)
     cpu, device = where_updates_run(llama("7b"), predict(llama("7b"), machine("h200"), job))
     assert cpu.limits.schedule_s == pytest.approx(cpu.limits.compute_s)  # a forward is longer than the update
     states_s = machine("h200").bandwidths.io_s(Moved(12 * params, 12 * params))
@@ -357,7 +358,7 @@ def test_an_update_on_the_gpu_is_beside_no_forward_which_reads_what_it_wrote() -
 
 def test_gradients_that_wait_in_fp32_are_copied_in_fp32() -> None:
     params = params_of("1b")
-    job = Job(tokens=16_384, sequence=4096, micro_batches=2, grad_dtype=torch.float32)
+    job = job_of(tokens=16_384, sequence=4096, micro_batches=2, grad_dtype=torch.float32)
     found = predict(llama("1b"), machine("h200"), job)
     assert (found.copied.h2d, found.copied.d2h) == ((8 + 4) * params, 8 * params)
 
@@ -383,7 +384,12 @@ def on_device(monkeypatch: pytest.MonkeyPatch, directory: Path, job: Job, **poli
         handle.flush()
         stats, kept = handle.stats(), handle.unsharder.gathered_bytes_max
         # What moved in a step is counted also where no limits are claimed for it.
-        terms = StepTerms.collect(handle.unsharder.clock, handle.parts.tiers.executor.stats(), update=job.update, bandwidths={})
+        terms = StepTerms.collect(
+            handle.unsharder.clock,
+            handle.parts.tiers.executor.stats(),
+            update=job.policy.update,
+            bandwidths={},
+        )
         stats = dataclasses.replace(stats, terms=terms)
         handle.close()
     return stats, shape, kept
@@ -394,7 +400,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch, directory: Path, job: Job, **poli
 def test_the_engine_copies_holds_and_keeps_what_the_plan_says(
     update: str, micro_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = Job(tokens=64 * micro_batches, sequence=32, micro_batches=micro_batches, update=update)
+    job = job_of(tokens=64 * micro_batches, sequence=32, micro_batches=micro_batches, update=update)
     given_ = {"update": update, "params": "nvme", "optim": "nvme", "ram": 64 * MIB, "delayed_warmup": 0}
     stats, shape, kept = on_device(monkeypatch, tmp_path, job, **given_)
     found = predict(shape, describe_machine(ram_bytes=64 * MIB), job)
@@ -415,7 +421,7 @@ def test_the_engine_copies_holds_and_keeps_what_the_plan_says(
 def test_the_engine_copies_what_the_plan_says_of_an_update_on_the_device(
     micro_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = Job(tokens=64 * micro_batches, sequence=32, micro_batches=micro_batches, update_on="device", resident=NOTHING)
+    job = job_of(tokens=64 * micro_batches, sequence=32, micro_batches=micro_batches, update_on="device", resident=NOTHING)
     given_ = {"update_on": "device", "params": "nvme", "optim": "nvme", "ram": 64 * MIB, "resident": NOTHING}
     stats, shape, kept = on_device(monkeypatch, tmp_path, job, **given_)
     found = predict(shape, describe_machine(ram_bytes=64 * MIB), job)

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from infinity._src.perf.pcie import (
     UPDATES_ON,
+    BusyTime,
     Copied,
     Copies,
-    Held,
     Link,
-    Spent,
+    ModelBytes,
     copies,
     dram_s,
     measured_copies,
 )
 from infinity._src.perf.roofline import UPDATES
 
-EXACT = Held(params=2, states=12, grads=2)
+EXACT = ModelBytes(params=2, states=12, grads=2)
 
 
 def moved(update: str, micro_batches: int, **given_: object) -> tuple[float, float]:
@@ -61,8 +61,8 @@ def test_parameters_that_stay_go_there_once_as_updated_or_not_at_all() -> None:
 
 
 def test_frozen_parameters_are_gathered_and_nothing_else() -> None:
-    assert copies(Held(frozen=3), "deferred", 2).total == Copied(12, 0)
-    assert copies(Held(frozen=3), "deferred", 2, params_stay=True).total == Copied()
+    assert copies(ModelBytes(frozen=3), "deferred", 2).total == Copied(12, 0)
+    assert copies(ModelBytes(frozen=3), "deferred", 2, params_stay=True).total == Copied()
 
 
 def test_the_window_of_a_deferred_update_has_one_gather_and_the_states() -> None:
@@ -74,7 +74,7 @@ def test_the_window_of_a_deferred_update_has_one_gather_and_the_states() -> None
 
 
 def test_activations_leave_in_forward_and_come_back_in_backward() -> None:
-    found = copies(Held(activations=5), "deferred", 3)
+    found = copies(ModelBytes(activations=5), "deferred", 3)
     assert found.total == Copied(15, 15)
     assert found.beside_states == Copied(0, 5)
 
@@ -83,7 +83,7 @@ def test_a_link_carries_both_directions_at_once() -> None:
     link = Link(10.0, 5.0)
     assert link.busy_s(Copied(20, 5)) == 2.0
     assert link.busy_s(Copied(20, 15)) == 3.0
-    assert link.spent(Copies(Copied(20, 0), Copied(0, 15))) == Spent(2.0, 3.0, 3.0)
+    assert link.busy_time(Copies(Copied(20, 0), Copied(0, 15))) == BusyTime(2.0, 3.0, 3.0)
     with pytest.raises(ValueError, match="d2h_bytes_per_s=inf"):
         Link(1.0, math.inf)
     with pytest.raises(ValueError, match="h2d_bytes_per_s=0"):
@@ -103,7 +103,7 @@ def test_an_unknown_place_of_updates_names_the_choices() -> None:
 
 BYTES = st.integers(0, 1 << 40)
 HELD = st.builds(
-    lambda params, optim, grads, frozen, activations: Held(params, params + optim, grads, frozen, activations),
+    lambda params, optim, grads, frozen, activations: ModelBytes(params, params + optim, grads, frozen, activations),
     BYTES, BYTES, BYTES, BYTES, BYTES,
 )  # fmt: skip
 
@@ -111,7 +111,7 @@ HELD = st.builds(
 @settings(deadline=None)
 @given(HELD, st.sampled_from(UPDATES), st.sampled_from(UPDATES_ON), st.integers(1, 9), st.booleans(), st.booleans())
 def test_a_step_s_copies_are_its_updates_window_and_the_rest_and_never_negative(
-    held: Held, update: str, update_on: str, micro_batches: int, stay: bool, kept: bool
+    held: ModelBytes, update: str, update_on: str, micro_batches: int, stay: bool, kept: bool
 ) -> None:
     found = copies(held, update, micro_batches, update_on=update_on, params_stay=stay, grads_kept=kept)
     for part in (found.beside_states, found.rest):
@@ -122,7 +122,7 @@ def test_a_step_s_copies_are_its_updates_window_and_the_rest_and_never_negative(
 
 @settings(deadline=None)
 @given(HELD, st.sampled_from(UPDATES), st.integers(1, 9))
-def test_counted_copies_are_divided_like_planned_ones(held: Held, update: str, micro_batches: int) -> None:
+def test_counted_copies_are_divided_like_planned_ones(held: ModelBytes, update: str, micro_batches: int) -> None:
     planned = copies(held, update, micro_batches)
     spilled = micro_batches * held.activations
     sums = (micro_batches - 1) * held.grads

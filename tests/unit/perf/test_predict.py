@@ -17,12 +17,18 @@ transformers = pytest.importorskip("transformers")
 
 import infinity as inf  # noqa: E402
 from infinity._src.perf.plan.changes import fewest_micro_batches, one_change  # noqa: E402
-from infinity._src.perf.plan.job import Job  # noqa: E402
 from infinity._src.perf.plan.machine import Machine, describe_machine  # noqa: E402
 from infinity._src.perf.plan.predict import predict  # noqa: E402
-from infinity._src.perf.plan.shape import FlatShape, ModelShape, UnitShape, shape_of  # noqa: E402
+from infinity._src.perf.plan.workload import (  # noqa: E402
+    FlatShape,
+    Job,
+    ModelShape,
+    UnitShape,
+    shape_of,
+)
 from infinity._src.sizes import GIB, MIB, parse_size  # noqa: E402
 from tests import models  # noqa: E402
+from tests.plans import job_of  # noqa: E402
 
 
 def machine_of(ram_bytes: float, gpus: int = 1) -> Machine:
@@ -42,7 +48,7 @@ def terms(job: Job, **machine: Any) -> dict[str, float]:
     return predict(shape_1b(), describe_machine(**given_), job).terms_s
 
 
-JOB = Job(tokens=8 * 4096, sequence=4096, micro_batches=4)
+JOB = job_of(tokens=8 * 4096, sequence=4096, micro_batches=4)
 BOUNDARY = 2 * 16 * 2048 * 8192  # of a micro-batch
 
 
@@ -81,7 +87,7 @@ def test_the_plan_is_the_engine_s_own(tmp_path: Path, state: str, ram: str) -> N
     inf.handle(model).close()
     size = stats.ram_min_bytes if ram == "min" else parse_size(ram)
     machine = describe_machine(gpus=0, ram_bytes=size, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
-    found = predict(shape, machine, Job(tokens=64, sequence=64, state=state))
+    found = predict(shape, machine, job_of(tokens=64, sequence=64, state=state))
     assert found.ram.bytes == stats.ram_bytes
     assert found.nvme.bytes == pytest.approx(stats.nvme_bytes, rel=0.01)  # blocks are rounded up to 4096 bytes on the drive
     assert found.fits
@@ -105,7 +111,7 @@ def test_it_is_so_with_every_part_of_the_policy(tmp_path: Path, values: dict[str
     inf.AdamW(model.parameters())
     stats = inf.handle(model).stats()
     inf.handle(model).close()
-    job = Job(tokens=64, sequence=64, **{name: value for name, value in values.items() if name != "ram"})
+    job = job_of(tokens=64, sequence=64, **{name: value for name, value in values.items() if name != "ram"})
     found = predict(shape, machine_of(values["ram"], gpus=0), job)
     assert found.ram.bytes == stats.ram_bytes
     assert bool(stats.spilled_bytes) == ("grads" in values)
@@ -114,15 +120,15 @@ def test_it_is_so_with_every_part_of_the_policy(tmp_path: Path, values: dict[str
 
 
 def test_two_generations_take_twice_the_room_and_move_no_more() -> None:
-    kept = dataclasses.replace(JOB, resident={"params": 0.0, "optim": 0.0})
+    kept = JOB.replace(resident={"params": 0.0, "optim": 0.0})
     machine = dataclasses.replace(machine_of(64 * GIB), nvme_bytes=13.0 * (1 << 30))
-    one, two = predict(shape_1b(), machine, kept), predict(shape_1b(), machine, dataclasses.replace(kept, generations=2))
+    one, two = predict(shape_1b(), machine, kept), predict(shape_1b(), machine, kept.replace(generations=2))
     assert two.nvme.bytes == 2 * one.nvme.bytes == 24 * (1 << 30)
     assert (two.moved, two.step_s, two.days) == (one.moved, one.step_s, one.days)
     assert one.fits
     assert "one generation" in two.why_not[0]
-    ahead = predict(shape_1b(), machine, dataclasses.replace(kept, update="backward", generations=2))
-    early = predict(shape_1b(), machine, dataclasses.replace(kept, update="backward"))
+    ahead = predict(shape_1b(), machine, kept.replace(update="backward", generations=2))
+    early = predict(shape_1b(), machine, kept.replace(update="backward"))
     assert (ahead.moved, ahead.limits) == (early.moved, early.limits)
     assert any(change.name == "one generation" and change.prediction.fits for change in one_change(shape_1b(), two))
 
@@ -131,22 +137,22 @@ def test_durable_runs_keep_frozen_parameters_twice_and_nothing_resident() -> Non
     frozen = ModelShape("frozen", tuple(
         UnitShape(str(index), (FlatShape((1 << 20,), torch.bfloat16, index % 2 == 0),)) for index in range(4)
     ), 1 << 22, 4, 64, 64, 128, 1000, 512)  # fmt: skip
-    found = predict(frozen, machine_of(64 * GIB), dataclasses.replace(JOB, durable=True))
-    assert found.job.generations == 2
+    found = predict(frozen, machine_of(64 * GIB), JOB.replace(durable=True))
+    assert found.job.policy.generations == 2
     assert found.at_rest == found.on_nvme
     assert found.nvme.bytes == 2 * (found.on_nvme.states + found.on_nvme.frozen)
-    with pytest.raises(ValueError, match="must both be 'nvme'"):
-        predict(frozen, machine_of(64 * GIB), dataclasses.replace(JOB, durable=True, params="cpu"))
+    with pytest.raises(ValueError, match="durable=True keeps all states on the drives: set params='nvme'"):
+        predict(frozen, machine_of(64 * GIB), JOB.replace(durable=True, params="cpu"))
     with pytest.raises(ValueError, match="keeps one generation"):
-        predict(frozen, machine_of(64 * GIB), dataclasses.replace(JOB, generations=2, update="delayed"))
+        predict(frozen, machine_of(64 * GIB), JOB.replace(generations=2, update="delayed"))
 
 
 def test_activations_on_drives_need_their_room() -> None:
-    job = dataclasses.replace(JOB, activations="nvme")
+    job = JOB.replace(activations="nvme")
     machine = dataclasses.replace(machine_of(64 * GIB), nvme_bytes=12.0 * (1 << 30) + BOUNDARY - 1)
     found = predict(shape_1b(), machine, job)
     assert found.nvme.parts["activations"] == BOUNDARY
-    kept = dataclasses.replace(job, resident={"params": 0.0, "optim": 0.0})  # all of the states on the drive
+    kept = job.replace(resident={"params": 0.0, "optim": 0.0})  # all of the states on the drive
     assert not predict(shape_1b(), machine, kept).fits
     assert predict(shape_1b(), dataclasses.replace(machine, nvme_bytes=machine.nvme_bytes + 1), kept).fits
 
@@ -154,7 +160,7 @@ def test_activations_on_drives_need_their_room() -> None:
 def test_activations_that_leave_the_device_go_through_the_cpu_s_memory() -> None:
     here = terms(JOB)
     for where in ("cpu", "nvme"):
-        there = terms(dataclasses.replace(JOB, activations=where))
+        there = terms(JOB.replace(activations=where))
         drives = 2 * 4 * BOUNDARY if where == "nvme" else 0
         assert there["CPU memory"] - here["CPU memory"] == pytest.approx((2 * 4 * BOUNDARY + drives) / 1e11)
         assert there["PCIe"] - here["PCIe"] == pytest.approx(4 * BOUNDARY / 1e10)
@@ -162,10 +168,10 @@ def test_activations_that_leave_the_device_go_through_the_cpu_s_memory() -> None
 
 def test_parameters_that_stay_on_the_device_go_there_once_when_updated() -> None:
     params = 2 * (1 << 30)
-    stay = terms(dataclasses.replace(JOB, params="device", optim="cpu"), gpu_mem_bytes=80 * GIB)
+    stay = terms(JOB.replace(params="device", optim="cpu"), gpu_mem_bytes=80 * GIB)
     assert stay["PCIe"] == pytest.approx(4 * params / 1e10)  # the gradients of four micro-batches come back
     # Two gathers for each micro-batch; and the sum of gradients goes up again to be added to, three times.
-    assert terms(dataclasses.replace(JOB, optim="cpu"))["PCIe"] == pytest.approx((2 * 4 + 3) * params / 1e10)
+    assert terms(JOB.replace(optim="cpu"))["PCIe"] == pytest.approx((2 * 4 + 3) * params / 1e10)
 
 
 def test_activations_are_as_wide_as_what_computes() -> None:
@@ -201,7 +207,7 @@ SHAPES = st.lists(FLATS, min_size=1, max_size=8).map(
     )
 )  # fmt: skip
 JOBS = st.builds(
-    Job,
+    job_of,
     tokens=st.integers(64, 100_000),
     sequence=st.just(64),
     micro_batches=st.integers(1, 8),
@@ -217,7 +223,7 @@ JOBS = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(SHAPES, JOBS, st.integers(1 << 20, 400_000_000), st.integers(0, 2))
 @example(  # in coarse pieces gradients that spill want more than there is; in the engine's chunks they fit
-    model_of(1, 1_150_977, 1_988_609), Job(tokens=64, sequence=64, update="delayed", params="cpu", grads="nvme"), 1 << 20, 0
+    model_of(1, 1_150_977, 1_988_609), job_of(tokens=64, sequence=64, update="delayed", params="cpu", grads="nvme"), 1 << 20, 0
 )
 def test_a_plan_that_fits_is_within_every_budget_and_deterministic(
     shape: ModelShape, job: Job, ram_bytes: int, gpus: int
@@ -255,7 +261,7 @@ def test_another_drive_never_predicts_slower(shape: ModelShape, job: Job) -> Non
 
 def test_changes_are_sorted_and_each_changes_one_thing() -> None:
     shape = ModelShape("m", (UnitShape("u", (FlatShape((50_000_000,), torch.bfloat16, True),)),), 50_000_000, 4, 64, 64, 128, 1000, 512)
-    now = predict(shape, machine_of(400 * MIB), Job(tokens=4096, sequence=512))
+    now = predict(shape, machine_of(400 * MIB), job_of(tokens=4096, sequence=512))
     changes = one_change(shape, now)
     gains = [change.prediction.tokens_per_s for change in changes if change.prediction.fits]
     assert gains == sorted(gains, reverse=True)
@@ -272,9 +278,9 @@ def test_the_fewest_micro_batches_are_those_whose_activations_fit() -> None:
     flat = FlatShape((1_000_000,), torch.bfloat16, True)
     shape = ModelShape("m", (UnitShape("u", (flat,)),), 1_000_000, 100, 1024, 1024, 4096, 1000, 4096)
     machine = dataclasses.replace(machine_of(1e9), gpu_mem_bytes=4 * GIB)
-    job = Job(tokens=1 << 16, sequence=512)
+    job = job_of(tokens=1 << 16, sequence=512)
     chosen = fewest_micro_batches(shape, machine, job)
     assert predict(shape, machine, chosen).gpu.fits
-    fewer = dataclasses.replace(chosen, micro_batches=chosen.micro_batches // 2)
+    fewer = chosen.replace(micro_batches=chosen.micro_batches // 2)
     assert chosen.micro_batches > 1
     assert not predict(shape, machine, fewer).gpu.fits

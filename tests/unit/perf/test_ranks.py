@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from infinity._src.kernels.comm_codec import wire_bytes
 from infinity._src.memory.layout import plan_flat
 from infinity._src.perf.plan.changes import one_change
-from infinity._src.perf.plan.exchanges import Exchanges, exchanges
-from infinity._src.perf.plan.job import Job
 from infinity._src.perf.plan.machine import Machine, describe_machine
-from infinity._src.perf.plan.placed import Tiers
+from infinity._src.perf.plan.memory import Tiers
 from infinity._src.perf.plan.predict import predict
-from infinity._src.perf.plan.ranks import bytes_of_rank, stages
-from infinity._src.perf.plan.shape import FlatShape, ModelShape, UnitShape
+from infinity._src.perf.plan.ranks import Exchanges, bytes_of_rank, exchanges, stages
+from infinity._src.perf.plan.workload import FlatShape, ModelShape, UnitShape
 from infinity._src.sizes import GIB
+from tests.plans import job_of
 
 
 def model_of(*units: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> ModelShape:
@@ -31,7 +30,7 @@ def model_of(*units: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Mo
 
 EVEN = model_of(*[(1 << 24,)] * 8)  # 2^27 elements, which 16 ranks divide without padding
 P = 2.0 * (1 << 27)
-JOB = Job(tokens=1 << 16, sequence=1024)
+JOB = job_of(tokens=1 << 16, sequence=1024)
 
 
 def machine(ranks: int = 4, nodes: int = 1, **more: Any) -> Machine:
@@ -39,7 +38,7 @@ def machine(ranks: int = 4, nodes: int = 1, **more: Any) -> Machine:
 
 
 def held(shape: ModelShape, where: Machine, **job: Any) -> dict[str, Tiers]:
-    return bytes_of_rank(shape, where, dataclasses.replace(JOB, **job)).states
+    return bytes_of_rank(shape, where, JOB.replace(**job)).states
 
 
 # -- what each rank holds ----------------------------------------------------------------------------------------------
@@ -99,7 +98,7 @@ def test_every_hole_of_a_shape_counts() -> None:
 
 def test_the_plan_s_ram_is_what_its_ranks_hold() -> None:
     where = machine(ranks=4, nodes=2)
-    for job in (JOB, dataclasses.replace(JOB, zero=1, params="device", optim="cpu"), dataclasses.replace(JOB, hpz="cpu")):
+    for job in (JOB, JOB.replace(zero=1, params="device", optim="cpu"), JOB.replace(hpz="cpu")):
         found = predict(EVEN, where, job)
         assert found.ram.bytes == 4 * bytes_of_rank(EVEN, where, job).total.cpu
         assert found.gpu.parts["gathered units"] + found.gpu.parts.get("the node's copy (hpZ)", 0) == bytes_of_rank(
@@ -108,7 +107,7 @@ def test_the_plan_s_ram_is_what_its_ranks_hold() -> None:
 
 
 def test_what_does_not_fit_beside_whole_sums_says_so() -> None:
-    job = dataclasses.replace(JOB, zero=1, params="device", optim="cpu")
+    job = JOB.replace(zero=1, params="device", optim="cpu")
     least = predict(EVEN, dataclasses.replace(machine(), ram_bytes=1.0), job).ram.bytes
     assert predict(EVEN, dataclasses.replace(machine(), ram_bytes=least), job).fits
     assert "RAM" in predict(EVEN, dataclasses.replace(machine(), ram_bytes=least - 4096), job).why_not[0]
@@ -121,9 +120,9 @@ def test_all_stages_are_shown_beside_the_one_that_is_planned() -> None:
     assert shown[0].total.cpu == shown[1].total.cpu + P
     assert shown[1].total.device == P
     # Beside stage 2, stage 3 has parameters where the optimizer's states are.
-    other = stages(EVEN, machine(), dataclasses.replace(JOB, zero=2, params="device", optim="cpu"))
+    other = stages(EVEN, machine(), JOB.replace(zero=2, params="device", optim="cpu"))
     assert other[2].states == held(EVEN, machine(), params="cpu", optim="cpu")
-    durable = stages(EVEN, machine(), dataclasses.replace(JOB, durable=True, optim="nvme"))
+    durable = stages(EVEN, machine(), JOB.replace(durable=True, optim="nvme"))
     assert durable[2].states == held(EVEN, machine(), durable=True)
 
 
@@ -131,7 +130,7 @@ def test_all_stages_are_shown_beside_the_one_that_is_planned() -> None:
 
 
 def told(where: Machine, shape: ModelShape = EVEN, **job: Any) -> Exchanges:
-    return exchanges(shape, where, dataclasses.replace(JOB, **job))
+    return exchanges(shape, where, JOB.replace(**job))
 
 
 def test_one_rank_exchanges_nothing() -> None:
@@ -217,7 +216,7 @@ def test_a_slow_link_between_nodes_bounds_the_step_and_zeropp_relieves_it() -> N
     assert plain.terms_s["link between nodes"] == pytest.approx(1.5 * P / (1e9 / 8), rel=1e-6)
     assert plain.bottleneck == "link between nodes"
     assert plain.limits.floor_s >= plain.terms_s["link between nodes"]
-    every = dataclasses.replace(JOB, qwz=True, hpz="cpu", qgz=True)
+    every = JOB.replace(qwz=True, hpz="cpu", qgz=True)
     assert predict(EVEN, where, every).step_s < 0.3 * plain.step_s
     names = {change.name: change for change in one_change(EVEN, plain)}
     assert names["ZeRO++ with all of it (rounds)"].prediction.step_s == predict(EVEN, where, every).step_s
@@ -234,13 +233,13 @@ def test_nodes_share_the_work_and_the_states() -> None:
 
 
 def test_a_node_s_copy_spares_the_drives() -> None:
-    nothing = dataclasses.replace(JOB, resident={"params": 0.0, "optim": 0.0}, micro_batches=3)
+    nothing = JOB.replace(resident={"params": 0.0, "optim": 0.0}, micro_batches=3)
     where = machine(4, 2)
-    plain, copy = predict(EVEN, where, nothing), predict(EVEN, where, dataclasses.replace(nothing, hpz="cpu"))
+    plain, copy = predict(EVEN, where, nothing), predict(EVEN, where, nothing.replace(hpz="cpu"))
     assert plain.moved.total.read - copy.moved.total.read == 5 * P / 2
     assert copy.moved.rest.read == 0
-    early = dataclasses.replace(nothing, update="backward", micro_batches=1)
-    plain, copy = predict(EVEN, where, early), predict(EVEN, where, dataclasses.replace(early, hpz="cpu"))
+    early = nothing.replace(update="backward", micro_batches=1)
+    plain, copy = predict(EVEN, where, early), predict(EVEN, where, early.replace(hpz="cpu"))
     assert plain.moved.total.read - copy.moved.total.read == P / 2
     assert copy.moved.rest.read == 0
 
@@ -249,7 +248,7 @@ def test_a_node_s_copy_spares_the_drives() -> None:
     ("job", "ranks", "message"),
     [
         ({"zero": 2}, 4, "use params='device', or zero=3"),
-        ({"zero": 4}, 4, "zero=4 is not known; use 1, 2, 3"),
+        ({"zero": 4}, 4, "zero=4 is not known; use 1 or 2 or 3"),
         ({"zero": 1, "params": "device", "hpz": "cpu"}, 4, "with zero=1 every rank has all parameters"),
         ({"zero": 1, "params": "device", "accumulate": "shard"}, 4, "which is zero=2"),
         ({"error_feedback": True}, 4, "set qgz"),
@@ -259,7 +258,7 @@ def test_a_node_s_copy_spares_the_drives() -> None:
 )
 def test_jobs_of_ranks_that_make_no_sense_name_the_fix(job: dict[str, Any], ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        predict(EVEN, machine(ranks), dataclasses.replace(JOB, **job))
+        predict(EVEN, machine(ranks), JOB.replace(**job))
 
 
 @pytest.mark.parametrize(

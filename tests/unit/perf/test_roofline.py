@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src.perf.pcie import Spent
+from infinity._src.perf.pcie import BusyTime
 from infinity._src.perf.roofline import (
     UPDATES,
     AtRest,
@@ -21,7 +21,7 @@ from infinity._src.perf.roofline import (
     deferred_s,
     limits,
     measured_traffic,
-    passes,
+    move_counts,
     traffic,
     turning_bytes_max,
 )
@@ -120,9 +120,9 @@ def test_turning_points_save_at_most_what_stays_gathered() -> None:
 
 def test_mistakes_name_value_and_choices() -> None:
     with pytest.raises(ValueError, match=r"update='sometimes' is not known; use 'deferred' or 'backward' or 'delayed'"):
-        passes("sometimes", 1)
+        move_counts("sometimes", 1)
     with pytest.raises(ValueError, match="micro_batches=0"):
-        passes("deferred", 0)
+        move_counts("deferred", 0)
     with pytest.raises(ValueError, match="read_bytes_per_s=0"):
         Drives(0, 1)
     with pytest.raises(ValueError, match="write_bytes_per_s=inf"):
@@ -190,16 +190,16 @@ def test_reading_ahead_betters_the_deferred_limit_until_one_side_is_full() -> No
 
 
 def test_without_drives_a_step_is_its_computation_and_the_other_terms() -> None:
-    found = limits(traffic(AtRest(), "deferred", 1), Compute(0.5, 1.0), None, others=[Spent.sum_of(0.1), Spent.sum_of(3.0, 4.0)])
+    found = limits(traffic(AtRest(), "deferred", 1), Compute(0.5, 1.0), None, others=[BusyTime.sum_of(0.1), BusyTime.sum_of(3.0, 4.0)])
     assert found.floor_s == found.schedule_s == 7.0
     assert found.floor_s == found.other_s > max(found.io_s, found.compute_s)
 
 
 def test_links_and_memory_take_their_time_in_each_part_of_a_step() -> None:
     compute, moved = Compute(0.5, 1.0), traffic(EXACT, "deferred", 1)
-    busy = Spent(4.0, 0.1, 4.1)
+    busy = BusyTime(4.0, 0.1, 4.1)
     assert limits(moved, compute, DRIVES, others=[busy]).schedule_s == pytest.approx(4.0 + 1.0)
-    busy = Spent(1.0, 5.0, 5.0)  # less than its parts: what fills one direction first, and then the other
+    busy = BusyTime(1.0, 5.0, 5.0)  # less than its parts: what fills one direction first, and then the other
     found = limits(moved, compute, DRIVES, others=[busy])
     assert (found.floor_s, found.other_s) == (5.0, 5.0)
     assert found.schedule_s == pytest.approx(3.2 + 5.0)

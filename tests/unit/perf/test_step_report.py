@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from infinity._src.perf.pcie import Copied, Copies, Held, copies
+from infinity._src.perf.pcie import Copied, Copies, ModelBytes, copies
 from infinity._src.perf.roofline import AtRest, Drives, traffic
 from infinity._src.perf.step_report import Bandwidths, StepTerms, bandwidths_of, fit_drives
 from infinity._src.sizes import format_size
@@ -92,7 +92,7 @@ def test_where_nothing_moves_no_drive_needs_to_be_known() -> None:
     assert "GB/s" in str(known)
 
 
-def with_gpu(update: str, held: Held, micro_batches: int) -> tuple[StepTerms, Copies]:
+def with_gpu(update: str, held: ModelBytes, micro_batches: int) -> tuple[StepTerms, Copies]:
     """Steps that copy what the formulas say, up at 50 and down at 25 MiB per second, and read and write nothing."""
     planned = copies(held, update, micro_batches)
     sums = (micro_batches - 1) * held.grads  # torch brings them up, and the executor counts them not
@@ -128,22 +128,22 @@ def with_gpu(update: str, held: Held, micro_batches: int) -> tuple[StepTerms, Co
 @pytest.mark.parametrize("update", ["deferred", "backward", "delayed"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_copies_to_a_gpu_are_a_term_of_the_limits(update: str, micro_batches: int) -> None:
-    found, planned = with_gpu(update, Held(params=600 * MIB, grads=600 * MIB, frozen=60 * MIB), micro_batches)
+    found, planned = with_gpu(update, ModelBytes(params=600 * MIB, grads=600 * MIB, frozen=60 * MIB), micro_batches)
     assert found.link is not None
     assert (found.link.h2d_bytes_per_s, found.link.d2h_bytes_per_s) == (pytest.approx(50 * MIB), pytest.approx(25 * MIB))
     for mine, other in ((found.copied.total, planned.total), (found.copied.rest, planned.rest)):
         assert (mine.h2d, mine.d2h) == (pytest.approx(other.h2d, abs=4), pytest.approx(other.d2h, abs=4))
-    spent = found.link.spent(planned)
-    assert found.limits.other_s == found.limits.floor_s == pytest.approx(spent.total_s)
-    windows_s = spent.total_s if update == "delayed" else spent.beside_states_s + spent.rest_s
+    busy = found.link.busy_time(planned)
+    assert found.limits.other_s == found.limits.floor_s == pytest.approx(busy.total_s)
+    windows_s = busy.total_s if update == "delayed" else busy.beside_states_s + busy.rest_s
     assert found.limits.schedule_s == pytest.approx(windows_s, rel=1e-3)  # no compute to speak of
     told = str(found)
     assert f"link to the GPU: {format_size(planned.total.h2d)} there at 0.05, {format_size(planned.total.d2h)} back at 0.03" in told
-    assert f"link {spent.total_s:.3f}), η" in told
+    assert f"link {busy.total_s:.3f}), η" in told
 
 
 def test_activations_that_wait_elsewhere_are_no_gradients() -> None:
-    found, planned = with_gpu("deferred", Held(params=64 * MIB, grads=64 * MIB, activations=5 * MIB), 2)
+    found, planned = with_gpu("deferred", ModelBytes(params=64 * MIB, grads=64 * MIB, activations=5 * MIB), 2)
     assert found.copied.beside_states.d2h == pytest.approx(planned.beside_states.d2h) == 5 * MIB
     assert found.copied.beside_states.h2d == pytest.approx(64 * MIB)
 

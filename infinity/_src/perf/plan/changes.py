@@ -1,4 +1,4 @@
-"""What one change would buy: the same prediction with one thing changed at a time."""
+"""Single changes of a job or machine: the same prediction with one thing changed at a time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import dataclasses
 from typing import Any
 
 from infinity._src.perf.pcie import UPDATES_ON
-from infinity._src.perf.plan.device_memory import gpu_need, loss_tiles, ways_to_fit
-from infinity._src.perf.plan.job import Job
 from infinity._src.perf.plan.machine import Machine
+from infinity._src.perf.plan.memory import gpu_need, loss_tiles, ways_to_fit
 from infinity._src.perf.plan.predict import Prediction, predict
-from infinity._src.perf.plan.shape import ModelShape
+from infinity._src.perf.plan.workload import Job, ModelShape
 
 MICRO_BATCHES_MAX = 1024
 
@@ -23,10 +22,14 @@ class Change:
     prediction: Prediction
 
 
-def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool = False) -> list[Change]:
-    """The changes worth a thought, best tokens per second first among those that fit; those that do not fit last.
+def one_change(
+    shape: ModelShape, now: Prediction, *, choose_micro_batches: bool = False
+) -> list[Change]:
+    """The changes worth a thought, best tokens per second first among those that fit; those that do
+    not fit last.
 
-    choose_micro_batches: with each change as few of them as its activations allow; else as many as now.
+    choose_micro_batches: with each change as few of them as its activations allow; else as many as
+    now.
     """
     machine, job = now.machine, now.job
     tried: list[tuple[str, Machine, Job]] = [
@@ -34,7 +37,7 @@ def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool
         (
             "twice the tokens per step (twice the micro-batches)",
             machine,
-            dataclasses.replace(job, tokens=2 * job.tokens, micro_batches=2 * job.micro_batches),
+            job.replace(tokens=2 * job.tokens, micro_batches=2 * job.micro_batches),
         ),
     ]
     if machine.drives:
@@ -44,12 +47,14 @@ def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool
     if machine.nodes > 1:
         tried.append(("one more node", dataclasses.replace(machine, nodes=machine.nodes + 1), job))
     tried += [(name, machine, other) for name, other in _other_exchanges(machine, job)]
-    states = {"exact": ("bf16", "compact"), "bf16": ("compact",)}.get(job.state, ())
-    tried += [(f"state {state} (rounds)", machine, dataclasses.replace(job, state=state)) for state in states]
+    states = {"exact": ("bf16", "compact"), "bf16": ("compact",)}.get(job.policy.state, ())
+    tried += [(f"state {state} (rounds)", machine, job.replace(state=state)) for state in states]
     tried += [(name, machine, other) for name, other in _other_steps(job)]
-    if job.grads == "cpu" and machine.drives and not now.ram.fits:
-        tried.append(("gradients spill (--grads nvme)", machine, dataclasses.replace(job, grads="nvme")))
-    tried += [(name, machine, other) for name, other in _other_memory(shape, machine, job, now.gpu.fits)]
+    if job.policy.grads == "cpu" and machine.drives and not now.ram.fits:
+        tried.append(("gradients spill (--grads nvme)", machine, job.replace(grads="nvme")))
+    tried += [
+        (name, machine, other) for name, other in _other_memory(shape, machine, job, now.gpu.fits)
+    ]
     found = []
     for name, changed, other in tried:
         if other.tokens < changed.world * (1 if choose_micro_batches else other.micro_batches):
@@ -59,7 +64,9 @@ def one_change(shape: ModelShape, now: Prediction, *, choose_micro_batches: bool
             count = f"{chosen.micro_batches} micro-batch{'es' if chosen.micro_batches > 1 else ''}"
             name = f"{name.partition(' (twice the micro')[0]}, {count}"
         found.append(Change(name, predict(shape, changed, chosen)))
-    return sorted(found, key=lambda change: (not change.prediction.fits, -change.prediction.tokens_per_s))
+    return sorted(
+        found, key=lambda change: (not change.prediction.fits, -change.prediction.tokens_per_s)
+    )
 
 
 def _other_exchanges(machine: Machine, job: Job) -> list[tuple[str, Job]]:
@@ -69,72 +76,94 @@ def _other_exchanges(machine: Machine, job: Job) -> list[tuple[str, Job]]:
     switches: dict[str, dict[str, Any]] = {"qgZ (rounds)": {"qgz": True}}
     if not job.whole_params(machine.world):
         switches |= {"qwZ (rounds)": {"qwz": True}, "hpZ, copies in CPU memory": {"hpz": "cpu"}}
-    switches = {name: fields for name, fields in switches.items() if not getattr(job, next(iter(fields)))}
+    switches = {
+        name: fields
+        for name, fields in switches.items()
+        if not getattr(job.policy, next(iter(fields)))
+    }
     if len(switches) > 1:
         every = {name: value for fields in switches.values() for name, value in fields.items()}
         switches["ZeRO++ with all of it (rounds)"] = every
-    return [(name, dataclasses.replace(job, **fields)) for name, fields in switches.items()]
+    return [(name, job.replace(**fields)) for name, fields in switches.items()]
 
 
-def _other_memory(shape: ModelShape, machine: Machine, job: Job, fits: bool) -> list[tuple[str, Job]]:
-    """What makes a job fit its GPUs; where it does, what leaves room for more tokens at once."""
+def _other_memory(
+    shape: ModelShape, machine: Machine, job: Job, fits: bool
+) -> list[tuple[str, Job]]:
+    """Changes that make a job fit its GPUs; where it does, those that leave room for tokens."""
     if not fits:
         return [(way.name, way.job) for way in ways_to_fit(shape, machine, job)]
     found = []
-    if machine.gpus and job.activations == "device" and job.checkpointing:
-        found.append(("activations on the CPU", dataclasses.replace(job, activations="cpu")))
+    if machine.gpus and job.policy.activations == "device" and job.checkpointing:
+        found.append(("activations on the CPU", job.replace(activations="cpu")))
     tiles = loss_tiles(shape)
-    if machine.gpus and tiles > job.loss_tiles and shape.logits_bytes_per_token(job.loss_tiles) > shape.block_bytes_per_token:
-        found.append((f"the loss in {tiles} tiles (rounds)", dataclasses.replace(job, loss_tiles=tiles)))
+    if (
+        machine.gpus
+        and tiles > job.loss_tiles
+        and shape.logits_bytes_per_token(job.loss_tiles) > shape.block_bytes_per_token
+    ):
+        found.append((f"the loss in {tiles} tiles (rounds)", job.replace(loss_tiles=tiles)))
     return found
 
 
 def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
-    """The same with updates on the CPU, and on the GPUs; nothing where the CPU computes, or with an update that GPUs do not have.
+    """Predict with updates on the CPU, and on the GPUs; nothing where the CPU computes, or with an
+    update that GPUs do not have.
 
-    Which of them a run uses is no matter of their times: `Policy.update_on` is "cpu" unless its user says otherwise, on every
-    machine. The default needs no memory of a GPU, and goes with everything else.
+    Which of them a run uses is no matter of their times: `Policy.update_on` is "cpu" unless its
+    user says otherwise, on every machine. The default needs no memory of a GPU, and goes with
+    everything else.
     """
-    if not now.machine.gpus or now.job.update != "deferred":
+    if not now.machine.gpus or now.job.policy.update != "deferred":
         return []
-    jobs = [dataclasses.replace(now.job, update_on=where) for where in UPDATES_ON]
+    jobs = [now.job.replace(update_on=where) for where in UPDATES_ON]
     return [now if job == now.job else predict(shape, now.machine, job) for job in jobs]
 
 
 def _other_steps(job: Job) -> list[tuple[str, Job]]:
     """Other times of the update, and other numbers of generations."""
     found = []
-    on = ", on the CPU" if job.update_on == "device" else ""  # which has deferred updates only
-    here = dataclasses.replace(job, update_on="cpu")
-    if job.update == "deferred" and job.generations == 1:
+    # Which has deferred updates only.
+    on = (
+        ", on the CPU" if job.policy.update_on == "device" else ""
+    )
+    here = job.replace(update_on="cpu")
+    if job.policy.update == "deferred" and job.policy.generations == 1:
         found = [
-            (f"update backward (no clipping by norm){on}", dataclasses.replace(here, update="backward")),
-            (f"update backward, two generations{on}", dataclasses.replace(here, update="backward", generations=2)),
-            (f"update delayed (one step late){on}", dataclasses.replace(here, update="delayed")),
+            (f"update backward (no clipping by norm){on}", here.replace(update="backward")),
+            (
+                f"update backward, two generations{on}",
+                here.replace(update="backward", generations=2),
+            ),
+            (f"update delayed (one step late){on}", here.replace(update="delayed")),
         ]
-    elif job.update == "deferred":
-        found = [(f"update backward{on}", dataclasses.replace(here, update="backward"))]
-    if job.durable:
-        found.append(("not durable", dataclasses.replace(job, durable=False, resident=None)))
-    elif job.generations == 2:
-        update = "update deferred, " if job.speculates else ""
-        found.append((f"{update}one generation", dataclasses.replace(job, update="deferred", generations=1)))
-    if not job.durable and job.update != "delayed" and job.params == job.optim == "nvme" and (
-        job.update == "deferred" or job.generations == 2
+    elif job.policy.update == "deferred":
+        found = [(f"update backward{on}", here.replace(update="backward"))]
+    if job.policy.durable:
+        found.append(("not durable", job.replace(durable=False, resident=None)))
+    elif job.policy.generations == 2:
+        update = "update deferred, " if job.policy.speculates else ""
+        found.append((f"{update}one generation", job.replace(update="deferred", generations=1)))
+    if (
+        not job.policy.durable
+        and job.policy.update != "delayed"
+        and job.policy.params == job.policy.optim == "nvme"
+        and (job.policy.update == "deferred" or job.policy.generations == 2)
     ):
-        found.append(("durable (goes on after a crash)", dataclasses.replace(job, durable=True)))
+        found.append(("durable (goes on after a crash)", job.replace(durable=True, resident=None)))
     return found
 
 
 def fewest_micro_batches(shape: ModelShape, machine: Machine, job: Job) -> Job:
-    """The job with the fewest micro-batches (powers of two) whose activations fit a device; with the most, if none does.
+    """The job with the fewest micro-batches (powers of two) whose activations fit a device; with
+    the most, if none does.
 
     A micro-batch keeps at least one sequence, or what a device has of the tokens if that is less.
     """
     best = job
     count = 1
     while count <= MICRO_BATCHES_MAX and job.tokens >= count * machine.world:
-        tried = dataclasses.replace(job, micro_batches=count)
+        tried = job.replace(micro_batches=count)
         if count > 1 and tried.micro_batch_tokens(machine.world) < job.sequence:
             break
         best = tried

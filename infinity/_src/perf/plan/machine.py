@@ -1,27 +1,99 @@
-"""The machine that a plan is for: every figure with where it comes from."""
+"""Machine of a plan: GPUs, memory and drives of a node, every figure with its source.
+
+Figures that are not given are those of a kind of GPU, as its maker states them, measured by
+`python -m infinity.bench`, or assumed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from infinity._src.perf.plan.gpus import KINDS, GpuKind, guess_kind, host_links
 from infinity._src.perf.roofline import EXAMPLE_TBW, Drives
 from infinity._src.sizes import GIB, format_size
 from infinity.aio import IoSettings
 
+# -- Kinds of GPU ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuKind:
+    """One kind. mem_bytes: as the driver has it for programs; flops_peak: dense bf16 with fp32
+    sums, as stated; flops: sustained in training (assumed: 0.4 of the peak where that takes large
+    matrices to reach, 0.6 on consumer cards); pcie, peers: bytes per second of one GPU, each way,
+    to the CPU and to the other GPUs (None: these go through the CPU's memory); hbm: of its memory.
+    """
+
+    name: str
+    told: str
+    mem_bytes: float
+    flops_peak: float
+    flops: float
+    hbm_bytes_per_s: float
+    pcie_bytes_per_s: float
+    peers_bytes_per_s: float | None
+
+
+PCIE4, PCIE5 = 25e9, 50e9  # what x16 links give to large pinned copies, of 31.5 and 63 GB/s
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        GpuKind("rtx3090", "GeForce RTX 3090, 24 GB", 23.6 * GIB, 71e12, 43e12, 936e9, PCIE4, None),
+        GpuKind(
+            "rtx4090", "GeForce RTX 4090, 24 GB", 23.6 * GIB, 165e12, 100e12, 1008e9, PCIE4, None
+        ),
+        GpuKind(
+            "rtx5090", "GeForce RTX 5090, 32 GB", 31.3 * GIB, 209e12, 125e12, 1792e9, PCIE5, None
+        ),
+        GpuKind("a100", "A100 SXM, 80 GB", 79.1 * GIB, 312e12, 170e12, 2039e9, PCIE4, 300e9),
+        GpuKind("h100", "H100 SXM, 80 GB", 79.1 * GIB, 989e12, 400e12, 3350e9, PCIE5, 450e9),
+        GpuKind("h200", "H200 SXM, 141 GB", 139.7 * GIB, 989e12, 400e12, 4800e9, PCIE5, 450e9),
+    )
+}
+
+
+def guess_kind(mem_bytes: float | None) -> GpuKind:
+    """The kind that a GPU of so much memory is taken for where none is named; None: the one that is
+    assumed.
+    """
+    if mem_bytes is None:
+        return KINDS["h100"]
+    if mem_bytes <= 30 * GIB:
+        return KINDS["rtx4090"]
+    if mem_bytes <= 40 * GIB:
+        return KINDS["rtx5090"]
+    return KINDS["h100" if mem_bytes <= 100 * GIB else "h200"]
+
+
+def host_links(gpus: int) -> int:
+    """Links to the CPU that so many GPUs are taken to share: two behind one switch where there are
+    more than two.
+    """
+    return gpus if gpus <= 2 else -(-gpus // 2)
+
+
+# -- The machine -----------------------------------------------------------------------------------
+
+
 ASSUMED: dict[str, tuple[float, str]] = {
     "dram": (200e9, "one socket with 8 channels"),
-    "dram of several GPUs": (400e9, "two sockets with 8 channels each, where there are more than 2 GPUs"),
+    "dram of several GPUs": (
+        400e9,
+        "two sockets with 8 channels each, where there are more than 2 GPUs",
+    ),
     "tbw": (EXAMPLE_TBW * 1e12, "a consumer drive of 1 TB"),
     "read": (6.8e9, "PCIe 4 drives"),
     "write": (5.0e9, "PCIe 4 drives"),
 }
-"""What is taken where a figure is not given: (value, what it is of). Those of GPUs are `infinity._src.perf.plan.gpus.KINDS`."""
+"""What is taken where a figure is not given: (value, what it is of). Those of GPUs are
+`infinity._src.perf.plan.machine.KINDS`.
+"""
 
 POSITIVE = (
-    "gpu_mem_bytes", "ram_bytes", "flops_per_gpu", "flops_peak_per_gpu", "pcie_per_gpu", "pcie_host", "peers_per_gpu",
-    "hbm_per_gpu", "dram_bytes_per_s", "tbw_per_drive", "link_bytes_per_s",
+    "gpu_mem_bytes", "ram_bytes", "flops_per_gpu", "flops_peak_per_gpu", "pcie_per_gpu",
+    "pcie_host", "peers_per_gpu", "hbm_per_gpu", "dram_bytes_per_s",
+    "tbw_per_drive", "link_bytes_per_s",
 )  # fmt: skip
 
 LINK = 100e9 / 8
@@ -33,15 +105,19 @@ CPU_FLOPS = 200e9
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """One node, and how many there are. `gpu_mem_bytes` is of one GPU; bandwidths are those of all drives together, and `shared`
-    says that reads and writes take each other's time. gpus 0: the CPU computes, in so many `processes`, and device memory is the
-    machine's own. nodes: alike, each with all of this; link_bytes_per_s: between one of them and the others, each way.
+    """One node, and how many there are. `gpu_mem_bytes` is of one GPU; bandwidths are those of all
+    drives together, and `shared` says that reads and writes take each other's time. gpus 0: the CPU
+    computes, in so many `processes`, and device memory is the machine's own. nodes: alike, each
+    with all of this; link_bytes_per_s: between one of them and the others, each way.
 
-    flops_per_gpu: sustained; flops_peak_per_gpu: what MFU is of. pcie_per_gpu: of its link to the CPU, each way; pcie_host: of
-    all these links together, None: two GPUs share one where there are more than two. peers_per_gpu: between GPUs, each way, None:
-    they go through the CPU's memory. hbm_per_gpu: of a GPU's memory. drives: how many there are, for wear and what another one
-    would give. busiest_share: of the data, on the drive that has most of it; data follows bandwidth. None: they are equal.
-    nvme_bytes: room for states, None: not known. sources: for each figure "given", "measured (...)", or what is assumed.
+    flops_per_gpu: sustained; flops_peak_per_gpu: what MFU is of. pcie_per_gpu: of its link to the
+    CPU, each way; pcie_host: of all these links together, None: two GPUs share one where there are
+    more than two. peers_per_gpu: between GPUs, each way, None: they go through the CPU's memory.
+    hbm_per_gpu: of a GPU's memory. drives: how many there are, for wear and what another one would
+    give. busiest_share: of the data, on the drive that has most of it; data follows bandwidth.
+    None: they are equal.
+    nvme_bytes: room for states, None: not known. sources: for each figure "given", "measured
+    (...)", or what is assumed.
     """
 
     gpus: int
@@ -84,25 +160,39 @@ class Machine:
     @property
     def pcie_bytes_per_s(self) -> float:
         """Bytes per second between CPU and all GPUs, each way; 0.0 where the CPU computes."""
-        shared = self.pcie_host if self.pcie_host is not None else host_links(self.gpus) * self.pcie_per_gpu
+        shared = (
+            self.pcie_host
+            if self.pcie_host is not None
+            else host_links(self.gpus) * self.pcie_per_gpu
+        )
         return min(self.gpus * self.pcie_per_gpu, shared)
 
     @property
     def bandwidths(self) -> Drives | None:
-        """All drives together; None without drives."""
-        return Drives(self.read_bytes_per_s, self.write_bytes_per_s, self.shared) if self.drives else None
+        """Bandwidths of all drives together; None without drives."""
+        return (
+            Drives(self.read_bytes_per_s, self.write_bytes_per_s, self.shared)
+            if self.drives
+            else None
+        )
 
     @property
     def worn_drives(self) -> float:
-        """How many drives would last as long as these do, if all wore alike: the busiest one decides."""
+        """Number of drives that would last as long as these do, if all wore alike: the busiest one
+        decides.
+        """
         return 1 / self.busiest_share if self.busiest_share else float(max(self.drives, 1))
 
     def with_drives(self, drives: int) -> Machine:
-        """The same with so many drives, like those that there are."""
+        """Copy the machine with so many drives, like those that there are."""
         factor = drives / self.drives if self.drives else drives
         read = self.read_bytes_per_s if self.drives else ASSUMED["read"][0]
         write = self.write_bytes_per_s if self.drives else ASSUMED["write"][0]
-        room = self.nvme_bytes * factor if self.nvme_bytes is not None and self.drives else self.nvme_bytes
+        room = (
+            self.nvme_bytes * factor
+            if self.nvme_bytes is not None and self.drives
+            else self.nvme_bytes
+        )
         return dataclasses.replace(
             self,
             drives=drives,
@@ -141,29 +231,37 @@ def describe_machine(
     nodes: int = 1,
     link_bytes_per_s: float | None = None,
 ) -> Machine:
-    """A machine of what is given; the rest is of the kind of GPU (`gpu`), measured (`bench`) or assumed, and `Machine.sources`
-    says which.
+    """A machine of what is given; the rest is of the kind of GPU (`gpu`), measured (`bench`) or
+    assumed, and `Machine.sources` says which.
 
-    read_bytes_per_s, write_bytes_per_s: of all drives together. ranks: of a node, where the CPU computes (GPUs have one each).
+    read_bytes_per_s, write_bytes_per_s: of all drives together. ranks: of a node, where the CPU
+    computes (GPUs have one each).
     Raises: ValueError naming the figure and a fix.
     """
     sources: dict[str, str] = {}
     _check_ranks(gpus, ranks, nodes, link_bytes_per_s)
     if gpu is not None and gpu not in KINDS:
-        raise ValueError(f"--gpu {gpu} is not known; use {', '.join(KINDS)}, or --gpu-mem, --flops, --flops-peak and --pcie")
+        raise ValueError(
+            f"--gpu {gpu} is not known; use {', '.join(KINDS)}, or --gpu-mem, --flops, "
+            "--flops-peak and --pcie"
+        )
     kind = KINDS[gpu] if gpu is not None else guess_kind(gpu_mem_bytes)
     figures = _of_gpus(
-        gpus, kind, sources, told=gpu is not None, mem=gpu_mem_bytes, flops=flops_per_gpu, peak=flops_peak_per_gpu,
+        gpus, kind, sources, told=gpu is not None,
+        mem=gpu_mem_bytes, flops=flops_per_gpu, peak=flops_peak_per_gpu,
         pcie=pcie_per_gpu, host=pcie_host, peers=peers_per_gpu,
     )  # fmt: skip
-    count, read, write, busiest = _drives(drives, read_bytes_per_s, write_bytes_per_s, bench, bench_name, sources)
+    count, read, write, busiest = _drives(
+        drives, read_bytes_per_s, write_bytes_per_s, bench, bench_name, sources
+    )
     dram, what = ASSUMED["dram of several GPUs" if gpus > 2 else "dram"]
-    sources["dram"] = "given" if dram_bytes_per_s is not None else f"{_rate(dram)}, assumed: {what}"
+    sources["dram"] = _source(dram_bytes_per_s, f"{_rate(dram)}, assumed: {what}")
     tbw, what = ASSUMED["tbw"]
     if nodes > 1:
-        sources["link_gbps"] = "given" if link_bytes_per_s is not None else f"{LINK * 8 / 1e9:g} Gbit/s each way, assumed"
+        assumed = f"{LINK * 8 / 1e9:g} Gbit/s each way, assumed"
+        sources["link_gbps"] = _source(link_bytes_per_s, assumed)
     if count:
-        sources["tbw"] = "given" if tbw_per_drive is not None else f"{tbw / 1e12:g} TB, assumed: {what}"
+        sources["tbw"] = _source(tbw_per_drive, f"{tbw / 1e12:g} TB, assumed: {what}")
     machine = Machine(
         gpus=gpus,
         ram_bytes=ram_bytes,
@@ -189,11 +287,17 @@ def _check_ranks(gpus: int, ranks: int | None, nodes: int, link_bytes_per_s: flo
     if ranks is not None and ranks < 1:
         raise ValueError(f"--ranks {ranks}: give a number of 1 or more")
     if ranks is not None and gpus and ranks != gpus:
-        raise ValueError(f"--ranks {ranks} beside --gpus {gpus}: each GPU has one rank; leave --ranks out, or set --gpus {ranks}")
+        raise ValueError(
+            f"--ranks {ranks} beside --gpus {gpus}: each GPU has one rank; leave --ranks out, or "
+            f"set --gpus {ranks}"
+        )
     if nodes < 1:
         raise ValueError(f"--nodes {nodes}: give a number of 1 or more")
     if link_bytes_per_s is not None and nodes == 1:
-        raise ValueError("--link-gbps is the link between nodes, and there is one: add --nodes, or leave it out (GPUs: --peers)")
+        raise ValueError(
+            "--link-gbps is the link between nodes, and there is one: add --nodes, or leave it out "
+            "(GPUs: --peers)"
+        )
 
 
 def _of_gpus(
@@ -209,7 +313,8 @@ def _of_gpus(
     host: float | None,
     peers: float | None,
 ) -> dict[str, Any]:
-    """The figures of the GPUs, as fields of a `Machine`; writes where each comes from to `sources`."""
+    """The figures of the GPUs, as fields of a `Machine`; writes where each comes from to `sources`.
+    """
     whence = f"of {kind.name} ({kind.told})" if told else f"assumed: {kind.told}"
 
     def figure(name: str, given: float | None, default: float, text: str) -> float:
@@ -217,7 +322,11 @@ def _of_gpus(
         return default if given is None else given
 
     if not gpus:
-        sources["flops"] = "given" if flops is not None else f"{CPU_FLOPS / 1e12:g} TFLOP/s, assumed: the CPU computes"
+        sources["flops"] = (
+            "given"
+            if flops is not None
+            else f"{CPU_FLOPS / 1e12:g} TFLOP/s, assumed: the CPU computes"
+        )
         return {
             "gpu_mem_bytes": figure("gpu_mem", mem, 80.0 * GIB, "80 GiB of the CPU's memory"),
             "flops_per_gpu": CPU_FLOPS if flops is None else flops,
@@ -225,21 +334,37 @@ def _of_gpus(
         }
     found: dict[str, Any] = {
         "gpu_mem_bytes": figure("gpu_mem", mem, kind.mem_bytes, format_size(kind.mem_bytes)),
-        "flops_per_gpu": figure("flops", flops, kind.flops, f"{kind.flops / 1e12:g} TFLOP/s sustained"),
-        "flops_peak_per_gpu": figure("flops_peak", peak, kind.flops_peak, f"{kind.flops_peak / 1e12:g} TFLOP/s"),
-        "pcie_per_gpu": figure("pcie", pcie, kind.pcie_bytes_per_s, f"{_rate(kind.pcie_bytes_per_s)} each way"),
+        "flops_per_gpu": figure(
+            "flops", flops, kind.flops, f"{kind.flops / 1e12:g} TFLOP/s sustained"
+        ),
+        "flops_peak_per_gpu": figure(
+            "flops_peak", peak, kind.flops_peak, f"{kind.flops_peak / 1e12:g} TFLOP/s"
+        ),
+        "pcie_per_gpu": figure(
+            "pcie", pcie, kind.pcie_bytes_per_s, f"{_rate(kind.pcie_bytes_per_s)} each way"
+        ),
         "hbm_per_gpu": kind.hbm_bytes_per_s,
         "peers_per_gpu": kind.peers_bytes_per_s if peers is None else peers,
         "pcie_host": host,
     }
     if gpus > 1:
         between = kind.peers_bytes_per_s
-        figure("peers", peers, 0.0, f"{_rate(between)} each way" if between else "through the CPU's memory")
+        figure(
+            "peers",
+            peers,
+            0.0,
+            f"{_rate(between)} each way" if between else "through the CPU's memory",
+        )
     if gpus > 2:
         links = host_links(gpus) * found["pcie_per_gpu"]
         assumed = f"{_rate(links)} each way, assumed: two GPUs share a link to the CPU"
         sources["pcie_host"] = "given" if host is not None else assumed
     return found
+
+
+def _source(value: float | None, otherwise: str) -> str:
+    """Name the source of a figure: "given", or what is told of it otherwise."""
+    return "given" if value is not None else otherwise
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -254,26 +379,37 @@ def _drives(
     bench_name: str,
     sources: dict[str, str],
 ) -> tuple[int, float, float, float | None]:
-    """(how many, read, write, the busiest one's share) of the drives; writes where each comes from to `sources`."""
+    """(how many, read, write, the busiest one's share) of the drives; writes where each comes from
+    to `sources`.
+    """
     measured = list(bench.bandwidths.values()) if bench is not None else []
     told = bench_name or "bench"
     if bench is not None and not measured:
-        raise ValueError(f"{told} has no bandwidths; write it with: python -m infinity.bench swap --json FILE")
+        raise ValueError(
+            f"{told} has no bandwidths; write it with: python -m infinity.bench swap --json FILE"
+        )
     count = drives if drives is not None else max(len(measured), 1)
     if not count:
         if (read, write, bench) != (None, None, None):
-            raise ValueError("--drives 0 beside --nvme-read, --nvme-write or --bench: leave one or the other out")
+            raise ValueError(
+                "--drives 0 beside --nvme-read, --nvme-write or --bench: leave one or the other out"
+            )
         return 0, 0.0, 0.0, None
     if drives is None and not measured:
         sources["drives"] = "1, assumed"
     found, busiest = [], None
     if measured:
-        speeds = [2 / (1 / pair[0] + 1 / pair[1]) for pair in measured]  # as the engine divides the data
+        # As the engine divides the data.
+        speeds = [
+            2 / (1 / pair[0] + 1 / pair[1]) for pair in measured
+        ]
         busiest = max(speeds) / sum(speeds) * len(measured) / count
     for index, (name, given) in enumerate((("read", read), ("write", write))):
         value, source = given, "given"
         if value is None and measured:
-            scaled = f", scaled from {len(measured)} drives to {count}" if count != len(measured) else ""
+            scaled = (
+                f", scaled from {len(measured)} drives to {count}" if count != len(measured) else ""
+            )
             value = sum(pair[index] for pair in measured) * count / len(measured)
             source = f"measured ({told}{scaled})"
         elif value is None:
@@ -287,7 +423,9 @@ def _drives(
 
 def _check(machine: Machine) -> None:
     if machine.gpus < 0 or machine.drives < 0:
-        raise ValueError(f"--gpus {machine.gpus}, --drives {machine.drives}: give numbers of 0 or more")
+        raise ValueError(
+            f"--gpus {machine.gpus}, --drives {machine.drives}: give numbers of 0 or more"
+        )
     figures = [name for name in POSITIVE if getattr(machine, name) is not None]
     for name in figures:
         value = getattr(machine, name)

@@ -1,4 +1,5 @@
-"""What a model on a machine will need and how long its step will take: placement and limits, nothing else.
+"""Prediction of what a model needs on a machine and how long its step takes, from placement and
+limits alone.
 
     seconds per step = limit of the update mode (`infinity._src.perf.roofline`) / EFFICIENCY
 """
@@ -8,14 +9,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from infinity._src.memory.placement import Plan
-from infinity._src.perf.pcie import UPDATES_ON, Copied, Copies, Held, Link, Spent, copies, dram_s
-from infinity._src.perf.plan.device_memory import Need, gpu_need, least_need, ways_to_fit
-from infinity._src.perf.plan.exchanges import Exchanges, exchanges
-from infinity._src.perf.plan.job import Job
+from infinity._src.memory.placement import PlacementPlan
+from infinity._src.perf.pcie import BusyTime, Copied, Copies, Link, ModelBytes, copies, dram_s
 from infinity._src.perf.plan.machine import Machine
-from infinity._src.perf.plan.placed import beside_placement, place, rests
-from infinity._src.perf.plan.shape import ModelShape
+from infinity._src.perf.plan.memory import (
+    Need,
+    beside_placement,
+    bytes_at_rest,
+    gpu_need,
+    least_need,
+    place_states,
+    ways_to_fit,
+)
+from infinity._src.perf.plan.ranks import Exchanges, exchanges
+from infinity._src.perf.plan.workload import Job, ModelShape
 from infinity._src.perf.roofline import (
     AtRest,
     Compute,
@@ -25,25 +32,29 @@ from infinity._src.perf.roofline import (
     compute_flops,
     days_of_life,
     limits,
-    passes,
     traffic,
 )
 from infinity._src.sizes import format_size, round_size
 
 EFFICIENCY = 0.9
-"""What share of its limit the engine is taken to reach: what this project demands of itself, and measures."""
+"""What share of its limit the engine is taken to reach: what this project demands of itself, and
+measures.
+"""
 
 PASS_SHARE = 0.5
-"""What share of the memory's bandwidth the engine's own passes reach where the CPU computes: they also compute checksums and
-updates, and share the cores with forward and backward. Measured on two cores (`bench/predict.py`)."""
+"""What share of the memory's bandwidth the engine's own passes reach where the CPU computes: they
+also compute checksums and updates, and share the cores with forward and backward. Measured on two
+cores (`bench/predict.py`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What one job on one machine will need and give. Bytes over all ranks of a node, but gpu: of one GPU. Seconds per step.
+    """Needs and times of one job on one machine. Bytes over all ranks of a node, but gpu: of
+    one GPU. Seconds per step.
 
-    at_rest: all states by kind; on_nvme: of them on drives. copied: between the CPU and all GPUs; model_flops: what the model's
-    forward and backward take, without recomputing, over all nodes. exchanged: what each rank has from the others.
+    at_rest: all states by kind; on_nvme: of them on drives. copied: between the CPU and all GPUs;
+    model_flops: what the model's forward and backward take, without recomputing, over all nodes.
+    exchanged: what each rank has from the others.
     why_not: what does not fit and what would help, empty where all does;
     the times are then those of the least that would work. days: until the drives had their rating.
     """
@@ -66,7 +77,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether everything fits."""
+        """True if everything fits."""
         return not self.why_not
 
     @property
@@ -76,12 +87,13 @@ class Prediction:
 
     @property
     def flops_per_gpu(self) -> float:
-        """Of the model, per second and GPU."""
+        """FLOP/s of the model on each GPU."""
         return self.model_flops / self.step_s / self.machine.world
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s utilisation: of what the GPUs could do at most. None where the CPU computes."""
+        """Model FLOP/s utilisation: of what the GPUs could do at most. None where the CPU computes.
+        """
         return self.flops_per_gpu / self.machine.flops_peak_per_gpu if self.machine.gpus else None
 
     @property
@@ -97,7 +109,7 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """What a step waits for most."""
+        """Term that a step waits for most."""
         return max(self.terms_s, key=lambda name: self.terms_s[name])
 
 
@@ -107,37 +119,48 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     Raises: ValueError for a job that makes no sense, naming field and fix.
     """
     _check(job, machine)
-    ranks = machine.ranks
-    boundary = ranks * job.micro_batch_tokens(machine.world) * shape.boundary_bytes_per_token if job.checkpointing else 0
-    waiting = boundary if job.activations == "cpu" else 0
+    ranks, policy = machine.ranks, job.policy
+    boundary = ranks * job.micro_batch_tokens(machine.world) * shape.boundary_bytes_per_token
+    boundary = boundary if job.checkpointing else 0
+    waiting = boundary if policy.activations == "cpu" else 0
+    spilled = boundary if policy.activations == "nvme" else 0
     beside = {name: size.cpu for name, size in beside_placement(shape, machine, job).items()}
-    needs, plan = place(shape, machine, job, int(machine.ram_bytes - waiting) // ranks - int(sum(beside.values())))
-    found_rests = [rests(need, row, found) for need, row, found in zip(needs, plan.nvme_masks, plan.formats, strict=True)]
-    at_rest = _of_node(sum((everything for everything, _ in found_rests), AtRest()), ranks)
-    on_nvme = _of_node(sum((nvme for _, nvme in found_rests), AtRest()), ranks)
-    moved = traffic(on_nvme, job.update, job.micro_batches, activations=boundary if job.activations == "nvme" else 0)
-    apart = job.update_on == "device"
-    moved = _from_copies(moved, on_nvme, job)
-    if apart:  # the next forward reads what the update has written
-        moved = dataclasses.replace(moved, params_read=moved.params_read + on_nvme.params)
+    needs, plan = place_states(
+        shape, machine, job, int(machine.ram_bytes - waiting) // ranks - int(sum(beside.values()))
+    )
+    found_bytes = [
+        bytes_at_rest(need, row, found)
+        for need, row, found in zip(needs, plan.nvme_masks, plan.formats, strict=True)
+    ]
+    at_rest = _of_node(sum((everything for everything, _ in found_bytes), AtRest()), ranks)
+    on_nvme = _of_node(sum((nvme for _, nvme in found_bytes), AtRest()), ranks)
+    moved = _traffic(on_nvme, job, spilled)
     compute = _compute(shape, machine, job, at_rest.states)
-    held = _held(shape, machine, job, at_rest, boundary if job.activations != "device" else 0)
+    sizes = _model_bytes(shape, machine, job, at_rest, waiting + spilled)
     exchanged = exchanges(shape, machine, job)
     between = _apart(job, exchanged.copies())
-    copied = _copies(machine, job, held, between)
-    spent = _spent(machine, job, held, moved, copied, between)
+    copied = _copies(machine, job, sizes, between)
+    busy = _busy_times(machine, job, sizes, moved, copied, between)
     if machine.nodes > 1:
         link = Link(machine.link_bytes_per_s, machine.link_bytes_per_s)
-        spent["link between nodes"] = link.spent(_apart(job, exchanged.copies(nodes=True)))
+        busy["link between nodes"] = link.busy_time(_apart(job, exchanged.copies(nodes=True)))
     terms = {
         "compute": compute.total_s,
         "drives": machine.bandwidths.io_s(moved.total) if machine.bandwidths else 0.0,
-        **{name: each.total_s for name, each in spent.items()},
+        **{name: each.total_s for name, each in busy.items()},
     }
-    update_s = 0.0 if machine.gpus else (2 * held.states + held.grads) / machine.dram_bytes_per_s
-    found = limits(moved, compute, machine.bandwidths, job.update, update_s=update_s, others=spent.values(), apart=apart)
+    update_s = 0.0 if machine.gpus else (2 * sizes.states + sizes.grads) / machine.dram_bytes_per_s
+    found = limits(
+        moved,
+        compute,
+        machine.bandwidths,
+        policy.update,
+        update_s=update_s,
+        others=busy.values(),
+        apart=policy.update_on == "device",
+    )
     ram, gpu = _ram(plan, machine, beside, waiting), gpu_need(shape, machine, job)
-    nvme = _nvme(on_nvme, machine, job, boundary if job.activations == "nvme" else 0)
+    nvme = _nvme(on_nvme, machine, job, spilled)
     return Prediction(
         job=job,
         machine=machine,
@@ -158,81 +181,69 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
 
 
 def _check(job: Job, machine: Machine) -> None:
+    """Check how job and machine go together. A policy has checked itself."""
+    policy = job.policy
     for name in ("tokens", "sequence", "micro_batches"):
         if getattr(job, name) < 1:
             raise ValueError(f"{name}={getattr(job, name)} must be at least 1")
     if job.tokens < machine.world * job.micro_batches:
         raise ValueError(
-            f"{job.tokens} tokens per step leave nothing for {machine.world} devices x {job.micro_batches} micro-batches; "
+            f"{job.tokens} tokens per step leave nothing for {machine.world} devices x "
+            f"{job.micro_batches} micro-batches; "
             "give more tokens or fewer micro-batches"
         )
-    below = [name for name in ("params", "optim", "grads", "activations") if getattr(job, name) == "nvme"]
+    below = [
+        name
+        for name in ("params", "optim", "grads", "activations")
+        if getattr(policy, name) == "nvme"
+    ]
     if below and not machine.drives:
         raise ValueError(
-            f"{', '.join(below)} may rest on NVMe and the machine has no drive; give it one, or tiers above 'nvme'"
+            f"{', '.join(below)} may rest on NVMe and the machine has no drive; give it one, or "
+            "tiers above 'nvme'"
         )
-    passes(job.update, job.micro_batches)  # checks the mode
-    if job.update_on not in UPDATES_ON:
-        raise ValueError(f"update_on={job.update_on!r} is not known; use {' or '.join(map(repr, UPDATES_ON))}")
-    if job.update_on == "device" and not machine.gpus:
-        raise ValueError("update_on='device' is for GPUs; here the CPU computes and updates: leave it out")
-    if job.update_on == "device" and job.update != "deferred":
-        raise ValueError(f"update_on='device' is for update='deferred', and not for {job.update!r}; use update_on='cpu'")
+    if job.policy.update_on == "device" and not machine.gpus:
+        raise ValueError(
+            "update_on='device' is for GPUs; here the CPU computes and updates: leave it out"
+        )
     for name in ("tiles", "loss_tiles"):
         value = getattr(job, name)
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    _check_ranks(job, machine)
-    if job.generations not in (1, 2):
-        raise ValueError(f"generations={job.generations} must be 1 or 2")
-    if job.generations == 2 and job.update == "delayed":
-        raise ValueError("update='delayed' keeps one generation; use update='deferred' or 'backward', or generations=1")
-    if job.durable and (job.params, job.optim) != ("nvme", "nvme"):
-        given = f"params={job.params!r}, optim={job.optim!r}"
-        raise ValueError(f"durable keeps all states on the drives: {given} must both be 'nvme'")
+    if machine.world == 1 and (policy.qwz or policy.hpz or policy.qgz):
+        raise ValueError(
+            "qwz, hpz and qgz are of what ranks have from each other, and there is one: leave them "
+            "out"
+        )
 
 
-def _check_ranks(job: Job, machine: Machine) -> None:
-    for name, value, known in (
-        ("zero", job.zero, (1, 2, 3)),
-        ("accumulate", job.accumulate, (None, "shard", "local")),
-        ("hpz", job.hpz, (None, "device", "cpu")),
-    ):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is not known; use {', '.join(map(repr, known))}")
-    if job.zero < 3 and job.params != "device":
-        raise ValueError(f"zero={job.zero} keeps whole parameters on every device: use params='device', or zero=3")
-    if job.hpz and job.zero < 3:
-        raise ValueError(f"hpz={job.hpz!r}: with zero={job.zero} every rank has all parameters; use zero=3, or leave it out")
-    if job.zero == 1 and job.accumulate == "shard":
-        raise ValueError("accumulate='shard' reduces every micro-batch, which is zero=2: use that, or accumulate='local'")
-    if job.error_feedback and not job.qgz:
-        raise ValueError("error_feedback is of gradients that qgz rounds: set qgz, or leave it out")
-    if machine.world == 1 and (job.qwz or job.hpz or job.qgz):
-        raise ValueError("qwz, hpz and qgz are of what ranks have from each other, and there is one: leave them out")
-
-
-# -- time --------------------------------------------------------------------------------------------------------------------
+# -- time
 
 
 def _compute(shape: ModelShape, machine: Machine, job: Job, states: float) -> Compute:
-    """The passes of a step. Where the CPU computes, what the engine does there takes its time from them (`_beside`)."""
+    """The passes of a step. Where the CPU computes, what the engine does there takes its time from
+    them (`_beside`).
+    """
     found = _passes(shape, machine, job)
     if machine.gpus:
         return found
     forward_s, backward_s, update_s = _beside(shape, machine, states)
     between_s = (job.micro_batches - 1) * (forward_s + backward_s)
-    last_s = backward_s + (update_s if job.update == "backward" else 0.0)
-    first_s = forward_s + (update_s if job.update == "deferred" else 0.0)
-    between_s += update_s if job.update == "delayed" else 0.0
-    return Compute(found.first_forward_s + first_s, found.last_backward_s + last_s, found.between_s + between_s)
+    last_s = backward_s + (update_s if job.policy.update == "backward" else 0.0)
+    first_s = forward_s + (update_s if job.policy.update == "deferred" else 0.0)
+    between_s += update_s if job.policy.update == "delayed" else 0.0
+    return Compute(
+        found.first_forward_s + first_s, found.last_backward_s + last_s, found.between_s + between_s
+    )
 
 
 def _beside(shape: ModelShape, machine: Machine, states: float) -> tuple[float, float, float]:
-    """CPU time of the engine beside (a forward, a backward, and for the update), as bytes through the CPU's memory.
+    """CPU time of the engine beside (a forward, a backward, and for the update), as bytes through
+    the CPU's memory.
 
-    A gather verifies and copies (3 passes over the parameters), a backward also takes the gradients (copy and norm: 3 passes),
-    an update reads, verifies and writes every state once, with the gradients.
+    A gather verifies and copies (3 passes over the parameters), a backward also takes the gradients
+    (copy and norm: 3 passes), an update reads, verifies and writes every state once, with the
+    gradients.
     """
     params, grads = machine.ranks * _param_bytes(shape), machine.ranks * _grad_bytes(shape)
     rate = PASS_SHARE * machine.dram_bytes_per_s
@@ -270,26 +281,45 @@ def _param_bytes(shape: ModelShape) -> float:
     return float(shape.gathered_bytes())
 
 
+def _traffic(on_nvme: AtRest, job: Job, spilled: float) -> Traffic:
+    """Count the traffic over the drives. spilled: activations of a micro-batch that wait there."""
+    moved = traffic(on_nvme, job.policy.update, job.micro_batches, activations=spilled)
+    moved = _from_copies(moved, on_nvme, job)
+    if job.policy.update_on == "device":
+        # The update is over before the next forward, which reads what it has written.
+        moved = dataclasses.replace(moved, params_read=moved.params_read + on_nvme.params)
+    return moved
+
+
 def _from_copies(moved: Traffic, on_nvme: AtRest, job: Job) -> Traffic:
-    """hpZ: the drives are asked for parameters once in a step, and not at all for what the update hands over."""
-    if not job.hpz or job.update == "delayed":
+    """hpZ: the drives are asked for parameters once in a step, and not at all for what the update
+    hands over.
+    """
+    if not job.policy.hpz or job.policy.update == "delayed":
         return moved
-    once = on_nvme.frozen + (on_nvme.params if job.update == "backward" else 0.0)
-    in_window = once if job.update == "backward" else 0.0  # the last backward's gather, of the two in the window
-    return dataclasses.replace(moved, params_read=once, beside_states=moved.beside_states - Moved(in_window))
+    once = on_nvme.frozen + (on_nvme.params if job.policy.update == "backward" else 0.0)
+    # The last backward's gather, of the two in the window.
+    in_window = (
+        once if job.policy.update == "backward" else 0.0
+    )
+    return dataclasses.replace(
+        moved, params_read=once, beside_states=moved.beside_states - Moved(in_window)
+    )
 
 
 def _of_node(rank: AtRest, ranks: int) -> AtRest:
-    """What all ranks of a node hold, where one holds this much."""
+    """Multiply the bytes of one rank by the ranks of a node."""
     return rank.scaled(params=ranks, optim=ranks, grads=ranks)
 
 
-def _held(shape: ModelShape, machine: Machine, job: Job, at_rest: AtRest, activations: float) -> Held:
-    """What is copied, over all ranks of a node, each its share: gathered values as they compute, states at rest, gradients as
-    they wait."""
+def _model_bytes(
+    shape: ModelShape, machine: Machine, job: Job, at_rest: AtRest, activations: float
+) -> ModelBytes:
+    """Bytes that a step copies, over all ranks of a node, each its share: gathered values as they
+    compute, states at rest, gradients as they wait."""
     trained = [flat for flat in shape.flats if flat.trainable]
     params = float(sum(flat.gathered_bytes() for flat in trained))
-    return Held(
+    return ModelBytes(
         params=params / machine.nodes,
         states=at_rest.states,
         grads=sum(flat.numel * job.grad_itemsize(flat.dtype) for flat in trained) / machine.nodes,
@@ -298,15 +328,24 @@ def _held(shape: ModelShape, machine: Machine, job: Job, at_rest: AtRest, activa
     )
 
 
-def _copies(machine: Machine, job: Job, held: Held, between: Copies) -> Copies:
-    """Between the CPU and all GPUs, what these have from each other (`between`, one of them) by way of its memory, too."""
-    stay = job.params == "device" and machine.gpus > 0
+def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies) -> Copies:
+    """Between the CPU and all GPUs, what these have from each other (`between`, one of them) by way
+    of its memory, too.
+    """
+    stay = job.policy.params == "device" and machine.gpus > 0
     found = copies(
-        held, job.update, job.micro_batches, update_on=job.update_on, params_stay=stay, grads_kept=job.speculates
+        sizes,
+        job.policy.update,
+        job.micro_batches,
+        update_on=job.policy.update_on,
+        params_stay=stay,
+        grads_kept=job.policy.speculates,
     )
-    if job.hpz and machine.gpus:  # all gathers but the first: of a share of the node's copy, or of what is there
-        share = held.params + held.frozen
-        more = (machine.nodes - 1) * share if job.hpz == "cpu" else -share
+    if (
+        job.policy.hpz and machine.gpus
+    ):  # all gathers but the first: of a share of the node's copy, or of what is there
+        share = sizes.params + sizes.frozen
+        more = (machine.nodes - 1) * share if job.policy.hpz == "cpu" else -share
         found += Copies(rest=Copied(h2d=max((2 * job.micro_batches - 1) * more, -found.rest.h2d)))
     if machine.gpus > 1 and machine.peers_per_gpu is None:
         found += between.scaled(machine.gpus)
@@ -314,44 +353,60 @@ def _copies(machine: Machine, job: Job, held: Held, between: Copies) -> Copies:
 
 
 def _apart(job: Job, found: Copies) -> Copies:
-    """What ranks have from each other; nothing of it beside an update that runs apart."""
-    return Copies(rest=found.total) if job.update_on == "device" else found
+    """Exchanges as a step has them; none is beside an update that runs apart."""
+    return Copies(rest=found.total) if job.policy.update_on == "device" else found
 
 
-def _spent(
-    machine: Machine, job: Job, held: Held, moved: Traffic, copied: Copies, between: Copies
-) -> dict[str, Spent]:
+def _busy_times(
+    machine: Machine, job: Job, sizes: ModelBytes, moved: Traffic, copied: Copies, between: Copies
+) -> dict[str, BusyTime]:
     """Seconds of links and memories, by name."""
-    updated = 2 * held.states + held.grads
-    on_cpu = job.update_on == "cpu"
+    updated = 2 * sizes.states + sizes.grads
+    on_cpu = job.policy.update_on == "cpu"
     # A GPU adds up the gradients of micro-batches itself; where the CPU computes, it does.
-    added = 0.0 if machine.gpus else (job.micro_batches - 1) * held.grads
+    added = 0.0 if machine.gpus else (job.micro_batches - 1) * sizes.grads
     early = updated if on_cpu else 0.0
     window, rest = moved.beside_states, moved.rest
     found = {
-        "CPU memory": Spent.sum_of(
-            dram_s(window.read + window.written, copied.beside_states.total, early, machine.dram_bytes_per_s),
-            dram_s(rest.read + rest.written, copied.rest.total, 0.0, machine.dram_bytes_per_s, added_bytes=added),
+        "CPU memory": BusyTime.sum_of(
+            dram_s(
+                window.read + window.written,
+                copied.beside_states.total,
+                early,
+                machine.dram_bytes_per_s,
+            ),
+            dram_s(
+                rest.read + rest.written,
+                copied.rest.total,
+                0.0,
+                machine.dram_bytes_per_s,
+                added_bytes=added,
+            ),
         )
     }
     if not machine.gpus:
         return found
     pcie = machine.pcie_bytes_per_s
-    found = {"PCIe": Link(pcie, pcie).spent(copied)} | found
+    found = {"PCIe": Link(pcie, pcie).busy_time(copied)} | found
     if machine.gpus > 1 and machine.peers_per_gpu is not None:
         link = Link(machine.peers_per_gpu, machine.peers_per_gpu)
-        found["links between GPUs"] = link.spent(between)
+        found["links between GPUs"] = link.busy_time(between)
     if not on_cpu:
-        found["update in GPU memory"] = Spent.sum_of(updated / machine.gpus / machine.hbm_per_gpu)
+        update_s = updated / machine.gpus / machine.hbm_per_gpu
+        found["update in GPU memory"] = BusyTime.sum_of(update_s)
     return found
 
 
-# -- what is needed ----------------------------------------------------------------------------------------------------------
+# -- what is needed
 
 
-def _ram(plan: Plan, machine: Machine, beside: Mapping[str, float], waiting: float) -> Need:
+def _ram(
+    plan: PlacementPlan, machine: Machine, beside: Mapping[str, float], waiting: float
+) -> Need:
     ranks = machine.ranks
-    found = {name: float(ranks * size) for name, size in {**plan.ram_parts, **beside}.items() if size}
+    found = {
+        name: float(ranks * size) for name, size in {**plan.ram_parts, **beside}.items() if size
+    }
     if waiting:
         found["activations"] = waiting
     return Need(sum(found.values()), machine.ram_bytes, found)
@@ -359,11 +414,11 @@ def _ram(plan: Plan, machine: Machine, beside: Mapping[str, float], waiting: flo
 
 def _nvme(on_nvme: AtRest, machine: Machine, job: Job, waiting: float) -> Need:
     """Room on the drives. Two generations take it twice; a step moves the bytes of one."""
-    other = on_nvme.params + on_nvme.optim + (on_nvme.frozen if job.durable else 0.0)
+    other = on_nvme.params + on_nvme.optim + (on_nvme.frozen if job.policy.durable else 0.0)
     parts = {
         "parameters": on_nvme.params + on_nvme.frozen,
         "optimizer states": on_nvme.optim,
-        "the other generation": other if job.generations > 1 else 0.0,
+        "the other generation": other if job.policy.generations > 1 else 0.0,
         "spilled gradients": on_nvme.grads,
         "activations": waiting,
     }
@@ -371,48 +426,64 @@ def _nvme(on_nvme: AtRest, machine: Machine, job: Job, waiting: float) -> Need:
     return Need(sum(found.values()), machine.nvme_bytes if machine.drives else 0.0, found)
 
 
-def _why_not(shape: ModelShape, gpu: Need, ram: Need, nvme: Need, machine: Machine, job: Job) -> tuple[str, ...]:
+def _why_not(
+    shape: ModelShape, gpu: Need, ram: Need, nvme: Need, machine: Machine, job: Job
+) -> tuple[str, ...]:
     found = []
     if not gpu.fits:
         what = "GPU memory" if machine.gpus else "device memory (the CPU's)"
         found.append(f"{what}: {_lacks(gpu, ' on each')}; {_what_fits(shape, machine, job)}")
     if not ram.fits:
-        less = [] if job.grads == "nvme" else ["spilled gradients (--grads nvme)"]
-        if job.generations > 1:
-            less += [] if job.durable else ["one generation"]
+        less = [] if job.policy.grads == "nvme" else ["spilled gradients (--grads nvme)"]
+        if job.policy.generations > 1:
+            less += [] if job.policy.durable else ["one generation"]
         elif job.stores_gradients:
             less.append("update backward with one micro-batch")
-        less += [] if job.params == job.optim == "nvme" else ["lower tiers"]
-        less += [] if job.resident is None or job.durable else ["leaving --resident out"]
+        less += [] if job.policy.params == job.policy.optim == "nvme" else ["lower tiers"]
+        less += ["leaving --resident out"] if job.policy.resident else []
         there = format_size(ram.there_is or 0.0)
-        found.append(f"RAM: {round_size(ram.bytes)} is the least that works, {there} is there; {_join(less)}")
+        found.append(
+            f"RAM: {round_size(ram.bytes)} is the least that works, {there} is there; {_join(less)}"
+        )
     if not nvme.fits:
-        less = [] if job.state == "compact" else ["compact states"]
-        less += ["one generation"] if job.generations > 1 else []
+        less = [] if job.policy.state == "compact" else ["compact states"]
+        less += ["one generation"] if job.policy.generations > 1 else []
         found.append(f"NVMe: {_lacks(nvme)}; {_join(less)}")
     return tuple(text.removesuffix("; ") for text in found)
 
 
 def _what_fits(shape: ModelShape, machine: Machine, job: Job) -> str:
-    """Which single change makes it fit, with what it then needs; the least of all of them where none does."""
+    """Name the changes that alone make it fit, and the need then; else the least of all together.
+    """
     ways = ways_to_fit(shape, machine, job)
     if ways:
-        return "it fits with " + ", or ".join(f"{way.name} ({way.how}): {format_size(way.need.bytes)}" for way in ways)
+        return "it fits with " + ", or ".join(
+            f"{way.name} ({way.how}): {format_size(way.need.bytes)}" for way in ways
+        )
     least = least_need(shape, machine, job)
-    of_units = sum(size for name, size in least.parts.items() if name in ("gathered units", "fresh gradients"))
+    of_units = sum(
+        size for name, size in least.parts.items() if name in ("gathered units", "fresh gradients")
+    )
     enough = "enough" if least.fits else "too much still; shorter sequences need less"
     if not least.fits and 2 * of_units > least.bytes:
         enough = f"too much still; {format_size(of_units)} of it are units and gradients"
-    return f"no single change of the job is enough: all that there are together need {round_size(least.bytes)}, {enough}"
+    return (
+        "no single change of the job is enough: all that there are together need "
+        f"{round_size(least.bytes)}, {enough}"
+    )
 
 
 def _lacks(need: Need, where: str = "") -> str:
-    return f"{round_size(need.bytes)} is needed{where}, {format_size(need.there_is or 0.0)} is there"
+    return (
+        f"{round_size(need.bytes)} is needed{where}, {format_size(need.there_is or 0.0)} is there"
+    )
 
 
 def _join(less: list[str]) -> str:
-    """What would need less."""
+    """Join the changes that would need less."""
     if not less:
         return ""
     *others, last = less
-    return (f"{', '.join(others)} or {last}" if others else last) + f" need{'' if others or last.endswith('s') else 's'} less"
+    return (
+        f"{', '.join(others)} or {last}" if others else last
+    ) + f" need{'' if others or last.endswith('s') else 's'} less"

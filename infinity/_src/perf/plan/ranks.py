@@ -1,70 +1,249 @@
-"""What one rank holds: bytes by state and tier, for each ZeRO stage.
+"""Exchanges of several ranks in a step, and the bytes that each rank holds.
 
-                 parameters                            gradients                              optimizer states
-    stage 1      whole on every device                 split; whole sums of micro-batches     split over the ranks
-    stage 2      whole on every device                 split                                  split over the ranks
-    stage 3      split; gathered unit by unit          split                                  split over the ranks
+Exchanges are bytes that one rank receives (and sends), inside its node and from other nodes. Each
+is counted as the engine moves it: hierarchically, first among the ranks with the same place in
+their nodes, then inside the node (gathers), or the other way round (reductions), so that no byte
+comes to a node twice. A shard of a flat counts with its padding. For N ranks on K nodes of n, of
+all shards (their bytes: M in bf16):
 
-Where what is split rests is the engine's own placement (`planning.placed`), of one rank's shards with their padding. With
-params="device", as stages 1 and 2 have it, the shard of the parameters that rests is the upper half of their masters, beside the
-optimizer's states; what computes is on the device, under stage 3 a shard of it.
+    gather     (K - 1) / N from other nodes, (n - 1) / n inside; a reduction is the same backwards
+    qwZ        the same of shards as int8 groups: 1 B and a scale for each GROUP_NUMEL elements
+    hpZ        all gathers of a step but the first are from the node's own copy, in the parameters'
+               dtype: nothing across
+    qgZ        the same of gradients as int4 groups: half a byte and a scale for each GROUP_NUMEL
+
+All ranks of a node together take (K - 1) / K of M from other nodes with a gather. ZeRO++ counts
+that as M (`Exchanges.volume`): a step of one micro-batch under stage 3 is 3 M (two gathers, a
+reduction) and with all three switches 0.75 M: 0.5, 0 and 0.25 (beside scales). Over the link of two
+nodes as many bytes go, both directions together.
+
+Stages 1 and 2, whose parameters stay on every device, gather once in a step: what was updated. With
+a reduction goes a byte for each parameter: which ones have a gradient.
+
+A rank holds, under each ZeRO stage:
+
+               parameters                    gradients                       optimizer states
+    stage 1    whole on every device         split; whole micro-batch sums   split over the ranks
+    stage 2    whole on every device         split                           split over the ranks
+    stage 3    split; gathered by units      split                           split over the ranks
+
+What is split rests where the engine's own placement puts it (`perf.plan.memory`), with the padding
+of shards. With params="device", as stages 1 and 2 have it, the shard of the parameters that rests
+is the upper half of their masters, beside the optimizer's states; what computes is on the device,
+under stage 3 a shard of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from infinity._src.memory.layout import run_bytes
-from infinity._src.memory.needs import FlatNeed
-from infinity._src.memory.placement import Plan
-from infinity._src.perf.plan.device_memory import gathered_bytes
-from infinity._src.perf.plan.job import Job
+from infinity._src.distributed.exchange import GRADIENT_BITS, SCALE_GROUP_NUMEL, WEIGHT_BITS
+from infinity._src.kernels.comm_codec import wire_bytes
+from infinity._src.memory.layout import FlatLayout, aligned_section_bytes, plan_flat
+from infinity._src.memory.placement import FlatNeed, PlacementPlan
+from infinity._src.perf.pcie import Copied, Copies
 from infinity._src.perf.plan.machine import Machine
-from infinity._src.perf.plan.placed import Tiers, beside_placement, place
-from infinity._src.perf.plan.shape import ModelShape
+from infinity._src.perf.plan.memory import Tiers, beside_placement, gathered_bytes, place_states
+from infinity._src.perf.plan.workload import FlatShape, Job, ModelShape
+
+# -- What a rank receives --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """One kind of collective in a step: how often, how many of them while updates run, and what one
+    rank receives each time.
+    """
+
+    name: str
+    count: int
+    beside_updates: int
+    inside: float
+    across: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanges:
+    """Exchanges of a step. plain_bytes: M of the module's formulas, gathered values as they compute
+    with the padding of shards.
+    """
+
+    each: tuple[Exchange, ...]
+    plain_bytes: float
+    ranks_of_node: int
+    nodes: int
+
+    @property
+    def inside(self) -> float:
+        """Bytes that one rank has from its node in a step."""
+        return sum(found.count * found.inside for found in self.each)
+
+    @property
+    def across(self) -> float:
+        """Bytes that one rank has from other nodes in a step."""
+        return sum(found.count * found.across for found in self.each)
+
+    @property
+    def volume(self) -> float:
+        """Bytes between nodes (on one: between its ranks), in units of M: a gather of
+        everything as it is counts 1.
+        """
+        parts = self.nodes if self.nodes > 1 else self.ranks_of_node
+        if parts == 1 or not self.plain_bytes:
+            return 0.0
+        size = self.across * self.ranks_of_node if self.nodes > 1 else self.inside
+        return size * parts / (parts - 1) / self.plain_bytes
+
+    def copies(self, nodes: bool = False) -> Copies:
+        """Received (h2d) and sent (d2h) by one rank inside its node; nodes: by all ranks of a node,
+        from and to the others.
+        """
+        window = rest = 0.0
+        for found in self.each:
+            size = found.across * self.ranks_of_node if nodes else found.inside
+            window += found.beside_updates * size
+            rest += (found.count - found.beside_updates) * size
+        return Copies(Copied(window, window), Copied(rest, rest))
+
+
+def exchanges(shape: ModelShape, machine: Machine, job: Job) -> Exchanges:
+    """List the collectives of a step; none where there is one rank."""
+    flats = [
+        (flat, plan_flat(flat.numels, flat.dtype.itemsize, machine.world)) for flat in shape.flats
+    ]
+    plain = float(sum(layout.numel * layout.itemsize for _, layout in flats))
+    if machine.world == 1:
+        return Exchanges((), plain, 1, 1)
+    trained = [found for found in flats if found[0].trainable]
+    weights, grads = _weight_bytes(job), _grad_bytes(job)
+    both = _ways(machine, flats, weights)
+    flags = sum(len(flat.numels) for flat, _ in trained)
+    inside, across = _ways(machine, trained, grads)
+    reduced = inside + (machine.ranks - 1) * flags, across + (machine.nodes - 1) * flags
+    count, early = job.micro_batches, job.policy.update == "backward"
+    # Everything is beside the update, which has the whole next step.
+    late = (
+        job.policy.update == "delayed"
+    )
+    found = []
+    if job.whole_params(machine.world):
+        if trained:
+            found.append(
+                Exchange("gather of what was updated", 1, 1, *_ways(machine, trained, weights))
+            )
+    else:
+        # Under hpZ only the first gather of a step needs other nodes: until the update the node's
+        # own copy is current.
+        first, again = (1, 2 * count - 1) if job.policy.hpz else (count, count)
+        copy = (_ways(machine, flats, _plain)[0], 0.0) if job.policy.hpz else both
+        found.append(Exchange("gather in forward", first, first if late else 1, *both))
+        name = "gather from the node's copy" if job.policy.hpz else "gather in backward"
+        found.append(Exchange(name, again, again if late else int(early), *copy))
+    if trained:
+        times = job.reductions
+        found.append(
+            Exchange("reduction of gradients", times, times if late else int(early), *reduced)
+        )
+    return Exchanges(tuple(found), plain, machine.ranks, machine.nodes)
+
+
+_OfShard = Callable[[FlatShape, int], float]
+
+
+def _plain(flat: FlatShape, numel: int) -> float:
+    return float(numel * flat.dtype.itemsize)
+
+
+def _weight_bytes(job: Job) -> _OfShard:
+    """Bytes of a shard's values on the wire."""
+    return (
+        (lambda _flat, numel: float(wire_bytes(numel, WEIGHT_BITS, SCALE_GROUP_NUMEL)))
+        if job.policy.qwz
+        else _plain
+    )
+
+
+def _grad_bytes(job: Job) -> _OfShard:
+    """Bytes of a shard's gradients on the wire."""
+    if job.policy.qgz:
+        return lambda _flat, numel: float(wire_bytes(numel, GRADIENT_BITS, SCALE_GROUP_NUMEL))
+    return lambda flat, numel: float(numel * job.grad_itemsize(flat.dtype))
+
+
+def _ways(
+    machine: Machine, flats: Sequence[tuple[FlatShape, FlatLayout]], size: _OfShard
+) -> tuple[float, float]:
+    """(inside, across): what one rank receives when every flat is gathered once, or reduced once.
+    """
+    shards = sum(size(flat, layout.shard_numel) for flat, layout in flats)
+    return (machine.ranks - 1) * machine.nodes * shards, (machine.nodes - 1) * shards
+
+
+# -- What a rank holds -----------------------------------------------------------------------------
+
 
 STAGES = (1, 2, 3)
 
 
 @dataclasses.dataclass(frozen=True)
 class RankBytes:
-    """What one rank holds under one stage. states: by name; of device memory only values of parameters are among them."""
+    """Bytes of one rank under one stage. states: by name; of device memory only values of
+    parameters are among them.
+    """
 
     stage: int
     states: dict[str, Tiers]
 
     @property
     def total(self) -> Tiers:
-        """Of all states."""
+        """Sum over all states."""
         return sum(self.states.values(), Tiers())
 
 
-def bytes_of_rank(shape: ModelShape, machine: Machine, job: Job, *, waiting: float = 0.0) -> RankBytes:
-    """What each rank holds under `job.zero`. waiting: bytes of CPU memory that all ranks of a node need for something else."""
+def bytes_of_rank(
+    shape: ModelShape, machine: Machine, job: Job, *, waiting: float = 0.0
+) -> RankBytes:
+    """Count the bytes of each rank under the policy's stage. waiting: bytes of CPU memory that all
+    ranks of a node need for something else.
+    """
     beside = beside_placement(shape, machine, job)
     held = int(sum(size.cpu for size in beside.values()))
-    needs, plan = place(shape, machine, job, int(machine.ram_bytes - waiting) // machine.ranks - held)
-    return RankBytes(job.zero, _states(shape, machine, job, needs, plan) | beside)
+    needs, plan = place_states(
+        shape, machine, job, int(machine.ram_bytes - waiting) // machine.ranks - held
+    )
+    return RankBytes(job.policy.zero, _states(shape, machine, job, needs, plan) | beside)
 
 
 def stages(shape: ModelShape, machine: Machine, job: Job) -> list[RankBytes]:
-    """The same job under each stage; stages 1 and 2 with parameters on the device, and without what they do not have. Beside
-    one of these, stage 3 is shown with parameters where the optimizer's states are."""
-    found = []
+    """Count the bytes of the same job under each stage; stages 1 and 2 with parameters on the
+    device, and without what they do not have. Beside one of these, stage 3 is shown with parameters
+    where the optimizer's states are."""
+    found, policy = [], job.policy
     for stage in STAGES:
-        other = dataclasses.replace(job, zero=stage, accumulate=job.accumulate if stage == job.zero else None)
-        if stage == 3 > job.zero:
-            other = dataclasses.replace(other, params=job.optim)
-        if stage != job.zero and stage < 3:
-            # What of these a stage does not have; `resident` is for what rests on NVMe.
-            kept = {kind: part for kind, part in (job.resident or {}).items() if kind != "params"}
-            other = dataclasses.replace(other, params="device", hpz=None, durable=False, resident=kept or None)
-        found.append(bytes_of_rank(shape, machine, other))
+        fields: dict[str, Any] = {}
+        if stage != policy.zero:
+            # How micro-batches add up is a choice for the stage that was asked for.
+            fields = {"zero": stage, "accumulate": None}
+            if stage == 3:
+                fields["params"] = policy.optim
+            else:
+                # Stages 1 and 2 have none of these; `resident` is for states on NVMe.
+                resident = {k: part for k, part in policy.resident_parts.items() if k != "params"}
+                fields |= {
+                    "params": "device",
+                    "hpz": None,
+                    "durable": False,
+                    "resident": resident or None,
+                }
+        found.append(bytes_of_rank(shape, machine, job.replace(**fields)))
     return found
 
 
-def _states(shape: ModelShape, machine: Machine, job: Job, needs: Sequence[FlatNeed], plan: Plan) -> dict[str, Tiers]:
+def _states(
+    shape: ModelShape, machine: Machine, job: Job, needs: Sequence[FlatNeed], plan: PlacementPlan
+) -> dict[str, Tiers]:
     cpu = dict.fromkeys(("params", "optim", "grads"), 0.0)
     nvme = dict(cpu)
     for need, placed, row in zip(needs, plan.formats, plan.nvme_masks, strict=True):
@@ -75,7 +254,7 @@ def _states(shape: ModelShape, machine: Machine, job: Job, needs: Sequence[FlatN
             versions = 1 if spilled else need.versions
             for numel, mask in zip(need.numels, row, strict=True):
                 if mask >> index & 1:
-                    nvme[kind] += versions * run_bytes(section, numel)
+                    nvme[kind] += versions * aligned_section_bytes(section, numel)
                 else:
                     cpu[kind] += versions * section.size_bytes(numel)
     stays = job.whole_params(machine.world)
@@ -87,6 +266,8 @@ def _states(shape: ModelShape, machine: Machine, job: Job, needs: Sequence[FlatN
         "gradients": Tiers(cpu=float(plan.grad_bytes), nvme=nvme["grads"]),
         "optimizer states": Tiers(cpu=cpu["optim"], nvme=nvme["optim"]),
         "parameters of the step before": Tiers(cpu=float(plan.shadow_bytes)),
-        "buffers and checksums": Tiers(cpu=float(plan.ram_bytes - plan.grad_bytes - plan.shadow_bytes - plan.resident_bytes)),
+        "buffers and checksums": Tiers(
+            cpu=float(plan.ram_bytes - plan.grad_bytes - plan.shadow_bytes - plan.resident_bytes)
+        ),
     }
     return {name: size for name, size in found.items() if size}

@@ -1,8 +1,10 @@
-"""Values that come into an offloaded model: matched by name, checked as a whole, then written one tensor at a time.
+"""Values of other formats that come into an offloaded model: matched by name, checked as a whole,
+then written one by one.
 
-What a file says is what the model holds afterwards: a parameter with optimizer states gets its fp32 master from the value in
-the precision that the file has (and what computes is the master, rounded as every update rounds it), also where the value that
-computes was equal before. One without gets the value rounded to its own dtype. Moments, step counts and gradients stay.
+After a load the model holds what the file says: a parameter with optimizer states gets its fp32
+master from the value in the precision of the file (and computes with the master, rounded as every
+update rounds it), even where the rounded value was equal before. One without gets the value rounded
+to its own dtype. Moments, step counts and gradients stay.
 """
 
 from __future__ import annotations
@@ -14,36 +16,15 @@ from typing import NamedTuple, Protocol
 import torch
 
 from infinity._src.optim.state_access import States
-from infinity._src.params.materialize import find_buffers
+from infinity._src.params.materialize import NamedTensors, find_buffers
 from infinity._src.params.unit import Param, Unit
 from infinity._src.params.unshard import Unsharder
+from infinity._src.wording import listed
 from infinity.aio import Format
-
-_LISTED_MAX = 5  # names in a message
-
-
-class Incoming(Protocol):
-    """Named tensors that can be asked for one at a time."""
-
-    @property
-    def label(self) -> str:
-        """What messages call it."""
-
-    def names(self) -> Iterable[str]:
-        """All names."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, without reading it."""
-
-    def is_floating_point(self, name: str) -> bool:
-        """Whether one tensor is of a floating dtype, without reading it."""
-
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor; the caller copies it at once."""
 
 
 class Receiver(Protocol):
-    """What taking values in needs of an engine."""
+    """The engine, as far as taking values in needs it."""
 
     units: list[Unit]
     states: States
@@ -51,7 +32,9 @@ class Receiver(Protocol):
 
 
 class Loaded(NamedTuple):
-    """What a load with strict=False left out: names that the model has and the source has not, and the reverse."""
+    """Names that a load with strict=False left out: those that only the model has, and those that
+    only the source has.
+    """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -59,19 +42,22 @@ class Loaded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Matched:
-    """Which tensor goes where."""
+    """The name of each parameter's and each buffer's tensor."""
 
     params: list[tuple[Param, str]]
     buffers: list[tuple[torch.Tensor, str]]
     left_out: Loaded
 
 
-def match(model: torch.nn.Module, units: Iterable[Unit], source: Incoming, *, strict: bool) -> Matched:
+def match(
+    model: torch.nn.Module, units: Iterable[Unit], source: NamedTensors, *, strict: bool
+) -> Matched:
     """Find the tensor of every parameter and persistent buffer. Nothing is read or written.
 
-    A tied parameter takes the first of its names that the source has. Buffers that are not persistent may be in the source and
-    are left as they are. Raises: ValueError naming all that is missing or unexpected (with `strict`), and what has another
-    shape or is of another kind of dtype (always).
+    A tied parameter takes the first of its names that the source has. Buffers that are not
+    persistent may be in the source and are left as they are. Raises: ValueError naming all that is
+    missing or unexpected (with `strict`), and what has another shape or is of another kind of dtype
+    (always).
     """
     known = set(source.names())
     params: list[tuple[Param, str]] = []
@@ -86,6 +72,7 @@ def match(model: torch.nn.Module, units: Iterable[Unit], source: Incoming, *, st
         if name is None:
             missing.append(names[0])
             return None
+        # A tile is matched as the weight that it is cut from.
         shape = like.whole_shape if isinstance(like, Param) else tuple(like.shape)
         if source.shape(name) != shape:
             wrong.append(f"{name} has shape {source.shape(name)} there and {shape} here")
@@ -98,6 +85,7 @@ def match(model: torch.nn.Module, units: Iterable[Unit], source: Incoming, *, st
         name = found(param.keys, param, is_floating=param.dtype.is_floating_point)
         if name is not None:
             params.append((param, name))
+    # One buffer may be registered under several names; any of them is enough.
     persistent: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for buffer in find_buffers(model):
         if buffer.persistent:
@@ -109,14 +97,21 @@ def match(model: torch.nn.Module, units: Iterable[Unit], source: Incoming, *, st
         if name is not None:
             buffers.append((value, name))
     unexpected = sorted(known - expected)
-    missing, wrong = list(dict.fromkeys(missing)), list(dict.fromkeys(wrong))  # the tiles of a weight say the same
+    missing, wrong = (
+        list(dict.fromkeys(missing)),
+        list(dict.fromkeys(wrong)),
+    )  # the tiles of a weight say the same
     if wrong or (strict and (missing or unexpected)):
-        raise ValueError(explain(source.label, missing if strict else [], unexpected if strict else [], wrong))
+        raise ValueError(
+            explain(source.label, missing if strict else [], unexpected if strict else [], wrong)
+        )
     return Matched(params, buffers, Loaded(tuple(missing), tuple(unexpected)))
 
 
-def explain(label: str, missing: Sequence[str], unexpected: Sequence[str], wrong: Sequence[str]) -> str:
-    """The message for what does not fit."""
+def explain(
+    label: str, missing: Sequence[str], unexpected: Sequence[str], wrong: Sequence[str]
+) -> str:
+    """Compose the message for names, shapes and dtypes that do not fit."""
     parts = [f"missing: {listed(missing)}"] if missing else []
     parts += [f"unexpected: {listed(unexpected)}"] if unexpected else []
     parts += [f"different: {listed(wrong)}"] if wrong else []
@@ -124,26 +119,27 @@ def explain(label: str, missing: Sequence[str], unexpected: Sequence[str], wrong
     return f"{label} does not fit the model, and nothing was written. {'; '.join(parts)}{way_out}"
 
 
-def listed(names: Sequence[str]) -> str:
-    """ "a, b and 3 more"."""
-    more = f" and {len(names) - _LISTED_MAX} more" if len(names) > _LISTED_MAX else ""
-    return ", ".join(names[:_LISTED_MAX]) + more
-
-
 def check_idle(units: Iterable[Unit]) -> None:
-    """Raise RuntimeError while a unit is in use: its values cannot be replaced under a forward, a backward or a gather()."""
+    """Raise RuntimeError while a unit is in use: its values cannot be replaced under a forward, a
+    backward or a gather().
+    """
     for unit in units:
         if unit.refs:
-            raise RuntimeError(f"{unit.name} is in use; load values outside of forward, backward and handle.gather()")
+            raise RuntimeError(
+                f"{unit.name} is in use; load values outside of forward, backward and "
+                "handle.gather()"
+            )
 
 
 def has_master(states: States, param: Param) -> bool:
-    """Whether the parameter rests with an optimizer's states, its fp32 master among them."""
+    """Return whether the parameter is stored with an optimizer's states, its fp32 master among
+    them.
+    """
     return states.rest[param.flat].format is not Format.RAW
 
 
 def write_param(of: Receiver, param: Param, value: torch.Tensor) -> None:
-    """Set a parameter, and its master in full precision if it has one. Calls no collective. Blocks."""
+    """Set a parameter, and its fp32 master if it has one. Calls no collective. Blocks."""
     if has_master(of.states, param):
         of.states.write(param, 0, value)
     else:
@@ -151,7 +147,9 @@ def write_param(of: Receiver, param: Param, value: torch.Tensor) -> None:
 
 
 class LastRead:
-    """Reads named tensors, and keeps the last one: the tiles of a weight come one after the other."""
+    """A reader of named tensors that keeps the last one: the tiles of a weight come one after the
+    other.
+    """
 
     def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
         self._read = read
@@ -165,7 +163,7 @@ class LastRead:
         return self._last[1]
 
 
-def take_in(of: Receiver, source: Incoming, matched: Matched) -> None:
+def take_in(of: Receiver, source: NamedTensors, matched: Matched) -> None:
     """Write what was matched, one tensor in memory at a time. Calls no collective. Blocks.
 
     Raises: what reading or writing meets; then some tensors have been written and others not.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from infinity._src.distributed.hosts import Host, Process, start_time_of
+from infinity._src.distributed.heartbeat import Host, PeerProcess, start_time_of
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_process_has_ended_once_it_is_a_zombie(child: subprocess.Popen[bytes], way: str) -> None:
-    process = Process(child.pid, start_time_of(child.pid))
+    process = PeerProcess(child.pid, start_time_of(child.pid))
     assert (process.fd >= 0) == (way == "pidfd")
     assert not process.ended()
     child.kill()
@@ -49,7 +49,7 @@ def test_a_process_has_ended_once_it_is_a_zombie(child: subprocess.Popen[bytes],
 
 
 def test_a_pid_that_is_used_again_is_another_process(child: subprocess.Popen[bytes], way: str) -> None:
-    process = Process(child.pid, start_time_of(child.pid) - 1)
+    process = PeerProcess(child.pid, start_time_of(child.pid) - 1)
     assert process.fd == -1
     assert process.ended()
 
@@ -59,11 +59,11 @@ def test_a_process_that_ended_before_it_was_watched_has_ended(way: str) -> None:
     started = start_time_of(gone.pid)
     gone.wait()
     assert start_time_of(gone.pid) == 0
-    assert Process(gone.pid, started or 1).ended()
+    assert PeerProcess(gone.pid, started or 1).ended()
 
 
 def test_a_stopped_process_has_not_ended(child: subprocess.Popen[bytes], way: str) -> None:
-    process = Process(child.pid, start_time_of(child.pid))
+    process = PeerProcess(child.pid, start_time_of(child.pid))
     os.kill(child.pid, 19)
     time.sleep(0.05)
     assert not process.ended()

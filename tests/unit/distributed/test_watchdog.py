@@ -6,38 +6,38 @@ import pickle
 
 import pytest
 
-from infinity._src.distributed.heartbeat import Record
-from infinity._src.distributed.verdicts import cut, late, not_coming, told
+from infinity._src.distributed.heartbeat import RankRecord
+from infinity._src.distributed.watchdog import find_failure, relayed_error, shorten, timeout_error
 from infinity.errors import RankFailed, RanksDiverged
 
-HERE = Record(number=7, last="gather of a", host=("host", "boot", 1, 2))
+HERE = RankRecord(number=7, last="gather of a", host=("host", "boot", 1, 2))
 
 
 def test_a_record_survives_the_store() -> None:
-    record = Record(("a", "b", 1, 2), 3, 4, 5, 6, "sum", ((5, "a"), (6, "sum")), ((1, "x"), (2, "y")), (None, "why"), "closed", True)
-    assert Record.parse(record.json().encode()) == record
-    assert Record.parse(Record().json().encode()) == Record()
+    record = RankRecord(("a", "b", 1, 2), 3, 4, 5, 6, "sum", ((5, "a"), (6, "sum")), ((1, "x"), (2, "y")), (None, "why"), "closed", True)
+    assert RankRecord.parse(record.json().encode()) == record
+    assert RankRecord.parse(RankRecord().json().encode()) == RankRecord()
 
 
 @pytest.mark.parametrize(
     ("record", "raised", "number", "comes"),
     [
-        (Record(number=7), (), 8, True),  # only late
-        (Record(number=7, left="closed"), (), 7, True),  # did its part before it left
-        (Record(number=7, left="closed"), (), 8, False),
-        (Record(number=7, left="ended"), (), 8, False),
-        (Record(number=7, left="closed"), (), None, False),
-        (Record(number=7, raised=((7, "e"),)), (), 7, True),
-        (Record(number=7, raised=((7, "e"),)), (), 8, False),
-        (Record(number=7, raised=((7, "e"),)), (7,), 8, True),
-        (Record(number=9, raised=((3, "e"), (7, "e"))), (7,), 8, False),
-        (Record(number=7, raised=((7, "e"),)), (), None, True),
+        (RankRecord(number=7), (), 8, True),  # only late
+        (RankRecord(number=7, left="closed"), (), 7, True),  # did its part before it left
+        (RankRecord(number=7, left="closed"), (), 8, False),
+        (RankRecord(number=7, left="ended"), (), 8, False),
+        (RankRecord(number=7, left="closed"), (), None, False),
+        (RankRecord(number=7, raised=((7, "e"),)), (), 7, True),
+        (RankRecord(number=7, raised=((7, "e"),)), (), 8, False),
+        (RankRecord(number=7, raised=((7, "e"),)), (7,), 8, True),
+        (RankRecord(number=9, raised=((3, "e"), (7, "e"))), (7,), 8, False),
+        (RankRecord(number=7, raised=((7, "e"),)), (), None, True),
     ],
 )
 def test_who_comes_to_a_collective(
-    record: Record, raised: tuple[int, ...], number: int | None, comes: bool
+    record: RankRecord, raised: tuple[int, ...], number: int | None, comes: bool
 ) -> None:
-    found = not_coming({1: record}, raised, "sum", number, {})
+    found = find_failure({1: record}, raised, "sum", number, {})
     assert (found is None) == comes
     assert found is None or found.rank == 1
 
@@ -59,7 +59,7 @@ def test_two_names_under_one_number_are_told_whoever_is_ahead(mine: str, theirs:
     names = dict(program(*mine))
     for known in range(1, len(theirs) + 1):  # of the last few
         recent = program(*theirs)[-known:]
-        found = not_coming({1: Record(number=len(theirs), last=theirs[-1], recent=recent)}, (), "d", 4, names)
+        found = find_failure({1: RankRecord(number=len(theirs), last=theirs[-1], recent=recent)}, (), "d", 4, names)
         differ = [number for number, name in recent if names.get(number, name) != name]
         assert (found is not None) == bool(differ)
         if found is not None and differ[0] == next(n for n in names if theirs[n - 1] != mine[n - 1]):
@@ -74,15 +74,15 @@ def test_a_rank_that_is_late_or_early_is_never_accused() -> None:
         for other in range(41):
             recent = whole[max(0, other - 6) : other]
             last = recent[-1][1] if recent else ""
-            for record in (Record(number=other, last=last), Record(number=other, last=last, recent=recent)):
-                assert not_coming({1: record}, (), whole[at - 1][1], at, dict(whole[max(0, at - 6) : at])) is None
+            for record in (RankRecord(number=other, last=last), RankRecord(number=other, last=last, recent=recent)):
+                assert find_failure({1: record}, (), whole[at - 1][1], at, dict(whole[max(0, at - 6) : at])) is None
 
 
 def test_who_is_late_is_named() -> None:
-    def verdict(others: dict[int, Record], number: int | None = 8, fresh: bool = True) -> RankFailed:
-        return late([1, 2, 3], others, "sum", number, timeout_s=5, fresh=fresh)
+    def verdict(others: dict[int, RankRecord], number: int | None = 8, fresh: bool = True) -> RankFailed:
+        return timeout_error([1, 2, 3], others, "sum", number, timeout_s=5, fresh=fresh)
 
-    behind, with_us = HERE, Record(number=8)
+    behind, with_us = HERE, RankRecord(number=8)
     found = verdict({1: behind, 2: with_us, 3: behind})
     assert found.ranks == (1, 3)
     assert str(found) == (
@@ -91,9 +91,9 @@ def test_who_is_late_is_named() -> None:
     )
     assert verdict({1: with_us, 3: with_us}).ranks == (2,)
     assert verdict(dict.fromkeys((1, 2, 3), with_us)).rank is None
-    came = Record(number=8, last="sum")
+    came = RankRecord(number=8, last="sum")
     assert "though every rank has come to it" in str(verdict(dict.fromkeys((1, 2, 3), came)))
-    past = verdict({1: came, 2: Record(number=99, last="gather of b"), 3: came})
+    past = verdict({1: came, 2: RankRecord(number=99, last="gather of b"), 3: came})
     assert "though no rank is behind (rank 2 has come to gather of b, collective 99)" in str(past)
     assert past.rank is None
     assert verdict(dict.fromkeys((1, 2, 3), with_us), fresh=False).rank == 0
@@ -101,15 +101,15 @@ def test_who_is_late_is_named() -> None:
 
 
 def test_a_culprit_that_another_rank_names_is_kept() -> None:
-    assert told(0, 1, 2, "rank 2 has ended").rank == 2
-    assert str(told(0, 1, 2, "rank 2 has ended")) == "rank 2 has ended (found by rank 1)"
-    assert str(told(0, 3, 2, "rank 2 has ended (found by rank 1)")) == "rank 2 has ended (found by rank 1)"
-    assert told(0, 1, 0, "no sign of life").rank == 1
-    assert told(0, 1, 1, "rank 1 failed: e").rank == 1
-    assert told(0, 1, None, "a connection broke").rank is None
+    assert relayed_error(0, 1, 2, "rank 2 has ended").rank == 2
+    assert str(relayed_error(0, 1, 2, "rank 2 has ended")) == "rank 2 has ended (found by rank 1)"
+    assert str(relayed_error(0, 3, 2, "rank 2 has ended (found by rank 1)")) == "rank 2 has ended (found by rank 1)"
+    assert relayed_error(0, 1, 0, "no sign of life").rank == 1
+    assert relayed_error(0, 1, 1, "rank 1 failed: e").rank == 1
+    assert relayed_error(0, 1, None, "a connection broke").rank is None
 
 
 def test_messages_are_bounded_and_failures_can_be_pickled() -> None:
-    assert len(cut("x" * 10_000)) < 600
+    assert len(shorten("x" * 10_000)) < 600
     again = pickle.loads(pickle.dumps(RankFailed("gone", rank=2)))
     assert (str(again), again.rank, again.ranks) == ("gone", 2, (2,))

@@ -1,13 +1,17 @@
-"""The shape of a model to be planned for: units and flats as the engine would make them, without a tensor.
+"""Model and job of a plan: units and flats as the engine would make them, without a tensor, and how
+they are trained.
 
-Units come from `infinity._src.params.discover`, layouts from `infinity._src.memory.layout`; activations and floating-point operations
-are estimated from the sizes that a configuration names, with the formulas below.
+Units come from `params.discover`, layouts from `memory.layout`. Activations and floating-point
+operations are estimated from the sizes that a configuration names:
 
-    parameters that compute     all but a table that is only looked up (an untied input embedding); of experts, those routed to
-    boundary activations        layers x width x itemsize per token: what checkpointed blocks keep
-    a block's own activations   (12 x width + 4 x MLP width x experts) x itemsize per token: recomputed, or kept for every layer
-    logits                      10 B per token and word: as computed, their fp32 copy, its gradient; 8 B in fp32, without the copy
-                                with the loss by tiles: of a tile's words, and 4 B x width, the hidden states' gradient in fp32
+    parameters that compute     all but a table that is only looked up (an untied input embedding);
+                                of experts, those routed to
+    boundary activations        layers x width x itemsize per token: inputs of checkpointed blocks
+    a block's own activations   (12 x width + 4 x MLP width x experts) x itemsize per token:
+                                recomputed, or kept for every layer
+    logits                      10 B per token and word: as computed, their fp32 copy, its gradient;
+                                8 B in fp32, without the copy. With the loss by tiles: of a tile's
+                                words, and 4 B x width, the hidden states' gradient in fp32
 """
 
 from __future__ import annotations
@@ -19,15 +23,21 @@ from typing import Any
 
 import torch
 
+from infinity._src.config import Policy
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params.discover import UnitSpec, find_units
+
+# -- The model -------------------------------------------------------------------------------------
+
 
 UNIT_BYTES_MAX = 512 << 20  # Policy's default
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatShape:
-    """A flat to be: elements of its parameters in order, their dtype, whether an optimizer will hold it."""
+    """A flat to be: elements of its parameters in order, their dtype, whether an optimizer will
+    hold it.
+    """
 
     numels: tuple[int, ...]
     dtype: torch.dtype
@@ -39,14 +49,16 @@ class FlatShape:
         return sum(self.numels)
 
     def gathered_bytes(self, world: int = 1) -> int:
-        """Bytes of the gathered values, with the padding that the layout for so many ranks puts between them and behind."""
+        """Bytes of the gathered values, with the padding that the layout for so many ranks puts
+        between them and behind.
+        """
         return _gathered_bytes(self.numels, self.dtype.itemsize, world)
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearShape:
-    """The weight of a linear that can be tiled, shared with others and with embeddings or not, and in which of a unit's flats it
-    is."""
+    """The weight of a linear that can be tiled, shared with others and with embeddings or not, and
+    in which of a unit's flats it is."""
 
     name: str
     flat: int
@@ -67,7 +79,9 @@ class UnitShape:
         return sum(flat.gathered_bytes(world) for flat in self.flats)
 
     def largest_tiled_bytes(self, tiles_of: Callable[[LinearShape], int], world: int = 1) -> int:
-        """Bytes of the largest unit that it becomes with its linears in so many tiles, each a unit of its own."""
+        """Bytes of the largest unit that it becomes with its linears in so many tiles, each a unit
+        of its own.
+        """
         found = [self.gathered_bytes(world)]
         for linear in self.linears:
             tiles = tiles_of(linear)
@@ -80,7 +94,8 @@ class UnitShape:
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """A model: its units in order, and what activations and operations are estimated from (0: not known).
+    """A model: its units in order, and what activations and operations are estimated from (0: not
+    known).
 
     layers: of an encoder and a decoder together. itemsize: bytes of an element of activations.
     """
@@ -98,7 +113,7 @@ class ModelShape:
 
     @property
     def flats(self) -> list[FlatShape]:
-        """All flats, in order."""
+        """Flats of all units, in order."""
         return [flat for unit in self.units for flat in unit.flats]
 
     @property
@@ -127,19 +142,22 @@ class ModelShape:
 
     @property
     def block_bytes_per_token(self) -> int:
-        """What a block computes and keeps for its own backward."""
+        """Activations that a block computes and keeps for its own backward."""
         return self.itemsize * (12 * self.width + 4 * self.mlp_width)
 
     def logits_bytes_per_token(self, loss_tiles: int = 1) -> int:
-        """Logits and what the loss makes of them; in so many tiles of the vocabulary, of which one exists at a time."""
+        """Logits and what the loss makes of them; in so many tiles of the vocabulary, of which one
+        exists at a time.
+        """
         per_word = 8 if self.itemsize == 4 else self.itemsize + 8
         if loss_tiles == 1:
             return per_word * self.vocabulary
         return per_word * -(-self.vocabulary // loss_tiles) + 4 * self.width
 
     def largest_tiled_bytes(self, tiles: int, loss_tiles: int = 1, world: int = 1) -> int:
-        """Bytes of the largest unit with every linear in so many tiles (`inf.tile_linears`), and the head in as many as the
-        loss (`inf.tile_loss`); all along their outputs. world: ranks, each of which gathers it."""
+        """Bytes of the largest unit with every linear in so many tiles (`inf.tile_linears`), and
+        the head in as many as the loss (`inf.tile_loss`); all along their outputs. world: ranks,
+        each of which gathers it."""
 
         def tiles_of(linear: LinearShape) -> int:
             return max(tiles, loss_tiles) if linear.out_features == self.vocabulary else tiles
@@ -152,7 +170,9 @@ def _gathered_bytes(numels: tuple[int, ...], itemsize: int, world: int) -> int:
     return plan_flat(numels, itemsize, world).numel * itemsize
 
 
-def shape_of(model: torch.nn.Module, *, name: str = "", nested: bool = True, frozen: bool = False) -> ModelShape:
+def shape_of(
+    model: torch.nn.Module, *, name: str = "", nested: bool = True, frozen: bool = False
+) -> ModelShape:
     """The shape of a module, usually on the meta device; it is read and never changed.
 
     nested: as the engine finds units on one rank; with several, False. frozen: nothing is trained.
@@ -169,7 +189,9 @@ def shape_of(model: torch.nn.Module, *, name: str = "", nested: bool = True, fro
     mlp = _number(text, "moe_intermediate_size") if experts else 0
     mlp = mlp or _number(text, "intermediate_size", "n_inner", "d_ff", "ffn_dim") or 4 * width
     linears = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
-    embeddings = {name for name, module in model.named_modules() if type(module) is torch.nn.Embedding}
+    embeddings = {
+        name for name, module in model.named_modules() if type(module) is torch.nn.Embedding
+    }
     return ModelShape(
         name=name or type(model).__name__,
         units=tuple(_unit(spec, linears, embeddings, frozen) for spec in specs),
@@ -180,7 +202,9 @@ def shape_of(model: torch.nn.Module, *, name: str = "", nested: bool = True, fro
         mlp_width=mlp * max(routed, 1),
         vocabulary=_number(text, "vocab_size"),
         positions=_number(text, "max_position_embeddings", "n_positions", "n_ctx"),
-        itemsize=next((entry.parameter.dtype.itemsize for spec in specs for entry in spec.entries), 2),
+        itemsize=next(
+            (entry.parameter.dtype.itemsize for spec in specs for entry in spec.entries), 2
+        ),
     )
 
 
@@ -193,7 +217,9 @@ def _layers(config: Any) -> int:
 
 
 def _unit(spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool) -> UnitShape:
-    """Grouped as `discover.build` groups them: by dtype and by whether they are trained. linears, embeddings: their names."""
+    """Grouped as `discover.build` groups them: by dtype and by whether they are trained. linears,
+    embeddings: their names.
+    """
     groups: dict[tuple[torch.dtype, bool], list[int]] = {}
     found = []
     for entry in spec.entries:
@@ -202,9 +228,15 @@ def _unit(spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool)
         numels = groups.setdefault(key, [])
         holders = {name.removesuffix(".weight") for name in entry.names}
         if holders & linears and holders <= linears | embeddings:
-            found.append(LinearShape(entry.names[0], list(groups).index(key), parameter.shape[0], parameter.shape[1]))
+            found.append(
+                LinearShape(
+                    entry.names[0], list(groups).index(key), parameter.shape[0], parameter.shape[1]
+                )
+            )
         numels.append(parameter.numel())
-    flats = tuple(FlatShape(tuple(numels), dtype, trainable) for (dtype, trainable), numels in groups.items())
+    flats = tuple(
+        FlatShape(tuple(numels), dtype, trainable) for (dtype, trainable), numels in groups.items()
+    )
     return UnitShape(spec.name, flats, tuple(found))
 
 
@@ -231,3 +263,68 @@ def _number(config: Any, *names: str) -> int:
         if isinstance(value, int) and value > 0:
             return value
     return 0
+
+
+# -- The job ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Training of a model under a policy: tokens per step, and how its passes compute.
+
+    policy: where states may rest and how a step runs; sizes in `resident` are bytes of each
+        process, `ram` and `nvme` are not looked at: the machine has them.
+    tokens: of a step, over all devices and micro-batches. micro_batches: of each device.
+    compute_s: measured (forward, backward) seconds of one micro-batch, where they are better known
+        than from FLOP/s.
+    tiles: of every linear (`inf.tile_linears`). loss_tiles: of the head and its loss along the
+        vocabulary (`inf.tile_loss`); 1: whole logits.
+    """
+
+    policy: Policy
+    tokens: int
+    sequence: int
+    micro_batches: int = 1
+    checkpointing: bool = True
+    compute_s: tuple[float, float] | None = None
+    tiles: int = 1
+    loss_tiles: int = 1
+
+    def replace(self, **fields: Any) -> Job:
+        """Copy the job with some fields changed, its own or its policy's.
+
+        Raises: ValueError for fields that a policy refuses.
+        """
+        own = {name: fields.pop(name) for name in _JOB_FIELDS & fields.keys()}
+        if not fields:
+            return dataclasses.replace(self, **own)
+        # A policy with a tier on NVMe must name a directory. A plan opens none, so any will do.
+        fields.setdefault("nvme", self.policy.nvme or ["."])
+        return dataclasses.replace(self, policy=dataclasses.replace(self.policy, **fields), **own)
+
+    @property
+    def stores_gradients(self) -> bool:
+        """True if gradients wait for the step."""
+        # With update="backward" the only micro-batch's gradient is used up where it is made.
+        early = self.policy.update == "backward" and not self.policy.speculates
+        return not early or self.micro_batches > 1
+
+    @property
+    def reductions(self) -> int:
+        """Reductions of the gradients over several ranks in one step."""
+        return 1 if self.policy.accumulates_locally else self.micro_batches
+
+    def whole_params(self, world: int) -> bool:
+        """True if each of so many ranks keeps all parameters on its device."""
+        return self.policy.whole_params(several=world > 1)
+
+    def micro_batch_tokens(self, ranks: int) -> int:
+        """Tokens of one micro-batch on one device."""
+        return -(-self.tokens // (self.micro_batches * ranks))
+
+    def grad_itemsize(self, dtype: torch.dtype) -> int:
+        """Bytes of an element of gradients that wait, of parameters of a dtype."""
+        return int((self.policy.grad_dtype or dtype).itemsize)
+
+
+_JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job))

@@ -1,8 +1,9 @@
-"""The ranks of one `infinity train`, as torchrun starts them: joined, told apart, ended with one message.
+"""The ranks of one `infinity train`, as torchrun starts them: joined, told apart, ended with one
+message.
 
-Each rank trains on its rows of every batch and stores its shards; rank 0 alone writes to the console and to metrics.jsonl. What
-stops one rank stops all: the first that says so in the store of the group prints its error, and those that only lost it are
-silent. torchrun ends what is left.
+Each rank trains on its rows of every batch and stores its shards; rank 0 alone writes to the
+console and to metrics.jsonl. What stops one rank stops all: the first that says so in the store of
+the group prints its error, and those that only lost it are silent. torchrun ends what is left.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _JOIN_S = 300.0
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """This process among those that train together. device: where it computes. store: of the group; None for one rank."""
+    """This process among those that train together. device: where it computes. store: of the group;
+    None for one rank.
+    """
 
     rank: int = 0
     world: int = 1
@@ -38,7 +41,7 @@ class Joined:
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that tells how it goes."""
+        """True on the rank that prints the progress."""
         return self.rank == 0
 
     def sums(self, *values: float) -> list[float]:
@@ -59,7 +62,9 @@ class Joined:
             dist.barrier()
 
     def tells(self, error: BaseException) -> bool:
-        """Whether this rank is the one to print what stopped the run. Blocks for some seconds where another may know better."""
+        """Decide whether this rank prints what stopped the run. Blocks for some seconds where
+        another may know better.
+        """
         if self.world == 1:
             return True
         try:
@@ -67,17 +72,22 @@ class Joined:
                 deadline = time.monotonic() + _PATIENCE_S
                 while time.monotonic() < deadline and not self.store.check([_STOPPED]):
                     time.sleep(0.05)
-            return bool(self.store.compare_set(_STOPPED, "", str(self.rank)) == str(self.rank).encode())
+            return bool(
+                self.store.compare_set(_STOPPED, "", str(self.rank)) == str(self.rank).encode()
+            )
         except (RuntimeError, OSError):
             return True  # the store went with its node: nobody else can be asked
 
 
 @contextlib.contextmanager
 def joined(device: str | None, environment: Mapping[str, str] | None = None) -> Iterator[Joined]:
-    """This process's place among the ranks that torchrun has started; alone without it. Blocks until all have come.
+    """This process's place among the ranks that torchrun has started; alone without it. Blocks
+    until all have come.
 
-    device: as the user wrote it; None or "cuda": the GPU with this rank's number in its node, if there is a GPU.
-    Raises: ValueError for an environment that is not torchrun's, and a device that all ranks of a node would share.
+    device: as the user wrote it; None or "cuda": the GPU with this rank's number in its node, if
+    there is a GPU.
+    Raises: ValueError for an environment that is not torchrun's, and a device that all ranks of a
+    node would share.
     """
     found = place_of(device, os.environ if environment is None else environment)
     if found.world == 1:
@@ -86,7 +96,9 @@ def joined(device: str | None, environment: Mapping[str, str] | None = None) -> 
     cuda = torch.device(found.device).type == "cuda"
     if cuda:
         torch.cuda.set_device(torch.device(found.device))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=_JOIN_S))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=_JOIN_S)
+    )
     try:
         yield dataclasses.replace(found, store=dist.distributed_c10d._get_default_store())
     finally:
@@ -94,30 +106,42 @@ def joined(device: str | None, environment: Mapping[str, str] | None = None) -> 
 
 
 def place_of(device: str | None, environment: Mapping[str, str]) -> Joined:
-    """The place that the environment names, and the device that this rank computes on. Raises: ValueError, as `joined`."""
+    """The place that the environment names, and the device that this rank computes on. Raises:
+    ValueError, as `joined`.
+    """
     numbers: dict[str, int] = {}
     for name, alone in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         text = environment.get(name, alone)
         if not text.isdecimal():
-            raise ValueError(f"{name}={text!r} in the environment is not a number; start several ranks with torchrun")
+            raise ValueError(
+                f"{name}={text!r} in the environment is not a number; start several ranks with "
+                "torchrun"
+            )
         numbers[name] = int(text)
     world, rank, local = numbers["WORLD_SIZE"], numbers["RANK"], numbers["LOCAL_RANK"]
     if world <= 1:
         return Joined(device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    missing = [
+        name
+        for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        if name not in environment
+    ]
     if missing:
         raise ValueError(
-            f"WORLD_SIZE={world} is in the environment and {', '.join(missing)} not: start several ranks with "
+            f"WORLD_SIZE={world} is in the environment and {', '.join(missing)} not: start several "
+            "ranks with "
             f"torchrun --nproc-per-node {world} -m infinity train ..., or unset WORLD_SIZE"
         )
     if device is not None and device.startswith("cuda:"):
         raise ValueError(
-            f"--device {device} would be the device of all ranks of a node; with --device cuda each has the GPU of its number"
+            f"--device {device} would be the device of all ranks of a node; with --device cuda "
+            "each has the GPU of its number"
         )
     if device in (None, "cuda") and torch.cuda.is_available():
         if local >= torch.cuda.device_count():
             raise ValueError(
-                f"local rank {local} has no GPU: there are {torch.cuda.device_count()}; start fewer ranks, or give --device cpu"
+                f"local rank {local} has no GPU: there are {torch.cuda.device_count()}; start "
+                "fewer ranks, or give --device cpu"
             )
         device = f"cuda:{local}"
     return Joined(rank, world, local, device or "cpu")

@@ -1,7 +1,9 @@
-"""What the drive gives to somebody else, in the same run: fio where it is installed and may run, else plain preads and pwrites.
+"""Reference bandwidth of a drive, measured in the same run: fio where it is installed and may run,
+else plain preads and pwrites.
 
-Both work on a swap file of their own that has been written before, with the blocks that ours used and the depth that was
-asked for, past the page cache, from memory that huge pages back; and both for as long as a phase of ours.
+Both work on a swap file of their own that has been written before, with the blocks that ours used
+and the depth that was asked for, past the page cache, from memory that huge pages back; and both
+for as long as a phase of ours.
 """
 
 from __future__ import annotations
@@ -19,11 +21,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from infinity import aio
-from infinity._src.bench.content import Content
-from infinity._src.bench.streams import Sample
+from infinity._src.bench.streams import Content, Sample
 from infinity.errors import AioError
 
-LIMITS = ("auto", "fio", "probe", "off")
+REFERENCES = ("auto", "fio", "probe", "off")
 _IO_URING_SETUP = 425  # of every architecture
 
 _FIO_PATTERNS = {
@@ -34,7 +35,7 @@ _FIO_PATTERNS = {
 _THREADS_MAX = 32
 
 
-class Limit(Protocol):
+class Reference(Protocol):
     """Something that reads and writes swap files as fast as it can."""
 
     name: str
@@ -44,16 +45,17 @@ class Limit(Protocol):
         ...
 
 
-def open_limit(
+def open_reference(
     name: str, files: Sequence[aio.SwapFile], content: Content, *, block_bytes: int, depth: int
-) -> Limit | None:
-    """The limit that `name` asks for (one of LIMITS) over `files`, which it fills first; None for "off".
+) -> Reference | None:
+    """The reference named `name` (one of REFERENCES) over `files`, which it fills first; None for
+    "off".
 
     Raises ValueError when fio is asked for by name and missing.
     """
     if name == "off":
         return None
-    probe = Probe(files, content, block_bytes=block_bytes, depth=depth)
+    probe = PlainIo(files, content, block_bytes=block_bytes, depth=depth)
     probe.fill()
     missing = why_no_fio()
     if name == "auto" and missing:
@@ -63,21 +65,22 @@ def open_limit(
     return Fio(files, block_bytes=block_bytes, depth=depth)
 
 
-def check_limit(name: str) -> None:
+def check_reference(name: str) -> None:
     """Raises ValueError for a limit that cannot be measured here."""
-    if name not in LIMITS:
-        raise ValueError(f"limit={name!r} is not known; use one of {', '.join(LIMITS)}")
+    if name not in REFERENCES:
+        raise ValueError(f"limit={name!r} is not known; use one of {', '.join(REFERENCES)}")
     missing = why_no_fio()
     if name == "fio" and missing:
         raise ValueError(f"--limit fio: {missing}; use --limit probe")
 
 
 def why_no_fio() -> str:
-    """Why fio cannot tell the limit here; empty when it can."""
+    """Say why fio cannot run here; empty when it can."""
     if shutil.which("fio") is None:
         return "fio is not installed (apt-get install fio)"
     libc = ctypes.CDLL(None, use_errno=True)
-    # io_uring_setup without parameters: EFAULT where it is allowed, EPERM or ENOSYS where it is not.
+    # io_uring_setup without parameters: EFAULT where it is allowed, EPERM or ENOSYS where it is
+    # not.
     libc.syscall(_IO_URING_SETUP, 1, None)
     if ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):
         return "the kernel does not let fio use io_uring here"
@@ -95,26 +98,38 @@ class Fio:
         self.name = _fio_version()
 
     def command(self, kind: str, seconds: float) -> list[str]:
-        """The command line; fio reaches the nameless files through the descriptors that it inherits."""
+        """The command line; fio reaches the nameless files through the descriptors that it
+        inherits.
+        """
         milliseconds = max(round(seconds * 1e3), 1)  # of seconds fio reads whole ones only
         common = [
-            # Threads: a job that it forks has a session of its own and outlives fio when that is killed as it starts, holding
-            # the nameless file and with it the drive's space.
-            "fio", "--thread", "--ioengine=io_uring", f"--direct={int(all(file.direct for file in self._files))}",
-            f"--bs={self._block_bytes}", f"--iodepth={self._depth}", *_FIO_PATTERNS[kind], f"--runtime={milliseconds}ms",
+            # Threads: a job that it forks has a session of its own and outlives fio when that is
+            # killed as it starts, holding the nameless file and with it the drive's space.
+            "fio", "--thread", "--ioengine=io_uring",
+            f"--direct={int(all(file.direct for file in self._files))}",
+            f"--bs={self._block_bytes}", f"--iodepth={self._depth}",
+            *_FIO_PATTERNS[kind], f"--runtime={milliseconds}ms",
             # Random buffers that are not made new for every write: neither are ours.
             "--scramble_buffers=0", "--overwrite=1", "--invalidate=1", "--allow_file_create=0",
             "--output-format=json", *self._options,
         ]  # fmt: skip
         for number, file in enumerate(self._files):
             size = file.size_bytes // self._block_bytes * self._block_bytes
-            common += [f"--name=drive{number}", f"--filename=/proc/self/fd/{file.fd}", f"--size={size}"]
+            common += [
+                f"--name=drive{number}",
+                f"--filename=/proc/self/fd/{file.fd}",
+                f"--size={size}",
+            ]
         return common
 
     def measure(self, kind: str, seconds: float) -> Sample:
-        """See `Limit.measure`. Without locked memory for registered buffers fio runs without them, and `name` says so."""
+        """See `Reference.measure`. Without locked memory for registered buffers fio does without,
+        and `name` says so.
+        """
         try:
-            return self._sample(_run(self.command(kind, seconds), [file.fd for file in self._files]))
+            return self._sample(
+                _run(self.command(kind, seconds), [file.fd for file in self._files])
+            )
         except _FioFailed:
             if not self._options:
                 raise
@@ -137,14 +152,17 @@ class _FioFailed(AioError):
 
 
 def _fio_version() -> str:
-    done = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(
+        ["fio", "--version"], capture_output=True, text=True, check=False, timeout=30
+    )
     return done.stdout.strip() or "fio"
 
 
 def _run(command: list[str], descriptors: Sequence[int]) -> dict[str, Any]:
     """fio's report. Ends fio whatever ends the wait."""
-    # fio's buffers come from malloc; without huge pages it reaches half of what a drive gives. It stays in our session: one of
-    # its own would be scheduled as a group of its own, and get more than we do of a machine that others use too.
+    # fio's buffers come from malloc; without huge pages it reaches half of what a drive gives. It
+    # stays in our session: one of its own would be scheduled as a group of its own, and get more
+    # than we do of a machine that others use too.
     environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     process = subprocess.Popen(
         command,
@@ -164,7 +182,10 @@ def _run(command: list[str], descriptors: Sequence[int]) -> dict[str, Any]:
     begin = out.find("{")
     if process.returncode or begin < 0:
         text = (problem.strip() or out[:begin].strip() or "no output").splitlines()
-        raise _FioFailed(f"fio ended with status {process.returncode}: {text[-1]}; use --limit probe, or --limit off")
+        raise _FioFailed(
+            f"fio ended with status {process.returncode}: {text[-1]}; use --limit probe, or "
+            "--limit off"
+        )
     report: dict[str, Any] = json.loads(out[begin:])
     for job in report["jobs"]:
         if job["error"]:
@@ -172,10 +193,12 @@ def _run(command: list[str], descriptors: Sequence[int]) -> dict[str, Any]:
     return report
 
 
-class Probe:
+class PlainIo:
     """Threads with pread and pwrite, `depth` of them (at most 32) per file."""
 
-    def __init__(self, files: Sequence[aio.SwapFile], content: Content, *, block_bytes: int, depth: int) -> None:
+    def __init__(
+        self, files: Sequence[aio.SwapFile], content: Content, *, block_bytes: int, depth: int
+    ) -> None:
         self._files = tuple(files)
         self._content = content
         self._block_bytes = block_bytes
@@ -189,11 +212,13 @@ class Probe:
         self._measure("write", None)
 
     def measure(self, kind: str, seconds: float) -> Sample:
-        """See `Limit.measure`."""
+        """See `Reference.measure`."""
         with aio.Slab(len(self._files) * self._threads * self._block_bytes) as target:
             return self._measure(kind, seconds, target.memory)
 
-    def _measure(self, kind: str, seconds: float | None, target: memoryview | None = None) -> Sample:
+    def _measure(
+        self, kind: str, seconds: float | None, target: memoryview | None = None
+    ) -> Sample:
         cursors = [_Cursor(file.size_bytes // self._block_bytes, kind) for file in self._files]
         stop = threading.Event()
         failed: list[BaseException] = []
@@ -201,7 +226,7 @@ class Probe:
         def work(number: int, buffer: memoryview | None) -> None:
             try:
                 self._transfer(number, cursors[number], buffer, stop)
-            except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread, below
+            except BaseException as error:  # noqa: BLE001 - raised again by the caller
                 failed.append(error)
                 stop.set()
             finally:
@@ -211,13 +236,17 @@ class Probe:
         for index in range(len(self._files) * self._threads):
             at = index * self._block_bytes
             buffer = None if target is None else target[at : at + self._block_bytes]
-            workers.append(threading.Thread(target=work, args=(index % len(self._files), buffer), daemon=True))
+            workers.append(
+                threading.Thread(target=work, args=(index % len(self._files), buffer), daemon=True)
+            )
         before, start_s = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
         for worker in workers:
             worker.start()
         try:
             for worker in workers:
-                worker.join(None if seconds is None else max(0.0, start_s + seconds - time.monotonic()))
+                worker.join(
+                    None if seconds is None else max(0.0, start_s + seconds - time.monotonic())
+                )
         finally:
             stop.set()
             for worker in workers:
@@ -227,10 +256,14 @@ class Probe:
             raise failed[0]
         cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         return Sample(
-            tuple(cursor.moved for cursor in cursors), tuple(cursor.end_s - start_s for cursor in cursors), cpu_s
+            tuple(cursor.moved for cursor in cursors),
+            tuple(cursor.end_s - start_s for cursor in cursors),
+            cpu_s,
         )
 
-    def _transfer(self, number: int, cursor: _Cursor, buffer: memoryview | None, stop: threading.Event) -> None:
+    def _transfer(
+        self, number: int, cursor: _Cursor, buffer: memoryview | None, stop: threading.Event
+    ) -> None:
         file, size, content = self._files[number], self._block_bytes, self._content.memory
         places = len(content) // size
         while not stop.is_set():
@@ -255,7 +288,9 @@ class Probe:
 
 
 class _Cursor:
-    """Which block of a file comes next; shared by the file's threads. Mixed: reads of one half, writes of the other, in turn."""
+    """Cursor over the blocks of a file, shared by its threads. Mixed: reads of one half,
+    writes of the other, in turn.
+    """
 
     def __init__(self, blocks: int, kind: str) -> None:
         self._blocks = blocks
@@ -274,7 +309,9 @@ class _Cursor:
         half = self._blocks // 2
         if number >= 2 * half:
             return None
-        return (number // 2, False) if number % 2 == 0 else (self._blocks - half + number // 2, True)
+        return (
+            (number // 2, False) if number % 2 == 0 else (self._blocks - half + number // 2, True)
+        )
 
     def add(self, size: int) -> None:
         with self._lock:

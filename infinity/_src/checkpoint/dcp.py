@@ -1,0 +1,622 @@
+"""Checkpoints of torch.distributed.checkpoint (FileSystemWriter): read without unpickling, written
+one tensor at a time.
+
+    .metadata     a pickle: names -> shapes, dtypes, boxes, and each box's range of a file
+    *.distcp      boxes of tensors, one `torch.save` after another; read with weights_only=True
+
+torch's FileSystemReader calls `pickle.load` on `.metadata`, which runs anything that a file says;
+here it is read into inert records, then checked. torch's FileSystemWriter keeps every tensor that
+it was given until its file is whole; here each value is written at once, and `.metadata` comes
+last. Optimizer states have these names:
+
+    optim.state.<parameter>.exp_avg        a tensor of the parameter's shape
+    optim.state.<parameter>.step           a tensor of one number, fp32, as torch.optim keeps it
+    optim.state.<parameter>.master         where model.<parameter> is not the master
+    optim.param_groups.<i>.lr              as torch.distributed.checkpoint.state_dict does
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import math
+import os
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from infinity._src._torch_compat import dcp_storage_info
+from infinity._src.checkpoint.directory import fsync_directory, publish
+from infinity._src.checkpoint.load import LastRead, Loaded, explain
+from infinity._src.checkpoint.safe_pickle import InertUnpickler, Record, load_tensors
+from infinity._src.checkpoint.safetensors import Whole
+from infinity._src.optim.base import Optimizer
+from infinity._src.optim.state_access import OptimizerState
+from infinity._src.params.materialize import NamedTensors
+from infinity._src.params.unit import Param
+
+METADATA = ".metadata"
+
+_META = "torch.distributed.checkpoint.metadata"
+_TENSOR, _BYTES, _INDEX = (
+    f"{_META}.TensorStorageMetadata",
+    f"{_META}.BytesStorageMetadata",
+    f"{_META}.MetadataIndex",
+)
+_STORAGE = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_RECORDS = (
+    f"{_META}.Metadata", f"{_META}.ChunkStorageMetadata",
+    f"{_META}.TensorProperties", f"{_META}.StorageMeta",
+    _TENSOR, _BYTES, _INDEX, f"{_META}._MEM_FORMAT_ENCODING", _STORAGE,
+    "torch.serialization._get_layout",
+    # how some Pythons pickle the members of an enum; it stays a record, as all of these
+    "builtins.getattr",
+    "pathlib.PosixPath", "pathlib.WindowsPath",
+    "pathlib._local.PosixPath", "pathlib._local.WindowsPath",
+)  # fmt: skip
+_VALUES: dict[str, Any] = {
+    "torch.Size": tuple,
+    "collections.OrderedDict": dict,
+    **{
+        f"torch.{name}": value
+        for name, value in vars(torch).items()
+        if isinstance(value, torch.dtype)
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FileRange:
+    """A range of bytes of a file."""
+
+    file: Path
+    offset: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """A part of a tensor, and where it lies."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    range: FileRange
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+
+
+class DCPFiles(NamedTensors):
+    """A checkpoint of torch.distributed.checkpoint: `tensors` and `objects` (numbers, strings) by
+    name.
+
+    One file is open at a time.
+
+    Opening reads and checks `.metadata`. Raises: FileNotFoundError without one; ValueError for one
+    that names what it has no need of, points out of its directory, or describes tensors that its
+    files do not hold whole.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._sizes: dict[str, int] = {}
+        self._open: tuple[Path, BinaryIO] | None = None
+        self.tensors: dict[str, Stored] = {}
+        self.objects: dict[str, FileRange] = {}
+        path = directory / METADATA
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{directory} has no {METADATA}: it is no checkpoint of "
+                "torch.distributed.checkpoint, or not whole"
+            )
+        try:
+            # The pickle runs nothing: every name in it becomes a record, or is refused.
+            root = InertUnpickler(path.read_bytes(), records=_RECORDS, values=_VALUES).load()
+            self._take(root)
+        except OSError:
+            raise
+        except Exception as error:  # whatever a damaged or hostile pickle makes the unpickler raise
+            raise ValueError(f"{path} is refused: {error}") from error
+
+    @property
+    def label(self) -> str:
+        """The directory."""
+        return str(self._directory)
+
+    def names(self) -> Iterable[str]:
+        """Return the names of all tensors."""
+        return self.tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return self.tensors[name].shape
+
+    def is_floating_point(self, name: str) -> bool:
+        """Whether a tensor is of a floating dtype."""
+        return self.tensors[name].dtype.is_floating_point
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read a tensor, put together from its boxes; they are in memory one at a time besides.
+        Blocks.
+
+        Raises: OSError; ValueError for contents that are not what `.metadata` says.
+        """
+        stored = self.tensors[name]
+        whole: torch.Tensor | None = None
+        for box in stored.boxes:
+            part = self._load(box.range)
+            if (
+                not isinstance(part, torch.Tensor)
+                or tuple(part.shape) != box.sizes
+                or part.dtype != stored.dtype
+            ):
+                raise ValueError(
+                    f"{box.range.file} does not hold {name} as {METADATA} says: {_kind(part)}"
+                )
+            if box.sizes == stored.shape:
+                return part
+            if whole is None:
+                whole = torch.empty(stored.shape, dtype=stored.dtype)
+            whole[
+                tuple(
+                    slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)
+                )
+            ] = part
+        assert whole is not None, name  # boxes cover the tensor
+        return whole
+
+    def read_object(self, name: str) -> Any:
+        """Read a number or a string. Raises: OSError; ValueError for anything that would have to be
+        unpickled freely.
+        """
+        return self._load(self.objects[name])
+
+    def close(self) -> None:
+        """Close the file that is open. Idempotent."""
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+    def _load(self, part: FileRange) -> Any:
+        if self._open is None or self._open[0] != part.file:
+            self.close()
+            self._open = (part.file, part.file.open("rb"))
+        try:
+            return load_tensors(io.BufferedReader(_Part(self._open[1], part)))
+        except ValueError as error:
+            raise ValueError(
+                f"{part.length} bytes at {part.offset} of {part.file} are refused: {error}"
+            ) from error
+
+    # -- checking ----------------------------------------------------------------------------------
+
+    def _take(self, root: Any) -> None:
+        entries = _field(root, f"{_META}.Metadata", "state_dict_metadata", dict)
+        ranges: dict[tuple[str, tuple[int, ...] | None], FileRange] = {}
+        for index, info in _field(root, f"{_META}.Metadata", "storage_data", dict).items():
+            offset = (
+                index.state.get("offset")
+                if isinstance(index, Record) and isinstance(index.state, dict)
+                else None
+            )
+            ranges[
+                _field(index, _INDEX, "fqn", str), None if offset is None else _numbers(offset)
+            ] = self._range(info)
+        for name, entry in entries.items():
+            if not isinstance(name, str) or not isinstance(entry, Record):
+                raise ValueError(f"{name!r} is no name of a tensor")
+            if entry.kind == _BYTES:
+                if (name, None) in ranges:
+                    self.objects[name] = ranges[name, None]
+            else:
+                self.tensors[name] = _stored(name, entry, ranges)
+
+    def _range(self, info: Any) -> FileRange:
+        file = _field(info, _STORAGE, "relative_path", str)
+        offset, length = (_field(info, _STORAGE, name, int) for name in ("offset", "length"))
+        if Path(file).name != file or file in ("", ".."):
+            raise ValueError(
+                f"it points to {file!r}; files lie beside {METADATA}, so a path is refused"
+            )
+        if info.state.get("transform_descriptors"):
+            raise ValueError(
+                f"{file} is transformed by {info.state['transform_descriptors']}, which is not "
+                "read here"
+            )
+        if file not in self._sizes:
+            self._sizes[file] = (self._directory / file).stat().st_size
+        if not 0 <= offset <= offset + length <= self._sizes[file]:
+            raise ValueError(
+                f"it points to bytes {offset} to {offset + length} of {file}, which has "
+                f"{self._sizes[file]}"
+            )
+        return FileRange(self._directory / file, offset, length)
+
+
+def _stored(
+    name: str, entry: Record, ranges: dict[tuple[str, tuple[int, ...] | None], FileRange]
+) -> Stored:
+    shape = _numbers(_field(entry, _TENSOR, "size", tuple))
+    properties = _field(entry, _TENSOR, "properties", Record)
+    dtype = (
+        properties.state[0] if isinstance(properties.state, tuple) and properties.state else None
+    )
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} has no dtype")
+    boxes = []
+    for chunk in _field(entry, _TENSOR, "chunks", list):
+        offsets, sizes = (
+            _numbers(_field(chunk, f"{_META}.ChunkStorageMetadata", which, tuple))
+            for which in ("offsets", "sizes")
+        )
+        found = ranges.get((name, offsets)) or ranges.get((name, None))
+        if found is None:
+            raise ValueError(f"the part of {name} at {offsets} lies nowhere")
+        boxes.append(Box(offsets, sizes, found))
+    if not _tile(boxes, shape):
+        raise ValueError(f"the parts of {name} do not make up a tensor of shape {shape}")
+    return Stored(shape, dtype, tuple(boxes))
+
+
+def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether boxes cover a tensor without a gap or an overlap."""
+    if any(len(box.offsets) != len(shape) or len(box.sizes) != len(shape) for box in boxes):
+        return False
+    if any(
+        low + size > whole
+        for box in boxes
+        for low, size, whole in zip(box.offsets, box.sizes, shape, strict=True)
+    ):
+        return False
+    if not boxes or sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
+        return False
+    low = np.array([box.offsets for box in boxes], dtype=np.int64)
+    high = low + np.array([box.sizes for box in boxes], dtype=np.int64)
+    return not any(
+        ((low[index] < high[index + 1 :]) & (low[index + 1 :] < high[index])).all(axis=1).any()
+        for index in range(len(boxes) - 1)
+    )
+
+
+def _field(record: Any, kind: str, name: str, wanted: type) -> Any:
+    """A field of a record, of the type that it must have."""
+    if not isinstance(record, Record) or record.kind != kind or not isinstance(record.state, dict):
+        raise ValueError(f"where a {kind} should be there is a {_kind(record)}")
+    value = record.state.get(name)
+    if not isinstance(value, wanted) or isinstance(value, bool):
+        raise ValueError(f"{name} of a {kind} is a {_kind(value)}")
+    return value
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, tuple) or any(
+        type(value) is not int or value < 0 for value in values
+    ):
+        raise ValueError(f"{values!r} is no shape or place in a tensor")
+    return values
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} tensor of shape {tuple(value.shape)}"
+    return value.kind if isinstance(value, Record) else type(value).__name__
+
+
+class _Part(io.RawIOBase):
+    """A range of an open file, as a file of its own: torch.load reads to the end."""
+
+    def __init__(self, file: BinaryIO, part: FileRange) -> None:
+        self._file, self._start, self._length, self._at = file, part.offset, part.length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        target = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(target)  # type: ignore[attr-defined]
+        self._at += count
+        return int(count)
+
+
+FILE = "__0_0.distcp"
+_FORMAT_VERSION = "1.0.0"
+
+Key = tuple[str | int, ...]
+"""A path in the nested dict that the checkpoint stands for: ("model", "layers.0.weight"), or with a
+place in a list.
+"""
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+class DCPWriter:
+    """A checkpoint that is being written into a directory that has none. `finish` makes it one;
+    until then it is not readable.
+
+    Raises: ValueError where a checkpoint is already; OSError naming the path.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        if (directory / METADATA).exists():
+            raise ValueError(
+                f"{directory} has a checkpoint already ({METADATA}); choose another directory, or "
+                "remove it"
+            )
+        self._directory = directory
+        self._partial = directory / (FILE + ".partial")
+        self._stream = self._partial.open("wb")
+        self._entries: dict[str, Any] = {}
+        self._ranges: dict[Any, Any] = {}
+        self._paths: dict[str, Key] = {}
+
+    def put(self, key: Key, value: Any) -> None:
+        """Append a CPU tensor, or something that is no tensor. Blocks. Raises: OSError; ValueError
+        for a name used twice.
+        """
+        from torch.distributed.checkpoint import metadata as dcp
+
+        name = ".".join(map(str, key))
+        if name in self._entries:
+            raise ValueError(
+                f"two values would both be called {name} in {self._directory}; give other `keys`"
+            )
+        offset: torch.Size | None = None
+        if isinstance(value, torch.Tensor):
+            offset = torch.Size([0] * value.ndim)
+            chunk = dcp.ChunkStorageMetadata(offset, value.shape)
+            self._entries[name] = dcp.TensorStorageMetadata(
+                dcp.TensorProperties(value.dtype), value.shape, [chunk]
+            )
+        else:
+            self._entries[name] = dcp.BytesStorageMetadata()
+        # Written at once: torch's own writer would keep every tensor until its file is whole.
+        start = self._stream.tell()
+        torch.save(value, self._stream)
+        index = dcp.MetadataIndex(name, offset, 0 if offset is not None else None)
+        self._ranges[index] = dcp_storage_info(FILE, start, self._stream.tell() - start)
+        self._paths[name] = key
+
+    def finish(self) -> None:
+        """Make it a checkpoint, which survives a crash from here on. Blocks. Raises: OSError."""
+        from torch.distributed.checkpoint import metadata as dcp
+
+        self._stream.close()
+        # The data first: `.metadata` makes it a checkpoint.
+        publish(self._partial, self._directory / FILE)
+        fsync_directory(self._directory)
+        whole = dcp.Metadata(
+            self._entries,
+            planner_data=self._paths,
+            storage_data=self._ranges,
+            storage_meta=dcp.StorageMeta(checkpoint_id=os.fspath(self._directory)),
+            version=_FORMAT_VERSION,
+        )
+        partial = self._directory / (METADATA + ".partial")
+        partial.write_bytes(pickle.dumps(whole))
+        publish(partial, self._directory / METADATA)
+        fsync_directory(self._directory)
+        fsync_directory(self._directory.absolute().parent)
+
+    def abandon(self) -> None:
+        """Remove what was written. Idempotent; does nothing after `finish`. Raises: OSError."""
+        self._stream.close()
+        for name in (FILE, METADATA):
+            (self._directory / (name + ".partial")).unlink(missing_ok=True)
+
+
+MASTER = "master"
+
+
+# -- optimizer states ------------------------------------------------------------------------------
+
+
+class ModelPart(NamedTensors):
+    """The tensors of a checkpoint under one key, without it: what a model is matched with."""
+
+    def __init__(self, files: DCPFiles, key: str) -> None:
+        self._files = files
+        self._prefix = f"{key}." if key else ""
+        self._label = f"{files.label} ({key})" if key else files.label
+
+    @property
+    def label(self) -> str:
+        """The directory and the key."""
+        return self._label
+
+    def names(self) -> Iterable[str]:
+        """Return all names, without the key."""
+        return [
+            name.removeprefix(self._prefix)
+            for name in self._files.names()
+            if name.startswith(self._prefix)
+        ]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor."""
+        return self._files.shape(self._prefix + name)
+
+    def is_floating_point(self, name: str) -> bool:
+        """Whether one tensor is of a floating dtype."""
+        return self._files.is_floating_point(self._prefix + name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor. Blocks. Raises: OSError, ValueError."""
+        return self._files.read(self._prefix + name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A parameter with its optimizer states, and the names of those: tensors of its shape, and
+    numbers.
+    """
+
+    param: Param
+    state: OptimizerState
+    tensors: tuple[str, ...]
+    numbers: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class MatchedStates:
+    """The states that were found, in the order in which they are written."""
+
+    names: list[tuple[Held, str, str]]  # (parameter, state, name in the checkpoint)
+    left_out: Loaded
+
+
+def match_states(
+    files: DCPFiles, key: str, every: Sequence[Held], *, strict: bool
+) -> MatchedStates:
+    """Find the states of every parameter that is held. Nothing is read or written.
+
+    A master is optional: without one the parameter's own value is it. Raises: ValueError naming
+    what is missing or unexpected (with `strict`), and what has another shape (always).
+    """
+    prefix = f"{key}.state."
+    there = {name for name in (*files.tensors, *files.objects) if name.startswith(prefix)}
+    found: list[tuple[Held, str, str]] = []
+    missing: list[str] = []
+    wrong: list[str] = []
+    for held in every:
+        wanted = (*held.tensors, *held.numbers)
+        roots = [f"{prefix}{name}." for name in held.param.keys]
+        root = next(
+            (root for root in roots if any(root + state in there for state in wanted)), roots[0]
+        )
+        for state in wanted:
+            name = root + state
+            if name in there:
+                found.append((held, state, name))
+                wrong += _problems(
+                    files, name, held.param.whole_shape if state in held.tensors else None
+                )
+            elif state != MASTER:
+                missing.append(name)
+    unexpected = sorted(there - {name for _, _, name in found})
+    missing, wrong = (
+        list(dict.fromkeys(missing)),
+        list(dict.fromkeys(wrong)),
+    )  # the tiles of a weight say the same
+    if wrong or (strict and (missing or unexpected)):
+        raise ValueError(
+            explain(files.label, missing if strict else [], unexpected if strict else [], wrong)
+        )
+    return MatchedStates(found, Loaded(tuple(missing), tuple(unexpected)))
+
+
+def _problems(files: DCPFiles, name: str, shape: tuple[int, ...] | None) -> list[str]:
+    if name in files.objects:
+        return [f"{name} is no tensor there"] if shape is not None else []
+    if shape is None:
+        return [] if files.shape(name) in ((), (1,)) else [f"{name} is no number there"]
+    if files.shape(name) != shape or not files.is_floating_point(name):
+        there = files.tensors[name].dtype
+        return [
+            f"{name} is a {there} tensor of shape {files.shape(name)} there, and of {shape} here"
+        ]
+    return []
+
+
+def take_in_states(files: DCPFiles, matched: MatchedStates) -> None:
+    """Write the states that were matched, one tensor in memory at a time. Calls no collective.
+    Blocks.
+
+    Raises: what reading or writing meets, ValueError for a number that it cannot be; then some
+    states have been written.
+    """
+    # By the names in the file: the tiles of a weight take their parts of one tensor, which is read
+    # once.
+    read = LastRead(files.read)
+    order = {name: index for index, (_, _, name) in reversed(list(enumerate(matched.names)))}
+    for held, state, name in sorted(matched.names, key=lambda match: order[match[2]]):
+        value = read(name) if name in files.tensors else files.read_object(name)
+        if state in held.numbers:
+            value = value.item() if isinstance(value, torch.Tensor) else value
+            if state == "step" and isinstance(value, float) and value.is_integer():
+                value = int(value)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"{name} of {files.label} is {value!r}, which is no number")
+        place = held.param.place
+        held.state[state] = (
+            place.of(value) if place is not None and state in held.tensors else value
+        )
+
+
+def _state_of(every: Mapping[Param, Held], state: str, param: Param) -> torch.Tensor:
+    value: torch.Tensor = every[param].state[state]
+    return value
+
+
+def tensors_of(
+    whole: Whole, every: Mapping[Param, Held], keys: tuple[str, str], *, with_master: bool
+) -> Iterator[tuple[Key, torch.Tensor]]:
+    """The states of one parameter, or of a weight in tiles, as a checkpoint has them, one at a
+    time. Collective. Blocks.
+
+    every: the parameters that an optimizer holds; of one that it does not hold there are none.
+    Numbers are the first tile's. Raises: ValueError where an optimizer holds some tiles of a weight
+    and not the others.
+    """
+    held = [every[param] for param in whole.params if param in every]
+    if not held:
+        return
+    if len(held) < len(whole.params):
+        raise ValueError(
+            f"the optimizer holds some tiles of {whole.name}, not all; give it the others, or "
+            "export with opt=None"
+        )
+    for state in (*held[0].tensors, *held[0].numbers):
+        if state == MASTER and not with_master:
+            continue
+        if state in held[0].tensors:
+            tensor = whole.merged(functools.partial(_state_of, every, state))
+        else:
+            value = held[0].state[state]
+            # torch.optim keeps step counts as tensors of fp32; whole numbers up to 2^24 are exact
+            # in it.
+            tensor = (
+                value
+                if isinstance(value, torch.Tensor)
+                else torch.tensor(value, dtype=torch.float32)
+            )
+        yield (keys[1], "state", whole.name, state), tensor
+
+
+def groups_of(optimizer: Optimizer, key: str) -> Iterator[tuple[Key, Any]]:
+    """Hyper-parameters, with all that the class of torch has by that name, so that it loads them.
+    Tensors become numbers.
+    """
+    like = getattr(torch.optim, optimizer.title, None)
+    defaults = like([torch.zeros(1)]).defaults if isinstance(like, type) else {}
+    for index, group in enumerate(optimizer.param_groups):
+        for name, value in {**defaults, **group}.items():
+            if name == "params":
+                value = list(dict.fromkeys(param.infinity_link.param.keys[0] for param in value))
+            elif isinstance(value, torch.Tensor):
+                value = value.item()
+            yield (key, "param_groups", index, name), value

@@ -1,0 +1,39 @@
+"""Constants of the engine's memory: how many units, chunks and calls it holds at once.
+
+The engine keeps these bounds, and a plan (`perf.plan.memory`) counts with them, so each has one
+definition. Bytes follow from the model: from its largest unit, its chunks, its checkpointed calls.
+"""
+
+from __future__ import annotations
+
+# `params.unshard` bounds gathered bytes, prefetches included, by AHEAD + 1 of the largest unit.
+AHEAD = 2
+"""Units, of the size of the largest, that have room besides the one in use."""
+
+# Where a device computes: its gradients go to CPU memory while backward goes on (`GradOffload`).
+OFFLOAD_UNITS = 2
+"""Units, of the largest, whose fresh gradients may leave the device; then backward waits."""
+
+# Where the CPU computes, with update="backward": gradients wait for the drives of their update.
+UNITS_AHEAD = 3
+"""Units, of the largest, whose fresh gradients may wait for the drives; then backward waits."""
+
+# Only for devices that copy: a unit's gradients leave beside the backward of the units after it.
+LAG_UNITS = 2
+"""Units whose backward may have ended before a unit's update is submitted."""
+
+# Besides those that lag, one window fills and one is still read by its update.
+WINDOW_UNITS = LAG_UNITS + 2
+"""Windows of pinned memory, of a unit each, for gradients of update="backward" on a device."""
+
+# As many may be on their way back, so twice this many chunks are on the device at once.
+AHEAD_CHUNKS = 4
+"""Chunks of states that are read ahead of the one that a device updates."""
+
+# The last calls of a forward are the first of its backward: they are never written.
+HELD_CALLS = 2
+"""Checkpointed calls at the end of a forward whose inputs stay: the one that runs and the last."""
+
+# They are still in memory until they have arrived.
+LEAVING_BYTES = 32 << 20
+"""Bytes of activations on their way to their tier; or two of the largest tensors, if more."""

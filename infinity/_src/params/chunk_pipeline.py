@@ -1,0 +1,258 @@
+"""Chunks of states that pass through ordinary memory: read ahead, changed, written behind.
+
+    read chunks k+1, k+2    |  transform chunk k  |  write chunk k-1       ChunkPipeline: the loop
+    (executor's threads)    |  (this thread)      |  (executor's threads)  ChunkBuffer: one chunk
+
+Everything that reads or writes states outside of the update kernels goes this way: saves, restores,
+resharding, verification, the optimizers that a class of torch computes; single states by name use a
+ChunkBuffer alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity._src.params.state_store import ShardRecords, StateStore
+from infinity._src.params.unit import Param
+from infinity._src.sizes import round_up
+from infinity.aio import JobKind, Priority, Slab, Ticket
+from infinity.errors import AioError
+
+Bytes = npt.NDArray[np.uint8]
+ItemT = TypeVar("ItemT")
+BufferT = TypeVar("BufferT")
+
+BUFFERS = 4
+"""Chunks in memory at once, in every pipeline: one that is transformed, two that are read, one that
+is written.
+"""
+READ_AHEAD = BUFFERS // 2
+"""Reads into buffers that are begun before their turn. More would leave no buffer to a write."""
+
+
+class ChunkPipeline(Generic[ItemT, BufferT]):
+    """Read ahead, transform, write behind. `run` takes items in order; one thread uses it, once.
+
+    For each item, in this order:
+
+        read(item, buffer)        starts reading into the buffer, up to `ahead` items early
+        transform(item, buffer)   changes it, when its read is done
+        write(item, buffer)       starts writing; without `write` the buffer is free at once
+        finish(item, buffer)      progress, checks; the write is waited for if this raises
+
+    Instead of `read`, `look_ahead` may be told the next `ahead` items, the coming one first, and
+    start reads of its own; then a buffer is taken only when its item is transformed. `reusable`
+    waits until a buffer's write has taken its bytes. `read_failed` is told of a read that failed,
+    which is then neither transformed nor written; without it `run` raises.
+
+    Items are taken from their iterator as late as reads allow, so that it may decide then which one
+    comes next.
+    """
+
+    def __init__(
+        self,
+        buffers: Iterable[BufferT],
+        *,
+        ahead: int,
+        transform: Callable[[ItemT, BufferT], object],
+        read: Callable[[ItemT, BufferT], Ticket] | None = None,
+        look_ahead: Callable[[Sequence[ItemT]], object] = lambda _items: None,
+        write: Callable[[ItemT, BufferT], Ticket] | None = None,
+        finish: Callable[[ItemT, BufferT], object] = lambda _item, _buffer: None,
+        reusable: Callable[[Ticket], None] = lambda ticket: ticket.wait(),
+        read_failed: Callable[[ItemT, AioError], object] | None = None,
+    ) -> None:
+        assert ahead > 0, ahead
+        self._ahead = ahead
+        self._transform = transform
+        self._read = read
+        self._look_ahead = look_ahead
+        self._write = write
+        self._finish = finish
+        self._reusable = reusable
+        self._read_failed = read_failed
+        self._free = deque(buffers)
+        assert self._free, "a pipeline has a buffer"
+        self._waiting: deque[ItemT] = deque()  # known to `look_ahead`
+        self._reading: deque[tuple[ItemT, BufferT, Ticket]] = deque()
+        self._writing: deque[tuple[BufferT, Ticket]] = deque()
+
+    def run(self, items: Iterable[ItemT]) -> None:
+        """Pass all items through. Blocks until the last write has taken its bytes.
+
+        Raises: the first fault of a read, a write or a callback. Also then nothing is on its way
+        from or into a buffer.
+        """
+        source = iter(items)
+        try:
+            while (coming := self._next(source)) is not None:
+                item, buffer, well = coming
+                if well:
+                    self._transform(item, buffer)
+                if well and self._write is not None:
+                    # In the queue before anything else may raise: the memory is not free until the
+                    # write has ended.
+                    self._writing.append((buffer, self._write(item, buffer)))
+                else:
+                    self._free.append(buffer)
+                self._finish(item, buffer)
+            while self._writing:
+                self._reclaim()
+        finally:
+            self._wait_for_all()
+
+    def _next(self, source: Iterator[ItemT]) -> tuple[ItemT, BufferT, bool] | None:
+        """The coming item, its buffer, and whether its read went well; None at the end."""
+        if self._read is None:
+            self._waiting.extend(itertools.islice(source, self._ahead - len(self._waiting)))
+            if not self._waiting:
+                return None
+            self._look_ahead(tuple(self._waiting))
+            return self._waiting.popleft(), self._acquire(), True
+        # A buffer must be in sight before an item is taken: what was taken has to be read.
+        while len(self._reading) < self._ahead and (self._free or self._writing):
+            for item in itertools.islice(source, 1):
+                buffer = self._acquire()
+                self._reading.append((item, buffer, self._read(item, buffer)))
+                break
+            else:
+                break
+        return self._await_read() if self._reading else None
+
+    def _await_read(self) -> tuple[ItemT, BufferT, bool]:
+        item, buffer, ticket = self._reading[0]
+        well = True
+        try:
+            ticket.wait()
+        except AioError as error:
+            if self._read_failed is None:
+                raise
+            self._read_failed(item, error)
+            well = False
+        # Taken out after the wait: Ctrl-C in it leaves the read where the end of `run` waits for
+        # it.
+        self._reading.popleft()
+        return item, buffer, well
+
+    def _acquire(self) -> BufferT:
+        """A buffer that is free, or that of the oldest write, as soon as its bytes are taken."""
+        if not self._free:
+            self._reclaim()
+        return self._free.popleft()
+
+    def _reclaim(self) -> None:
+        buffer, ticket = self._writing[0]
+        self._reusable(ticket)
+        self._writing.popleft()
+        self._free.append(buffer)
+
+    def _wait_for_all(self) -> None:
+        """Return when no transfer is in flight. Their errors are of no interest: a first one is on
+        its way to the caller.
+        """
+        for ticket in [each[-1] for each in self._reading] + [each[-1] for each in self._writing]:
+            with contextlib.suppress(AioError):
+                ticket.wait()
+
+
+@contextlib.contextmanager
+def slab_buffers(size_bytes: int, count: int = BUFFERS) -> Iterator[list[Bytes]]:
+    """Allocate buffers in one slab, each a multiple of 4096 bytes. At the end nothing may be in
+    flight in them.
+    """
+    size = round_up(size_bytes, 4096)
+    with Slab(count * size) as slab:
+        buffers: list[Bytes] = [
+            slab.array(np.uint8, offset=k * size, count=size) for k in range(count)
+        ]
+        try:
+            yield buffers
+        finally:
+            buffers.clear()  # a view that lives would keep the slab's memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The part of a parameter that lies in one chunk of this rank's shard.
+
+    start: its first element in the chunk; element: that element's index in the parameter; numel:
+    how many.
+    """
+
+    param: Param
+    chunk: int
+    start: int
+    element: int
+    numel: int
+
+
+def spans_of(param: Param, rank: int) -> Iterator[Span]:
+    """Yield the parts of a parameter in the chunks of this rank's shard, in order."""
+    for chunk, start, element, numel in param.flat.layout.spans(param.slot_index, rank):
+        yield Span(param, chunk, start, element, numel)
+
+
+class ChunkBuffer:
+    """Memory for the sections of one chunk, as large as the largest chunk that it was assigned.
+
+    `fetch` and `store` start transfers; wait for one before the next.
+    """
+
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._at: list[int] = []
+        self._records: ShardRecords | None = None
+        self._chunk = 0
+
+    @property
+    def records(self) -> ShardRecords:
+        """The shard whose chunk the buffer has."""
+        assert self._records is not None, "nothing was fetched"
+        return self._records
+
+    def assign(self, records: ShardRecords, chunk: int) -> None:
+        """Make room for all sections of one chunk, whose bytes are undefined until they are written
+        here.
+        """
+        self._records, self._chunk = records, chunk
+        numel = records.flat.layout.chunks[chunk].numel
+        self._at, size = [], 0
+        for section in records.sections:
+            self._at.append(size)
+            size += round_up(section.size_bytes(numel), 64)
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size, dtype=torch.uint8)
+
+    def fetch(self, records: ShardRecords, chunk: int, sections: Sequence[int]) -> Ticket:
+        """Start reading these sections of one chunk. Does not block."""
+        self.assign(records, chunk)
+        return self._move(JobKind.FETCH, sections)
+
+    def store(self, sections: Sequence[int]) -> Ticket:
+        """Start writing these sections back. Does not block."""
+        return self._move(JobKind.STORE, sections)
+
+    def section(self, index: int, start: int, numel: int) -> Bytes:
+        """Elements [start, start + numel) of a section as bytes, writable. A begun group of
+        elements counts whole.
+        """
+        section = self.records.sections[index]
+        low = self._at[index] + section.size_bytes(start)
+        memory: Bytes = self._memory.numpy()
+        return memory[low : self._at[index] + section.size_bytes(start + numel)]
+
+    def _move(self, kind: JobKind, sections: Sequence[int]) -> Ticket:
+        base = self._memory.data_ptr()
+        addresses = {section: base + self._at[section] for section in sections}
+        flat = self.records.flat
+        return self._store.move_chunk(flat, self._chunk, kind, addresses, priority=Priority.DEMAND)

@@ -1,0 +1,496 @@
+"""Memory that a plan takes: placement of the states of each rank, and device memory, part by part.
+
+Placement is the engine's own (`memory.placement`). A model of 400 billion parameters has a million
+chunks; a plan has coarser pieces, at most `PIECES_MAX` in all, which moves the border between
+resident and not by about one part in a thousand. Slots of pieces are larger than those of chunks;
+they are counted as chunks want them.
+
+Device memory is that of one GPU or, where the CPU computes, of the process; the most of a step:
+
+    gathered units       (AHEAD + 1) times the largest, which is the bound that the engine keeps
+                         (`params.unshard`); all, where whole parameters stay on the device
+    shards on the device of several ranks: this one's share of its node's copy (hpZ), or of
+                         parameters that stay under stage 3
+    exchange buffers     of several ranks: the largest unit's gradients to be reduced, and those
+                         that come; codes besides
+    fresh gradients      of the unit in backward. Where a GPU computes, also of those on their way
+                         from it: OFFLOAD_UNITS, or WINDOW_UNITS with update="backward". Where the
+                         CPU computes, of UNITS_AHEAD with update="backward"
+    inputs of blocks     kept for recomputing, of every layer; of a few where they wait on the CPU
+                         or on drives
+    one block at work,   activations of a block in backward, or the logits and their loss: the
+    or logits and loss   larger, since they come at different times; without checkpointing all
+                         blocks, and the logits
+    states in update     chunks on their way, with the update on the GPU
+    CUDA and libraries   context, kernels and cuBLAS workspaces; NCCL's buffers where there are
+                         several GPUs (assumed)
+
+Activations are estimates (`perf.plan.workload`). Memory that the allocator leaves unused between
+its blocks is not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from infinity._src.grads.proxy import NORM_PIECE_NUMEL
+from infinity._src.memory.constants import (
+    AHEAD,
+    AHEAD_CHUNKS,
+    HELD_CALLS,
+    LEAVING_BYTES,
+    OFFLOAD_UNITS,
+    UNITS_AHEAD,
+    WINDOW_UNITS,
+)
+from infinity._src.memory.layout import FlatLayout, plan_flat
+from infinity._src.memory.placement import FlatNeed, PlacementPlan, StepLoad, plan_placement
+from infinity._src.memory.planner import state_format
+from infinity._src.optim.grad_windows import window_bytes
+from infinity._src.perf.plan.machine import Machine
+from infinity._src.perf.plan.workload import FlatShape, Job, ModelShape
+from infinity._src.perf.roofline import AtRest
+from infinity._src.sizes import MIB, round_up
+from infinity.aio import Format
+from infinity.aio._records import GradSection, chunk_numel
+from infinity.errors import BudgetError
+
+# -- CPU memory and drives -------------------------------------------------------------------------
+
+
+PIECES_MAX = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiers:
+    """Bytes on each tier."""
+
+    device: float = 0.0
+    cpu: float = 0.0
+    nvme: float = 0.0
+
+    def __add__(self, other: Tiers) -> Tiers:
+        return Tiers(self.device + other.device, self.cpu + other.cpu, self.nvme + other.nvme)
+
+    def __bool__(self) -> bool:
+        return bool(self.device or self.cpu or self.nvme)
+
+
+def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str, Tiers]:
+    """Bytes that each of several ranks holds besides its placement, by name; no zeros.
+    """
+    if machine.world == 1:
+        return {}
+    layouts = [
+        (flat, plan_flat(flat.numels, flat.dtype.itemsize, machine.world)) for flat in shape.flats
+    ]
+    trained = [(flat, layout) for flat, layout in layouts if flat.trainable]
+    found = {}
+    if job.policy.accumulates_locally:
+        whole = sum(
+            round_up(layout.numel * job.grad_itemsize(flat.dtype), 64) for flat, layout in trained
+        )
+        found["whole sums of gradients"] = Tiers(cpu=float(whole))
+    shard = float(sum(layout.shard_numel * layout.itemsize for _, layout in layouts))
+    if job.policy.hpz:
+        copy = machine.nodes * shard
+        found["the node's copy (hpZ)"] = (
+            Tiers(device=copy) if job.policy.hpz == "device" else Tiers(cpu=copy)
+        )
+    elif job.policy.params == "device" and not job.whole_params(machine.world):
+        found["shards kept on the device"] = Tiers(device=shard)
+    if job.policy.qgz and job.policy.error_feedback:
+        turns = min(machine.nodes, machine.ranks) > 1  # the second one is over nodes
+        numel = sum(
+            layout.numel + turns * machine.nodes * layout.shard_numel for _, layout in trained
+        )
+        found["errors fed back (qgZ)"] = Tiers(cpu=2.0 * numel)
+    return {name: size for name, size in found.items() if size}
+
+
+def place_states(
+    shape: ModelShape, machine: Machine, job: Job, budget: int
+) -> tuple[list[FlatNeed], PlacementPlan]:
+    """The needs of one rank and their placement under its `budget` of bytes; where that is too
+    small, the placement that takes least, so `ram_bytes` of it is above the budget. What
+    `beside_placement` has is in neither."""
+    fine = _needs(shape, machine, job, 1, least=True)
+    needs = _needs(shape, machine, job, _grain(shape, machine.world, job.policy.state))
+    largest = max(
+        (numel for flat in shape.flats if flat.trainable for numel in flat.numels), default=0
+    )
+
+    staging = _staging_bytes(shape, machine, job)
+    bandwidths = machine.read_bytes_per_s, machine.write_bytes_per_s
+    load = StepLoad(
+        "deferred" if job.policy.speculates else job.policy.update, job.micro_batches, bandwidths
+    )
+
+    def plan(
+        which: Sequence[FlatNeed], ram_bytes: int | None, spill: Sequence[bool] | None = None
+    ) -> PlacementPlan:
+        return plan_placement(
+            which,
+            ram_bytes,
+            drive_count=machine.drives,
+            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + staging,
+            resident=job.policy.resident_parts,
+            load=load,
+            spill=spill,
+            advice="",
+        )
+
+    def chunked(found: PlacementPlan) -> PlacementPlan:
+        """Replace the pools by those that the engine's chunks want."""
+        if not found.pool_bytes:
+            return found
+        spill = [need.spill_format is not None for need in fine] if any(found.spilled) else None
+        return _with_pools(found, plan(fine, None, spill))
+
+    try:
+        found = plan(needs, max(budget, 0))
+    except BudgetError as error:
+        ways = [plan(needs, error.smallest_bytes), plan(needs, None)]
+        found = min(ways, key=lambda way: chunked(way).ram_bytes)
+        if chunked(found).ram_bytes > budget:
+            return needs, chunked(found)
+    if found.pool_bytes:
+        # So much more of pieces may be held; without pools it would be more than there is.
+        with contextlib.suppress(
+            BudgetError
+        ):  # another way to spill may want more than that, in coarse pieces: then as found
+            larger = plan(needs, budget + found.pool_bytes - chunked(found).pool_bytes)
+            found = larger if larger.pool_bytes else found
+    return needs, chunked(found)
+
+
+def _staging_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
+    """Pinned memory by way of which gradients leave a GPU for updates during backward, as
+    `optim.staging` has it.
+    """
+    if not machine.gpus or job.policy.update != "backward" or job.policy.speculates:
+        return 0
+    windows = (
+        window_bytes(
+            numel * job.grad_itemsize(flat.dtype)
+            for flat in unit.flats
+            if flat.trainable
+            for numel in flat.numels
+        )
+        for unit in shape.units
+    )
+    return WINDOW_UNITS * max(windows, default=0)
+
+
+def _with_pools(plan: PlacementPlan, fine: PlacementPlan) -> PlacementPlan:
+    """A plan of coarse pieces with the pools that the engine's chunks want."""
+    return dataclasses.replace(
+        plan,
+        small_count=fine.small_count,
+        small_bytes=fine.small_bytes,
+        large_count=fine.large_count,
+        large_bytes=fine.large_bytes,
+    )
+
+
+def _grain(shape: ModelShape, ranks: int, state: str) -> int:
+    """Chunks in a piece, so that there are at most PIECES_MAX pieces."""
+    pieces = 0
+    for flat in shape.flats:
+        held = state_format(state, flat.dtype) if flat.trainable else None
+        pieces += -(-flat.numel // (ranks * chunk_numel(held or Format.RAW)))
+    return -(-pieces // PIECES_MAX)
+
+
+def _needs(
+    shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: bool = False
+) -> list[FlatNeed]:
+    """The flats as the placement sees them. least: one chunk of each kind only, for the sizes of
+    slots.
+    """
+    needs: list[FlatNeed] = []
+    seen: set[tuple[object, ...]] = set()
+    layouts: dict[tuple[tuple[int, ...], int, int], FlatLayout] = {}
+    for flat in shape.flats:
+        held = state_format(job.policy.state, flat.dtype) if flat.trainable else None
+        size = chunk_numel(held or Format.RAW) * grain
+        key = (flat.numels, flat.dtype.itemsize, size)
+        if key not in layouts:
+            layouts[key] = plan_flat(flat.numels, flat.dtype.itemsize, machine.world, size)
+        layout = layouts[key]
+        if least:
+            # Slots are as large as the largest chunk: one of each length up to a whole chunk says
+            # it.
+            kind = (held, flat.dtype, min(layout.shard_numel, size))
+            if kind in seen:
+                continue
+            seen.add(kind)
+            layout = dataclasses.replace(layout, shard_numel=min(layout.shard_numel, size))
+        needs.append(_need(flat, layout, held, job))
+    return needs
+
+
+def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) -> FlatNeed:
+    if held is None:
+        return FlatNeed(
+            layout,
+            Format.RAW,
+            job.policy.params,
+            job.policy.optim,
+            versions=2 if job.policy.durable else 1,
+        )
+    stores = job.stores_gradients
+    itemsize = job.grad_itemsize(flat.dtype)
+    size = layout.shard_numel * itemsize
+    delayed = job.policy.update == "delayed"
+    grads = size * (2 if delayed else 1) if stores else 0
+    spills = job.policy.grads == "nvme" and stores
+    section = {2: GradSection.BF16, 4: GradSection.FP32}[itemsize]
+    return FlatNeed(
+        layout,
+        held,
+        job.policy.params,
+        job.policy.optim,
+        grad_bytes=grads,
+        shadow_bytes=layout.shard_numel * flat.dtype.itemsize if delayed else 0,
+        spill_format=held.with_grad(section) if spills else None,
+        window_bytes=size if spills else 0,
+        versions=job.policy.generations,
+    )
+
+
+def bytes_at_rest(need: FlatNeed, masks: Sequence[int], placed: Format) -> tuple[AtRest, AtRest]:
+    """(everything, what is on NVMe) of one flat by kind, in bytes."""
+    need = dataclasses.replace(need, format=placed)
+    totals = [AtRest(), AtRest()]
+    for index, section in enumerate(need.sections):
+        kind = "grads" if index and need.kind(index) == "grad" else "optim" if index else "params"
+        if kind == "params" and not need.held:
+            kind = "frozen"
+        whole = sum(section.size_bytes(numel) for numel in need.numels)
+        nvme = sum(
+            section.size_bytes(numel)
+            for numel, mask in zip(need.numels, masks, strict=True)
+            if mask >> index & 1
+        )
+        totals[0] += AtRest(**{kind: float(whole)})
+        totals[1] += AtRest(**{kind: float(nvme)})
+    return totals[0], totals[1]
+
+
+# -- Device memory ---------------------------------------------------------------------------------
+
+
+CUDA_BYTES = 640 * MIB
+"""What a process holds of a GPU before it computes anything: context, kernels, cuBLAS workspaces
+(assumed).
+"""
+
+NCCL_BYTES = 512 * MIB
+"""What NCCL holds besides (assumed)."""
+
+CHUNKS_IN_UPDATE = 2 * AHEAD_CHUNKS
+"""Chunks of states that are on a GPU at once when it updates them: on their way in, in the kernel,
+on their way out.
+"""
+
+TILES = (2, 4, 8, 16, 32, 64)
+WORDS = (8192, 2048)  # whose logits are computed at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """Need of one kind of memory, of how much there is (None: not known), and its parts.
+    """
+
+    bytes: float
+    there_is: float | None
+    parts: dict[str, float]
+
+    @property
+    def fits(self) -> bool:
+        """True if there is enough."""
+        return self.there_is is None or self.bytes <= self.there_is
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One change of a job that makes it fit a GPU: what it is, how the engine is told, and what it
+    then needs.
+    """
+
+    name: str
+    how: str
+    job: Job
+    need: Need
+
+
+def loss_tiles(shape: ModelShape, words: int = WORDS[0]) -> int:
+    """Tiles of the loss that have so many words at most."""
+    return max(1, -(-shape.vocabulary // words))
+
+
+def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
+    """Device memory of one GPU; the module has the parts."""
+    whole = float(shape.gathered_bytes(machine.world))
+    largest = float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world))
+    early = job.policy.update == "backward" and not job.policy.speculates
+    if machine.gpus:
+        waiting = 1 + (WINDOW_UNITS if early else OFFLOAD_UNITS)
+    else:
+        waiting = UNITS_AHEAD if early else 1
+    parts = {
+        "gathered units": gathered_bytes(shape, machine, job),
+        **{name: size.device for name, size in beside_placement(shape, machine, job).items()},
+        "exchange buffers": _exchange_bytes(machine, job, largest),
+        "fresh gradients": min(waiting * largest, whole),
+        **_activations(shape, machine, job),
+    }
+    if machine.gpus:
+        if job.policy.update_on == "device":
+            numel = chunk_numel(Format.SPLIT)
+            # 12 B of states and 2 B of gradient.
+            parts["states in update"] = float(
+                CHUNKS_IN_UPDATE * numel * 14
+            )
+        parts["CUDA and libraries (assumed)"] = float(
+            CUDA_BYTES + (NCCL_BYTES if machine.world > 1 else 0)
+        )
+    parts = {name: size for name, size in parts.items() if size}
+    return Need(sum(parts.values()), machine.gpu_mem_bytes, parts)
+
+
+def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:
+    """The whole of a unit to be reduced and the parts that come; with codes, a quarter and
+    (weights) half of it twice, and fp32 sums of what goes to other nodes."""
+    if machine.world == 1:
+        return 0.0
+    coded = (0.5 if job.policy.qgz else 0.0) + (0.5 if job.policy.qwz else 0.0)
+    partial = 2.0 / machine.ranks if job.policy.qgz and machine.nodes > 1 else 0.0
+    return ((1.0 if job.policy.qgz else 2.0) + coded + partial) * largest
+
+
+def gathered_bytes(shape: ModelShape, machine: Machine, job: Job) -> float:
+    """The most that values of parameters take on the device of a rank."""
+    whole = float(shape.gathered_bytes(machine.world))
+    if job.whole_params(machine.world):
+        return whole
+    return min(
+        (AHEAD + 1) * float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world)),
+        whole,
+    )
+
+
+def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, float]:
+    tokens = job.micro_batch_tokens(machine.world)
+    block = float(tokens * shape.block_bytes_per_token)
+    logits = float(tokens * shape.logits_bytes_per_token(job.loss_tiles))
+    if not job.checkpointing:
+        return {
+            "activations of all blocks (estimated)": shape.layers * block,
+            "logits and loss (estimated)": logits,
+        }
+    one = float(tokens * shape.itemsize * shape.width)
+    inputs = float(tokens * shape.boundary_bytes_per_token)
+    if job.policy.activations != "device":
+        inputs = min(inputs, HELD_CALLS * one + max(2 * one, LEAVING_BYTES))
+    found = {"inputs of blocks": inputs}
+    if logits > block:
+        found["logits and loss (estimated)"] = logits
+    else:
+        found["one block at work (estimated)"] = block
+    return found
+
+
+def ways_to_fit(shape: ModelShape, machine: Machine, job: Job) -> list[Way]:
+    """The single changes after each of which a job that does not fit a GPU does, with what they
+    then need; each as small as it may be."""
+    found = []
+    for options in _options(shape, machine, job):
+        for option in options:
+            changed = job.replace(**option.fields)
+            need = gpu_need(shape, machine, changed)
+            if need.fits:
+                found.append(Way(option.name, option.how, changed, need))
+                break
+    return found
+
+
+def least_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
+    """Device memory with all of these changes together, each as far as it goes."""
+    for options in _options(shape, machine, job):
+        if options:
+            job = job.replace(**options[-1].fields)
+    return gpu_need(shape, machine, job)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Option:
+    """Something to be tried: its name, how the engine is told, fields of the job."""
+
+    name: str
+    how: str
+    fields: dict[str, Any]
+
+
+def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option]]:
+    """For each kind of change what may be tried, the smallest first."""
+    found = [
+        [
+            _Option(
+                f"linears in {count} tiles",
+                f"inf.tile_linears(model, tiles={count})",
+                {"tiles": count},
+            )
+            for count in TILES
+            if count > job.tiles
+        ]
+    ]
+    found.append(
+        [
+            _Option(
+                f"the loss in {count} tiles",
+                f"inf.tile_loss(model, tiles={count})",
+                {"loss_tiles": count},
+            )
+            for count in (loss_tiles(shape, words) for words in WORDS)
+            if count > job.loss_tiles
+        ]
+    )
+    if not job.checkpointing:
+        found.append(
+            [
+                _Option(
+                    "gradient checkpointing",
+                    "model.gradient_checkpointing_enable()",
+                    {"checkpointing": True},
+                )
+            ]
+        )
+    elif job.policy.activations == "device":
+        tiers = [("cpu", "the CPU")] if machine.gpus else []
+        tiers += [("nvme", "the drives")] if machine.drives else []
+        found += [
+            [_Option(f"activations on {place}", f"activations={tier!r}", {"activations": tier})]
+            for tier, place in tiers
+        ]
+    found.append(_fewer_tokens(machine, job))
+    return found
+
+
+def _fewer_tokens(machine: Machine, job: Job) -> list[_Option]:
+    """More micro-batches of fewer tokens each, down to one sequence."""
+    found = []
+    now = job.micro_batch_tokens(machine.world)
+    count = 2 * job.micro_batches
+    while job.tokens >= count * machine.world:
+        tokens = job.replace(micro_batches=count).micro_batch_tokens(machine.world)
+        if tokens < job.sequence:
+            break
+        told = f"{tokens:,} tokens in each, not {now:,}"
+        found.append(_Option(f"{count} micro-batches", told, {"micro_batches": count}))
+        count *= 2
+    return found

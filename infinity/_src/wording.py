@@ -1,0 +1,21 @@
+"""Lists of names in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+LISTED_MAX = 5
+"""Names in a message, before the rest is only counted."""
+
+
+def listed(names: Iterable[str], most: int = LISTED_MAX) -> str:
+    """Write names as "a, b and 3 more", so that a message stays a message."""
+    every = list(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
+
+
+def listed_are(names: Iterable[str], most: int = LISTED_MAX) -> str:
+    """Write names with their verb: "a is", "a, b and 3 more are"."""
+    every = list(names)
+    return f"{listed(every, most)} {'is' if len(every) == 1 else 'are'}"

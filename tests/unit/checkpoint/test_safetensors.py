@@ -1,0 +1,78 @@
+"""Files of weights: the bytes are those of the format's own library, and a write that fails says
+where.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+
+from infinity._src.checkpoint import safetensors
+from infinity._src.checkpoint.safetensors import FileTensor, check_dtypes, file_order, write_file
+
+
+def described(tensors: dict[str, torch.Tensor]) -> list[FileTensor]:
+    found = [FileTensor(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
+    return sorted(found, key=file_order)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shapes=st.lists(
+        st.tuples(
+            st.text(min_size=1, max_size=6),
+            st.sampled_from(list(safetensors._DTYPES)),
+            st.lists(st.integers(0, 5), max_size=3),
+        ),
+        min_size=1,
+        max_size=8,
+        unique_by=lambda each: each[0],
+    ),
+    cut=st.integers(1, 4),
+)
+def test_a_file_is_byte_by_byte_that_of_the_library(
+    shapes: list[tuple[str, torch.dtype, list[int]]],
+    cut: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    tensors = {
+        name: torch.arange(int(torch.tensor(shape).prod()) if shape else 1).reshape(shape).to(dtype)
+        for name, dtype, shape in shapes
+        if name != "__metadata__"
+    }
+    path = tmp_path_factory.getbasetemp() / "one.safetensors"
+    ordered = described(tensors)
+    parts = (part for each in ordered for part in tensors[each.name].reshape(-1).split(cut))
+    write_file(path, ordered, parts)
+    assert path.read_bytes() == save(tensors, metadata={"format": "pt"})
+    assert load(path.read_bytes()).keys() == tensors.keys()
+
+
+def test_a_full_drive_and_other_errors_name_the_path(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(1 << 18)}
+    full = Path("/dev/full")
+    if full.exists():
+        with pytest.raises(OSError, match="no room for 1 MiB") as raised:
+            write_file(full, described(tensors), tensors.values())
+        assert raised.value.errno == errno.ENOSPC
+        assert raised.value.filename == str(full)
+    with pytest.raises(IsADirectoryError) as raised:
+        write_file(tmp_path, described(tensors), tensors.values())
+    assert raised.value.filename == str(tmp_path)
+
+
+def test_a_dtype_that_the_format_does_not_have_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"x is torch\.complex128, which safetensors does not have; cast it"
+    ):
+        check_dtypes(described_unsorted(), way_out="cast it")
+
+
+def described_unsorted() -> list[FileTensor]:
+    return [FileTensor("x", torch.complex128, (2,))]
