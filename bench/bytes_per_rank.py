@@ -132,7 +132,7 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
         found["parameters on the device"] = Tiers(device=live)
     else:
         found["parameters gathered, at most"] = Tiers(device=handle.stats().gathered_bytes_peak)
-    reducer, kept = handle.parts.grads.reducer, handle.residency._fills.kept
+    reducer, kept = handle.parts.grads.reducer, handle.unsharder._pending.secondary
     if reducer._unreduced is not None:
         found["whole sums of gradients"] = Tiers(cpu=reducer._unreduced.size_bytes)
     if kept is not None:

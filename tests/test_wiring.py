@@ -81,6 +81,7 @@ LATE = """
         ("anything = self", True),
         ("anything = functools.partial(print, 1)", True),
         ("count = 3", False),
+        ("hook = PENDING", False),
         ("count = maker.count", False),
         ("found = [maker]", False),
     ],

@@ -51,12 +51,11 @@ from infinity._src.optim.state_access import States
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_mode import DeferredUpdate, ModeParts, UpdateMode
-from infinity._src.params.discover import build, find_units
+from infinity._src.params.discover import build, check_gatherable, device_memory_bytes, find_units
 from infinity._src.params.materialize import OpenSource, Source, fill_unit, open_source
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
-from infinity._src.params.too_large import check_gatherable, device_memory_bytes
 from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.unshard import Unsharder
 from infinity._src.storage import Storage, check_activations
 from infinity._src.telemetry import Timeline
 from infinity.aio import Executor, Seam
@@ -337,11 +336,11 @@ def build_unsharder(
         mode=mode,
         access=access,
         heap=heap,
-        keep=split.ranks.whole_params,
+        never_evict=split.ranks.whole_params,
         timeline=timeline,
         device=split.device,
         qwz=split.policy.qwz,
-        kept=split.ranks.kept(split.units, split.device),
+        secondary=split.ranks.kept(split.units, split.device),
         activations_moved=tiers.storage.activations_moved,
     )
 
@@ -362,12 +361,12 @@ def build_optimizer(
     executor, store = tiers.executor, tiers.store
     transaction = None
     if policy.generations > 1:
-        transaction = Transaction(units, rest=store, executor=executor, residency=unsharder)
+        transaction = Transaction(units, rest=store, executor=executor, unsharder=unsharder)
     pipeline = StepPipeline(
         units,
         rest=store,
         executor=executor,
-        residency=unsharder,
+        unsharder=unsharder,
         comm=comm,
         mode=mode,
         transaction=transaction,
@@ -382,7 +381,7 @@ def build_optimizer(
         executor=executor,
         gradients=tiers.buffers,
         book=grads.registry,
-        residency=unsharder,
+        unsharder=unsharder,
         pipeline=pipeline,
         mode=mode,
         rank=comm.rank,

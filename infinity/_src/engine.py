@@ -113,7 +113,7 @@ class Handle:
         self.parts = parts
         self.policy, self.units, self.comm = parts.split.policy, parts.split.units, parts.split.comm
         self.rank = self.comm.rank
-        self.residency, self.durable = parts.unsharder, parts.durable
+        self.unsharder, self.durable = parts.unsharder, parts.durable
         self.pipeline, self.states = parts.optimizer.pipeline, parts.optimizer.states
         self.saving = parts.optimizer.saving
 
@@ -189,7 +189,7 @@ class Handle:
     def read(self, param: Param) -> torch.Tensor:
         """The current value of one parameter as an ordinary CPU tensor; waits for pending updates of its unit."""
         self.parts.lifecycle.recover()
-        return self.residency.read(param)
+        return self.unsharder.read(param)
 
     def stats(self) -> Stats:
         """Counters since `offload`; `infinity._src.stats.Stats` says what each means. Raises: EngineClosed."""
@@ -198,7 +198,7 @@ class Handle:
         return Stats.collect(
             executor=self.parts.tiers.storage.observe(self.pipeline.steps),
             endurance=self.parts.tiers.storage.endurance,
-            residency=self.residency,
+            unsharder=self.unsharder,
             pipeline=self.pipeline,
             placement=self.parts.tiers.planner.plan,
             param_numel=sum(param.numel for param in self.parts.split.params),
@@ -246,7 +246,7 @@ class Handle:
         steps = (
             self.parts.lifecycle.detach,
             self.parts.tiers.executor.wait_all,
-            self.residency.close,
+            self.unsharder.close,
             lambda: detach_params(self.parts.split.params),
         )
         with run_all(self._forget, *steps, self.parts.tiers.buffers.close, self._undo.close):

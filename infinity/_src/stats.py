@@ -10,7 +10,7 @@ from typing import Any
 from infinity._src.hooks.activation_offload import ActivationFigures
 from infinity._src.memory.placement import PlacementPlan, name_parts
 from infinity._src.optim.step import StepPipeline
-from infinity._src.params.residency import Unsharder
+from infinity._src.params.unshard import Unsharder
 from infinity._src.perf.step_report import StepTerms
 from infinity._src.sizes import format_size
 from infinity._src.telemetry import PhaseFigures
@@ -285,7 +285,7 @@ class Stats:
         cls,
         *,
         executor: ExecutorStats,
-        residency: Unsharder,
+        unsharder: Unsharder,
         pipeline: StepPipeline,
         placement: PlacementPlan,
         param_numel: int,
@@ -305,7 +305,7 @@ class Stats:
         update: when updates run; None where no limits are known (inside `opt.step()`, on the device). bandwidths: of the drives,
         by directory, where they are known better than from this run. ranks: what only several of them have, by field.
         """
-        drives, marks = drive_figures(executor, endurance or Endurance()), residency.clock.marks()
+        drives, marks = drive_figures(executor, endurance or Endurance()), unsharder.clock.marks()
         return cls(
             params=param_numel,
             units=unit_count,
@@ -315,19 +315,19 @@ class Stats:
             params_read_bytes=marks.params_read,
             grads_read_bytes=marks.grads_read,
             grads_written_bytes=marks.grads_written,
-            io_wait_s=residency.wait_s,
+            io_wait_s=unsharder.wait_s,
             update_wait_s=pipeline.update_wait_s,
             compute_s=executor.compute_s,
             ram_bytes=placement.ram_bytes,
             ram_min_bytes=placement.min_bytes,
             **{name: getattr(placement, name) for name in _OF_PLACEMENT},
             frozen_bytes=frozen_bytes,
-            gathered_bytes_peak=residency.gathered_bytes_peak,
+            gathered_bytes_peak=unsharder.gathered_bytes_peak,
             fresh_grad_bytes_peak=fresh_grad_bytes_peak,
             heap_spare_bytes=heap_spare_bytes,
-            demands=residency.demands,
-            demand_reads=residency.demand_reads,
-            deviations=residency.schedule.deviations,
+            demands=unsharder.demands,
+            demand_reads=unsharder.demand_reads,
+            deviations=unsharder.schedule.deviations,
             **{name: getattr(executor, name) for name in _OF_EXECUTOR},
             backend_reason=backend_reason,
             written_per_step_bytes=_sum([drive.written_per_step_bytes for drive in drives]),
@@ -337,14 +337,14 @@ class Stats:
             steps_undone=pipeline.steps_undone,
             commit_s=pipeline.transaction.commit_s if pipeline.transaction is not None else 0.0,
             **(dict.fromkeys(_OF_RANKS, 0) if ranks is None else ranks),
-            comm_wait_s=residency.gradients.wait_s,
+            comm_wait_s=unsharder.gradients.wait_s,
             h2d_bytes=executor.to_device_bytes,
             d2h_bytes=executor.from_device_bytes,
             h2d_s=executor.to_device_s,
             d2h_s=executor.from_device_s,
-            phases=residency.clock.totals(),
+            phases=unsharder.clock.totals(),
             terms=StepTerms.collect(
-                residency.clock, executor, update=update, bandwidths=bandwidths or {}, frozen_bytes=frozen_bytes
+                unsharder.clock, executor, update=update, bandwidths=bandwidths or {}, frozen_bytes=frozen_bytes
             )
             if update is not None
             else None,

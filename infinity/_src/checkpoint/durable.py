@@ -52,7 +52,7 @@ from infinity._src.checkpoint.writer import StoredStates
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
-from infinity._src.params.shard_records import ShardRecords
+from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat
 from infinity.errors import AioError, PeerFailed
 

@@ -17,8 +17,8 @@ import torch
 
 from infinity._src.optim.state_access import States
 from infinity._src.params.materialize import NamedTensors, find_buffers
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.unit import Param, Unit
+from infinity._src.params.unshard import Unsharder
 from infinity._src.wording import listed
 from infinity.aio import Format
 
@@ -28,7 +28,7 @@ class Receiver(Protocol):
 
     units: list[Unit]
     states: States
-    residency: Unsharder
+    unsharder: Unsharder
 
 
 class Loaded(NamedTuple):
@@ -143,7 +143,7 @@ def write_param(of: Receiver, param: Param, value: torch.Tensor) -> None:
     if has_master(of.states, param):
         of.states.write(param, 0, value)
     else:
-        of.residency.write(param, value)
+        of.unsharder.write(param, value)
 
 
 class LastRead:

@@ -30,9 +30,9 @@ from infinity._src.kernels.tiling.tiled_module import whole_name
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
 from infinity._src.params.chunk_pipeline import BUFFERS, ChunkBuffer, ChunkPipeline, spans_of
-from infinity._src.params.residency import Unsharder
-from infinity._src.params.shard_records import ShardRecords
+from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Param
+from infinity._src.params.unshard import Unsharder
 from infinity._src.wording import listed
 from infinity.aio import Ticket
 from infinity.errors import AioError, StateInvalid
@@ -228,11 +228,11 @@ class RestoreJob:
     """One restore of a model; collective on several ranks."""
 
     def __init__(
-        self, saver: Saver, residency: Unsharder, pipeline: StepPipeline, comm: Comm, policy: Policy
+        self, saver: Saver, unsharder: Unsharder, pipeline: StepPipeline, comm: Comm, policy: Policy
     ) -> None:
         self._saver = saver
         self._states = saver.states
-        self._residency = residency
+        self._unsharder = unsharder
         self._pipeline = pipeline
         self._comm = comm
         self._policy = policy
@@ -396,7 +396,7 @@ class RestoreJob:
         metadata.write_buffers(model, buffers)
         self._pipeline.steps = checkpoint.step
         self._saver.mode.restored(checkpoint.step)
-        self._residency.gradients.forget()
+        self._unsharder.gradients.forget()
         return Restored(checkpoint.step, extra, "; ".join(self._rounded), self._notes(checkpoint))
 
     def _turns(self, checkpoint: Checkpoint, found: Mapping[Param, SavedParam]) -> Iterator[_Turn]:
@@ -430,7 +430,7 @@ class RestoreJob:
 
     def _show(self, turn: _Turn, buffer: ChunkBuffer) -> None:
         """Give parameters to the second copy that passes compute from with update="delayed"."""
-        shadow, flat = self._residency.shadow, turn.records.flat
+        shadow, flat = self._unsharder.delayed_params, turn.records.flat
         if shadow is not None:
             chunk = flat.layout.chunks[turn.chunk]
             values = torch.from_numpy(buffer.section(0, 0, chunk.numel)).view(flat.dtype)

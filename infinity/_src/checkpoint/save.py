@@ -51,7 +51,7 @@ from infinity._src.distributed.collectives import Comm
 from infinity._src.optim.state_access import States
 from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.chunk_pipeline import READ_AHEAD, Bytes, ChunkPipeline, slab_buffers
-from infinity._src.params.shard_records import ShardRecords
+from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import JOB, Executor, JobKind, Priority, Ticket
 from infinity.errors import AioError, SwapFullError

@@ -25,8 +25,8 @@ from typing import NoReturn, Protocol
 
 import torch
 
+from infinity._src.cleanup import cancel_and_wait
 from infinity._src.memory.device import GradOffload
-from infinity._src.params.quiet import quiesce
 from infinity.aio import Ticket
 from infinity.errors import AioError
 
@@ -386,7 +386,7 @@ class GradSlot:
         memory."""
         if self._h2d is None:
             return
-        interrupt = quiesce([self._h2d[0]])
+        interrupt = cancel_and_wait([self._h2d[0]])
         self._h2d = None
         if interrupt is not None:
             raise interrupt

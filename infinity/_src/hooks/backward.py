@@ -20,7 +20,7 @@ import torch
 
 from infinity._src._torch_compat import graph_task_id, node_sequence_number, queue_callback
 from infinity._src.hooks.unit_refs import UnitRefs
-from infinity._src.params.unit import Param, Residency
+from infinity._src.params.unit import Param, UnsharderInterface
 from infinity.errors import EngineClosed, SecondOrderUnsupported
 
 
@@ -81,8 +81,8 @@ class BackwardUse:
 class Backward:
     """Running backwards over the graphs of one model."""
 
-    def __init__(self, residency: Residency, lock: threading.RLock) -> None:
-        self._residency = residency
+    def __init__(self, unsharder: UnsharderInterface, lock: threading.RLock) -> None:
+        self._unsharder = unsharder
         self._lock = lock
         self._tasks: dict[int, list[BackwardUse]] = {}
         self.closed = False
@@ -148,7 +148,7 @@ class Backward:
             uses = self._tasks[task] = []
             queue_callback(lambda: self._end_task(task))
             if first:
-                self._residency.backward_start()
+                self._unsharder.backward_start()
         return uses
 
     def reset(self) -> None:
@@ -170,14 +170,14 @@ class Backward:
             while uses:
                 self._end_use(uses.pop())
             if not self._tasks.keys() - {task}:
-                self._residency.backward_end()
+                self._unsharder.backward_end()
             self._tasks.pop(task, None)
 
     def _end_use(self, use: BackwardUse) -> None:
         use.active = False
         try:
             for slots in use.held:
-                self._residency.unit_done(slots.unit)
+                self._unsharder.unit_done(slots.unit)
         except BaseException:  # a drive or another rank failed: no reset will find this use
             for slots in use.held:
                 slots.release(check=False)
@@ -204,7 +204,7 @@ class Backward:
             tensor.grad = None
             with self._lock:
                 self.task()
-                self._residency.accumulate_grad(
+                self._unsharder.accumulate_grad(
                     param, grad if grad.layout is torch.strided else grad.to_dense()
                 )
 

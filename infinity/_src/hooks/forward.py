@@ -42,7 +42,7 @@ from infinity._src.hooks.module_params import Installed, install, uninstall
 from infinity._src.hooks.state_dict import Check, hook_state_dict
 from infinity._src.hooks.unit_refs import UnitRefs, Window
 from infinity._src.kernels.tiling.tiled_module import keep_uncompiled
-from infinity._src.params.unit import Param, Residency, Unit
+from infinity._src.params.unit import Param, Unit, UnsharderInterface
 from infinity.errors import EngineClosed, ParameterReleased
 
 
@@ -112,7 +112,7 @@ class Lifecycle:
         self,
         model: torch.nn.Module,
         units: list[Unit],
-        residency: Residency,
+        unsharder: UnsharderInterface,
         *,
         where: Callable[[Param], str] | None = None,
         check_state_dict: Check | None = None,
@@ -121,7 +121,7 @@ class Lifecycle:
     ) -> None:
         self.model = model
         self.units = units
-        self.residency = residency
+        self.unsharder = unsharder
         self.closed = False
         self.windows: dict[Param, Window] = {}
         self._activations = activations
@@ -132,15 +132,15 @@ class Lifecycle:
         # Autograd runs hooks of a device in a thread of its own.
         self._lock = threading.RLock()
         self._frames = frames if frames is not None else FrameStack()
-        self._backward = Backward(residency, self._lock)
+        self._backward = Backward(unsharder, self._lock)
         self._grad_hooked: set[Param] = set()
         self._installed: Installed = install(
-            model, units, owner=self, on_demand=self.in_forward, read=residency.read
+            model, units, owner=self, on_demand=self.in_forward, read=unsharder.read
         )
         self._refs: dict[Unit, UnitRefs] = {
             unit: UnitRefs(
                 unit,
-                residency,
+                unsharder,
                 [
                     (module, self._installed.owned[module])
                     for module in self._installed.modules_of[unit]
@@ -258,7 +258,7 @@ class Lifecycle:
 
     def take_gradient(self, param: Param, grad: torch.Tensor) -> None:
         """`parameter.grad = tensor`: the tensor becomes the whole gradient."""
-        self.residency.assign_gradient(param, grad.detach())
+        self.unsharder.assign_gradient(param, grad.detach())
 
     def set_requires_grad(self, param: Param, flag: bool) -> None:
         """Mirror `requires_grad` on the gathered parameter and its window."""
@@ -272,7 +272,7 @@ class Lifecycle:
         """Set the values from a state dict. value: the shape is checked, the dtype is cast as
         `copy_` does."""
         with torch.no_grad():
-            self.residency.write_alike(param, value.detach().expand(param.shape))
+            self.unsharder.write_alike(param, value.detach().expand(param.shape))
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class Lifecycle:
         if self._frames or self._backward.running:
             # All frames are dead, and no graph task runs here: an exception left them.
             self._reset()
-        self.residency.forward_start()
+        self.unsharder.forward_start()
         return True
 
     def _check_thread(self, in_backward: bool) -> None:
@@ -362,8 +362,8 @@ class Lifecycle:
                     # Last, also after an error: the phase of the clock must end.
                     if frame.outermost:
                         if (error := frame.raised) is not None:
-                            self.residency.broke("forward", error)
-                        self.residency.forward_end()
+                            self.unsharder.broke("forward", error)
+                        self.unsharder.forward_end()
 
     def _pop(self, module: torch.nn.Module) -> Frame | None:
         """Return the frame of this call, and remove frames above it that an exception left. None:
@@ -391,7 +391,7 @@ class Lifecycle:
         use = frame.use or BackwardUse(self._backward)
         use.held = tuple(frame.held)
         for refs in use.held:
-            self.residency.use_left(refs.unit)
+            self.unsharder.use_left(refs.unit)
         use.hook_outputs(found, frame.first_node)
         for tensor in found:
             param = self._param_shown_by(tensor, frame)
@@ -437,13 +437,13 @@ class Lifecycle:
 
     def _reset(self) -> None:
         if self._frames or self._backward.running:
-            self.residency.broke("forward or backward", RuntimeError("it was interrupted"))
+            self.unsharder.broke("forward or backward", RuntimeError("it was interrupted"))
         frames = list(self._frames)
         self._frames.clear()  # not a new list: activations look at this one
         for frame in reversed(frames):
             self._release_units(frame, check=False)
         self._backward.reset()
-        self.residency.reset()
+        self.unsharder.reset()
 
     def _hook_grad(self, param: Param) -> None:
         """Hook the parameter's gradients from now on, if it requires one."""
@@ -466,7 +466,7 @@ class Lifecycle:
 def attach(
     model: torch.nn.Module,
     units: list[Unit],
-    residency: Residency,
+    unsharder: UnsharderInterface,
     *,
     where: Callable[[Param], str] | None = None,
     check_state_dict: Check | None = None,
@@ -486,7 +486,7 @@ def attach(
     return Lifecycle(
         model,
         units,
-        residency,
+        unsharder,
         where=where,
         check_state_dict=check_state_dict,
         activations=activations,

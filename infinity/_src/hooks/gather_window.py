@@ -99,13 +99,13 @@ def _close(lifecycle: Lifecycle, opened: list[Window], *, together: bool) -> Non
     failure: Exception | None = None
     written = [window.written for window in opened]
     try:
-        written = lifecycle.residency.written(written) if together else written
+        written = lifecycle.unsharder.written(written) if together else written
     except Exception as error:  # noqa: BLE001  raised below
         failure = error
     for window, is_written in zip(opened, written, strict=True):
         if is_written and not isinstance(failure, StepUndone | RankFailed):
             try:
-                lifecycle.residency.write_alike(window.param, window.tensor.detach())
+                lifecycle.unsharder.write_alike(window.param, window.tensor.detach())
             except Exception as error:  # noqa: BLE001  raised below, when the others are written
                 failure = failure or error
     if failure is not None:

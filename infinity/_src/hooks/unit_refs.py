@@ -18,7 +18,7 @@ from infinity._src._torch_compat import bump_version, separate_version, version_
 from infinity._src.hooks.module_params import ModuleParameters, look, put
 from infinity._src.params import unsharded_param as gathered
 from infinity._src.params.sharded_param import ShardedParameter
-from infinity._src.params.unit import Param, Residency, Unit
+from infinity._src.params.unit import UNSHARDED, Param, Unit, UnsharderInterface
 from infinity.errors import ReplacedOutsideEngine, WeightWritten
 
 
@@ -55,12 +55,12 @@ class UnitRefs:
     def __init__(
         self,
         unit: Unit,
-        residency: Residency,
+        unsharder: UnsharderInterface,
         modules: list[tuple[torch.nn.Module, ModuleParameters]],
     ) -> None:
         self.unit = unit
         self.windows: list[Window] = []
-        self._residency = residency
+        self._unsharder = unsharder
         self._acquired = 0  # frames and uses among the references
         self._versions: list[int] = []
         self._stamped_generation: int | None = None
@@ -83,8 +83,8 @@ class UnitRefs:
         """Count a reference; blocks until the unit is gathered."""
         unit = self.unit
         if unit.refs == 0:
-            self._residency.demand(unit)
-            assert unit.gathered, f"{unit.name} was demanded and is not gathered"
+            self._unsharder.unshard(unit)
+            assert unit.state is UNSHARDED, f"{unit.name} was unsharded and is {unit.state}"
         else:
             self.check_version(window=False)
         if self._stamped_generation != unit.generation:
@@ -97,7 +97,7 @@ class UnitRefs:
     def check_version(self, *, window: bool) -> None:
         """Raise if a training pass would take what `gather()` shows; or, with `window`, the
         reverse."""
-        if self._residency.mixes(self.unit, window=window):
+        if self._unsharder.mixes(self.unit, window=window):
             raise RuntimeError(
                 f"a training forward or backward beside handle.gather() of {self.unit.name}: "
                 "gather() shows the newest parameters as they are, and training computes with "
@@ -114,8 +114,8 @@ class UnitRefs:
         if unit.refs == 0:
             if self._spoilt:
                 self._spoilt = False
-                self._residency.discard(unit)
-            self._residency.idle(unit)
+                self._unsharder.invalidate(unit)
+            self._unsharder.release(unit)
 
     def acquire(self) -> None:
         """Add a reference, and put the gathered parameters into the modules."""

@@ -20,9 +20,9 @@ from infinity._src.memory.planner import PlacementPlanner
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.step_consensus import told_of_holding
 from infinity._src.optim.update_mode import UpdateMode
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param
+from infinity._src.params.unshard import Unsharder
 from infinity.aio import Executor, Format
 
 
@@ -43,7 +43,7 @@ class OptimizerRegistry:
         executor: Executor,
         gradients: GradBuffers,
         book: GradRegistry,
-        residency: Unsharder,
+        unsharder: Unsharder,
         pipeline: StepPipeline,
         mode: UpdateMode,
         rank: int,
@@ -57,7 +57,7 @@ class OptimizerRegistry:
         self._executor = executor
         self._gradients = gradients
         self._book = book
-        self._residency = residency
+        self._unsharder = unsharder
         self._pipeline = pipeline
         self._mode = mode
         self._rank = rank
@@ -125,7 +125,7 @@ class OptimizerRegistry:
         already stays where it is, with the values it had, and the ledger counts it; a later plan moves only the rest.
         """
         self._pipeline.wait()
-        self._residency.gradients.flush_spilled()
+        self._unsharder.gradients.flush_spilled()
         self._executor.wait_all()
         before, formats_before = self._placing.saved(), self._formats
         try:
@@ -195,7 +195,7 @@ class OptimizerRegistry:
         """Room for the gradients of what is held, as planned, in RAM or on NVMe; and for what the mode wants besides."""
         plan, spilled = self._placing.plan, self._placing.spilled
         self._mode.allocate(self._held, spilled)
-        self._residency.gradients.allocate()
+        self._unsharder.gradients.allocate()
         if self._stores_gradients:
             self._gradients.allocate([flat for flat in self._held if flat not in spilled])
             # The last that may fail: from here on these flats must have the section.
@@ -209,5 +209,5 @@ class OptimizerRegistry:
                 if param.grad is not None:
                     self._gradients.place_slot(param)
                 elif param in self._holders:
-                    self._residency.slot(param)
+                    self._unsharder.slot(param)
         self._book.reserve()

@@ -20,9 +20,9 @@ from infinity._src.distributed.collectives import Comm, digest, fingerprinted
 from infinity._src.grads.slot import SlotState
 from infinity._src.kernels.state_codec import decode_sections, encode_sections
 from infinity._src.params.chunk_pipeline import ChunkBuffer, Span, spans_of
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Param
+from infinity._src.params.unshard import Unsharder
 from infinity.aio import Format
 from infinity.aio._records import GradSection, Moments
 
@@ -51,10 +51,10 @@ class States:
     wait: returns when no update is pending, raises what one met.
     """
 
-    def __init__(self, rest: StateStore, residency: Unsharder, comm: Comm, *, wait: Callable[[], None]) -> None:
+    def __init__(self, rest: StateStore, unsharder: Unsharder, comm: Comm, *, wait: Callable[[], None]) -> None:
         self.rest = rest
         self.rank = comm.rank
-        self._residency = residency
+        self._unsharder = unsharder
         self._comm = comm
         self._wait = wait
         self._buffers: list[ChunkBuffer] = []
@@ -112,13 +112,13 @@ class States:
             given = wanted[span.element : span.element + span.numel].contiguous()
             encode_value(rest.format, value, given, span_sections(stage, span))
             stage.store(sections).wait()
-            if value == 0 and self._residency.shadow is not None:
+            if value == 0 and self._unsharder.delayed_params is not None:
                 written = torch.from_numpy(stage.section(0, span.start, span.numel)).view(param.dtype)
-                self._residency.shadow.write(param.flat, int(rest.starts[span.chunk]) + span.start, written)
+                self._unsharder.delayed_params.write(param.flat, int(rest.starts[span.chunk]) + span.start, written)
 
     def touch(self, param: Param) -> None:
         """The parameter's values at rest are about to change: what is gathered of its unit is gathered anew."""
-        self._residency.touched(param.unit)
+        self._unsharder.touched(param.unit)
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class States:
         self._wait()
         if param.grad is None and param.at_rest.grad is None:
             return None
-        slot = self._residency.slot(param)
+        slot = self._unsharder.slot(param)
         if slot.reconcile(param.at_rest.grad) is SlotState.EMPTY and not slot.unreduced:
             return None
         return self._whole(param, [slot.part()])
@@ -143,12 +143,12 @@ class States:
             self.meet(f"setting the gradient of {param.name}", tensor)
         self._wait()
         if tensor is None:
-            self._residency.slot(param).empty()
+            self._unsharder.slot(param).empty()
             param.at_rest.grad = None
             return
         _, element, numel = param.flat.layout.shard_range(param.slot_index, self.rank)
         part = tensor.detach().to("cpu").reshape(-1)[element : element + numel]
-        self._residency.gradients.replace(param, part)
+        self._unsharder.gradients.replace(param, part)
 
     def _whole(self, param: Param, part: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole of what the ranks hold parts of, fp32 [param.shape]."""

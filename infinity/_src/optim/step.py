@@ -34,9 +34,9 @@ from infinity._src.optim.step_consensus import Grouped, told_of_step
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import FlatJobs, Submission, Work, plan_flat, plan_unit
 from infinity._src.params.prefetch_schedule import Phase
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.unshard import Unsharder
 from infinity.aio import Executor, Gate, JobKind, Priority, Ticket
 from infinity.aio._records import MASK_PARAM_IN_MEMORY
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid, StepUndone
@@ -81,7 +81,7 @@ class StepPipeline:
         *,
         rest: StateStore,
         executor: Executor,
-        residency: Unsharder,
+        unsharder: Unsharder,
         comm: Comm,
         mode: StepHooks,
         transaction: Transaction | None,
@@ -91,7 +91,7 @@ class StepPipeline:
         self._units = list(units)
         self._rest = rest
         self._executor = executor
-        self._residency = residency
+        self._unsharder = unsharder
         self._comm = comm
         self._mode = mode
         self._heap = heap
@@ -127,7 +127,7 @@ class StepPipeline:
             self._pending.clear()
             self._mode.undone()
             fault = self.transaction.undo(fault.__cause__ or fault)
-            self._residency.updates_ended()
+            self._unsharder.updates_ended()
         if fault is not None:
             self._comm.report_failure(fault)
             raise fault
@@ -181,10 +181,10 @@ class StepPipeline:
             except AioError:
                 self._record_fault(ticket)
         self.update_wait_s += time.perf_counter() - start
-        self._residency.update_wait_s = self.update_wait_s
+        self._unsharder.update_wait_s = self.update_wait_s
         if self._pending:
             self._pending.clear()
-            self._residency.updates_ended()
+            self._unsharder.updates_ended()
         self.raise_fault()
 
     # -- the step ------------------------------------------------------------------------------------------------------------
@@ -212,14 +212,14 @@ class StepPipeline:
         Blocks until gradients that spill are written. Raises: AioError of a write that failed; no state was touched then.
         """
         self._mode.before_step()
-        self._residency.gradients.check_reduced()
+        self._unsharder.gradients.check_reduced()
         busy = next((param.unit for param in params if param.unit.refs), None)
         if busy is not None:
             raise RuntimeError(
                 f"opt.step() while unit {busy.name} is in use: call it after forward and backward have ended, and "
                 "outside handle.gather()"
             )
-        self._residency.gradients.flush_spilled()
+        self._unsharder.gradients.flush_spilled()
 
     def submit(self, work: Sequence[Work], *, optimizer: Any) -> None:
         """Start the update of these parameters, and count a step of `optimizer`. Their gradients' logs are in the hyper records.
@@ -231,7 +231,7 @@ class StepPipeline:
         for item in work:
             by_unit.setdefault(item.param.unit, {})[item.param] = item
         self.check_idle([item.param for item in work])
-        self._residency.clock.enter("step")
+        self._unsharder.clock.enter("step")
         if by_unit:
             self.begin()
         else:
@@ -248,8 +248,8 @@ class StepPipeline:
         finally:
             self.stepping = None
         self.stepped()
-        self._residency.prefetch_ahead()
-        self._residency.clock.enter("idle")
+        self._unsharder.prefetch_ahead()
+        self._unsharder.clock.enter("idle")
 
     def step_begins(self) -> None:
         """Forwards and backwards of a step are done, and its update begins."""
@@ -259,7 +259,7 @@ class StepPipeline:
     def stepped(self) -> None:
         """A step was taken: count it."""
         self.begun = False
-        self._residency.passes.step_taken()
+        self._unsharder.passes.step_taken()
         if self.transaction is not None:
             self.transaction.counted(self._uncount)
         self.steps += 1
@@ -277,7 +277,7 @@ class StepPipeline:
     def next_order(self, units: Sequence[Unit]) -> list[Unit]:
         """Units in the order of the next training forward, then those that it does not use."""
         place: dict[int, int] = {}
-        for index in self._residency.schedule.order(Phase.TRAIN):
+        for index in self._unsharder.schedule.order(Phase.TRAIN):
             place.setdefault(index, len(place))
         return sorted(units, key=lambda unit: (place.get(unit.index, len(self._units)), unit.index))
 
@@ -298,7 +298,7 @@ class StepPipeline:
         step, where a byte of read-ahead only hides a read.
         """
         ids: list[int] = []
-        for index in self._residency.schedule.order(phase):
+        for index in self._unsharder.schedule.order(phase):
             for flat in self._units[index].flats:
                 plan = self._plans[flat]
                 ids.extend(plan.jobs["chunk"][np.unique(plan.chunk)].tolist())
@@ -341,17 +341,17 @@ class StepPipeline:
         plan = plan_unit(unit, self._plans, work, gradients)
         jobs = plan.jobs
         if gate is not None:
-            jobs["mask"] |= self._residency.device.mask
+            jobs["mask"] |= self._unsharder.device.mask
         else:
             jobs = jobs[jobs["kind"] == JobKind.UPDATE]
             if targets:
                 jobs["ptr"][:, 0] += np.array(targets, dtype=np.uint64)[jobs["base"]]
                 jobs["ptr"][:, 1] = jobs["ptr"][:, 0]
-                jobs["mask"] |= MASK_PARAM_IN_MEMORY | self._residency.device.mask
+                jobs["mask"] |= MASK_PARAM_IN_MEMORY | self._unsharder.device.mask
             else:
                 jobs["ptr"][:, 0] = 0
             jobs["base"] = -1
-        self._residency.device.behind()
+        self._unsharder.device.behind()
         # Nothing may raise once it is submitted: only the caller keeps what threads then read and write.
         self._prune()
         ticket = self._executor.submit(jobs, plan.segs, plan.hypers, priority=Priority.WRITEBACK, gate=gate)

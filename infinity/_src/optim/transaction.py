@@ -15,9 +15,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
+from infinity._src.params.unshard import Unsharder
 from infinity.aio import Executor
 from infinity.errors import AioError, StepUndone
 
@@ -54,11 +54,11 @@ class Durable(Protocol):
 class Transaction:
     """The versions of one model's states. One thread uses it at a time."""
 
-    def __init__(self, units: Sequence[Unit], *, rest: StateStore, executor: Executor, residency: Unsharder) -> None:
+    def __init__(self, units: Sequence[Unit], *, rest: StateStore, executor: Executor, unsharder: Unsharder) -> None:
         self._units = list(units)
         self._rest = rest
         self._executor = executor
-        self._residency = residency
+        self._unsharder = unsharder
         self._durable: Durable | None = None
         self._forget_counts: list[Callable[[], None]] = []
         self._committing = False  # a commit has begun, and has not ended
@@ -127,7 +127,7 @@ class Transaction:
         Drives that refused writes after the fault take them again. Raises: AioError when what was written before the commit can
         not be brought to them either.
         """
-        self._residency.stale(self._units)
+        self._unsharder.mark_stale(self._units)
         self._executor.wait_all()
         self._executor.rollback(self._ids(flat for unit in self._units for flat in unit.flats))
         recovery = self._executor.recover()
@@ -152,7 +152,7 @@ class Transaction:
     def withdraw(self, units: Sequence[Unit]) -> None:
         """Take back what was written of these units since the last commit; no update of theirs may be pending. Blocks while
         others read them."""
-        self._residency.stale(units)
+        self._unsharder.mark_stale(units)
         ids = self._ids(flat for unit in units for flat in unit.flats)
         self._executor.wait_all()
         self._executor.rollback(ids)

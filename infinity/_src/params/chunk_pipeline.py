@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity._src.params.shard_records import ShardRecords
-from infinity._src.params.state_store import StateStore
+from infinity._src.params.state_store import ShardRecords, StateStore
 from infinity._src.params.unit import Param
 from infinity._src.sizes import round_up
 from infinity.aio import JobKind, Priority, Slab, Ticket

@@ -1,10 +1,12 @@
-"""The parameters that compute while the update of the step before is still on its way: update="delayed".
+"""Delayed parameters: the step computes with them while the update before it is still on its way.
 
-    opt.step() t     waits for update t-1, then for each unit:  read hi -> shadow     (what step t+1 computes with)
-                                                                update t in place     (what step t+2 computes with)
-    step t+1         gathers from the shadow, in RAM
+    opt.step() t     waits for update t-1, then for each unit
+                         reads hi into its delayed parameters   (step t+1 computes with these)
+                         updates t in place                     (step t+2 computes with the result)
+    step t+1         gathers from the delayed parameters, in RAM
 
-Source: Ren et al., "ZeRO-Offload" (arXiv 2101.06840), section 5.2, one-step delayed parameter update.
+Source: Ren et al., "ZeRO-Offload" (arXiv 2101.06840), section 5.2, one-step delayed parameter
+update (update="delayed").
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from infinity.aio import Priority, Ticket
 
 
 class DelayedParams:
-    """A second copy in RAM of the parameters that an optimizer holds; this rank's shards. One thread uses it at a time.
+    """A second copy in RAM of this rank's shards of the parameters that an optimizer holds.
 
-    active: whether computing takes the parameters from here; until then it only has the memory.
+    active: training computes with them; until then they only have the memory. One thread uses it at
+    a time.
     """
 
     def __init__(self, rest: StateStore) -> None:
@@ -47,18 +50,22 @@ class DelayedParams:
         return self._shards.size_bytes
 
     def __contains__(self, flat: Flat) -> bool:
-        """Whether computing takes the flat from here. What an optimizer took since the last step is not here yet, nor updated."""
+        """Whether training computes with delayed values of the flat. A flat that an optimizer took
+        since the last step has none yet, and no update either.
+        """
         return flat in self._tickets
 
     def computes(self, unit: Unit) -> bool:
-        """Whether passes take some of the unit from here, which may be older than what rests."""
+        """Whether training computes with delayed values of some of the unit."""
         return self.active and any(flat in self._tickets for flat in unit.flats)
 
     def refresh(self, unit: Unit) -> bool:
-        """Start reading what rests of the unit now, before an update that is submitted later. Returns whether it had changed.
+        """Start reading the unit's values at rest, before the update that is submitted next.
+        Returns whether they had changed.
 
         The updates before must have been waited for. Does not block.
         """
+        # Reads are submitted before the update, and the executor keeps the order of a chunk's jobs.
         stale = [flat for flat in unit.flats if flat in self._stale]
         for flat in stale:
             address = self._shards[flat].data_ptr()
@@ -67,11 +74,14 @@ class DelayedParams:
         return bool(stale)
 
     def outdated(self, unit: Unit) -> None:
-        """An update of the unit was submitted: what rests is newer from the next step on."""
+        """Note that an update of the unit was submitted: values at rest are newer from the next
+        step.
+        """
         self._stale.update(flat for flat in unit.flats if flat in self._shards)
 
     def copy_to(self, unit: Unit, rank: int) -> None:
-        """Copy the shards of a unit into its gathered flats, which are allocated. Blocks until they have been read.
+        """Copy the shards of a unit into its gathered flats, which are allocated. Blocks until they
+        have been read.
 
         Raises: the AioError of the read.
         """
@@ -83,8 +93,9 @@ class DelayedParams:
                     flat.tensor[start : start + flat.layout.shard_numel].copy_(self._shards[flat])
 
     def write(self, flat: Flat, start: int, values: torch.Tensor) -> None:
-        """Replace elements [start, start + len) of a shard, which rests so already; nothing if computing does not take the flat
-        from here. Blocks until a read has ended."""
+        """Replace elements [start, start + len) of a shard, as was done at rest already. Blocks
+        until a read has ended. Does nothing where training does not compute with delayed values.
+        """
         if not self.active or flat not in self._tickets:
             return
         self._tickets[flat].wait()

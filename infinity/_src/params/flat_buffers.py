@@ -93,7 +93,7 @@ class FlatBuffers:
         return sum(slab.size_bytes for slab in self._slabs)
 
     def close(self) -> None:
-        """Free the memory; where a view of it lives, with the last one. Nothing may be under way."""
+        """Free the memory, with the last view of it. Nothing may be under way."""
         # Tensors go first: a slab is unmapped only once no view of it is left.
         self._tensors.clear()
         for slab in self._slabs:

@@ -8,7 +8,7 @@ they are counted as chunks want them.
 Device memory is that of one GPU or, where the CPU computes, of the process; the most of a step:
 
     gathered units       (AHEAD + 1) times the largest, which is the bound that the engine keeps
-                         (`params.residency`); all, where whole parameters stay on the device
+                         (`params.unshard`); all, where whole parameters stay on the device
     shards on the device of several ranks: this one's share of its node's copy (hpZ), or of
                          parameters that stay under stage 3
     exchange buffers     of several ranks: the largest unit's gradients to be reduced, and those
