@@ -64,6 +64,7 @@ def prefer(address: int, size_bytes: int) -> None:
 
 def report(error: int) -> None:
     """Log an error of binding (a negative errno), once each; 0 is none."""
+    # Once: every slab and every executor would repeat it.
     if error in (0, *_logged):
         return
     _logged.add(error)

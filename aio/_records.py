@@ -1,5 +1,4 @@
-"""Records that cross into C: what a chunk is, and what a job does to it, as numpy structured
-arrays.
+"""Records that cross into C as numpy structured arrays: chunks, jobs, segments, hyper-parameters.
 
 The executor keeps one `CHUNK` record per chunk; each submission has `JOB`, `SEG` and `HYPER`
 records. The dtypes mirror the structs of native/infinity.h byte for byte, so C reads the arrays in
