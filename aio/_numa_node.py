@@ -17,7 +17,7 @@ from infinity._src import native
 log = logging.getLogger("infinity.aio")
 
 CPU_MAX = 1024
-"""CPUs that the native threads can be told of (INF_CPU_MAX)."""
+"""Bound of the numbers of CPUs in a native thread's mask (INF_CPU_MAX)."""
 
 
 @dataclass(frozen=True)

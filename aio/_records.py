@@ -246,7 +246,8 @@ class GradDtype(IntEnum):
     FP32 = 1
     FP16 = 2
     SECTION = 3
-    """In the chunk's own `grad` section, from the segment's start; the segment has no address then.
+    """The gradient lies in the chunk's own `grad` section, from the segment's start on; the segment
+    has no address then.
     """
 
 

@@ -80,7 +80,7 @@ class Slab:
 
     @property
     def memory(self) -> memoryview:
-        """All of it, writable, as bytes. Raises ValueError after `close` and in a forked child."""
+        """The slab as writable bytes. Raises ValueError after `close` and in a forked child."""
         if self._forked:
             raise ValueError(
                 "this slab belongs to the parent of this process; make a new one after the fork"

@@ -42,7 +42,7 @@ class Owner:
     boot_id: str
     pid: int
     start_time: int
-    """In clock ticks since boot, as /proc/<pid>/stat has it."""
+    """Clock ticks from boot to the start of the process, as /proc/<pid>/stat has them."""
 
     @classmethod
     def this(cls) -> Owner:

@@ -144,7 +144,7 @@ class DCPFiles(NamedTensors):
         return self.tensors[name].shape
 
     def is_floating_point(self, name: str) -> bool:
-        """Whether a tensor is of a floating dtype."""
+        """Return whether a tensor is of a floating dtype."""
         return self.tensors[name].dtype.is_floating_point
 
     def read(self, name: str) -> torch.Tensor:
@@ -273,7 +273,7 @@ def _stored(
 
 
 def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether boxes cover a tensor without a gap or an overlap."""
+    """Return whether boxes cover a tensor without a gap or an overlap."""
     if any(len(box.offsets) != len(shape) or len(box.sizes) != len(shape) for box in boxes):
         return False
     if any(
@@ -467,7 +467,7 @@ class ModelPart(NamedTensors):
         return self._files.shape(self._prefix + name)
 
     def is_floating_point(self, name: str) -> bool:
-        """Whether one tensor is of a floating dtype."""
+        """Return whether one tensor is of a floating dtype."""
         return self._files.is_floating_point(self._prefix + name)
 
     def read(self, name: str) -> torch.Tensor:

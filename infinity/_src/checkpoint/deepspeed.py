@@ -120,7 +120,7 @@ class DeepSpeedWeights(NamedTensors):
         return self._parts[name].shape if name in self._parts else tuple(self._whole[name].shape)
 
     def is_floating_point(self, name: str) -> bool:
-        """Whether a weight is of a floating dtype."""
+        """Return whether a weight is of a floating dtype."""
         name = self._aliases.get(name, name)
         # Parts are checked to be when they are taken (`_vector`).
         return name in self._parts or self._whole[name].is_floating_point()

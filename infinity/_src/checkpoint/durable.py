@@ -156,20 +156,20 @@ class DurableRun:
 
     @property
     def has_states(self) -> bool:
-        """Whether the run that the directories held has optimizer states."""
+        """Return whether the run that the directories held has optimizer states."""
         return self.files.before is not None and bool(self.files.before[0].optimizers)
 
     @property
     def waits(self) -> bool:
-        """Whether the directories hold a run that nobody has restored, or given up by taking a
-        step.
+        """Return whether the directories hold a run that was neither restored nor given up by
+        taking a step.
         """
         given_up = self._stepped or self.begun or self.files.before is None
         return self._waits_for is not None or not given_up
 
     @property
     def begun(self) -> bool:
-        """Whether this run has committed something."""
+        """Return whether this run has committed something."""
         return self._written >= 0
 
     def restored(self, extra: object) -> None:
@@ -286,7 +286,7 @@ class DurableRun:
         return StoredStates(tuple(entries), rows, sums)
 
     def is_due(self) -> bool:
-        """Whether the step that was captured is to be committed."""
+        """Return whether the step that was captured is to be committed."""
         small = self._captured
         # Nothing captured: `commit` captures, and finds out whether anything is new.
         return small is None or small.step % self._policy.durable_every == 0

@@ -29,7 +29,7 @@ from infinity.aio import Executor
 from infinity.aio._validate import FILE_MAX
 
 _CANNOT = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP})
-"""Errors of `link` that mean "not here": another file system, one without links, too many links."""
+"""Errors of `os.link` after which a save copies: another file system, no links, too many."""
 
 
 def link_all(sources: Sequence[Path], targets: Sequence[Path]) -> bool:

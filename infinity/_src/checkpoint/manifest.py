@@ -136,7 +136,7 @@ class Layout:
 
     @functools.cached_property
     def encoded(self) -> bytes:
-        """As JSON."""
+        """The layout as JSON."""
         return _dumps(
             {"flats": [dataclasses.asdict(flat) for flat in self.flats], "numerics": self.numerics}
         )

@@ -352,8 +352,7 @@ class StateReader:
         wanted = (
             range(count) if self._sections is None else [s for s in self._sections if s < count]
         )
-        # One piece for all sections; those that are not wanted are never touched, and take no
-        # memory.
+        # One piece for all sections; pages of those that are not wanted are never touched.
         memory = np.zeros(int(sizes.sum()), dtype=np.uint8)
         at = np.cumsum(sizes) - sizes
         arrays = [memory[at[s] : at[s] + sizes[s]] for s in range(count)]

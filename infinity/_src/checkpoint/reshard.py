@@ -229,7 +229,7 @@ class ReshardJob:
     def write(
         self, target: Path, progress: Callable[[int], object] = lambda _size: None
     ) -> Resharded:
-        """Write the checkpoint; `progress` is told bytes of states. Blocks.
+        """Write the checkpoint; `progress` gets the bytes of states of each chunk. Blocks.
 
         Raises: ValueError for a directory that has a checkpoint or a durable run, SwapFullError,
         AioError (EWOULDBLOCK while another is written there); then nothing of it stays.
@@ -328,7 +328,7 @@ class ReshardJob:
         return self._checkpoint
 
     def advance(self, size_bytes: int) -> None:
-        """Tell the progress so many bytes of states."""
+        """Pass the bytes of states that were written to the progress callback."""
         self._progress(size_bytes)
 
 
@@ -378,7 +378,7 @@ class _RankShards:
                         turn.row, self._addresses(turn.row, buffer)
                     ),
                     finish=finish,
-                    # Filled is enough: the executor has a copy; `finish` of the writer waits for it.
+                    # Filled is enough: the executor has a copy. The writer's finish waits for all.
                     reusable=lambda ticket: ticket.wait_filled(),
                 )
                 pipeline.run(self._turns())

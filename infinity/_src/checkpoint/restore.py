@@ -222,8 +222,8 @@ class _Turn:
         return sum(section.size_bytes(numel) for section in self.records.sections)
 
     def with_states(self, held: Container[Param]) -> bool:
-        """Whether optimizer states are restored too: an optimizer that was given holds a parameter
-        of the flat.
+        """Return whether optimizer states are restored too, which they are when an optimizer that
+        was given holds a parameter of the flat.
         """
         return any(param in held for param in self.records.flat.params)
 

@@ -95,7 +95,7 @@ class RunFiles:
             for run in self.directories[1:]:
                 _check_no_home(run)
             self.before = self._newest(give_up)
-            # First: a link that it leads to one of these directories is found again by `_link`.
+            # Before `_link`, which then finds the mended links instead of making others.
             self._find_moved()
             self._links += [_link(self.home, run.absolute()) for run in self.directories[1:]]
             self._undo = undo.pop_all()
@@ -243,7 +243,7 @@ class RunFiles:
         )
 
     def _remove_states(self) -> None:
-        """Close the states files; remove those that no manifest names: nobody can use them."""
+        """Close the states files; remove those that no manifest names: no run can use them."""
         # Closed in any case; what a manifest names stays for the next process.
         for files in self._made:
             for file in files:

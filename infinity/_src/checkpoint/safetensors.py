@@ -607,7 +607,7 @@ class ExportJob:
         shard_bytes_max: int,
         progress: Callable[[int], object] = lambda _size: None,
     ) -> Exported:
-        """Write all; `progress` is told the bytes of each part. Blocks.
+        """Write all tensors; `progress` gets the bytes of each part. Blocks.
 
         Files get their names when all are on the drive, the index last; the rest of an earlier
         export is removed then. Raises: OSError naming the path; ChecksumError naming what is

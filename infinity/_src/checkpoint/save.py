@@ -122,7 +122,7 @@ class Snapshot:
                 self._changed.wait(0.5)
 
     def end(self) -> None:
-        """Let everybody go on: nothing is read any more."""
+        """End the copying: writers that wait go on, since nothing is read any more."""
         with self._changed:
             # Also after a fault: training must not wait for a copy that nobody makes any more.
             self._ended = True
@@ -149,7 +149,7 @@ class Snapshot:
             self.end()
 
     def _upcoming(self) -> Iterator[int]:
-        """Yield the row to be read next: those of flats that somebody waits for first."""
+        """Yield rows in the order of reading; flats that a writer waits for come first."""
         while (row := self._take()) is not None:
             yield row
 
@@ -234,7 +234,7 @@ class Save:
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended, well or not. Does not block."""
+        """Return whether the save has ended, well or not. Does not block."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -323,7 +323,8 @@ class Saver:
 
         run: the durable run whose files may be linked instead.
 
-        Raises: ValueError, RuntimeError; what the save before met, if nobody was told; MemoryError.
+        Raises: ValueError, RuntimeError, MemoryError; the error of the save before, if it was not
+        raised yet.
         """
         # One save at a time: two would take the memory of two, and guard the same states.
         self.wait_for_last()
@@ -341,8 +342,8 @@ class Saver:
             if self.comm.rank == 0:
                 # Rank 0 alone: one lock for the save, and one number for all ranks.
                 undo.callback(DirectoryLock(target).release)
-                # The number is random so that manifests of two saves are never taken for one
-                # generation. Floats are exact up to 2^53.
+                # The second is random: manifests of two saves are never taken for one generation.
+                # Both are exact, as floats are up to 2^53.
                 mine = [float(next_generation(target)), float(secrets.randbits(48)), 0.0]
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem, mine[2] = error, 1.0
@@ -440,7 +441,7 @@ class Saver:
         finally:
             job.snapshot.end()
             line.end()
-            # In this order: directory and states are free again before anybody sees that it ended.
+            # In this order: directory and states are free before anybody sees that the save ended.
             undo.close()
             self.states.rest.guard(None)
             job.handle.end(error)
@@ -458,7 +459,7 @@ class Saver:
                     self._last.told = told
 
     def raise_fault(self) -> None:
-        """Raise the error of the last save, if nobody was told. Does not block."""
+        """Raise the error of the last save, if it was not raised before. Does not block."""
         if self._last is not None and self._last.done and not self._last.told:
             # Told once, then saves go on.
             self._last.told = True

@@ -1,5 +1,5 @@
-"""Checkpoints without a model: the generations of a directory, and every byte of one against its
-checksums.
+"""Inspection of checkpoints without a model: list the generations of a directory, and verify every
+byte of one against its checksums.
 
     list_generations    manifests and the lengths of files; reads no states
     VerifyJob           reads all, and names all damage: file, range, parameter
@@ -77,7 +77,7 @@ class Generation:
 
     @property
     def whole(self) -> bool:
-        """Whether it can be restored, as far as it shows without reading the states."""
+        """Return whether it can be restored, as far as can be told without reading states."""
         return not self.why_not
 
 
@@ -246,8 +246,8 @@ class VerifyJob:
     def verify(
         self, progress: Callable[[str, int], object] = lambda _file, _size: None
     ) -> list[Damage]:
-        """Read all, and return all damage. Blocks. progress: told the file and the bytes of each
-        chunk.
+        """Read the whole generation, and return all damage. Blocks. progress: gets the file and
+        the bytes of each chunk.
         """
         for manifest in self.manifests:
             for file in (manifest.buffers, manifest.extra):

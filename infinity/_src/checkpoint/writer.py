@@ -4,7 +4,7 @@
     write_part     data-…  buffers-…  extra-…  manifest-….partial      all on the drive
     commit_part    manifest-….partial -> manifest-…                    the parts of all are written
 
-The manifest gets its name last: a part without one is nobody's.
+The manifest gets its name last: a part without one belongs to no checkpoint.
 """
 
 from __future__ import annotations
@@ -220,7 +220,9 @@ def commit_part(directory: Path, generation: int, rank: int) -> None:
 
 
 def remove_part(directory: Path, generation: int, rank: int) -> None:
-    """Clear a part away after a fault; the user is told of that, not of files that stay."""
+    """Remove a part after a fault. Files that cannot be removed stay, without an error: the user is
+    told of the fault.
+    """
     manifest = directory / manifest_name(generation, rank)
     # The first fault is on its way to the user, and must not be replaced by this one.
     with contextlib.suppress(OSError):
