@@ -20,7 +20,8 @@ _PATTERN = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s
 
 
 def parse_size(value: float | str) -> int:
-    """Bytes named by `value`: an integer, or text such as "64GiB", "512M" (binary) or "10 GB" (decimal).
+    """Bytes named by `value`: an integer, or text such as "64GiB", "512M" (binary) or "10 GB"
+    (decimal).
 
     Raises: ValueError naming the value when it cannot be read or is negative.
     """

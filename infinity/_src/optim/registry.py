@@ -1,8 +1,11 @@
-"""Which optimizer holds which parameters, and what that gives them: states in a format, a place, memory for gradients.
+"""Registry of the optimizers: each parameter's owner, and the states, places and gradient memory
+that an owner brings.
 
-    optimizer built -> hold(optimizer, params): check -> format of each flat -> plan -> convert what rests -> gradient memory
+    optimizer built -> register(optimizer, params)
+                    -> check -> format of each flat -> plan -> convert states -> gradient memory
 
-A flat rests in one format, so its parameters keep the same number of moments, whoever holds them.
+A flat rests in one format, so all its parameters have the same number of moments, also under
+several optimizers.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ from infinity.aio import Executor, Format
 class OptimizerRegistry:
     """The optimizers of one model's parameters. One thread uses it at a time.
 
-    check_open: raises when nothing can be held any more. together: see
-    `infinity._src.memory.node_resources`: several ranks hold alike, and what one of them cannot do, none does.
+    check_open: raises when no more optimizers can be registered. open_rendezvous: see
+    `infinity._src.memory.node_resources`. Several ranks register alike, and when one of them fails,
+    none registers.
     """
 
     def __init__(
@@ -63,27 +67,35 @@ class OptimizerRegistry:
         self._rank = rank
         self._check_open = check_open
         self._open_rendezvous = open_rendezvous
+        # Weak: an optimizer that its user dropped gives its parameters back.
         self._optimizers: dict[Param, weakref.ref[Any]] = {}
         self._formats: dict[Flat, Format] = {}  # of flats that an optimizer holds, or held
         self._has_gradient_memory = False
 
     def optimizer_of(self, param: Param) -> Any:
-        """The optimizer that holds a parameter, or None."""
+        """Return the optimizer of a parameter, or None."""
         found = self._optimizers.get(param)
         return found() if found is not None else None
 
     def register(self, optimizer: Any, params: list[Param]) -> None:
-        """Give parameters the states that `optimizer.moments_of` names. Blocks while they are written. Collective.
+        """Give parameters the states that `optimizer.moments_of` names. Blocks while they are
+        written. Collective.
 
-        Raises: ValueError when another optimizer holds one, when its dtype has no state format or that of its unit is another, or
-        when other ranks hold others; BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. Then the optimizer holds none
-        of them, and training goes on as before (what moved already, and memory that was made, stays and is counted).
+        Raises: ValueError when another optimizer has one, when its dtype has no state format or
+        that of its unit is another, or when other ranks register others; BudgetError;
+        SwapFullError; AioError; MemoryError; PeerFailed. The optimizer has none of them then, and
+        training goes on as before. States that moved already stay where they are, and memory that
+        was made stays and is counted.
         """
-        with self._open_rendezvous("building an optimizer", describe_registration(optimizer, params)) as agree:
+        with self._open_rendezvous(
+            "building an optimizer", describe_registration(optimizer, params)
+        ) as agree:
+            # After the ranks met: an engine that one rank closed fails on all.
             self._check_open()
             self._check(optimizer, params)
             formats = self._formats_with(optimizer, params)
             with self._replanned():
+                # Set before the plan, which reads it; `_replanned` puts the old ones back.
                 self._formats = formats
                 self._planner.scratch_bytes = max(
                     self._planner.scratch_bytes, optimizer.scratch_bytes(formats)
@@ -91,29 +103,35 @@ class OptimizerRegistry:
                 self._move_states()
                 for param in params:
                     if param in self._optimizers and self._optimizers[param]() is not optimizer:
-                        # Its optimizer is gone; a new one starts with masters and moments of its own.
+                        # Its optimizer is gone; a new one starts with masters and moments of its
+                        # own.
                         start, _, numel = param.flat.layout.shard_range(
                             param.slot_index, self._rank
                         )
                         self._rest.forget(param.flat, start, numel)
                 self._allocate_gradients()
+                # The last point where any rank may fail. After it nothing is allowed to raise but
+                # the rebinding.
                 agree()
         optimizers_before = dict(self._optimizers)
         self._optimizers.update((param, weakref.ref(optimizer)) for param in params)
         try:
+            # Slots still point into the old memory, which lives as long as they do.
             self._rebind_gradients()
         except BaseException:
-            self._optimizers = optimizers_before  # the states and their places stay, and are nobody's
+            # the states and their places stay, and are nobody's
+            self._optimizers = optimizers_before
             raise
         if self._pipeline.transaction is not None:
+            # A durable run commits the new places: what its last manifest names was moved.
             self._pipeline.transaction.states_moved()
 
     def make_gradients(self) -> None:
-        """update="backward" accumulates for the first time: make room for the gradients of all that is held. Blocks.
-        Collective.
+        """Make room for the gradients of all registered parameters: update="backward" accumulates
+        for the first time. Blocks. Collective.
 
-        Raises: BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. Then all goes on without, and it may be called
-        again.
+        Raises: BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. All goes on without
+        that room then, and this may be called again.
         """
         with self._open_rendezvous("making room for gradients") as agree:
             self._check_open()
@@ -125,11 +143,16 @@ class OptimizerRegistry:
 
     @contextlib.contextmanager
     def _replanned(self) -> Iterator[None]:
-        """Inside, a new plan is put in force and carried out. If that breaks off, the plan before is in force again: what moved
-        already stays where it is, with the values it had, and the ledger counts it; a later plan moves only the rest.
+        """Put a new plan in force and carry it out, inside. If that fails, the plan before is in
+        force again.
+
+        States that moved already stay where they are, with the values they had, and the ledger
+        counts them. A later plan moves only the rest.
         """
+        # Chunks move, so no update, write or read may be in flight.
         self._pipeline.wait()
         self._gradients.settle()
+        # Reads ahead have no ticket that the pipeline knows.
         self._executor.wait_all()
         before, formats_before = self._planner.saved(), self._formats
         try:
@@ -147,28 +170,35 @@ class OptimizerRegistry:
             )  # what moved has other chunks, also where the rest did not
 
     def _check(self, optimizer: object, params: list[Param]) -> None:
+        """Raise ValueError if a parameter has another optimizer, or a dtype without a state format."""
         others = [holder() for holder in self._optimizers.values()]
         if self._policy.update == "delayed" and any(
             other not in (None, optimizer) for other in others
         ):
             raise ValueError(
-                "update='delayed' takes one optimizer for all parameters of a model: with two, the step of one would end the "
+                "update='delayed' takes one optimizer for all parameters of a model: with two, the "
+                "step of one would end the "
                 "delay of the other; use parameter groups, or update='deferred'"
             )
         for param in params:
             if self.optimizer_of(param) not in (None, optimizer):
                 raise ValueError(
-                    f"{param.name} is held by another optimizer; give each parameter to one optimizer only"
+                    f"{param.name} is held by another optimizer; give each parameter to one "
+                    "optimizer only"
                 )
             if self._planner.state_format(param.flat) is Format.RAW:
                 raise ValueError(
-                    f"{param.name} is {param.dtype}; optimizer states are built for bfloat16, float16 and float32 parameters: "
+                    f"{param.name} is {param.dtype}; optimizer states are built for bfloat16, "
+                    "float16 and float32 parameters: "
                     "cast the model before inf.offload, or freeze the parameter"
                 )
 
     def _formats_with(self, optimizer: Any, params: list[Param]) -> dict[Flat, Format]:
-        """The formats of held flats when `optimizer` holds these parameters too. Raises: ValueError if two disagree."""
+        """Return the formats of registered flats when `optimizer` has these parameters too. Raises:
+        ValueError if two disagree.
+        """
         formats, wanted = dict(self._formats), set(params)
+        # A dict instead of a set: every rank goes through flats in the same order.
         for flat in {param.flat: None for param in params}:
             kept: dict[int, Param] = {}
             for param in flat.params:
@@ -180,8 +210,10 @@ class OptimizerRegistry:
                     f"{count} for {param.name}" for count, param in sorted(kept.items())
                 )
                 raise ValueError(
-                    f"optimizers keep different numbers of moments in unit {flat.unit.name}: {shown}. Parameters of one unit and "
-                    "dtype rest in one format: hold them by optimizers (or groups of SGD) with as many, or part them with "
+                    f"optimizers keep different numbers of moments in unit {flat.unit.name}: "
+                    f"{shown}. Parameters of one unit and "
+                    "dtype rest in one format: hold them by optimizers (or groups of SGD) with as "
+                    "many, or part them with "
                     "Policy(units=...)"
                 )
             formats[flat] = self._planner.state_format(flat, next(iter(kept)))
@@ -189,23 +221,31 @@ class OptimizerRegistry:
 
     @property
     def _registered(self) -> list[Flat]:
-        """The flats that rest with optimizer states."""
+        """Flats that rest with optimizer states."""
         return [flat for flat in self._flats if flat in self._formats]
 
     @property
     def _stores_gradients(self) -> bool:
-        """Whether gradients have memory, or get it now. What has it keeps it: spilled ones lie in a section of their chunks."""
+        """True if gradients have memory, or get it now. They never lose it again: spilled ones lie
+        in a section of their chunks.
+        """
         return self._has_gradient_memory or self._mode.stores_gradients
 
     def _move_states(self) -> None:
-        """Plan for optimizer states of what is held, and move what has to move."""
+        """Plan for the optimizer states of all registered flats, and move the states whose place
+        changes.
+        """
         formats = {flat: self._formats[flat] for flat in self._registered}
         plan = self._planner.replan(formats, stores_gradients=self._stores_gradients)
         self._rest.convert(self._flats, plan.formats, plan.nvme_masks)
 
     def _allocate_gradients(self) -> None:
-        """Room for the gradients of what is held, as planned, in RAM or on NVMe; and for what the mode wants besides."""
+        """Make room for the gradients of registered flats, as planned, in RAM or on NVMe, and for
+        the memory of the mode.
+        """
         plan, spilled = self._planner.plan, self._planner.spilled
+        # The mode first: its windows and copies have a fixed size, and a shortage shows before NVMe
+        # is written.
         self._mode.allocate(self._registered, spilled)
         self._residency.gradients.allocate()
         if self._stores_gradients:
@@ -217,11 +257,14 @@ class OptimizerRegistry:
             self._has_gradient_memory = True
 
     def _rebind_gradients(self) -> None:
-        """Give the slots of what is held the memory that was made for them, with the values they have."""
+        """Give the slots of registered flats the memory that was made for them, with the values
+        they have.
+        """
         for flat in self._registered:
             for param in flat.params:
                 if param.grad is not None:
                     self._gradients.take_in(param)
                 elif param in self._optimizers:
                     self._residency.slot(param)
+        # The scratch of norms is made here, so that no step allocates it.
         self._book.reserve()
