@@ -1,6 +1,7 @@
 """infinity: train models whose states do not fit in GPU memory.
 
-Names load lazily, so that `infinity.aio` and the commands that need no tensors import without torch.
+Names load lazily, so that `infinity.aio` and the commands that need no tensors import without
+torch.
 """
 
 from __future__ import annotations

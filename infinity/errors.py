@@ -1,7 +1,8 @@
 """The errors that infinity raises, in one place.
 
-A user's mistake is a `ValueError` that names the value and the fix. An operating fault is an `AioError` that carries
-path, offset, length, operation and errno. `assert` is left for our own bugs.
+A user's mistake is a `ValueError` that names the value and the fix. An operating fault is an
+`AioError` that carries path, offset, length, operation and errno. `assert` is left for our own
+bugs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class ReplacedOutsideEngine(InfinityError, RuntimeError):
 
 
 class WeightWritten(InfinityError, RuntimeError):
-    """Forward wrote to an offloaded parameter: the write is lost, and the message says where it belongs."""
+    """Forward wrote to an offloaded parameter: the write is lost, and the message says where it
+    belongs."""
 
 
 class SecondOrderUnsupported(InfinityError, RuntimeError):
@@ -56,7 +58,8 @@ class StateInvalid(InfinityError, RuntimeError):
 
 
 class StepUndone(InfinityError, RuntimeError):
-    """A fault in an optimizer update; with two generations, on one rank, its step was undone, and training may go on."""
+    """A fault in an optimizer update; with two generations, on one rank, its step was undone, and
+    training may go on."""
 
 
 class RankError(InfinityError, RuntimeError):
@@ -80,20 +83,24 @@ class RankFailed(RankError):
     ranks: all that are known, where several do not come.
     """
 
-    def __init__(self, message: str, *, rank: int | None = None, ranks: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, message: str, *, rank: int | None = None, ranks: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.ranks = ranks or (() if rank is None else (rank,))
 
 
 class RanksDiverged(RankFailed):
-    """Ranks have come to different collectives: their programs use other units, in another order, or step with other values."""
+    """Ranks have come to different collectives: their programs use other units, in another order,
+    or step with other values."""
 
 
 class AioError(InfinityError, OSError):
     """An I/O operation failed.
 
-    `op` is "read", "write", "open", "allocate" or "close"; offset and length are bytes in the file at `path`.
+    `op` is "read", "write", "open", "allocate" or "close"; offset and length are bytes in the file
+    at `path`.
     """
 
     def __init__(
@@ -126,7 +133,7 @@ class ShortTransferError(AioError):
 
 
 class ChecksumError(AioError):
-    """What came back is not what was written, also after one more read."""
+    """Bytes read differ from bytes written, also after one more read."""
 
 
 class SwapFullError(AioError):
@@ -138,7 +145,8 @@ class DeviceFailedError(AioError):
 
 
 class DeviceCopyError(AioError):
-    """The driver of the device that computes refused or failed a copy, or pinning memory for copies; the message has its code."""
+    """The driver of the device that computes refused or failed a copy, or pinning memory for
+    copies; the message has its code."""
 
 
 class AioClosedError(AioError):

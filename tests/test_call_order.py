@@ -183,7 +183,7 @@ def undone(loop: Loop) -> None:
     loop.step(1e6)
     loop.micro(1, "whole")
     loop.step(1e6)
-    inf.handle(loop.model).pipeline.fail(StateInvalid("an update failed, says the test"))
+    inf.handle(loop.model).pipeline.set_fault(StateInvalid("an update failed, says the test"))
     loop.tried("flush() after an update that failed", inf.handle(loop.model).flush)
     loop.micro(2, "whole")
     loop.tried("opt.step()", lambda: loop.step(1e6))

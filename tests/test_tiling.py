@@ -22,7 +22,12 @@ from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.safetensors import ExportJob
 from infinity._src.hooks import activation_offload as activations
 from infinity._src.kernels.tiling.tiled_module import TiledModule
-from infinity._src.params.discover import GATHERED_AT_ONCE, check_gatherable, find_units, tiles_needed
+from infinity._src.params.discover import (
+    GATHERED_AT_ONCE,
+    check_gatherable,
+    find_units,
+    tiles_needed,
+)
 from infinity._src.params.unit import Unit
 from infinity._src.params.unshard import AHEAD
 from infinity.aio import Fault, Seam

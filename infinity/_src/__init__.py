@@ -1,1 +1,2 @@
-"""The implementation. Nothing in here is public API: a dotted path with an underscore part is private (PEP 8)."""
+"""The implementation. Nothing in here is public API: a dotted path with an underscore part is
+private (PEP 8)."""

@@ -246,7 +246,9 @@ def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 def parse_to(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device | None, torch.dtype | None, bool]:
-    """What the arguments of `Tensor.to` ask for: device, dtype, and whether a copy is forced."""
+    """Return the request in the arguments of `Tensor.to`: device, dtype, and whether a copy is
+    forced.
+    """
     kwargs = dict(kwargs)
     copy = bool(kwargs.pop("copy", False))
     if args and isinstance(args[0], torch.Tensor):
@@ -343,7 +345,7 @@ class CheckpointCall:
 
 
 class CheckpointWatcher(Protocol):
-    """Who is told of checkpointed calls."""
+    """Listener to checkpointed calls."""
 
     def checkpoint_begins(self, call: CheckpointCall) -> None:
         """A call begins.

@@ -1,5 +1,6 @@
-"""Whether an engine can be used, asked before values are read or written: it is open, and nothing
-has failed in the background."""
+"""Checks of an engine before values are read or written: it is open, and nothing has failed in the
+background.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ class EngineAccess:
         self._mode = mode
 
     def attach(self, pipeline: StepPipeline, saving: Saver) -> None:
-        """Take those whose faults are sticky, which need what asks here to be made. Called once,
-        before anything else."""
+        """Take the parts whose faults are sticky; this object must exist before they can be made.
+        Called once, before anything else.
+        """
         self._pipeline = pipeline
         self._saving = saving
 
@@ -39,16 +41,20 @@ class EngineAccess:
             )
         self._pipeline.raise_fault()
         self._saving.raise_fault()
+        # A rank that has died is reported here, before a collective waits for it.
         self._comm.check()
 
     def before_read(self, unit: Unit) -> None:
-        """Somebody wants the unit's values. On the way of every gather: no call here is
-        superfluous."""
+        """Check the engine before the unit's values are read. Every gather comes here, so no call
+        in it is superfluous.
+        """
         self.check_open()
+        # An update that ran ahead of its step is undone before anybody sees its parameters.
         self._mode.before_read(unit)
+        # A step may take minutes, and gathers are the only calls within it.
         self._storage.observe_sometimes()
 
     def before_write(self) -> None:
-        """Values are about to be written. Blocks until no update is pending."""
+        """Check the engine before values are written. Blocks until no update is pending."""
         self.check_open()
         self._pipeline.wait()

@@ -62,8 +62,9 @@ from infinity.aio import Executor, Seam
 
 
 class Owner(Protocol):
-    """The engine's handle. Units know it; the parts below ask it for what its user may change or
-    must be told."""
+    """The engine's handle. Units know it; the parts below read its user's settings and report to
+    it.
+    """
 
     extra: Any
 
@@ -74,7 +75,8 @@ class Owner(Protocol):
 @dataclasses.dataclass(frozen=True)
 class Split:
     """A model that was taken apart, on this rank. policy: with this rank's directories, and its
-    part of the bandwidths."""
+    part of the bandwidths.
+    """
 
     policy: Policy
     ranks: RankSetup
@@ -100,7 +102,7 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Tiers:
-    """Where values rest. offload: by which gradients leave a device with memory of its own."""
+    """Storage of all values. offload: the way of gradients from a device with memory of its own."""
 
     planner: PlacementPlanner
     buffers: GradBuffers
@@ -120,7 +122,7 @@ class Tiers:
 
 @dataclasses.dataclass(frozen=True)
 class Grads:
-    """A gradient's way. registry: the slots of the model; reducer: from autograd into them."""
+    """The way of a gradient. registry: the slots of the model. reducer: from autograd into them."""
 
     registry: GradRegistry
     reducer: GradReducer
@@ -128,7 +130,7 @@ class Grads:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerParts:
-    """What steps, and what reads and writes states between steps."""
+    """The step pipeline, and access to states between steps."""
 
     pipeline: StepPipeline
     registry: OptimizerRegistry
@@ -163,19 +165,27 @@ def build_engine(
     timeline: Timeline,
     undo: contextlib.ExitStack,
 ) -> EngineParts:
-    """Take `model` apart and wire what offloads it. `undo` gets what closes the parts, also if this
-    raises. Collective."""
+    """Take `model` apart and wire its engine. `undo` gets the calls that close the parts, also if
+    this raises. Collective.
+    """
+    # The ranks meet before anything is opened: a rank that cannot go on stops all of them here.
     split = take_apart(model, policy, device, owner, undo)
     source = open_source(model, with_files(load))
+    # The source was opened before: a missing file is found before drives are written.
     tiers = open_tiers(split, seam, owner, undo)
+    # The values leave the model here, unit by unit, so that both copies exist of one unit at most.
     fill_tiers(split, tiers, source)
+    # The mode comes first of the parts that behave: all that follows asks it.
     mode = choose_mode(split, tiers)
     access = EngineAccess(split.comm, tiers.storage, mode)
+    # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
     heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
     grads = build_grads(split, tiers, mode, undo)
     unsharder = build_unsharder(split, tiers, grads, mode, access, heap, timeline)
     optimizer = build_optimizer(split, tiers, grads, unsharder, mode, access, heap, undo)
+    # Late: the first commit names places that are filled by now.
     durable = open_durable_run(tiers, optimizer, model, owner, undo)
+    # Last: once hooks are on, any forward may call every part above.
     lifecycle = build_hooks(split, tiers, unsharder, model, owner, timeline, undo)
     return EngineParts(
         split, tiers, heap, mode, access, grads, unsharder, optimizer, durable, lifecycle
@@ -189,15 +199,18 @@ def take_apart(
     owner: Owner,
     undo: contextlib.ExitStack,
 ) -> Split:
-    """Meet the other ranks, find the model's units, open the device. Raises: ValueError for what
-    cannot be offloaded."""
+    """Meet the other ranks, find the model's units, open the device. Raises: ValueError for models
+    that cannot be offloaded.
+    """
     ranks = RankSetup(policy, device, undo)
     resources = undo.enter_context(open_node_resources(ranks.comm, policy))
+    # With the rank's own directories in place of "{rank}", and its part of shared drives.
     policy = resources.policy
     bytes_max = int(policy.unit_bytes_max)
     specs = find_units(
         model, units=policy.units, unit_bytes_max=bytes_max, nested=not ranks.several
     )
+    # Checked on shapes alone, before any value is read.
     check_gatherable(model, specs, bytes_max, device, device_memory_bytes(device))
     units = build(
         model,
@@ -207,15 +220,18 @@ def take_apart(
         functools.partial(chunk_numel_of, policy.state),
         engine=owner,
     )
+    # Opened after the checks, since a CUDA context costs seconds and memory.
     there = open_device(device)
     check_activations(policy, there)
     return Split(policy, ranks, resources, there, units)
 
 
 def open_tiers(split: Split, seam: Seam | None, owner: Owner, undo: contextlib.ExitStack) -> Tiers:
-    """Plan the budget and open what holds values. Nothing rests yet. Raises: BudgetError,
-    SwapFullError, OSError."""
+    """Plan the budget and open the storage of values; it is empty yet. Raises: BudgetError,
+    SwapFullError, OSError.
+    """
     policy = split.policy
+    # Room for the gradients of a few units on their way: the largest decides.
     largest = max((unit.size_bytes for unit in split.units), default=0)
     offload = GradOffload(split.device, OFFLOAD_UNITS * largest) if split.device.copies else None
     buffers = GradBuffers(split.comm.rank, policy.grad_dtype, split.device)
@@ -227,36 +243,51 @@ def open_tiers(split: Split, seam: Seam | None, owner: Owner, undo: contextlib.E
         default_bytes=split.resources.default_bytes,
         staging_bytes=functools.partial(_staging_bytes, split, buffers),
     )
+    # The budget is the process's: a failed offload must give it back.
     undo.callback(planner.close)
+    # Raises before any file is made, if the budget is too small.
     plan = planner.first()
     storage = Storage(
-        policy, plan, seam, undo, device=split.device, node_resources=split.resources, rank=split.comm.rank
+        policy,
+        plan,
+        seam,
+        undo,
+        device=split.device,
+        node_resources=split.resources,
+        rank=split.comm.rank,
     )
+    # Chunks get their places and no values.
     storage.rest.create(split.flats, plan.nvme_masks)
     return Tiers(planner, buffers, offload, storage)
 
 
 def _staging_bytes(split: Split, buffers: GradBuffers) -> int:
-    """Pinned memory by way of which gradients reach their slots or updates; more after parameters
-    were thawed."""
+    """Return the pinned memory through which gradients reach their slots or updates. It grows when
+    parameters are unfrozen.
+    """
     policy = split.policy
+    # Only updates in backward read gradients from windows; others wait in slots. Speculation leaves
+    # them in slots too.
     windows = split.device.copies and policy.update == "backward" and not policy.speculates
     of_windows = GradWindows.needs_bytes(split.units, buffers.dtype) if windows else 0
     return of_windows + split.ranks.staging_bytes(split.flats, buffers.dtype)
 
 
 def fill_tiers(split: Split, tiers: Tiers, source: OpenSource) -> None:
-    """Write the model's values to where they rest, unit by unit. Blocks; collective. Raises:
-    PeerFailed, ValueError."""
+    """Write the model's values to their tiers, unit by unit. Blocks; collective. Raises:
+    PeerFailed, ValueError.
+    """
     for unit in split.units:
         fill_unit(unit, source, functools.partial(_store_flat, split, tiers))
     source.fill_buffers(split.device.torch_device)
+    # From here on an error of one rank is met in collectives, no longer in the rendezvous.
     split.resources.end_rendezvous()
+    # Each rank keeps a part; of different values the whole would be no rank's.
     split.ranks.check_values()
 
 
 def _store_flat(split: Split, tiers: Tiers, flat: Flat, values: torch.Tensor) -> None:
-    """Write a whole flat [layout.numel] to rest; this rank's shard of it. Blocks."""
+    """Write this rank's shard of a whole flat [layout.numel] to its tier. Blocks."""
     split.ranks.note(flat, values)
     start = split.comm.rank * flat.layout.shard_numel
     shard = values[start : start + flat.layout.shard_numel].contiguous()
@@ -264,7 +295,7 @@ def _store_flat(split: Split, tiers: Tiers, flat: Flat, values: torch.Tensor) ->
 
 
 def choose_mode(split: Split, tiers: Tiers) -> UpdateMode:
-    """The mode that the policy names. Raises: ValueError where the model cannot have it."""
+    """Return the update mode of the policy. Raises: ValueError where the model cannot have it."""
     policy, device = split.policy, split.device
     if policy.update_on == "device":
         if not device.copies:
@@ -295,13 +326,16 @@ def choose_mode(split: Split, tiers: Tiers) -> UpdateMode:
 
 
 def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.ExitStack) -> Grads:
-    """The way of gradients when backward makes them."""
+    """Build the way of gradients from autograd to their slots."""
     comm, ranks = split.comm, split.ranks
-    reduce_sum = comm.all_reduce_sum if comm.world > 1 else None
-    registry = GradRegistry(GradProxy.of, reduce_sum, grad_offload=tiers.offload)
+    registry = GradRegistry(GradProxy.of,
+        comm.all_reduce_sum if comm.world > 1 else None, grad_offload=tiers.offload
+    )
     if tiers.offload is not None:
         undo.callback(tiers.offload.close)
+    # Slots may outlive the engine in the user's hands; the scratch does not.
     undo.callback(registry.release)
+    # Only these have gradients to reduce.
     learning = [flat for flat in split.flats if flat.learns]
     reducer = GradReducer(
         split.units,
@@ -326,7 +360,7 @@ def build_unsharder(
     heap: Heap,
     timeline: Timeline,
 ) -> Unsharder:
-    """The cache of gathered units."""
+    """Build the cache of gathered units."""
     return Unsharder(
         split.units,
         rest=tiers.store,
@@ -355,11 +389,13 @@ def build_optimizer(
     heap: Heap,
     undo: contextlib.ExitStack,
 ) -> OptimizerParts:
-    """The step, what optimizers hold, and access to states between steps. Attaches the mode and the
-    access checks."""
+    """Build the step, the registry of optimizers, and access to states between steps. Attaches the
+    mode and the access checks.
+    """
     policy, units, comm = split.policy, split.units, split.comm
     executor, store = tiers.executor, tiers.store
     transaction = None
+    # Two places for each chunk make a step a transaction.
     if policy.generations > 1:
         transaction = Transaction(units, rest=store, executor=executor, unsharder=unsharder)
     pipeline = StepPipeline(
@@ -376,7 +412,7 @@ def build_optimizer(
     registry = OptimizerRegistry(
         policy,
         split.flats,
-        placing=tiers.planner,
+        planner=tiers.planner,
         rest=store,
         executor=executor,
         gradients=tiers.buffers,
@@ -386,14 +422,18 @@ def build_optimizer(
         mode=mode,
         rank=comm.rank,
         check_open=access.check_open,
-        together=split.resources.open_rendezvous,
+        open_rendezvous=split.resources.open_rendezvous,
     )
     # The mode asks the pipeline, and the pipeline the mode.
     mode.attach(
-        ModeParts(pipeline, unsharder, grads.reducer, registry.holder_of, registry.make_gradients)
+        ModeParts(
+            pipeline, unsharder, grads.reducer, registry.optimizer_of, registry.make_gradients
+        )
     )
+    # Registered after the mode has its collaborators, so that it closes before them.
     undo.callback(mode.close)
-    pipeline.plan(split.flats)
+    # States have no optimizer yet; the registry prepares the jobs anew when one comes.
+    pipeline.prepare_jobs(split.flats)
     states = States(store, unsharder, comm, wait=access.before_write)
     saving = Saver(
         states,
@@ -401,7 +441,7 @@ def build_optimizer(
         executor=executor,
         comm=comm,
         policy=policy,
-        holder_of=registry.holder_of,
+        optimizer_of=registry.optimizer_of,
         mode=mode,
     )
     # Gathers ask for the faults of updates and saves, which are made of what gathers.
@@ -416,7 +456,7 @@ def open_durable_run(
     owner: Owner,
     undo: contextlib.ExitStack,
 ) -> DurableRun | None:
-    """The run that the swap files are part of; None where the policy is not durable."""
+    """Open the run that the swap files are part of; None where the policy is not durable."""
     run, space = tiers.storage.run, tiers.storage.space
     if run is None or space is None:
         return None
@@ -438,8 +478,10 @@ def build_hooks(
     timeline: Timeline,
     undo: contextlib.ExitStack,
 ) -> Lifecycle:
-    """Put parameters at rest into the model, and the hooks on it: from here on torch calls the
-    engine."""
+    """Put released parameters into the model, and the hooks on it: from here on torch calls the
+    engine.
+    """
+    # One stack for hooks and activations: both ask which module runs.
     frames, tier = FrameStack(), split.policy.params
     return attach(
         model,

@@ -21,8 +21,8 @@ log = logging.getLogger("infinity")
 
 @contextlib.contextmanager
 def run_all(*steps: Callable[[], object]) -> Iterator[None]:
-    """After the block, however that ends, take every step in turn, also after one that raised. What failed first is raised; what
-    fails after it is logged."""
+    """After the block, however that ends, take every step in turn, also after one that raised. What
+    failed first is raised; what fails after it is logged."""
     failure: BaseException | None = None
     try:
         yield

@@ -1,4 +1,5 @@
-"""The user's policy: where states rest, how they are encoded, how a step runs. Validated once, here."""
+"""The user's policy: where states rest, how they are encoded, how a step runs. Validated once,
+here."""
 
 from __future__ import annotations
 
@@ -16,81 +17,102 @@ from infinity.aio._swap_file import check_directory_pattern, is_directory_patter
 
 TIERS = ("device", "cpu", "nvme")
 _OF_ALL_RANKS = (
-    "params", "state", "zero", "accumulate", "qwz", "hpz", "qgz", "error_feedback", "update", "delayed_warmup", "seed",
-    "grad_dtype", "reduce_dtype", "unit_bytes_max", "on_nonfinite", "update_on", "generations", "durable", "durable_every",
-    "mesh",
+    "params", "state", "zero", "accumulate", "qwz", "hpz", "qgz", "error_feedback", "update",
+    "delayed_warmup", "seed", "grad_dtype", "reduce_dtype", "unit_bytes_max", "on_nonfinite",
+    "update_on", "generations", "durable", "durable_every", "mesh",
 )  # fmt: skip
 NONFINITE = ("raise", "skip", "ignore")
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """How a model is offloaded. Every field has a default that works.
+    """Settings of an offloaded model. Every field has a default that works.
 
-    params, optim, grads, activations: the lowest tier where these may rest: "device", "cpu" or "nvme"; budget that
-        is left keeps them higher. grads="nvme" spills those that an explicit `ram` does not hold. `activations` are the inputs
-        of checkpointed calls (torch.utils.checkpoint, or what `gradient_checkpointing_enable()` makes of it), from 64 KiB on:
-        they go during forward and come back ahead of backward. "cpu" is for models that compute on another device; how much
-        memory that takes depends on the batch, is not in `ram`, and is told by `handle.stats()`.
-    nvme: one directory, or several, on NVMe drives; needed when a tier is "nvme". Default: $INFINITY_NVME_DIR. "{rank}" and
-        "{local_rank}" in it stand for a rank's number, and that within its node: "/mnt/nvme{local_rank}" gives each rank a drive
-        of its own; without them ranks share the drives, their room and their bandwidth. Resolved by `inf.offload`.
-    ram: everything that this process holds for offloading, in bytes or as text ("64GiB"): pinned buffers, gradients,
-        resident extents. "min" is the least that works; None is `RAM_SHARE` of what the machine or its cgroup leaves,
-        divided by the ranks of the node.
-    resident: how much of a state whose tier is "nvme" rests in RAM all the same: {"params": 0.5, "optim": "8GiB"}, a share
-        (float, 0.0 to 1.0) or a size. None: what the budget leaves, as the planner places it.
-    state: the encoding of states at rest. "exact": fp32 masters and moments (12 bytes per bf16 parameter). "bf16": moments in
-        bf16 (8). "compact": 24-bit masters, moments in 8 bits (5.1). The last two round at random, keyed on `seed`.
-    zero: what the ranks split. 1: optimizer states; 2: gradients, too; 3: parameters, too. Stages 1 and 2 keep whole
-        parameters on every rank's device: params="device".
-    accumulate: what the micro-batches inside `handle.no_sync()` do on several ranks. "shard": each is reduced into this rank's
-        shard, at once; memory stays flat, and each costs a reduction. "local": they add up in whole gradients of this rank, in
-        CPU memory (in `ram`: the gradients of the whole model), which the last micro-batch reduces. None: "local" with zero=1,
-        else "shard".
-    qwz: weights are gathered as int8 groups (ZeRO++): half the bytes; every rank computes with what they stand for.
-    hpz: where each rank keeps a secondary shard of the gathered weights, one for each rank of its node: "device" or "cpu"
-        (ZeRO++). Until the weights change the ranks of other nodes, and drives, are not asked again. None: none.
-    qgz: gradients are reduced as int4 groups, first inside the node, then over nodes (ZeRO++): a quarter of the bytes.
-    error_feedback: with qgz, what rounding took from a gradient is added to the next one. Costs 2 bytes for each parameter of the
-        model, and 2 for each of this rank's node, in `ram`. It is in no checkpoint: after `inf.restore` it begins with nothing.
-    mesh: a DeviceMesh over all ranks: one dimension, or (nodes, ranks of a node). None: nodes are found.
-    rank_timeout_s: seconds after which a rank that does not come to what all do together is given up, on all others; 600.
-    update: "deferred": `opt.step()` returns at once and the update overlaps with the next forward. "backward": each unit is
-        updated as soon as backward has its gradient; no clipping by norm, no GradScaler, unless generations=2. "delayed": the
-        update overlaps with the whole next step, which computes with the parameters before it (ZeRO-Offload's delayed parameter
-        update); forwards without gradients, `state_dict()`, `gather()` and exports wait for it and take the updated ones.
+    params, optim, grads, activations: the lowest tier where these may rest: "device", "cpu" or
+        "nvme"; budget that is left keeps them higher. grads="nvme" spills those that an explicit
+        `ram` does not hold. `activations` are the inputs of checkpointed calls
+        (torch.utils.checkpoint, or what `gradient_checkpointing_enable()` makes of it), from 64 KiB
+        on: they go during forward and come back ahead of backward. "cpu" is for models that compute
+        on another device; how much memory that takes depends on the batch, is not in `ram`, and is
+        told by `handle.stats()`.
+    nvme: one directory, or several, on NVMe drives; needed when a tier is "nvme". Default:
+        $INFINITY_NVME_DIR. "{rank}" and "{local_rank}" in it stand for a rank's number, and that
+        within its node: "/mnt/nvme{local_rank}" gives each rank a drive of its own; without them
+        ranks share the drives, their room and their bandwidth. Resolved by `inf.offload`.
+    ram: everything that this process holds for offloading, in bytes or as text ("64GiB"): pinned
+        buffers, gradients, resident extents. "min" is the least that works; None is `RAM_SHARE` of
+        what the machine or its cgroup leaves, divided by the ranks of the node.
+    resident: how much of a state whose tier is "nvme" rests in RAM all the same: {"params": 0.5,
+        "optim": "8GiB"}, a share (float, 0.0 to 1.0) or a size. None: what the budget leaves, as
+        the planner places it.
+    state: the encoding of states at rest. "exact": fp32 masters and moments (12 bytes per bf16
+        parameter). "bf16": moments in bf16 (8). "compact": 24-bit masters, moments in 8 bits (5.1).
+        The last two round at random, keyed on `seed`.
+    zero: what the ranks split. 1: optimizer states; 2: gradients, too; 3: parameters, too. Stages 1
+        and 2 keep whole parameters on every rank's device: params="device".
+    accumulate: what the micro-batches inside `handle.no_sync()` do on several ranks. "shard": each
+        is reduced into this rank's shard, at once; memory stays flat, and each costs a reduction.
+        "local": they add up in whole gradients of this rank, in CPU memory (in `ram`: the gradients
+        of the whole model), which the last micro-batch reduces. None: "local" with zero=1, else
+        "shard".
+    qwz: weights are gathered as int8 groups (ZeRO++): half the bytes; every rank computes with what
+        they stand for.
+    hpz: where each rank keeps a secondary shard of the gathered weights, one for each rank of its
+        node: "device" or "cpu" (ZeRO++). Until the weights change the ranks of other nodes, and
+        drives, are not asked again. None: none.
+    qgz: gradients are reduced as int4 groups, first inside the node, then over nodes (ZeRO++): a
+        quarter of the bytes.
+    error_feedback: with qgz, what rounding took from a gradient is added to the next one. Costs 2
+        bytes for each parameter of the model, and 2 for each of this rank's node, in `ram`. It is
+        in no checkpoint: after `inf.restore` it begins with nothing.
+    mesh: a DeviceMesh over all ranks: one dimension, or (nodes, ranks of a node). None: nodes are
+        found.
+    rank_timeout_s: seconds after which a rank that does not come to what all do together is given
+        up, on all others; 600.
+    update: "deferred": `opt.step()` returns at once and the update overlaps with the next forward.
+        "backward": each unit is updated as soon as backward has its gradient; no clipping by norm,
+        no GradScaler, unless generations=2. "delayed": the update overlaps with the whole next
+        step, which computes with the parameters before it (ZeRO-Offload's delayed parameter
+        update); forwards without gradients, `state_dict()`, `gather()` and exports wait for it and
+        take the updated ones.
     delayed_warmup: steps that update="delayed" takes as "deferred" first.
     seed: of random rounding.
-    device: where the model computes: "cpu", "cuda", "cuda:1" or a torch.device. None: where its parameters are ("cpu" for one
-        that is wholly on the meta device).
+    device: where the model computes: "cpu", "cuda", "cuda:1" or a torch.device. None: where its
+        parameters are ("cpu" for one that is wholly on the meta device).
     grad_dtype: the dtype in which gradients are accumulated and wait; None: the parameter's.
-    reduce_dtype: the dtype in which gradients travel between ranks; None: the dtype in which they wait. They are summed in fp32
-        in the order of ranks, divided by their number, and rounded once; over several nodes of several ranks first so in each
-        node, then over nodes.
-    units: the modules to gather as one unit: modules, their classes' names, or qualified names. None: found.
+    reduce_dtype: the dtype in which gradients travel between ranks; None: the dtype in which they
+        wait. They are summed in fp32 in the order of ranks, divided by their number, and rounded
+        once; over several nodes of several ranks first so in each node, then over nodes.
+    units: the modules to gather as one unit: modules, their classes' names, or qualified names.
+        None: found.
     unit_bytes_max: modules larger than this are split further where the module tree allows it.
-    on_nonfinite: what `opt.step()` does about a gradient that is not finite, before any state is touched.
-    verify: "full" checks every byte that is read against its checksum. "sample" checks one piece in 16 of each section that
-        is read (at least one), others each time: a run that is stale or misdirected as a whole is always caught, damage to a
-        part of it with the odds of its size (one damaged piece in one read of 16). "off" checks nothing.
+    on_nonfinite: what `opt.step()` does about a gradient that is not finite, before any state is
+        touched.
+    verify: "full" checks every byte that is read against its checksum. "sample" checks one piece in
+        16 of each section that is read (at least one), others each time: a run that is stale or
+        misdirected as a whole is always caught, damage to a part of it with the odds of its size
+        (one damaged piece in one read of 16). "off" checks nothing.
     io_backend: "auto", "io_uring" or "threads"; a backend that is forced and missing is an error.
-    io: request size, depth and the drives' bandwidths: an `infinity.aio.IoSettings`, a mapping with its fields, or the path
-        of what `python -m infinity.bench swap --sweep --json FILE` wrote. None: requests of a size that suits the backend
-        (1 MiB for rings, whole runs for threads), 32 of them, bandwidths measured when needed.
-    generations: 1 overwrites states in place. 2 writes each step beside the one before, wherever states rest (twice the room),
-        and so a step is a transaction: one that fails is undone (on one rank), and update="backward" serves every loop (units
-        update ahead of `opt.step()`, and once more from the old states when it clips, or not at all when gradients are not
-        finite).
-    durable: True keeps the run in the `nvme` directories: after a crash `inf.restore(model, opt, directory)` goes on from the
-        last committed step. An exit without `handle.close()` commits the last one, on one rank alone. Needs
-        params="nvme" and optim="nvme", keeps two generations of everything there and nothing of it resident. Directories that
-        hold a run already are left as they are, and no step is taken before `inf.restore`; "new" gives that run up, when the
+    io: request size, depth and the drives' bandwidths: an `infinity.aio.IoSettings`, a mapping with
+        its fields, or the path of what `python -m infinity.bench swap --sweep --json FILE` wrote.
+        None: requests of a size that suits the backend (1 MiB for rings, whole runs for threads),
+        32 of them, bandwidths measured when needed.
+    generations: 1 overwrites states in place. 2 writes each step beside the one before, wherever
+        states rest (twice the room), and so a step is a transaction: one that fails is undone (on
+        one rank), and update="backward" serves every loop (units update ahead of `opt.step()`, and
+        once more from the old states when it clips, or not at all when gradients are not finite).
+    durable: True keeps the run in the `nvme` directories: after a crash `inf.restore(model, opt,
+        directory)` goes on from the last committed step. An exit without `handle.close()` commits
+        the last one, on one rank alone. Needs params="nvme" and optim="nvme", keeps two generations
+        of everything there and nothing of it resident. Directories that hold a run already are left
+        as they are, and no step is taken before `inf.restore`; "new" gives that run up, when the
         first step is taken.
-    durable_every: commit every so many steps; a step in between overwrites the one before it, and a crash loses all of them.
-    update_on: "cpu": updates run on the CPU, beside the next forward (or backward). "device": states stream through the GPU that
-        computes, inside `opt.step()`, with update="deferred". The two give the same bits; "cpu" is the default whatever the
-        tiers, since it moves a fifth of the bytes over the link, and `infinity plan` says what each would cost.
+    durable_every: commit every so many steps; a step in between overwrites the one before it, and a
+        crash loses all of them.
+    update_on: "cpu": updates run on the CPU, beside the next forward (or backward). "device":
+        states stream through the GPU that computes, inside `opt.step()`, with update="deferred".
+        The two give the same bits; "cpu" is the default whatever the tiers, since it moves a fifth
+        of the bytes over the link, and `infinity plan` says what each would cost.
 
     Raises: ValueError naming field, value and fix.
     """
@@ -151,15 +173,21 @@ class Policy:
             value = getattr(self, field)
             if value not in (None, torch.bfloat16, torch.float16, torch.float32):
                 raise ValueError(
-                    f"{field}={value!r} is not supported; use torch.bfloat16, torch.float16, torch.float32 or None"
+                    f"{field}={value!r} is not supported; use torch.bfloat16, torch.float16, "
+                    "torch.float32 or None"
                 )
         if self.device is not None:
             try:
                 torch.device(self.device)
             except (RuntimeError, TypeError) as error:
-                raise ValueError(f"device={self.device!r}: give 'cpu', 'cuda', 'cuda:1' or a torch.device ({error})") from None
+                raise ValueError(
+                    f"device={self.device!r}: give 'cpu', 'cuda', 'cuda:1' or a torch.device "
+                    f"({error})"
+                ) from None
         if type(self.durable_every) is not int or self.durable_every < 1:
-            raise ValueError(f"durable_every={self.durable_every!r}: give a whole number of steps, 1 or more")
+            raise ValueError(
+                f"durable_every={self.durable_every!r}: give a whole number of steps, 1 or more"
+            )
         if self.durable:
             object.__setattr__(self, "generations", 2)
         for field in ("delayed_warmup", "seed"):
@@ -170,41 +198,64 @@ class Policy:
         if isinstance(self.units, str):
             object.__setattr__(self, "units", (self.units,))
         if not (self.units is None or isinstance(self.units, Sequence)):
-            raise ValueError(f"units={self.units!r}: give a list of modules, their classes' names or qualified names, or None")
+            raise ValueError(
+                f"units={self.units!r}: give a list of modules, their classes' names or qualified "
+                "names, or None"
+            )
         object.__setattr__(self, "nvme", self._paths())
         object.__setattr__(self, "io", self._io())
-        object.__setattr__(self, "unit_bytes_max", self._size("unit_bytes_max", self.unit_bytes_max))
+        object.__setattr__(
+            self, "unit_bytes_max", self._size("unit_bytes_max", self.unit_bytes_max)
+        )
         if self.ram is not None and self.ram != "min":
             object.__setattr__(self, "ram", self._size("ram", self.ram))
         if "nvme" in self._tiers and not self.nvme:
             raise ValueError(
-                f"params={self.params!r}, optim={self.optim!r}, grads={self.grads!r}, activations={self.activations!r} need a "
+                f"params={self.params!r}, optim={self.optim!r}, grads={self.grads!r}, "
+                f"activations={self.activations!r} need a "
                 "place on NVMe: set nvme=[directories] or $INFINITY_NVME_DIR"
             )
         self._check_together()
 
     def _check_ranks(self) -> None:
-        """What the ranks split, and how they exchange it."""
+        """Check the settings of ranks: their split, and their exchange."""
         if self.zero < 3 and self.params != "device":
             raise ValueError(
-                f"zero={self.zero} keeps whole parameters on every rank's device, and params={self.params!r} does not: use "
+                f"zero={self.zero} keeps whole parameters on every rank's device, and "
+                f"params={self.params!r} does not: use "
                 "params='device', or zero=3"
             )
         if self.zero < 3 and self.hpz is not None:
-            raise ValueError(f"hpz={self.hpz!r}: with zero={self.zero} every rank has all parameters; use zero=3, or hpz=None")
+            raise ValueError(
+                f"hpz={self.hpz!r}: with zero={self.zero} every rank has all parameters; use "
+                "zero=3, or hpz=None"
+            )
         if self.zero == 1 and self.accumulate == "shard":
-            raise ValueError("accumulate='shard' reduces every micro-batch, which is zero=2: use that, or accumulate='local'")
+            raise ValueError(
+                "accumulate='shard' reduces every micro-batch, which is zero=2: use that, or "
+                "accumulate='local'"
+            )
         if self.error_feedback and not self.qgz:
-            raise ValueError("error_feedback=True is for gradients that travel as int4 groups: set qgz=True, too")
+            raise ValueError(
+                "error_feedback=True is for gradients that travel as int4 groups: set qgz=True, too"
+            )
         timeout = self.rank_timeout_s
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+        if (
+            isinstance(timeout, bool)
+            or not isinstance(timeout, (int, float))
+            or not 0 < timeout < float("inf")
+        ):
             raise ValueError(f"rank_timeout_s={timeout!r}: give a number of seconds, more than 0")
         if self.mesh is not None and not hasattr(self.mesh, "get_group"):
-            raise ValueError(f"mesh={self.mesh!r}: give a torch.distributed.device_mesh.DeviceMesh, or None")
+            raise ValueError(
+                f"mesh={self.mesh!r}: give a torch.distributed.device_mesh.DeviceMesh, or None"
+            )
 
     @property
     def rules(self) -> dict[str, str]:
-        """What all ranks must have alike: what decides numbers, and what they exchange."""
+        """Return the settings that all ranks must have alike: those that decide numbers, or the
+        exchange.
+        """
         return {field: repr(getattr(self, field)) for field in _OF_ALL_RANKS}
 
     @property
@@ -216,43 +267,60 @@ class Policy:
         """Fields that cannot be honoured beside each other."""
         if self.update == "backward" and self.on_nonfinite == "skip" and not self.speculates:
             raise ValueError(
-                "update='backward' cannot honour on_nonfinite='skip': when a gradient that is not finite is met, other units of "
-                "the step are updated already. Use generations=2, on_nonfinite='raise' or 'ignore', or update='deferred'"
+                "update='backward' cannot honour on_nonfinite='skip': when a gradient that is not "
+                "finite is met, other units of "
+                "the step are updated already. Use generations=2, on_nonfinite='raise' or "
+                "'ignore', or update='deferred'"
             )
         self._check_durable()
         if self.update_on == "device" and self.update != "deferred":
             raise ValueError(
-                f"update_on='device' updates inside opt.step(), and update={self.update!r} at other times: use "
+                f"update_on='device' updates inside opt.step(), and update={self.update!r} at "
+                "other times: use "
                 "update='deferred', or update_on='cpu'"
             )
         if self.update == "delayed" and self.generations > 1:
             raise ValueError(
-                "update='delayed' keeps one generation: it computes with the parameters of the step before while the update is "
+                "update='delayed' keeps one generation: it computes with the parameters of the "
+                "step before while the update is "
                 "made; use update='deferred' or 'backward' with generations=2, or generations=1"
             )
         for kind, tier in (("params", self.params), ("optim", self.optim)):
             if kind in (self.resident or {}) and tier != "nvme":
                 raise ValueError(
-                    f"resident={dict(self.resident or {})!r}: {kind!r} rests in memory anyway, since {kind}={tier!r}; leave it "
+                    f"resident={dict(self.resident or {})!r}: {kind!r} rests in memory anyway, "
+                    f"since {kind}={tier!r}; leave it "
                     f"out, or set {kind}='nvme'"
                 )
 
     def _check_durable(self) -> None:
         if not self.durable:
             if self.durable_every != 1:
-                raise ValueError(f"durable_every={self.durable_every} is for durable runs: set durable=True too")
+                raise ValueError(
+                    f"durable_every={self.durable_every} is for durable runs: set durable=True too"
+                )
             return
         given = {"params": self.params, "optim": self.optim}
         if set(given.values()) != {"nvme"}:
             tier, value = next((tier, value) for tier, value in given.items() if value != "nvme")
-            raise ValueError(f"durable={self.durable!r} keeps all states on the drives: set {tier}='nvme' instead of {value!r}")
+            raise ValueError(
+                f"durable={self.durable!r} keeps all states on the drives: set {tier}='nvme' "
+                f"instead of {value!r}"
+            )
         if self.resident:
-            raise ValueError("durable runs keep nothing resident, so that every step reaches the drives: leave resident= out")
+            raise ValueError(
+                "durable runs keep nothing resident, so that every step reaches the drives: leave "
+                "resident= out"
+            )
         if self.verify == "off":
-            raise ValueError("durable runs need checksums, or nobody knows what a crash left: set verify='full' or 'sample'")
+            raise ValueError(
+                "durable runs need checksums, or nobody knows what a crash left: set verify='full' "
+                "or 'sample'"
+            )
         if self.durable_every > 1 and self.update == "backward":
             raise ValueError(
-                f"durable_every={self.durable_every} overwrites steps in between, and update='backward' takes updates back: use "
+                f"durable_every={self.durable_every} overwrites steps in between, and "
+                "update='backward' takes updates back: use "
                 "update='deferred', or durable_every=1"
             )
 
@@ -267,10 +335,13 @@ class Policy:
 
     @property
     def resident_parts(self) -> dict[str, float | int]:
-        """Shares and bytes of states on NVMe that stay in RAM: `resident`, or none in a durable run."""
+        """Shares and bytes of states on NVMe that stay in RAM: `resident`, or none in a durable
+        run."""
         if self.durable:
             return {"params": 0.0, "optim": 0.0}
-        return {kind: part for kind, part in (self.resident or {}).items() if not isinstance(part, str)}
+        return {
+            kind: part for kind, part in (self.resident or {}).items() if not isinstance(part, str)
+        }
 
     @property
     def _tiers(self) -> tuple[str, ...]:
@@ -284,27 +355,43 @@ class Policy:
 
     @property
     def io_settings(self) -> IoSettings:
-        """`io` as it is used: the defaults where nothing is given, no block that was measured with another backend."""
-        return self.io.for_backend(self.io_backend) if isinstance(self.io, IoSettings) else IoSettings()
+        """`io` as it is used: the defaults where nothing is given, no block that was measured with
+        another backend."""
+        return (
+            self.io.for_backend(self.io_backend)
+            if isinstance(self.io, IoSettings)
+            else IoSettings()
+        )
 
     def _resident(self) -> Mapping[str, float | int] | None:
         """`resident` with sizes as bytes (int) and shares as they are (float)."""
         if self.resident is None:
             return None
         if not isinstance(self.resident, Mapping):
-            raise ValueError(f"resident={self.resident!r}: give a mapping such as {{'params': 0.5, 'optim': '8GiB'}}, or None")
+            raise ValueError(
+                f"resident={self.resident!r}: give a mapping such as "
+                f"{{'params': 0.5, 'optim': '8GiB'}}, or None"
+            )
         given = dict(self.resident)
         wrong = next((key for key in given if key not in ("params", "optim")), None)
         if wrong is not None:
-            raise ValueError(f"resident={given!r}: {wrong!r} is not known; use 'params' and 'optim'")
+            raise ValueError(
+                f"resident={given!r}: {wrong!r} is not known; use 'params' and 'optim'"
+            )
         parsed: dict[str, float | int] = {}
         for key, value in given.items():
             if isinstance(value, float):
                 if not 0.0 <= value <= 1.0:
-                    raise ValueError(f"resident[{key!r}]={value!r}: a share is between 0.0 and 1.0; write sizes as '8GiB'")
+                    raise ValueError(
+                        f"resident[{key!r}]={value!r}: a share is between 0.0 and 1.0; write sizes "
+                        "as '8GiB'"
+                    )
                 parsed[key] = value
             elif type(value) is int and value == 1:
-                raise ValueError(f"resident[{key!r}]=1 would be one byte; write 1.0 for all of it, or a size such as '8GiB'")
+                raise ValueError(
+                    f"resident[{key!r}]=1 would be one byte; write 1.0 for all of it, or a size "
+                    "such as '8GiB'"
+                )
             else:
                 parsed[key] = self._size(f"resident[{key!r}]", value)
         return parsed
@@ -315,7 +402,8 @@ class Policy:
             return given
         if not isinstance(given, (Mapping, str, os.PathLike)):
             raise ValueError(
-                f"io={given!r} is not known; use None, an infinity.aio.IoSettings, a mapping with its fields or the path "
+                f"io={given!r} is not known; use None, an infinity.aio.IoSettings, a mapping with "
+                "its fields or the path "
                 "of a JSON file of python -m infinity.bench swap"
             )
         try:
@@ -329,14 +417,20 @@ class Policy:
             given = (given,)
         if not given and "nvme" in self._tiers and os.environ.get("INFINITY_NVME_DIR"):
             given = tuple(os.environ["INFINITY_NVME_DIR"].split(os.pathsep))
-        if not isinstance(given, Sequence) or not all(isinstance(path, (str, os.PathLike)) and str(path) for path in given):
-            raise ValueError(f"nvme={self.nvme!r}: give a directory, or a list of directories, none of them empty")
+        if not isinstance(given, Sequence) or not all(
+            isinstance(path, (str, os.PathLike)) and str(path) for path in given
+        ):
+            raise ValueError(
+                f"nvme={self.nvme!r}: give a directory, or a list of directories, none of them "
+                "empty"
+            )
         paths = tuple(Path(path) for path in given)
         for path in paths:
             check_directory_pattern(path)
         if self.durable and paths and is_directory_pattern(paths[0]):
             raise ValueError(
-                f"nvme={[str(path) for path in paths]}: a durable run keeps the manifests of all ranks in the first directory: "
+                f"nvme={[str(path) for path in paths]}: a durable run keeps the manifests of all "
+                "ranks in the first directory: "
                 "name one there that is the same on every rank; the others may differ"
             )
         if len({path.resolve() for path in paths}) != len(paths):

@@ -1,10 +1,12 @@
-"""The engine: `offload` takes a model apart into units at rest, `Handle` is what the user holds of it.
+"""The engine: `offload` takes a model apart into units at rest; `Handle` is its user's view of the
+engine.
 
-offload = find units -> place -> fill, unit by unit -> attach hooks        (`infinity._src.build` wires)
+    offload = find units -> place -> fill, unit by unit -> attach hooks
+              (`infinity._src.build` wires)
 
-model.parameters() --- at rest --->  Rest (chunks: RAM, NVMe)  <--- Pipeline (opt.step)
-         |                                  ^
-     Lifecycle (hooks)  --- asks --->  Unsharder (gather, evict, prefetch)
+    parameters at rest  --->  StateStore (chunks: RAM, NVMe)  <---  StepPipeline (opt.step)
+            |                            ^
+    Lifecycle (hooks)   --->  Unsharder (gather, evict, prefetch)
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from infinity.errors import EngineClosed
 
 log = logging.getLogger("infinity")
 
-_HANDLE = "_infinity_handle"  # where a model keeps its handle: a table here would keep closed models alive
+# A model keeps its handle itself: a table here would keep closed models alive.
+_HANDLE = "_infinity_handle"
 _OPEN: set[Handle] = set()
 
 
@@ -48,43 +51,58 @@ def offload(
     load: Source | None = None,
     _seam: Seam | None = None,
 ) -> torch.nn.Module:
-    """Offload a model in place: from here on its parameters rest where `policy` says and are gathered just in time.
+    """Offload a model in place: from here on its parameters rest where `policy` says and are
+    gathered just in time.
 
-    Returns the same module. load: where values come from, unit by unit, when the module is on the meta device: a
-    callable `(name, tensor) -> None` that fills the tensor, a mapping from names to tensors, or a directory of
-    safetensors. It is called under no_grad once per parameter and persistent buffer. Blocks until all is at rest.
+    Returns the same module. load: the source of values, unit by unit, when the module is on the
+    meta device: a callable `(name, tensor) -> None` that fills the tensor, a mapping from names to
+    tensors, or a directory of safetensors. It is called under no_grad once per parameter and
+    persistent buffer. Blocks until all is at rest.
 
-    Raises: ValueError for what the policy or the model cannot do, BudgetError when the policy's `ram` is too small,
-    SwapFullError and other OSErrors for the NVMe directories, PeerFailed when another rank failed, which is named. On an error
-    the model is as it was. Collective on several ranks.
+    Raises: ValueError for a policy or a model that cannot work, BudgetError when the policy's `ram`
+    is too small, SwapFullError and other OSErrors for the NVMe directories, PeerFailed when another
+    rank failed, which is named. On an error the model is as it was. Collective on several ranks.
     """
     if not (policy is None or isinstance(policy, Policy)):
-        raise ValueError(f"inf.offload takes an inf.Policy, not a {type(policy).__name__}; write inf.Policy(params=..., ...)")
+        raise ValueError(
+            f"inf.offload takes an inf.Policy, not a {type(policy).__name__}; write "
+            "inf.Policy(params=..., ...)"
+        )
     before = model.__dict__.get(_HANDLE)
     if before is not None and before.closed:
         raise ValueError(
-            "the engine of this model was closed, and its values with it: build the model anew (inf.export_safetensors "
+            "the engine of this model was closed, and its values with it: build the model anew "
+            "(inf.export_safetensors "
             "before close() keeps the values, and load= takes them up)"
         )
     if before is not None:
         raise ValueError("this model is offloaded already; inf.handle(model).close() ends that")
+    # Before the model is touched: a device that is missing leaves it as it was.
     device = compute_device(model, (policy or Policy()).device)
-    strided = [name for name, parameter in model.named_parameters() if not parameter.is_contiguous()]
+    # Read now: parameters at rest have no strides of their own.
+    strided = [
+        name for name, parameter in model.named_parameters() if not parameter.is_contiguous()
+    ]
     handle_ = Handle(model, policy or Policy(), device, load, _seam)
     model.__dict__[_HANDLE] = handle_
+    # Closed at exit, if its user does not.
     _OPEN.add(handle_)
     if strided:
         others = f" and {len(strided) - 3} more" if len(strided) > 3 else ""
         warnings.warn(
-            f"{', '.join(strided[:3])}{others}: dimensions are in another order in memory (channels_last, transposed); offloaded "
-            "they are contiguous, with the same values, and kernels that choose by the order may round otherwise",
+            f"{', '.join(strided[:3])}{others}: dimensions are in another order in memory "
+            "(channels_last, transposed); offloaded "
+            "they are contiguous, with the same values, and kernels that choose by the order may "
+            "round otherwise",
             stacklevel=2,
         )
     return model
 
 
 def handle(model: torch.nn.Module) -> Handle:
-    """The handle of an offloaded model. Raises: ValueError for a model that is not offloaded."""
+    """Return the handle of an offloaded model. Raises: ValueError for a model that is not
+    offloaded.
+    """
     found: Handle | None = model.__dict__.get(_HANDLE)
     if found is None:
         raise ValueError("this model is not offloaded; call inf.offload(model, policy) first")
@@ -92,7 +110,7 @@ def handle(model: torch.nn.Module) -> Handle:
 
 
 class Handle:
-    """An offloaded model's engine, as its user sees it. Methods block; one thread uses it at a time."""
+    """The user's view of an offloaded model's engine. Methods block; one thread uses it at a time."""
 
     def __init__(
         self,
@@ -107,8 +125,17 @@ class Handle:
         self.on_nonfinite = policy.on_nonfinite
         with contextlib.ExitStack() as undo:
             parts = build_engine(
-                model, policy, device, load=load, seam=seam, owner=self, timeline=self.timeline, undo=undo
+                model,
+                policy,
+                device,
+                load=load,
+                seam=seam,
+                owner=self,
+                timeline=self.timeline,
+                undo=undo,
             )
+            # Built: from here on `end` closes the parts. An error above has closed them already, in
+            # reverse order.
             self._undo = undo.pop_all()
         self.parts = parts
         self.policy, self.units, self.comm = parts.split.policy, parts.split.units, parts.split.comm
@@ -117,18 +144,23 @@ class Handle:
         self.pipeline, self.states = parts.optimizer.pipeline, parts.optimizer.states
         self.saving = parts.optimizer.saving
 
-    def hold(self, optimizer: Any, params: list[Param]) -> None:
+    def register(self, optimizer: Any, params: list[Param]) -> None:
         """Give parameters the states that `optimizer.moments_of` names (called by optimizers)."""
-        self.parts.optimizer.registry.hold(optimizer, params)
+        self.parts.optimizer.registry.register(optimizer, params)
 
-    # -- what the user calls -------------------------------------------------------------------------------------------
+    # -- what the user calls -----------------------------------------------------------------------
 
-    def gather(self, params: torch.nn.Parameter | Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
-        """Inside, these parameters (what `model.parameters()` yields) can be read and written; writes are kept.
+    def gather(
+        self, params: torch.nn.Parameter | Iterable[torch.nn.Parameter]
+    ) -> AbstractContextManager[None]:
+        """Return a context in which these parameters (as `model.parameters()` yields them) can be
+        read and written; writes are kept.
 
-        Waits for pending updates of their units, and, before it keeps writes, for all: a step that is undone raises StepUndone,
-        and nothing is kept. With update="delayed" these are the updated values, which training computes with one step later: a
-        training forward or backward through them raises RuntimeError inside. On several ranks all gather, and write, the same.
+        Waits for pending updates of their units, and, before it keeps writes, for all: a step that
+        is undone raises StepUndone, and nothing is kept. With update="delayed" these are the
+        updated values, which training computes with one step later: a training forward or backward
+        through them raises RuntimeError inside. On several ranks all gather, and write, the same.
+
         Raises: ValueError for a parameter of another model.
         """
         self.check_open()
@@ -136,65 +168,89 @@ class Handle:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Marks micro-batches that are not the last of a step: with update="backward" they accumulate, and the first
-        backward outside of it updates. On several ranks with accumulate="local" (and zero=1) they add up on each rank, and that
-        backward reduces them; else gradients are reduced into the shards at once, and the other modes need no mark.
+        """Mark micro-batches that are not the last of a step.
+
+        With update="backward" they accumulate, and the first backward outside of it updates. On
+        several ranks with accumulate="local" (and zero=1) they add up on each rank, and that
+        backward reduces them. Otherwise gradients are reduced into the shards at once, and the
+        other modes need no mark.
 
         Raises: BudgetError when update="backward" has no room for gradients, at the first time.
         """
         self.check_open()
+        # The reducer adds up on this rank, the mode leaves the update out: each knows half of it.
         with self.parts.grads.reducer.no_sync(), self.parts.mode.no_sync():
             yield
 
     def optimizer_state(self, param: torch.nn.Parameter) -> OptimizerState:
-        """What the parameter's optimizer keeps for it, by name, to be read and written on any tier: "master", moments, "step".
+        """Return the optimizer states of a parameter, by name, to be read and written on any tier:
+        "master", moments, "step".
 
-        Raises: ValueError for a parameter of another model, or that no optimizer holds.
+        Raises: ValueError for a parameter of another model, or without an optimizer.
         """
         self.check_open()
+        # The engine's record of it; other tensors raise.
         found = self._one(param)
-        holder = self.parts.optimizer.registry.holder_of(found)
+        holder = self.parts.optimizer.registry.optimizer_of(found)
         if holder is None:
-            raise ValueError(f"no optimizer holds {found.name}; build inf.AdamW(model.parameters()) first, and keep it")
+            raise ValueError(
+                f"no optimizer holds {found.name}; build inf.AdamW(model.parameters()) first, and "
+                "keep it"
+            )
         return OptimizerState(found, holder, self.states)
 
     def full_grad(self, param: torch.nn.Parameter) -> torch.Tensor | None:
-        """The accumulated gradient of a parameter, with what the loop did to it: a fresh fp32 CPU tensor [param.shape].
+        """Return the accumulated gradient of a parameter, with the factors of the loop applied: a
+        fresh fp32 CPU tensor [param.shape].
 
-        None where `param.grad` is None. Waits for pending updates. Collective on several ranks: it is the mean over all, and
-        every rank gets the whole. Raises: ValueError for a parameter of another model; RuntimeError for a gradient that an
-        update has taken, as with update="backward" after backward.
+        None where `param.grad` is None. Waits for pending updates. Collective on several ranks: it
+        is the mean over all, and every rank gets the whole. Raises: ValueError for a parameter of
+        another model; RuntimeError for a gradient that an update has taken, as with
+        update="backward" after backward.
         """
         self.check_open()
         return self.states.full_grad(self._one(param))
 
     def set_full_grad(self, param: torch.nn.Parameter, grad: torch.Tensor | None) -> None:
-        """Make `grad` [param.shape] the gradient of a parameter, rounded to the dtype in which gradients wait; None clears it.
+        """Make `grad` [param.shape] the gradient of a parameter, rounded to the dtype of waiting
+        gradients; None clears it.
 
-        Waits for pending updates. With update="backward" None takes nothing back: what backward applied stays applied. On several
-        ranks all pass the same tensor. Raises: ValueError for a wrong shape or dtype, or a parameter of another model;
-        RuntimeError, with update="backward", when the update has taken the gradient that backward made.
+        Waits for pending updates. With update="backward" None takes nothing back: an update that
+        backward made stays. On several ranks all pass the same tensor. Raises: ValueError for a
+        wrong shape or dtype, or a parameter of another model; RuntimeError, with update="backward",
+        when the update has taken the gradient that backward made.
         """
         self.check_open()
         self.states.set_full_grad(self._one(param), grad)
 
     def _one(self, param: torch.nn.Parameter) -> Param:
-        found = chosen_params(self.parts.lifecycle, param) if isinstance(param, torch.Tensor) else []
+        found = (
+            chosen_params(self.parts.lifecycle, param) if isinstance(param, torch.Tensor) else []
+        )
         if len(found) != 1:
             raise ValueError(
-                f"this wants one parameter of the offloaded model, as model.parameters() yields it, not a {type(param).__name__}"
+                "this wants one parameter of the offloaded model, as model.parameters() yields "
+                f"it, not a {type(param).__name__}"
             )
         return found[0]
 
     def read(self, param: Param) -> torch.Tensor:
-        """The current value of one parameter as an ordinary CPU tensor; waits for pending updates of its unit."""
+        """Return the current value of one parameter as an ordinary CPU tensor; waits for pending
+        updates of its unit.
+        """
+        # A backward that broke off may have left units in use.
         self.parts.lifecycle.recover()
         return self.unsharder.read(param)
 
     def stats(self) -> Stats:
-        """Counters since `offload`; `infinity._src.stats.Stats` says what each means. Raises: EngineClosed."""
+        """Return counters since `offload`; `infinity._src.stats.Stats` says what each means.
+        Raises: EngineClosed.
+        """
+        # Not `check_open`: numbers can be read after a fault too.
         if self.parts.access.closed:
-            raise EngineClosed("handle.stats(): the engine of this model was closed; ask before close()")
+            raise EngineClosed(
+                "handle.stats(): the engine of this model was closed; ask before close()"
+            )
         return Stats.collect(
             executor=self.parts.tiers.storage.observe(self.pipeline.steps),
             endurance=self.parts.tiers.storage.endurance,
@@ -208,61 +264,76 @@ class Handle:
             bandwidths=self.policy.io_settings.bandwidths,
             activations=self.parts.tiers.storage.activation_figures(),
             ranks=self.parts.split.ranks.figures(),
-            fresh_grad_bytes_peak=max(self.parts.grads.reducer.fresh_bytes_peak, self.parts.mode.fresh_bytes_peak),
+            fresh_grad_bytes_peak=max(
+                self.parts.grads.reducer.fresh_bytes_peak, self.parts.mode.fresh_bytes_peak
+            ),
             heap_spare_bytes=self.parts.heap.spare_bytes,
             frozen_bytes=self.parts.tiers.storage.frozen_bytes(self.parts.split.flats),
         )
 
     def trace(self, path: str | os.PathLike[str]) -> int:
-        """Write the timeline so far as Chrome trace JSON (opens in Perfetto) and return its number of spans.
+        """Write the timeline so far as Chrome trace JSON (opens in Perfetto) and return its number
+        of spans.
 
         Tracks: waits of training, reads, writes, updates, copies; the newest of each are kept.
         """
+        # Threads of the executor note spans of their own; both clocks are CLOCK_MONOTONIC.
         self.timeline.add_native_spans(self.parts.tiers.executor.take_spans())
         return self.timeline.write(path)
 
     def flush(self) -> None:
-        """Return when no update or write is pending. Raises what the background met.
+        """Return when no update or write is pending. Raises the faults of the background.
 
         In a durable run the last step is committed then; on several ranks of one all call it.
         """
+        # A commit needs a step that has ended.
         self.parts.access.before_write()
-        self.pipeline.settle()
+        self.pipeline.commit()
 
     def close(self) -> None:
-        """Flush, free everything, and leave the parameters unreadable (they raise). Idempotent. A durable run commits its last
-        step, together with all ranks; an exit without close() commits it on one rank, and on several leaves the one before.
+        """Flush, free everything, and leave the parameters unreadable (they raise). Idempotent.
 
-        Raises: RuntimeError inside `gather()`; what the background met, after everything was freed.
+        A durable run commits its last step, together with all ranks. An exit without close()
+        commits it on one rank, and on several leaves the one before.
+
+        Raises: RuntimeError inside `gather()`; the faults of the background, after everything was
+        freed.
         """
         self.end(commit=True)
 
     def end(self, *, commit: bool) -> None:
-        """As `close`. commit: the last step of a durable run, if it is not yet."""
+        """Close as `close`. commit: commit the last step of a durable run, if it is not yet."""
         if self.parts.access.closed:
             return
+        # Writes in the block are kept at its end, when the engine would be gone.
         if self.parts.lifecycle.windows:
-            raise RuntimeError("handle.close() inside handle.gather(): the writes of the block would be lost; leave it first")
+            raise RuntimeError(
+                "handle.close() inside handle.gather(): the writes of the block would be lost; "
+                "leave it first"
+            )
         steps = (
             self.parts.lifecycle.detach,
             self.parts.tiers.executor.wait_all,
             self.unsharder.close,
             lambda: detach_params(self.parts.split.params),
         )
+        # All of these run, whatever fails: threads and files must not outlive the handle.
         with run_all(self._forget, *steps, self.parts.tiers.buffers.close, self._undo.close):
+            # A save reads chunks that are freed below.
             self.saving.wait_for_last()
             self.pipeline.wait()
             self.saving.raise_fault()
             if commit:
-                self.pipeline.settle()
+                self.pipeline.commit()
 
     def _forget(self) -> None:
         self.parts.access.closed = True
+        # The set holds handles strongly, and with them their memory.
         _OPEN.discard(self)
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True after `close`."""
         return self.parts.access.closed
 
     def check_open(self) -> None:
@@ -278,10 +349,13 @@ class Handle:
 
 @atexit.register
 def _close_all() -> None:
-    """At exit: finish what was stepped, then free. A fault is logged; there is nobody left to raise it to. Other ranks may be
-    gone already: nothing that needs them is done."""
+    """Finish the steps that were taken and free, at exit. A fault is logged: no caller is left to
+    raise it to. Other ranks may be gone already, so nothing that needs them is done.
+    """
     for open_handle in list(_OPEN):
         try:
-            open_handle.end(commit=open_handle.durable is None or open_handle.saving.comm.world == 1)
+            open_handle.end(
+                commit=open_handle.durable is None or open_handle.saving.comm.world == 1
+            )
         except Exception:
             log.exception("closing an offloaded model at exit failed")

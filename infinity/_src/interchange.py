@@ -230,7 +230,11 @@ def load_deepspeed(
 
 def _held(of: Handle, opt: Optimizer | None) -> list[Held]:
     """The parameters of this model that an optimizer holds. Raises: ValueError if there is none."""
-    found = [param for param in opt.held if param.unit.engine is of] if opt is not None else []
+    found = (
+        [param for param in opt.params_with_states if param.unit.engine is of]
+        if opt is not None
+        else []
+    )
     if opt is not None and not found:
         raise ValueError(
             f"this {opt.title} holds no parameter of this model; give the optimizer of "

@@ -1,4 +1,5 @@
-"""Loads the compiled extension `infinity._native`: its `ffi` and `lib`, and the instruction set of its kernels.
+"""Loads the compiled extension `infinity._native`: its `ffi` and `lib`, and the instruction set of
+its kernels.
 
 Importing this module never fails and never imports torch, so that plans, documentation and
 `infinity doctor` work where the extension is missing. Its first use then raises one ImportError
@@ -24,7 +25,8 @@ try:
     from infinity import _native
 except ImportError as error:
     _reason = (
-        f"infinity's C extension is missing or does not load ({error}): run `make native` in a checkout, "
+        f"infinity's C extension is missing or does not load ({error}): run `make native` in a "
+        "checkout, "
         "or `pip install --force-reinstall infinity-offload`"
     )
 else:
@@ -32,14 +34,16 @@ else:
 
 
 def __getattr__(name: str) -> Any:
-    # Only names that the module lacks come here, so calls into a loaded extension cost nothing more.
+    # Only names that the module lacks come here, so calls into a loaded extension cost nothing
+    # more.
     if name in ("ffi", "lib"):
         raise ImportError(_reason)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def load() -> tuple[Any, Any]:
-    """Return (ffi, lib) of the extension. Raises ImportError naming the command that mends its absence."""
+    """Return (ffi, lib) of the extension. Raises ImportError naming the command that mends its
+    absence."""
     if _reason:
         raise ImportError(_reason)
     return ffi, lib
@@ -61,7 +65,8 @@ def isa() -> str:
 
 
 def select_isa(name: str) -> None:
-    """Use the kernels of instruction set `name` in this process from now on. Not while a kernel runs.
+    """Use the kernels of instruction set `name` in this process from now on. Not while a kernel
+    runs.
 
     Raises: ValueError when this machine or this build lacks it, ImportError without the extension.
     """
@@ -69,7 +74,9 @@ def select_isa(name: str) -> None:
         raise ValueError(f"INFINITY_ISA={name!r}: unknown; one of {', '.join(ISA_NAMES)}")
     load()
     if not lib.inf_isa_select(name.encode()):
-        raise ValueError(f"INFINITY_ISA={name!r}: this CPU or build lacks it; unset it to use {isa()}")
+        raise ValueError(
+            f"INFINITY_ISA={name!r}: this CPU or build lacks it; unset it to use {isa()}"
+        )
 
 
 def isas() -> tuple[str, ...]:

@@ -46,7 +46,9 @@ def save(
     of = handle(model)
     of.flush()
     kept = extra if extra is not None else of.extra
-    return of.saving.begin(model, opt, directory, step=of.pipeline.steps, extra=kept, run=of.durable)
+    return of.saving.begin(
+        model, opt, directory, step=of.pipeline.steps, extra=kept, run=of.durable
+    )
 
 
 def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str]) -> Restored:
@@ -96,5 +98,5 @@ def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str])
     if run is not None:
         of.pipeline.begun = False
         run.restored(restored.extra)
-        of.pipeline.settle()  # what is written from here on stands beside it
+        of.pipeline.commit()  # what is written from here on stands beside it
     return restored

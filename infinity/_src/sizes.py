@@ -20,12 +20,15 @@ _PATTERN = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s
 
 
 def parse_size(value: float | str) -> int:
-    """Bytes named by `value`: an integer, or text such as "64GiB", "512M" (binary) or "10 GB" (decimal).
+    """Bytes named by `value`: an integer, or text such as "64GiB", "512M" (binary) or "10 GB"
+    (decimal).
 
     Raises: ValueError naming the value when it cannot be read or is negative.
     """
     if isinstance(value, bool):
-        raise ValueError(f"{value!r} is not a size; write an integer of bytes or text such as '64GiB'")
+        raise ValueError(
+            f"{value!r} is not a size; write an integer of bytes or text such as '64GiB'"
+        )
     if isinstance(value, (int, float)):
         if value < 0 or value != value or value == float("inf"):
             raise ValueError(f"a size cannot be {value!r}")
@@ -43,7 +46,9 @@ def format_size(size_bytes: float) -> str:
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" or size == int(size) else f"{size:.1f} {unit}"
+            return (
+                f"{size:.0f} {unit}" if unit == "B" or size == int(size) else f"{size:.1f} {unit}"
+            )
         size /= 1024
     return f"{size:.1f} TiB"
 

@@ -1,4 +1,4 @@
-"""What an engine has done, as one record of numbers."""
+"""Statistics of an engine, as one record of numbers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from infinity.aio._endurance import Endurance, recent_bytes_per_s
 class DriveFigures:
     """One drive since `inf.offload`. Bytes are those the drive confirmed; times in seconds.
 
-    read_p50_s ... write_p99_s: how long requests took, from being sent to their result; depth_mean: requests in flight while
-    there were any, of `depth` at most, `block_bytes` each; busy_s: time with a request in flight; *_bytes_per_s_10s, _60s:
-    bandwidth over the last whole seconds, idle ones included; direct: O_DIRECT, else direct_reason says why not; failed: the
-    write that marked the drive, empty while it is sound; slow: set while it gives less than it did before (slow_episodes: how
-    often that was); written_per_step_bytes and written_tb_per_day: of training, without set-up; None before the first step.
+    read_p50_s ... write_p99_s: how long requests took, from being sent to their result; depth_mean:
+    requests in flight while there were any, of `depth` at most, `block_bytes` each; busy_s: time
+    with a request in flight; *_bytes_per_s_10s, _60s: bandwidth over the last whole seconds, idle
+    ones included; direct: O_DIRECT, else direct_reason says why not; failed: the write that marked
+    the drive, empty while it is sound; slow: set while it gives less than it did before
+    (slow_episodes: how often that was); written_per_step_bytes and written_tb_per_day: of training,
+    without set-up; None before the first step.
     """
 
     path: str
@@ -102,7 +104,10 @@ class DriveFigures:
         reads = f"{1e3 * self.read_p50_s:.1f}/{1e3 * self.read_p99_s:.1f} ms"
         writes = f"{1e3 * self.write_p50_s:.1f}/{1e3 * self.write_p99_s:.1f} ms"
         parts = [
-            f"{self.path}: {format_size(self.bytes_read)} read, {format_size(self.bytes_written)} written",
+            (
+                f"{self.path}: {format_size(self.bytes_read)} read, {format_size(self.bytes_written)} "
+                "written"
+            ),
             f"p50/p99 read {reads}, write {writes}",
             f"depth {self.depth_mean:.1f} of {self.depth} x {format_size(self.block_bytes)}",
         ]
@@ -120,20 +125,20 @@ class DriveFigures:
 
 
 _OF_EXECUTOR = (
-    "gates_opened", "gates_escaped", "retries", "short_transfers", "rereads", "checksum_failures", "huge_bytes", "registered",
-    "registered_reason", "backend", "kept_chunks", "jobs_cancelled",
+    "gates_opened", "gates_escaped", "retries", "short_transfers", "rereads", "checksum_failures",
+    "huge_bytes", "registered", "registered_reason", "backend", "kept_chunks", "jobs_cancelled",
 )  # fmt: skip
 """What `Stats` has of the executor's counters as they are."""
 
 _OF_PLACEMENT = (
-    "pool_bytes", "grad_bytes", "spilled_bytes", "staging_bytes", "shadow_bytes", "resident_bytes", "sums_bytes", "scratch_bytes",
-    "nvme_bytes",
+    "pool_bytes", "grad_bytes", "spilled_bytes", "staging_bytes", "shadow_bytes", "resident_bytes",
+    "sums_bytes", "scratch_bytes", "nvme_bytes",
 )  # fmt: skip
 """What it has of the placement's."""
 
 _OF_RANKS = (
-    "comm_gather_inside_bytes", "comm_gather_across_bytes", "comm_reduce_inside_bytes", "comm_reduce_across_bytes",
-    "whole_grad_bytes", "secondary_bytes", "feedback_bytes",
+    "comm_gather_inside_bytes", "comm_gather_across_bytes", "comm_reduce_inside_bytes",
+    "comm_reduce_across_bytes", "whole_grad_bytes", "secondary_bytes", "feedback_bytes",
 )  # fmt: skip
 """What it has of several ranks."""
 
@@ -142,31 +147,40 @@ _OF_RANKS = (
 class Stats:
     """Counters since `inf.offload`. Bytes are bytes, times seconds.
 
-    params: elements of the model; step_count: optimizer steps submitted; bytes_read, bytes_written: on all drives;
-    io_wait_s: time that forward and backward waited for a unit; update_wait_s: time that `opt.step()`, `flush()` and
-    others waited for updates; ram_bytes: what the engine holds in RAM by plan, ram_min_bytes the least that works; its parts:
-    pool_bytes: pinned slots, grad_bytes: gradients, staging_bytes: windows of those that spill, shadow_bytes: the second copy
-    of the parameters (update="delayed"), resident_bytes: states, sums_bytes: their checksums, scratch_bytes: what norms and
-    optimizers compute in; nvme_bytes: states that rest on NVMe, of them frozen_bytes of parameters that no optimizer holds;
-    spilled_bytes: gradients that rest there; gathered_bytes_peak: the most that was gathered at once,
-    fresh_grad_bytes_peak: of gradients between autograd and where they wait, heap_spare_bytes: of freed memory kept for
-    reuse at most, where the CPU computes (all three device memory, not in ram_bytes); demands:
-    times a unit was wanted, of which demand_reads were not read ahead; deviations: demands that the traced order did not
-    foresee; params_read_bytes: of bytes_read, parameters for a forward or a backward alone; grads_read_bytes,
+    params: elements of the model; step_count: optimizer steps submitted; bytes_read, bytes_written:
+        on all drives;
+    io_wait_s: time that forward and backward waited for a unit; update_wait_s: time that
+    `opt.step()`, `flush()` and others waited for updates; ram_bytes: what the engine holds in RAM
+    by plan, ram_min_bytes the least that works; its parts:
+    pool_bytes: pinned slots, grad_bytes: gradients, staging_bytes: windows of those that spill,
+    shadow_bytes: the second copy of the parameters (update="delayed"), resident_bytes: states,
+    sums_bytes: their checksums, scratch_bytes: what norms and optimizers compute in; nvme_bytes:
+    states that rest on NVMe, of them frozen_bytes of parameters that no optimizer holds;
+    spilled_bytes: gradients that rest there; gathered_bytes_peak: the most that was gathered at
+        once,
+    fresh_grad_bytes_peak: of gradients between autograd and where they wait, heap_spare_bytes: of
+    freed memory kept for reuse at most, where the CPU computes (all three device memory, not in
+    ram_bytes); demands: times a unit was wanted, of which demand_reads were not read ahead;
+    deviations: demands that the traced order did not foresee; params_read_bytes: of bytes_read,
+    parameters for a forward or a backward alone; grads_read_bytes,
     grads_written_bytes: of both, spilled gradients, as far as that was begun; registered: whether
-    io_uring has the pools' pages registered, else registered_reason says why not; kept_chunks: chunks whose write failed,
-    which are in memory only; jobs_cancelled: reads that were given up; written_per_step_bytes, written_tb_per_day: by
-    training on all drives, None before the first step; phases: where the time went, and what moved meanwhile, by the names of
-    `telemetry.PHASES`; updates_ahead: units that were updated in backward ahead of their step and kept, updates_withdrawn: those
-    that the step forbade; steps_undone: by faults (the last three with two generations);
-    commit_s: time that commits of a durable run took; comm_gather_*, comm_reduce_*: what this rank sent of weights and of
-    gradients, to ranks of its node (inside) and of others (across), comm_wait_s: time that backward waited for reductions;
-    whole_grad_bytes: whole sums of gradients (accumulate="local"), secondary_bytes: kept shards of gathered weights (hpz, or
-    stage 3 on the device), feedback_bytes: what rounding of gradients took (error_feedback); h2d_bytes, d2h_bytes: copied to a
-    GPU that computes and from it, h2d_s, d2h_s: while at least one such copy was under way (all four 0 where the CPU computes;
-    gradients that an update on the device reads where they wait are no copies, and not counted);
-    activations: see `ActivationFigures`; terms: a step against its limits, None before there were two, and where the device
-    updates;
+    io_uring has the pools' pages registered, else registered_reason says why not; kept_chunks:
+    chunks whose write failed, which are in memory only; jobs_cancelled: reads that were given up;
+    written_per_step_bytes, written_tb_per_day: by training on all drives, None before the first
+    step; phases: where the time went, and what moved meanwhile, by the names of `telemetry.PHASES`;
+    updates_ahead: units that were updated in backward ahead of their step and kept,
+    updates_withdrawn: those that the step forbade; steps_undone: by faults (the last three with two
+    generations);
+    commit_s: time that commits of a durable run took; comm_gather_*, comm_reduce_*: what this rank
+    sent of weights and of gradients, to ranks of its node (inside) and of others (across),
+    comm_wait_s: time that backward waited for reductions;
+    whole_grad_bytes: whole sums of gradients (accumulate="local"), secondary_bytes: kept shards of
+    gathered weights (hpz, or stage 3 on the device), feedback_bytes: what rounding of gradients
+    took (error_feedback); h2d_bytes, d2h_bytes: copied to a GPU that computes and from it, h2d_s,
+    d2h_s: while at least one such copy was under way (all four 0 where the CPU computes; gradients
+    that an update on the device reads where they wait are no copies, and not counted);
+    activations: see `ActivationFigures`; terms: a step against its limits, None before there were
+    two, and where the device updates;
     drives: bytes and more for each drive.
     """
 
@@ -248,19 +262,24 @@ class Stats:
         return record
 
     def __str__(self) -> str:
-        """For people: what is held, phase by phase where a step's time goes, η against both limits, the drives."""
+        """For people: what is held, phase by phase where a step's time goes, η against both limits,
+        the drives."""
         parts = ", ".join(f"{name} {format_size(size)}" for name, size in self.ram_parts.items())
         held = format_size(self.ram_bytes) + (f" ({parts})" if parts else "")
         lines = [
             f"{self.params / 1e6:.1f} M parameters in {self.units} units; {self.step_count} steps",
-            f"RAM {held}; NVMe {format_size(self.nvme_bytes)}; gathered at most {format_size(self.gathered_bytes_peak)}",
+            (
+                f"RAM {held}; NVMe {format_size(self.nvme_bytes)}; gathered at most "
+                f"{format_size(self.gathered_bytes_peak)}"
+            ),
             f"waited {self.io_wait_s:.2f} s for units, {self.update_wait_s:.2f} s for updates",
         ]
         if self.terms is not None:
             lines.append(str(self.terms))
         if self.updates_ahead or self.updates_withdrawn or self.steps_undone:
             lines.append(
-                f"{self.updates_ahead} updates of units ahead of their step, {self.updates_withdrawn} withdrawn; "
+                f"{self.updates_ahead} updates of units ahead of their step, "
+                f"{self.updates_withdrawn} withdrawn; "
                 f"{self.steps_undone} steps undone"
             )
         if self.activations.calls:
@@ -268,13 +287,19 @@ class Stats:
         sent = [getattr(self, name) for name in _OF_RANKS[:4]]
         if any(sent):
             lines.append(
-                f"sent to other ranks: {format_size(sent[0] + sent[1])} of weights, {format_size(sent[2] + sent[3])} of gradients"
-                + (f"; of that {format_size(sent[1] + sent[3])} to other nodes" if sent[1] or sent[3] else "")
+                f"sent to other ranks: {format_size(sent[0] + sent[1])} of weights, "
+                f"{format_size(sent[2] + sent[3])} of gradients"
+                + (
+                    f"; of that {format_size(sent[1] + sent[3])} to other nodes"
+                    if sent[1] or sent[3]
+                    else ""
+                )
             )
         if self.h2d_bytes or self.d2h_bytes:
             ways = [("to", self.h2d_bytes, self.h2d_s), ("from", self.d2h_bytes, self.d2h_s)]
             told = [
-                f"{format_size(size)} {way} the GPU" + (f" at {size / seconds / 1e9:.1f} GB/s" if seconds > 0 else "")
+                f"{format_size(size)} {way} the GPU"
+                + (f" at {size / seconds / 1e9:.1f} GB/s" if seconds > 0 else "")
                 for way, size, seconds in ways
             ]
             lines.append(f"copied {' and '.join(told)}")
@@ -300,10 +325,12 @@ class Stats:
         heap_spare_bytes: int = 0,
         frozen_bytes: int = 0,
     ) -> Stats:
-        """Put together what the parts counted. `endurance` has observed `executor`; without it nothing is forecast.
+        """Put together what the parts counted. `endurance` has observed `executor`; without it
+        nothing is forecast.
 
-        update: when updates run; None where no limits are known (inside `opt.step()`, on the device). bandwidths: of the drives,
-        by directory, where they are known better than from this run. ranks: what only several of them have, by field.
+        update: when updates run; None where no limits are known (inside `opt.step()`, on the
+        device). bandwidths: of the drives, by directory, where they are known better than from this
+        run. ranks: what only several of them have, by field.
         """
         drives, marks = drive_figures(executor, endurance or Endurance()), unsharder.clock.marks()
         return cls(
@@ -344,7 +371,11 @@ class Stats:
             d2h_s=executor.from_device_s,
             phases=unsharder.clock.totals(),
             terms=StepTerms.collect(
-                unsharder.clock, executor, update=update, bandwidths=bandwidths or {}, frozen_bytes=frozen_bytes
+                unsharder.clock,
+                executor,
+                update=update,
+                bandwidths=bandwidths or {},
+                frozen_bytes=frozen_bytes,
             )
             if update is not None
             else None,

@@ -1,4 +1,6 @@
-"""Where the states of a model rest: swap files, the executor with its pools, the chunks in them. Opened and closed together."""
+"""Storage of a model's states: swap files, the executor with its pools, the chunks in them. Opened
+and closed together.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,21 @@ OBSERVE_S = 15.0
 
 
 def check_activations(policy: Policy, device: Device) -> None:
-    """Raises ValueError when the policy takes activations from `device`, which computes, to where they are already."""
+    """Raise ValueError when the policy moves activations from the computing device to the memory
+    where they are already.
+    """
     if policy.activations == "cpu" and not device.copies:
         raise ValueError(
-            f"activations={policy.activations!r} takes them from the device that computes to the CPU, and this model computes "
+            f"activations={policy.activations!r} takes them from the device that computes to the "
+            "CPU, and this model computes "
             "there: they are in CPU memory already. Use 'nvme', or 'device' (they stay)"
         )
 
 
 class Storage:
-    """Executor and states at rest, and the watch over their drives. `undo` takes what closes them, in the right order."""
+    """Executor and states at rest, and the watch over their drives. `undo` gets the closing calls,
+    in the right order.
+    """
 
     def __init__(
         self,
@@ -52,14 +59,21 @@ class Storage:
         node_resources: NodeResources,
         rank: int = 0,
     ) -> None:
+        # First: memory that is allocated from here on comes from the device's node.
         numa.bind(device.torch_device, number=node_resources.number, ranks=node_resources.ranks)
-        node_resources.check_memory(plan.ram_bytes)  # all ranks come here, so those that share drives measure them at the same time
+        # All ranks come here, so those that share drives measure them at the same time.
+        node_resources.check_memory(plan.ram_bytes)
         self._device = device
         undo.callback(device.close)
         settings = policy.io_settings
-        space = SwapSpace(policy.directories, room=node_resources.check_room) if policy.directories else None
+        space = (
+            SwapSpace(policy.directories, room=node_resources.check_room)
+            if policy.directories
+            else None
+        )
         if space is not None:
             undo.callback(space.close)
+            # Faster drives get more chunks, so that all of them finish together.
             space.shares = choose_shares(
                 space.files, bandwidths=settings.bandwidths, backend=policy.io_backend, seam=seam
             )
@@ -67,6 +81,8 @@ class Storage:
         layers = (0, 0)
         if policy.durable:
             assert space is not None, "Policy sees to it that there are directories"
+            # A durable run has two layers of files of its own, beside the swap file of values that
+            # need not last.
             self.run = RunFiles(policy.directories, rank, give_up=policy.durable == "new")
             undo.callback(self.run.close)
             for _ in layers:
@@ -88,6 +104,7 @@ class Storage:
             depth=node_resources.depths(space.files) if space is not None else settings.depth,
             seam=seam,
         )
+        # Registered at once: an error below must not leave threads behind.
         undo.callback(self.executor.close, wait=False)
         device.attach(self.executor)
         self.executor.spans(True)
@@ -95,6 +112,7 @@ class Storage:
             assert self.run is not None
             for drive, file in enumerate(self.run.layers[layer]):
                 added = self.executor.add_file(drive, file)
+                # Chunks name their layer by number.
                 assert added == layer, "a layer's number is that of its files in the executor"
         self.rest = StateStore(
             self.executor,
@@ -119,9 +137,9 @@ class Storage:
         frames: FrameStack,
         undo: contextlib.ExitStack,
     ) -> Activations | None:
-        """What takes the model's boundary activations away; None where they stay on the device.
+        """Open the store of the model's boundary activations; None where they stay on the device.
 
-        Raises: ValueError when this torch keeps the inputs of checkpoints in a way that is not known.
+        Raises: ValueError when this torch keeps the inputs of checkpoints in an unknown way.
         """
         if self._policy.activations == "device":
             return None
@@ -131,7 +149,9 @@ class Storage:
         else:
             assert self.space is not None, "Policy sees to it that there are directories"
             sums_on = self._policy.verify != "off"
-            self._shelf = NvmeActivationStore(self.executor, self.space, sums_on=sums_on, device=self._device)
+            self._shelf = NvmeActivationStore(
+                self.executor, self.space, sums_on=sums_on, device=self._device
+            )
         self._activations = Activations(
             self._shelf, model, units, timeline, self._device.torch_device, frames=frames
         )
@@ -139,17 +159,19 @@ class Storage:
         return self._activations
 
     def activation_figures(self) -> ActivationFigures:
-        """What was done with boundary activations so far."""
+        """Return the figures of boundary activations so far."""
         return self._activations.figures() if self._activations is not None else ActivationFigures()
 
     def activations_moved(self) -> tuple[int, int]:
-        """Bytes of activations that were read from the drives and written there, as far as that was begun."""
+        """Return the bytes of activations that were read from the drives and written there,
+        including those in flight.
+        """
         if not isinstance(self._shelf, NvmeActivationStore):
             return 0, 0
         return self._shelf.fetched_bytes, self._shelf.stored_bytes
 
     def frozen_bytes(self, flats: Iterable[Flat]) -> int:
-        """Bytes on the drives of parameters that no optimizer holds."""
+        """Return the bytes on the drives of parameters without an optimizer."""
         total = 0
         for flat in flats:
             rest = self.rest[flat]
@@ -159,13 +181,17 @@ class Storage:
         return total
 
     def step_begins(self, steps: int) -> None:
-        """A training step's forwards and backwards are done, and its update begins. `steps`: those before it."""
+        """Note that a training step's forwards and backwards are done, and its update begins.
+        steps: those before it.
+        """
         if self._activations is not None:
             self._activations.step_ended()
         self.observe(steps)
 
     def observe(self, steps: int) -> ExecutorStats:
-        """The executor's counters, after the watch over the drives has seen them. `steps`: optimizer steps so far."""
+        """Return the executor's counters, after the watch over the drives has seen them. steps:
+        optimizer steps so far.
+        """
         self._steps = steps
         self._observed_s = time.monotonic()
         stats = self.executor.stats()
@@ -173,6 +199,8 @@ class Storage:
         return stats
 
     def observe_sometimes(self) -> None:
-        """As `observe`, if the last time is long ago: within a step of minutes nothing else looks."""
+        """Observe as `observe`, if the last time is long ago: within a step of minutes nothing else
+        looks.
+        """
         if time.monotonic() - self._observed_s > OBSERVE_S:
             self.observe(self._steps)

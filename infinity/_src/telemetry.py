@@ -1,8 +1,9 @@
 """Logging and timelines, without torch.
 
-The logger `infinity` says nothing unless the application or INFINITY_LOG asks it to. A `Timeline` collects spans from
-Python and from native threads and writes Chrome trace JSON, which https://ui.perfetto.dev and chrome://tracing open.
-All times are CLOCK_MONOTONIC nanoseconds, so that spans of both origins lie on one axis.
+The logger `infinity` says nothing unless the application or INFINITY_LOG asks it to. A `Timeline`
+collects spans from Python and from native threads and writes Chrome trace JSON, which
+https://ui.perfetto.dev and chrome://tracing open. All times are CLOCK_MONOTONIC nanoseconds, so
+that spans of both origins lie on one axis.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class _RankFormatter(logging.Formatter):
 
 
 def configure_logging(level: str | None = None) -> None:
-    """Send the log to stderr at `level`, else at $INFINITY_LOG; with neither, leave logging as it is.
+    """Send the log to stderr at `level`, else at $INFINITY_LOG; with neither, leave logging as it
+    is.
 
     Calling again changes the level and adds no second handler.
     Raises: ValueError when the level is none of `LEVELS`.
@@ -51,7 +53,9 @@ def configure_logging(level: str | None = None) -> None:
     if not chosen:
         return
     if chosen.lower() not in LEVELS:
-        raise ValueError(f"log level {chosen!r} is not known; set INFINITY_LOG to {', '.join(LEVELS)}")
+        raise ValueError(
+            f"log level {chosen!r} is not known; set INFINITY_LOG to {', '.join(LEVELS)}"
+        )
     for handler in logger.handlers:
         if isinstance(handler.formatter, _RankFormatter):
             break
@@ -81,9 +85,9 @@ class Span:
 class Timeline:
     """Collects spans and writes them as a Chrome trace.
 
-    Memory: at most `spans_max` spans; later ones are counted in `dropped` and left out, so a long run with tracing on
-    stays bounded. Threads: `add` may be called from any thread (list.append is atomic, and the bound may be passed by
-    a few spans in a race, which harms nothing).
+    Memory: at most `spans_max` spans; later ones are counted in `dropped` and left out, so a long
+    run with tracing on stays bounded. Threads: `add` may be called from any thread (list.append is
+    atomic, and the bound may be passed by a few spans in a race, which harms nothing).
     """
 
     def __init__(self, *, spans_max: int = 1_000_000) -> None:
@@ -100,7 +104,12 @@ class Timeline:
         return len(self._spans) + self._native_count
 
     def add(
-        self, track: str, name: str, start_ns: int, end_ns: int, args: Mapping[str, Any] | None = None
+        self,
+        track: str,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        args: Mapping[str, Any] | None = None,
     ) -> None:
         """Record one span. Costs about a microsecond; does not block."""
         if len(self) >= self.spans_max:
@@ -118,7 +127,8 @@ class Timeline:
             self.add(track, name, start_ns, now_ns(), args or None)
 
     def add_native_spans(self, spans: np.ndarray[Any, Any]) -> None:
-        """Take the spans of an executor: fields track, drive, start_ns, end_ns, bytes, chunk. Keeps the array."""
+        """Take the spans of an executor: fields track, drive, start_ns, end_ns, bytes, chunk. Keeps
+        the array."""
         room = self.spans_max - len(self)
         if len(spans) > room:
             self.dropped += len(spans) - max(room, 0)
@@ -144,10 +154,11 @@ class Timeline:
             self.dropped = 0
 
     def write(self, path: str | os.PathLike[str]) -> int:
-        """Write a Chrome trace to `path`, replacing it in one step; returns the number of spans written.
+        """Write a Chrome trace to `path`, replacing it in one step; returns the number of spans
+        written.
 
-        Overlapping spans of one track go to rows of their own, since a row of a trace holds nested spans only.
-        Times are microseconds since the first span.
+        Overlapping spans of one track go to rows of their own, since a row of a trace holds nested
+        spans only. Times are microseconds since the first span.
         """
         spans = self.spans()
         origin_ns = spans[0].start_ns if spans else 0
@@ -205,7 +216,13 @@ def _trace_events(spans: list[Span], origin_ns: int) -> Iterator[dict[str, Any]]
         for row in range(max(len(ends), 1)):
             tid = order[track] * 1000 + row
             label = track if row == 0 else f"{track} +{row}"
-            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": label}}
+            yield {
+                "ph": "M",
+                "pid": pid,
+                "tid": tid,
+                "name": "thread_name",
+                "args": {"name": label},
+            }
             yield {
                 "ph": "M",
                 "pid": pid,
@@ -216,7 +233,9 @@ def _trace_events(spans: list[Span], origin_ns: int) -> Iterator[dict[str, Any]]
 
 
 def _row(ends: list[int], span: Span) -> int:
-    """The first row that is free at the span's start; `ends` holds each row's last end and is updated."""
+    """Return the first row that is free at the span's start. `ends` has each row's last end and is
+    updated.
+    """
     for row, end_ns in enumerate(ends):
         if end_ns <= span.start_ns:
             ends[row] = span.end_ns
@@ -229,15 +248,16 @@ def _row(ends: list[int], span: Span) -> int:
     return len(ends) - 1
 
 
-# -- phases of a step ------------------------------------------------------------------------------------------------------
+# -- phases of a step ------------------------------------------------------------------------------
 
 
 class Marks(NamedTuple):
-    """What an engine has counted by some moment: bytes and seconds since it was opened.
+    """Counters of an engine at one moment: bytes and seconds since it was opened.
 
-    bytes_read, bytes_written: what the drives confirmed, of everything; params_read: of parameters for a gather, grads_*: of
-    spilled gradients, activations_*: of activations, whose reading or writing has begun; drives_busy_s: mean over the drives.
-    h2d, d2h: copied to a GPU and from it; h2d_s, d2h_s: while such a copy was under way.
+    bytes_read, bytes_written: confirmed by the drives, of everything. params_read: of parameters
+    for a gather. grads_*: of spilled gradients. activations_*: of activations whose reading or
+    writing has begun. drives_busy_s: mean over the drives. h2d, d2h: copied to a GPU and from it.
+    h2d_s, d2h_s: while such a copy was in flight.
     """
 
     bytes_read: int = 0
@@ -255,8 +275,12 @@ class Marks(NamedTuple):
     d2h_s: float = 0.0
 
     @classmethod
-    def of(cls, executor: Any, params_read: int, wait_s: float, grads: tuple[int, int] = (0, 0)) -> Marks:
-        """From the counters of an executor (`aio.ExecutorStats`), and others. grads: (read, written)."""
+    def of(
+        cls, executor: Any, params_read: int, wait_s: float, grads: tuple[int, int] = (0, 0)
+    ) -> Marks:
+        """Make marks from the counters of an executor (`aio.ExecutorStats`), and others. grads:
+        (read, written).
+        """
         drives = executor.drives
         return cls(
             bytes_read=sum(drive.bytes_read for drive in drives),
@@ -277,10 +301,12 @@ class Marks(NamedTuple):
 class PhaseFigures:
     """All runs of one phase together: how many, and in seconds and bytes what passed meanwhile.
 
-    wait_s: the part of `seconds` in which the training thread waited for a unit or for updates. bytes_read, bytes_written:
-    what the drives confirmed, of whatever was in flight; params_read_bytes, grads_*, activations_*: what was begun of parameters
-    for a gather, spilled gradients, activations (the rest of what a run moves are states). drives_busy_s: with a request in
-    flight, mean over the drives. h2d_bytes, d2h_bytes: copied to a GPU and from it; h2d_s, d2h_s: with such a copy under way.
+    wait_s: the part of `seconds` in which the training thread waited for a unit or for updates.
+    bytes_read, bytes_written: what the drives confirmed, of whatever was in flight;
+    params_read_bytes, grads_*, activations_*: what was begun of parameters for a gather, spilled
+    gradients, activations (the rest of what a run moves are states). drives_busy_s: with a request
+    in flight, mean over the drives. h2d_bytes, d2h_bytes: copied to a GPU and from it; h2d_s,
+    d2h_s: with such a copy under way.
     """
 
     count: int = 0
@@ -301,7 +327,8 @@ class PhaseFigures:
 
     @property
     def compute_s(self) -> float:
-        """Time less waits. What computed beside updates and reads was slowed by them, and counts as it was."""
+        """Time less waits. What computed beside updates and reads was slowed by them, and counts as
+        it was."""
         return self.seconds - self.wait_s
 
     def __add__(self, other: PhaseFigures) -> PhaseFigures:
@@ -312,7 +339,9 @@ class PhaseFigures:
 
     def per(self, steps: int) -> PhaseFigures:
         """Means per step; counts and bytes rounded."""
-        return PhaseFigures(*(round(v / steps) if isinstance(v, int) else v / steps for v in _values(self)))
+        return PhaseFigures(
+            *(round(v / steps) if isinstance(v, int) else v / steps for v in _values(self))
+        )
 
 
 def _values(figures: PhaseFigures) -> tuple[Any, ...]:
@@ -320,17 +349,20 @@ def _values(figures: PhaseFigures) -> tuple[Any, ...]:
 
 
 PHASES: Final = ("first forward", "forward", "backward", "step", "evaluation", "idle")
-"""Phases of a run. "first forward": the training forward that follows a step; "forward": those of further micro-batches;
-"step": `opt.step()`; "idle": everything else, such as the data loader, clipping, and `flush()`."""
+"""Phases of a run. "first forward": the training forward that follows a step; "forward": those of
+further micro-batches; "step": `opt.step()`; "idle": everything else, such as the data loader,
+clipping, and `flush()`.
+"""
 
 
 class PhaseClock:
     """Divides the time of a run into phases, and what is counted meanwhile. One thread uses it.
 
-    marks: reads the engine's counters; called at every edge (tens of microseconds). activations: (read, written) bytes of
-    activations, where something takes these away. A phase is entered by name; `enter("idle")` ends it. Times of steps are
-    taken from the end of the first step to the end of the last one, since the first one traces and fills pools: `steady`,
-    over `steady_steps` steps.
+    marks: reads the engine's counters; called at every edge (tens of microseconds). activations:
+    (read, written) bytes of activations, where something takes these away. A phase is entered by
+    name; `enter("idle")` ends it. Times of steps are taken from the end of the first step to the
+    end of the last one, since the first one traces and fills pools: `steady`, over `steady_steps`
+    steps.
     """
 
     def __init__(
@@ -359,9 +391,11 @@ class PhaseClock:
         return self._marks()._replace(activations_read=read, activations_written=written)
 
     def enter(self, phase: str, *, quiet: bool = False) -> None:
-        """The running phase ends and `phase` begins; "forward" tells by itself whether it is the first one of a step.
+        """The running phase ends and `phase` begins; "forward" tells by itself whether it is the
+        first one of a step.
 
-        quiet: for a training forward: no update is pending, so that it computes undisturbed by them.
+        quiet: for a training forward: no update is pending, so that it computes undisturbed by
+            them.
         """
         if phase == "forward" and self._after_step:
             phase, self._after_step = "first forward", False
@@ -398,7 +432,13 @@ class PhaseClock:
         if self._quiet and phase in ("first forward", "forward") and self._steps:
             self._quiet_forward += passed
         if phase != "idle":
-            self._timeline.add("phases", phase, self._since_ns, end_ns, {"waited_ms": round(1e3 * passed.wait_s, 3)})
+            self._timeline.add(
+                "phases",
+                phase,
+                self._since_ns,
+                end_ns,
+                {"waited_ms": round(1e3 * passed.wait_s, 3)},
+            )
         self._since_ns, self._at = end_ns, marks
         return phase
 
@@ -416,13 +456,14 @@ class PhaseClock:
         return found
 
     def steady(self) -> dict[str, PhaseFigures]:
-        """Every phase from the end of the first step to the end of the last; zeros before there were two."""
+        """Every phase from the end of the first step to the end of the last; zeros before there
+        were two."""
         if self._first is None or self._last is None:
             return dict.fromkeys(PHASES, PhaseFigures())
         return {phase: self._last[phase] - self._first[phase] for phase in PHASES}
 
     @property
     def quiet_forward(self) -> PhaseFigures:
-        """Training forwards after the first step that began with no update pending: after `flush()`, and those of further
-        micro-batches."""
+        """Training forwards after the first step that began with no update pending: after
+        `flush()`, and those of further micro-batches."""
         return self._quiet_forward

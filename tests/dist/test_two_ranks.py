@@ -113,7 +113,7 @@ def ahead_of_nothing(rank: int, place: Path) -> Any:
         if handle.policy.generations == 1:
             handle.close()
     handle.flush()
-    handle.pipeline.fail(StateInvalid("a drive failed"))
+    handle.pipeline.set_fault(StateInvalid("a drive failed"))
     with pytest.raises(StateInvalid, match="a drive failed"):
         handle.flush()
     with contextlib.suppress(StateInvalid):

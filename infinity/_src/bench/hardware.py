@@ -1,5 +1,4 @@
-"""Hardware of a measurement: the machine, its drives, directories to measure in.
-"""
+"""Hardware of a measurement: the machine, its drives, directories to measure in."""
 
 from __future__ import annotations
 

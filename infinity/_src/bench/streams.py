@@ -297,7 +297,6 @@ class Content:
 
 
 def is_hole(page: bytes | memoryview) -> bool:
-    """True for a page that reads as a hole or as unfilled memory does: every word the same.
-    """
+    """True for a page that reads as a hole or as unfilled memory does: every word the same."""
     words = np.frombuffer(page, dtype=np.uint64, count=min(_BLOCK_WORDS, len(page) // 8))
     return bool((words == words[0]).all())

@@ -179,4 +179,3 @@ def _measure(bench: Bench, streams: Streams, point: Point, seconds: float) -> No
     for kind in KINDS:
         sample = streams.run(phases[kind], seconds, lambda _share: None)
         point.rates[kind].append(sample.rate)
-

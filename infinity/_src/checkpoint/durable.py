@@ -96,7 +96,7 @@ class DurableRun:
         self._store = saver.states.rest
         self._executor = saver.executor
         self._comm = saver.comm
-        self._holder_of = saver.holder_of
+        self._optimizer_of = saver.optimizer_of
         self._pipeline = pipeline
         self._extra = extra
         before = files.before
@@ -183,7 +183,7 @@ class DurableRun:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def stepped(self) -> None:
+    def count_step(self) -> None:
         """Note that a step was taken, and capture the small state to commit with it.
 
         Raises: ValueError for `handle.extra`; then no commit goes on before it is mended.
@@ -209,12 +209,12 @@ class DurableRun:
             id(holder): holder
             for unit in self._units
             for param in unit.params
-            if (holder := self._holder_of(param))
+            if (holder := self._optimizer_of(param))
         }
         entries: list[OptimizerEntry] = []
         for holder in holders.values():
             assert isinstance(holder, Optimizer)
-            entries.append(metadata.describe_optimizer(holder, self._holder_of))
+            entries.append(metadata.describe_optimizer(holder, self._optimizer_of))
         buffers = metadata.buffer_bytes(self._model)
         return _Small(self._pipeline.steps, tuple(entries), buffers, None, whole=False)
 
@@ -222,7 +222,7 @@ class DurableRun:
         """Forget the small state captured since the last commit: a fault undid its step."""
         self._captured = self._committed
 
-    def replaced(self) -> None:
+    def states_moved(self) -> None:
         """Commit the last step anew: its flats moved, and others will use their old places."""
         # None first: should describing fail, the next commit captures anew.
         before, self._captured = self._captured, None
@@ -234,7 +234,7 @@ class DurableRun:
                 )
             self.commit()
 
-    def make_way(self) -> None:
+    def prepare_next(self) -> None:
         """Move chunks away from places that a checkpoint names, and that must never be written
         again. Called after a commit.
 

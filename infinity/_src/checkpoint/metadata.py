@@ -87,12 +87,12 @@ def optimizers_of(given: object, units: Sequence[Unit]) -> list[Optimizer]:
 
 
 def check_all_held(
-    units: Sequence[Unit], optimizers: Sequence[Optimizer], holder_of: Callable[[Param], object]
+    units: Sequence[Unit], optimizers: Sequence[Optimizer], optimizer_of: Callable[[Param], object]
 ) -> None:
     """Raise ValueError when an optimizer holds a parameter and was not given."""
     for unit in units:
         for param in unit.params:
-            holder = holder_of(param)
+            holder = optimizer_of(param)
             if holder is not None and all(holder is not optimizer for optimizer in optimizers):
                 raise ValueError(
                     f"{param.name} is held by an optimizer that was not given, and its states "
@@ -107,7 +107,7 @@ def param_of(at_rest: Any) -> Param:
 
 
 def describe_optimizer(
-    optimizer: Optimizer, holder_of: Callable[[Param], object]
+    optimizer: Optimizer, optimizer_of: Callable[[Param], object]
 ) -> OptimizerEntry:
     """Describe the groups and the small state of each parameter. Raises: ValueError naming a value
     that cannot be kept.
@@ -126,7 +126,7 @@ def describe_optimizer(
         groups.append({"values": values, "params": [record.name for record in records]})
         for record in records:
             # A frozen parameter may be in a group and have no states.
-            if holder_of(record) is optimizer:
+            if optimizer_of(record) is optimizer:
                 kept = dict(optimizer.state.get(record.at_rest, {}))
                 params[record.name] = {
                     "moments": list(optimizer.moments_of(record)),

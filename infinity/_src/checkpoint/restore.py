@@ -96,11 +96,11 @@ class MatchedOptimizer:
         optimizer: Optimizer,
         entry: OptimizerEntry,
         found: Mapping[Param, SavedParam],
-        holder_of: Callable[[Param], object],
+        optimizer_of: Callable[[Param], object],
         directory: str,
     ) -> None:
         self.optimizer = optimizer
-        self.held = [param for param in found if holder_of(param) is optimizer]
+        self.held = [param for param in found if optimizer_of(param) is optimizer]
         if optimizer.title != entry.title:
             raise ValueError(
                 f"{directory} has the states of {entry.title}, and the optimizer is "
@@ -312,7 +312,7 @@ class RestoreJob:
             "and restore a whole checkpoint"
         )
         fault.__cause__ = error
-        self._pipeline.fail(fault, final=True)
+        self._pipeline.set_fault(fault, final=True)
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -328,7 +328,7 @@ class RestoreJob:
         optimizers = metadata.optimizers_of(given, saver.units)
         matched = []
         if optimizers:
-            metadata.check_all_held(saver.units, optimizers, saver.holder_of)
+            metadata.check_all_held(saver.units, optimizers, saver.optimizer_of)
             if len(optimizers) != len(checkpoint.optimizers):
                 raise ValueError(
                     f"{checkpoint.directory} has states of {len(checkpoint.optimizers)} "
@@ -338,7 +338,7 @@ class RestoreJob:
             for optimizer, entry in zip(optimizers, checkpoint.optimizers, strict=True):
                 matched.append(
                     MatchedOptimizer(
-                        optimizer, entry, found, saver.holder_of, str(checkpoint.directory)
+                        optimizer, entry, found, saver.optimizer_of, str(checkpoint.directory)
                     )
                 )
         data = checkpoint.attachment("buffers", rank)

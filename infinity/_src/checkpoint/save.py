@@ -278,14 +278,14 @@ class Saver:
         executor: Executor,
         comm: Comm,
         policy: Policy,
-        holder_of: Callable[[Param], object],
+        optimizer_of: Callable[[Param], object],
         mode: UpdateMode,
     ) -> None:
         self.states = states
         self.units = units
         self.comm = comm
         self.policy = policy
-        self.holder_of = holder_of
+        self.optimizer_of = optimizer_of
         self.mode = mode
         self.executor = executor
         self._aside: Comm | None = None
@@ -414,9 +414,9 @@ class Saver:
         # In mid-step, states and small state would be of different steps.
         self.check_between_steps("inf.save()")
         optimizers = metadata.optimizers_of(given, self.units)
-        metadata.check_all_held(self.units, optimizers, self.holder_of)
+        metadata.check_all_held(self.units, optimizers, self.optimizer_of)
         entries = tuple(
-            metadata.describe_optimizer(optimizer, self.holder_of) for optimizer in optimizers
+            metadata.describe_optimizer(optimizer, self.optimizer_of) for optimizer in optimizers
         )
         layout = metadata.layout_of(self.flats, self.states.rest, self.policy)
         rows = rows_of([self.states.rest[flat] for flat in self.flats], key=secrets.randbits(62))

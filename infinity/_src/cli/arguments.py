@@ -443,8 +443,7 @@ def _add_tiers(job: argparse._ArgumentGroup) -> None:
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of several ranks, for `infinity train` and `infinity plan`.
-    """
+    """Add the arguments of several ranks, for `infinity train` and `infinity plan`."""
     ranks = parser.add_argument_group("several ranks (part of the numerics)")
     ranks.add_argument(
         "--zero",

@@ -57,8 +57,10 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
         shape = read_shape(options.model, getattr(torch, options.dtype), nested=machine.world == 1)
         job = read_job(options, shape, machine)
         prediction = predict(shape, machine, job)
-        changes = [] if options.no_changes else one_change(
-            shape, prediction, choose_micro_batches=options.micro_batches is None
+        changes = (
+            []
+            if options.no_changes
+            else one_change(shape, prediction, choose_micro_batches=options.micro_batches is None)
         )
         sides = where_updates_run(shape, prediction)
         ranks = stages(shape, machine, job) if machine.world > 1 else []
@@ -120,8 +122,7 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
 
 
 def read_machine(options: argparse.Namespace) -> Machine:
-    """The machine that the arguments describe. Raises: ValueError naming argument, value and fix.
-    """
+    """The machine that the arguments describe. Raises: ValueError naming argument, value and fix."""
     for name in ("flops", "flops_peak", "tbw", "link_gbps"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
@@ -455,8 +456,7 @@ def _step(found: Prediction) -> Table:
 
 
 def _seconds(value: float) -> str:
-    """Two decimals; none above a thousand, and three digits where two decimals would say nothing.
-    """
+    """Two decimals; none above a thousand, and three digits where two decimals would say nothing."""
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.2f}" if value >= 1 or not value else f"{value:.3g}"
@@ -549,8 +549,7 @@ def as_record(
     sides: Sequence[Prediction] = (),
     ranks: Sequence[RankBytes] = (),
 ) -> dict[str, Any]:
-    """Make the record of a plan for JSON. Infinite figures are None. sides, ranks: see `show_plan`.
-    """
+    """Make the record of a plan for JSON. Infinite figures are None. sides, ranks: see `show_plan`."""
     model = {
         name: getattr(shape, name)
         for name in (
@@ -695,9 +694,8 @@ def exchange_table(found: Prediction) -> Table:
 def rank_record(ranks: Sequence[RankBytes]) -> dict[str, Any]:
     """For JSON: bytes by stage, state and tier."""
     return {
-        str(each.stage): {name: dataclasses.asdict(size) for name, size in each.states.items()} | {
-            "together": dataclasses.asdict(each.total)
-        }
+        str(each.stage): {name: dataclasses.asdict(size) for name, size in each.states.items()}
+        | {"together": dataclasses.asdict(each.total)}
         for each in ranks
     }
 

@@ -290,8 +290,7 @@ def limit_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def drive_rows(mean: Steady, engine: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Rows about the drives: latencies, what is wrong with one, how long they will last.
-    """
+    """Rows about the drives: latencies, what is wrong with one, how long they will last."""
     rows = []
     for drive in engine.get("drives", ()):
         times = [

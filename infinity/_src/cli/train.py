@@ -83,9 +83,7 @@ def run_train(options: argparse.Namespace, console: Console | None = None) -> in
 def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
     told = False
     # What torch.distributed raises where another rank has gone.
-    lost = (
-        (RuntimeError,) if ranks.world > 1 else ()
-    )
+    lost = (RuntimeError,) if ranks.world > 1 else ()
     try:
         with ExitStack() as stack:
             try:
@@ -146,7 +144,6 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} {getattr(options, name)} must not be negative"
             )
-
 
     if options.update == "backward" and options.clip and options.generations == 1:
         raise ValueError(
@@ -222,8 +219,7 @@ class _Metrics:
 
 @dataclasses.dataclass
 class _Phase:
-    """Times of one step's passes, in seconds. `waited_s` is the part in which they waited for I/O.
-    """
+    """Times of one step's passes, in seconds. `waited_s` is the part in which they waited for I/O."""
 
     first_forward_s: float = 0.0
     last_backward_s: float = 0.0
@@ -232,8 +228,7 @@ class _Phase:
 
 
 class _Run:
-    """One run, phase after phase; `stack` closes what it opens, in reverse order, whatever happens.
-    """
+    """One run, phase after phase; `stack` closes what it opens, in reverse order, whatever happens."""
 
     def __init__(
         self, options: argparse.Namespace, console: Console, stack: ExitStack, ranks: Joined

@@ -106,7 +106,7 @@ def _check(mesh: DeviceMesh, world: int) -> None:
             f"the mesh holds the ranks {ranks}, and there are {world}: it must hold each rank "
             "once, in ascending order, as "
             f'init_device_mesh("cpu", ({world},)) does, or init_device_mesh("cpu", (nodes, {world} '
-            '// nodes))'
+            "// nodes))"
         )
 
 

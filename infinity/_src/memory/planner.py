@@ -112,8 +112,7 @@ class PlacementPlanner:
         return [flat for flat, gone in zip(self._flats, self.plan.spilled, strict=True) if gone]
 
     def state_format(self, flat: Flat, moments: int = 2) -> Format:
-        """Choose the format of a flat's states with so many moments; RAW for a dtype that has none.
-        """
+        """Choose the format of a flat's states with so many moments; RAW for a dtype that has none."""
         return state_format(self._policy.state, flat.dtype, moments) or Format.RAW
 
     def first(self) -> PlacementPlan:
@@ -244,7 +243,7 @@ class PlacementPlanner:
             small_bytes=CHUNK_BYTES if policy.activations == "nvme" else 0,
             held_bytes=LEDGER.others_bytes(self._owner) if isinstance(policy.ram, int) else 0,
             advice=f"Policy(ram=...) is {describe_budget(policy.ram)}"
-             f"{describe_others(policy.ram, self._owner)}: raise it"
+            f"{describe_others(policy.ram, self._owner)}: raise it"
             + self._spill_advice()
             + ", or let states rest on a lower tier",
         )
@@ -293,7 +292,6 @@ class PlacementPlanner:
             if isinstance(self._policy.ram, int)
             else ", give ram a size (gradients spill only past an explicit one)"
         )
-
 
     def _bandwidths(self) -> tuple[float, float]:
         """(read, write) of all drives as the settings have them; equal where they do not."""

@@ -1,12 +1,15 @@
-"""update="backward": a unit is updated as soon as backward has its gradient; gradients are not kept.
+"""Updates in backward (update="backward"): a unit is updated as soon as backward has its gradient,
+which is then freed.
 
     backward of unit k ends (nothing uses it, no gradient is to come)
-        -> UPDATE of unit k: gradients straight from autograd, the parameters from the gathered unit, which gets the new ones
+        -> UPDATE of unit k: gradients straight from autograd; parameters from the gathered unit,
+           which gets the new ones
     backward of unit k-1 goes on meanwhile
-    opt.step()   counts the step, and updates what backward did not
+    opt.step()   counts the step, and updates the parameters that backward did not
 
-Micro-batches but the last run in `handle.no_sync()`: they accumulate in gradient memory, and the last adds to it.
-The scalars of the update are captured in backward, so they are set before it, as schedulers do.
+Micro-batches but the last run in `handle.no_sync()`: they accumulate in gradient memory, and the
+last adds to it. The scalars of the update are captured in backward, so they are set before it, as
+schedulers do.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from infinity.errors import AioError, NonFiniteGradient, StateInvalid
 
 @dataclasses.dataclass
 class _Flight:
-    """An update under way and the fresh gradients that it reads."""
+    """A pending update and the fresh gradients that it reads."""
 
     ticket: Ticket
     gradients: list[torch.Tensor]
@@ -46,9 +49,10 @@ class _Flight:
 
 
 class BackwardUpdate(DeferredUpdate):
-    """Takes gradients as backward completes them. That of a parameter without an optimizer is accumulated as ever.
+    """Updates units as backward completes their gradients. Parameters without an optimizer
+    accumulate as usual.
 
-    dtype_of: in which gradients of a flat wait.
+    dtype_of: the dtype of a flat's waiting gradients.
     """
 
     def __init__(
@@ -63,23 +67,27 @@ class BackwardUpdate(DeferredUpdate):
         self._on_nonfinite = on_nonfinite
         self._ready: dict[Unit, dict[Param, torch.Tensor | None]] = {}  # None: it has spilled
         self._fresh_bytes = 0  # of gradients outside of slots, waiting or in flight
+        # Backward may run this far ahead of the updates before it waits for them.
         self._bytes_max = UNITS_AHEAD * max((unit.size_bytes for unit in units), default=0)
         self._flights: deque[_Flight] = deque()
-        self._taken: set[Param] = set()  # updated since the last step
-        self._captured: weakref.WeakKeyDictionary[Holder, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
-        self._staging = GradWindows(units, device, dtype_of) if device.copies else None
+        self._updated: set[Param] = set()  # updated since the last step
+        self._captured: weakref.WeakKeyDictionary[Holder, list[dict[str, Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._windows = GradWindows(units, device, dtype_of) if device.copies else None
         self._accumulating = False  # inside no_sync
         self._accumulated = False  # ever: gradients have memory
         self._fresh_bytes_peak = 0
 
     @property
     def stores_gradients(self) -> bool:
-        """Once micro-batches were accumulated."""
+        """True once micro-batches were accumulated."""
         return self._accumulated
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        # Where sums wait for a reduction none is taken here before, and they have memory of their own.
+        # Where sums wait for a reduction none is taken here before, and they have memory of their
+        # own.
         if not (self._accumulated or self._grads.reduces_later):
             self._accumulated = True
             try:
@@ -87,6 +95,7 @@ class BackwardUpdate(DeferredUpdate):
             except BaseException:
                 self._accumulated = False
                 raise
+        # Blocks may be nested; the outer one ends the accumulation.
         before, self._accumulating = self._accumulating, True
         try:
             yield
@@ -94,9 +103,10 @@ class BackwardUpdate(DeferredUpdate):
             self._accumulating = before
 
     def check_whole(self) -> None:
-        if self._taken:
+        if self._updated:
             raise RuntimeError(
-                "between backward and opt.step(), with update='backward', some parameters are updated already: save and restore "
+                "between backward and opt.step(), with update='backward', some parameters are "
+                "updated already: save and restore "
                 "after opt.step()"
             )
 
@@ -104,133 +114,168 @@ class BackwardUpdate(DeferredUpdate):
     def fresh_bytes_peak(self) -> int:
         return self._fresh_bytes_peak
 
-    def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:  # noqa: ARG002 - windows are for all that learns
-        """Make the windows fit what learns by now. Nothing may be pending."""
-        if self._staging is not None:
-            self._staging.grow()
+    def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:  # noqa: ARG002
+        """Make the windows fit all parameters that learn by now. Nothing may be pending."""
+        if self._windows is not None:
+            self._windows.grow()
 
     def close(self) -> None:
-        """Let go of gradients that updates have read. Nothing may be pending."""
+        """Free gradients that updates have read. Nothing may be pending."""
         self._ready.clear()
         self._flights.clear()
-        if self._staging is not None:
-            self._staging.close()
+        if self._windows is not None:
+            self._windows.close()
 
-    # -- gradients come ------------------------------------------------------------------------------------------------
+    # -- gradients come ----------------------------------------------------------------------------
 
     def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
-        held = self._holder_of(param) is not None
+        held = self._optimizer_of(param) is not None
         if held and self._accumulating:
-            self._check_taken(param)
+            self._check_not_updated(param)
         if not held or self._accumulating:
             self._grads.accumulate(param, grad)
             return
+        # Bound first: torch reads `p.grad` through the slot's proxy.
         slot = self._grads.slot(param)
         ready = self._ready.setdefault(param.unit, {})
         if param in ready:  # several drains in one backward: reentrant checkpointing
-            if self._staging is not None and param.unit in self._staging:
-                raise _comes_twice(param)
+            if self._windows is not None and param.unit in self._windows:
+                raise _second_gradient(param)
+            # Micro-batches before this one have left a sum in the slot; the update reads it there.
             if slot.state is SlotState.HELD:
                 slot.accumulate(grad)
             elif (before := ready[param]) is not None:
                 before.add_(grad.reshape(-1))
             return
-        self._check_taken(param)
+        self._check_not_updated(param)
         state = slot.reconcile(param.at_rest.grad)
         if state is SlotState.CONSUMED:
             raise RuntimeError(
-                f"a new gradient of {param.name} while the one before, which was applied in backward, is still in p.grad: "
-                "call zero_grad() after opt.step(); with update='backward' gradients cannot add up over steps"
+                f"a new gradient of {param.name} while the one before, which was applied in "
+                "backward, is still in p.grad: "
+                "call zero_grad() after opt.step(); with update='backward' gradients cannot add up "
+                "over steps"
             )
+        # The sum of the micro-batches before goes on in the slot, and the update reads it there.
         if state is SlotState.HELD:
             slot.accumulate(grad)
             ready[param] = slot.storage if slot.backing is None else None
         else:
+            # Autograd's own tensor, if its dtype is right already: no copy, no memory of the
+            # engine.
             fresh = grad.detach().reshape(-1).to(slot.dtype).contiguous()
             ready[param] = fresh
             self._fresh_bytes += fresh.numel() * fresh.element_size()
             self._fresh_bytes_peak = max(self._fresh_bytes_peak, self._fresh_bytes)
             slot.consume()
+        # The loop sees that there is a gradient, as clipping or logging expect.
         param.at_rest.grad = slot.stand_in
 
-    def _check_taken(self, param: Param) -> None:
-        if param in self._taken:
-            raise _comes_twice(param)
+    def _check_not_updated(self, param: Param) -> None:
+        if param in self._updated:
+            raise _second_gradient(param)
 
     def before_assign(self, param: Param) -> None:
-        if param in self._taken or param in self._ready.get(param.unit, ()):
-            raise _comes_late(param)
+        if param in self._updated or param in self._ready.get(param.unit, ()):
+            raise _late_gradient(param)
 
-    # -- updates go ----------------------------------------------------------------------------------------------------
+    # -- updates go --------------------------------------------------------------------------------
 
     def unit_released(self, unit: Unit) -> None:
         # Outside of backward (a state_dict after one that broke off) what waits here is not whole.
-        leaves = self._staging is not None and unit in self._staging
-        if self._ready.get(unit) and not leaves and graph_task_id() != NO_TASK and self._unsharder.passes.all_ended(unit):
+        leaves = self._windows is not None and unit in self._windows
+        if (
+            self._ready.get(unit)
+            and not leaves
+            and graph_task_id() != NO_TASK
+            and self._unsharder.passes.all_ended(unit)
+        ):
             self._complete(unit)
 
     def backward_begin(self) -> None:
         if not self._accumulating:
-            self._pipeline.read_ahead(Phase.BACKWARD, given=True)
+            self._pipeline.prefetch_states(Phase.BACKWARD, given=True)
 
     def backward_end(self) -> None:
         for unit in list(self._ready):
-            if self._ready[unit] and (self._staging is None or unit not in self._staging):
+            if self._ready[unit] and (self._windows is None or unit not in self._windows):
                 self._complete(unit)
-        while self._staging is not None and (due := self._staging.next(0)) is not None:
+        while self._windows is not None and (due := self._windows.next(0)) is not None:
             self._update(due)
         self._ready.clear()
 
     def _complete(self, unit: Unit) -> None:
-        """All gradients of the unit have come: update it; or, where they have yet to leave the device, units before it."""
-        if self._staging is None:
+        """Update a unit whose gradients have all come. Where they have yet to leave the device,
+        update units before it.
+        """
+        if self._windows is None:
             self._update(unit)
             return
-        self._ready[unit] = self._staging.send(unit, self._ready[unit], lambda param: _slot_state(param) is SlotState.CONSUMED)
-        while (due := self._staging.next(LAG_UNITS)) is not None:
+        # Only fresh gradients are on the device; sums lie in host memory.
+        self._ready[unit] = self._windows.copy_out(
+            unit, self._ready[unit], lambda param: _slot_state(param) is SlotState.CONSUMED
+        )
+        while (due := self._windows.next(LAG_UNITS)) is not None:
             self._update(due)
 
     def _update(self, unit: Unit) -> None:
+        """Submit the update of a unit, and mark its gradients as consumed."""
         ready = self._ready[unit]
         for param in ready:
             assert param.grad is not None
             param.grad.wait_d2h()
+        # Before the counts advance and before the first write: a refused unit leaves no trace.
         self._check_finite(ready)
         self._capture(ready)
         del self._ready[unit]
+        # A spilled sum must be on NVMe, whole, before the update reads it there.
         if None in ready.values():
             self._grads.flush_spilled(unit)
         gradients = {param: grad for param, grad in ready.items() if grad is not None}
-        self._taken.update(ready)  # from here on a step that breaks off is half done
+        self._updated.update(ready)  # from here on a step that breaks off is half done
         work = {item.param: item for item in self._work(list(ready))}
-        fresh = [grad for param, grad in gradients.items() if _slot_state(param) is SlotState.CONSUMED]
+        fresh = [
+            grad for param, grad in gradients.items() if _slot_state(param) is SlotState.CONSUMED
+        ]
+        # The gathered unit has the parameters: the update reads them there and spares the tier's
+        # read.
         in_place = self._unsharder.can_update_in_place(unit)
         targets = self._unsharder.targets(unit) if in_place else ()
         ticket = self._pipeline.start(unit, work, gradients, targets=targets)
-        if self._staging is not None:
-            self._staging.taken(unit, ticket)
-        self._flights.append(_Flight(ticket, fresh, sum(grad.numel() * grad.element_size() for grad in fresh)))
+        if self._windows is not None:
+            self._windows.update_submitted(unit, ticket)
+        # The tensors live until the update has read them; nothing else refers to them any more.
+        self._flights.append(
+            _Flight(ticket, fresh, sum(grad.numel() * grad.element_size() for grad in fresh))
+        )
         for param in ready:
             assert param.grad is not None
             if param.grad.state is SlotState.HELD:
                 guard([param], ticket)
                 param.grad.consume()
         self._unsharder.updated(unit, ticket, in_place=in_place)
+        # Last: it may wait, and by now the unit is handed over.
         self._make_room()
 
     def _capture(self, params: Iterable[Param]) -> None:
-        """The first update of a step, for each optimizer: the values of its groups are those of the step from here on. Raises:
-        ValueError, RanksDiverged where those of other ranks are others; then nothing of it has been updated."""
-        for holder in {self._holder_of(param): None for param in params}:
+        """Capture the group values of each optimizer at its first update of a step: they are those
+        of the step from here on.
+
+        Raises: ValueError, RanksDiverged where the values of other ranks differ; nothing of the
+        step has been updated then.
+        """
+        # A dict instead of a set: every rank compares its optimizers in the same order.
+        for holder in {self._optimizer_of(param): None for param in params}:
             if holder is not None and holder not in self._captured:
-                holder.take_groups()
-                self._pipeline.meet(holder, holder.held)
+                holder.refresh_groups()
+                self._pipeline.check_ranks_agree(holder, holder.params_with_states)
                 self._captured[holder] = values_of(holder)
 
     def _work(self, params: list[Param]) -> list[Work]:
+        """Return the work of these parameters, each from its own optimizer."""
         by_holder: dict[Holder, list[Param]] = {}
         for param in params:
-            holder = self._holder_of(param)
+            holder = self._optimizer_of(param)
             assert holder is not None
             by_holder.setdefault(holder, []).append(param)
         work: list[Work] = []
@@ -239,82 +284,113 @@ class BackwardUpdate(DeferredUpdate):
         return work
 
     def _make_room(self) -> None:
-        """Let go of gradients that were read; wait for the oldest while too many are held."""
-        while self._flights and (self._flights[0].ticket.filled or self._fresh_bytes > self._bytes_max):
+        """Free gradients that were read. Blocks for the oldest while too many bytes are alive."""
+        while self._flights and (
+            self._flights[0].ticket.filled or self._fresh_bytes > self._bytes_max
+        ):
             flight = self._flights.popleft()
-            waits_for_filled(flight.ticket)
+            wait_filled_quietly(flight.ticket)
             self._fresh_bytes -= flight.size_bytes
 
     def _check_finite(self, gradients: Mapping[Param, torch.Tensor | None]) -> None:
+        """Raise NonFiniteGradient for a gradient that is not finite on some rank. Collective."""
+        # Without the collective: ranks have the same policy.
         if self._on_nonfinite == "ignore":
             return
         finite = [_is_finite(param, grad) for param, grad in gradients.items()]
         bad = self._pipeline.first_on_any_rank(list(gradients), [not flag for flag in finite])
         if bad is None:
             return
-        if self._taken:
-            self._pipeline.fail(
+        # Other units are updated already, so the step can be neither taken nor left out.
+        if self._updated:
+            self._pipeline.set_fault(
                 StateInvalid(
-                    f"the gradient of {bad.name} is not finite, and other units of this step are updated already "
-                    "(update='backward'); the step is half done: start again from the last export, or use "
+                    f"the gradient of {bad.name} is not finite, and other units of this step are "
+                    "updated already "
+                    "(update='backward'); the step is half done: start again from the last export, "
+                    "or use "
                     "update='deferred', which checks all gradients first"
                 )
             )
-        raise NonFiniteGradient(f"the gradient of {bad.name} is not finite. Policy(on_nonfinite='ignore') applies it")
+        raise NonFiniteGradient(
+            f"the gradient of {bad.name} is not finite. Policy(on_nonfinite='ignore') applies it"
+        )
 
-    # -- the step ------------------------------------------------------------------------------------------------------
+    # -- the step ----------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Raises when the backward before it broke off, or runs, and when a gradient would be applied besides the one that backward
-        applied."""
+        """Check the step. Raises: RuntimeError when the backward before it broke off, or runs, and
+        when a gradient would be applied besides the one that backward applied.
+        """
         if not self._unsharder.passes.in_backward:
-            # What torch puts into `p.grad` past the engine (a tensor of another class) is met here first.
-            late = next((param for param in self._taken if _slot_state(param) is SlotState.HELD), None)
+            # What torch puts into `p.grad` past the engine (a tensor of another class) is met here
+            # first.
+            late = next(
+                (param for param in self._updated if _slot_state(param) is SlotState.HELD), None
+            )
             if late is not None:
-                raise _comes_late(late)
+                raise _late_gradient(late)
             return
-        lost = next((param for ready in self._ready.values() for param in ready if param.at_rest.grad is not None), None)
+        lost = next(
+            (
+                param
+                for ready in self._ready.values()
+                for param in ready
+                if param.at_rest.grad is not None
+            ),
+            None,
+        )
         self.backward_aborted()
         self._pipeline.raise_fault()
         if lost is not None:
             raise RuntimeError(
-                f"opt.step() after a backward that broke off, and the gradient of {lost.name} with it: with update='backward' "
+                f"opt.step() after a backward that broke off, and the gradient of {lost.name} with "
+                "it: with update='backward' "
                 "gradients are not kept; call zero_grad() and run forward and backward again"
             )
 
     def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
-        """by_unit: what backward did not take (gradients that the loop assigned, say)."""
+        """Submit the updates that backward did not take (gradients that the loop assigned, say)."""
+        # The next backward begins a new step, also when this one raises below.
         self._unsharder.passes.step_taken()
         stepping: Any = self._pipeline.stepping
+        # Backward updated with these values. A scheduler that steps between backward and opt.step()
+        # would be one step late, unseen.
         captured = self._captured.pop(stepping, None)
         if captured is not None and captured != values_of(stepping):
-            self._pipeline.fail(
+            self._pipeline.set_fault(
                 StateInvalid(
-                    "lr, betas or another value of a parameter group changed between backward and opt.step(), and with "
-                    "update='backward' the update has been made with the old one; change them before backward"
+                    "lr, betas or another value of a parameter group changed between backward and "
+                    "opt.step(), and with "
+                    "update='backward' the update has been made with the old one; change them "
+                    "before backward"
                 )
             )
             self._pipeline.raise_fault()
         # What other optimizers hold waits for their step: without one, its next gradient raises.
-        self._taken = {param for param in self._taken if self._holder_of(param) not in (None, stepping)}
+        self._updated = {
+            param for param in self._updated if self._optimizer_of(param) not in (None, stepping)
+        }
         super().submit(by_unit)
 
     def backward_aborted(self) -> None:
         self._ready.clear()
-        if self._staging is not None:
-            self._staging.reset()
+        if self._windows is not None:
+            self._windows.reset()
+        # Gradients that only waited are freed; those of pending updates are still read.
         self._fresh_bytes = sum(flight.size_bytes for flight in self._flights)
-        if self._taken:
-            self._pipeline.fail(
+        if self._updated:
+            self._pipeline.set_fault(
                 StateInvalid(
-                    "a backward with update='backward' broke off when some units were updated already; the step is half done: "
+                    "a backward with update='backward' broke off when some units were updated "
+                    "already; the step is half done: "
                     "start again from the last export, or use update='deferred'"
                 )
             )
 
 
-def waits_for_filled(ticket: Ticket) -> None:
-    """Block until the update has read its gradients; its fault is the pipeline's to raise."""
+def wait_filled_quietly(ticket: Ticket) -> None:
+    """Block until the update has read its gradients. The pipeline raises its fault."""
     while not ticket.filled:
         try:
             ticket.wait_filled()
@@ -328,16 +404,19 @@ def _is_finite(param: Param, grad: torch.Tensor | None) -> bool:
     return all_finite(grad)
 
 
-def _comes_twice(param: Param) -> RuntimeError:
+def _second_gradient(param: Param) -> RuntimeError:
     return RuntimeError(
-        f"a second gradient of {param.name} before opt.step(): with update='backward' the first was applied already. "
-        "Run all micro-batches but the last inside `with inf.handle(model).no_sync():`, or use update='deferred'"
+        f"a second gradient of {param.name} before opt.step(): with update='backward' the first "
+        "was applied already. "
+        "Run all micro-batches but the last inside `with inf.handle(model).no_sync():`, or use "
+        "update='deferred'"
     )
 
 
-def _comes_late(param: Param) -> RuntimeError:
+def _late_gradient(param: Param) -> RuntimeError:
     return RuntimeError(
-        f"a gradient was assigned to {param.name} after backward, and with update='backward' the update has taken the one that "
+        f"a gradient was assigned to {param.name} after backward, and with update='backward' the "
+        "update has taken the one that "
         "backward made; use update='deferred'"
     )
 

@@ -1,8 +1,9 @@
-"""What all optimizers over states at rest share: groups, who holds what, the step, the manifest.
+"""Base of all optimizers over states at rest: parameter groups, the step, the manifest.
 
-An optimizer is an ordinary `torch.optim.Optimizer` whose moments and masters live where the policy says. A subclass says
-which moments a parameter has, checks hyper-parameters, and makes the scalars of an update (one HYPER record for each
-parameter); the update itself is the pipeline's. `Elementwise` replaces the last two by a class of torch.
+An optimizer is an ordinary `torch.optim.Optimizer`. Its moments and masters live where the policy
+says. A subclass names the moments of a parameter, checks hyper-parameters, and makes the scalars of
+an update (one HYPER record for each parameter). The pipeline does the update itself. `Elementwise`
+replaces the last two by a class of torch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LogEntry = tuple[str, float]
 
 
 class StepEngine(Protocol):
-    """What an optimizer needs of the engine that owns its parameters."""
+    """The engine of a parameter, as an optimizer sees it."""
 
     policy: Policy
     pipeline: StepPipeline
@@ -40,33 +41,39 @@ class StepEngine(Protocol):
     states: States
     on_nonfinite: str
 
-    def hold(self, optimizer: Any, params: list[Param]) -> None:
-        """Give these parameters optimizer states, as many moments as `optimizer.moments_of(param)` names. Blocks.
+    def register(self, optimizer: Any, params: list[Param]) -> None:
+        """Give these parameters optimizer states, as many moments as `optimizer.moments_of(param)`
+        names. Blocks.
 
-        Raises: ValueError if another optimizer holds one, BudgetError.
+        Raises: ValueError if another optimizer has one, BudgetError.
         """
 
     def check_open(self) -> None:
-        """Raise after close, and what a background update met."""
+        """Raise after close, and raise the fault of a background update."""
 
 
 class Optimizer(torch.optim.Optimizer, abc.ABC):
-    """Base of the optimizers over states at rest; build one of them, not this.
+    """Base of the optimizers over states at rest. Build one of its subclasses.
 
-    params: `model.parameters()` of models given to `inf.offload`, or parameter groups of them. `defaults`: what groups do not
-    say; schedulers may change it in `param_groups` at any time.
+    params: `model.parameters()` of models given to `inf.offload`, or parameter groups of them.
+    defaults: hyper-parameters of groups that do not set them. Schedulers may change them in
+    `param_groups` at any time.
 
-    Optimizer states exist, at zero, from here on (this writes them to the tiers; it may take a while). `state_dict()` is a
-    manifest: hyper-parameters and step counts; the tensors stay where they are (`inf.handle(model).optimizer_state(p)`).
+    The constructor makes the optimizer states, all zero, and writes them to the tiers; this may
+    take a while. `state_dict()` is a manifest: hyper-parameters and step counts. The tensors stay
+    where they are (`inf.handle(model).optimizer_state(p)`).
 
-    Raises: ValueError for hyper-parameters out of range, for parameters that are not offloaded or that another optimizer
-    holds; BudgetError when the states' gradients do not fit the policy's `ram`.
+    Raises: ValueError for hyper-parameters out of range, for parameters that are not offloaded or
+    that another optimizer holds; BudgetError when the states' gradients do not fit the policy's
+    `ram`.
     """
 
     _step_supports_amp_scaling = False
 
-    def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:  # noqa: ARG002 - of a kernel's update: none
-        """Memory that a step needs besides the executor's, for flats in these formats; counted in the policy's `ram`."""
+    def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:  # noqa: ARG002
+        """Return the bytes that a step needs besides the executor's, for flats in these formats.
+        They count in the policy's `ram`.
+        """
         return 0
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -76,16 +83,20 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         self._engines: dict[StepEngine, list[Param]] = {}
         self._frozen: list[Param] = []  # in a group, but without states
         self._built = False
+        # torch adds the groups here. States come after that, for all groups of an engine in one
+        # call: a second call would move what the first one placed.
         super().__init__(params, defaults)
         self._built = True
         for engine, held in self._engines.items():
-            engine.hold(self, held)
+            engine.register(self, held)
 
-    # -- what a subclass says ----------------------------------------------------------------------------------------------
+    # -- what a subclass says ----------------------------------------------------------------------
 
     @abc.abstractmethod
     def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """What the group's parameters keep for each element besides the master, in the order of their sections."""
+        """Return the names of the moments of the group's parameters, in the order of their
+        sections.
+        """
 
     @abc.abstractmethod
     def check_group(self, group: dict[str, Any]) -> None:
@@ -95,21 +106,27 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         """Raise ValueError if this optimizer cannot work under the engine's policy."""
 
     @abc.abstractmethod
-    def hyper(self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]) -> npt.NDArray[Any]:
-        """The HYPER record of one update. state: the parameter's, its `step` counting the update that is about to happen.
+    def hyper(
+        self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]
+    ) -> npt.NDArray[Any]:
+        """Return the HYPER record of one update.
 
-        log: what the loop did to the gradient since it was drained.
+        state: the parameter's; its `step` counts the update that is about to happen.
+        log: the factors that the loop applied to the gradient since backward accumulated it.
         """
 
     @property
     def title(self) -> str:
-        """How messages and manifests call this optimizer."""
+        """Name of this optimizer in messages and manifests."""
         return type(self).__name__
 
-    # -- groups ------------------------------------------------------------------------------------------------------------
+    # -- groups ------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch. Its parameters get their states now (once the optimizer is built)."""
+        """Add a group, as in torch. Its parameters get their states now (once the optimizer is
+        built).
+        """
+        # torch checks first that no parameter is in two groups.
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         added: dict[StepEngine, list[Param]] = {}
@@ -118,13 +135,16 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             for param in group["params"]:
                 if not isinstance(param, ShardedParameter):
                     raise ValueError(
-                        f"a parameter of shape {tuple(param.shape)} is not offloaded; call inf.offload(model, policy) "
-                        "before building the optimizer, and give other parameters to an optimizer of torch"
+                        f"a parameter of shape {tuple(param.shape)} is not offloaded; call "
+                        "inf.offload(model, policy) "
+                        "before building the optimizer, and give other parameters to an optimizer "
+                        "of torch"
                     )
                 record = param.infinity_link.param
                 self._records[id(param)] = record
                 self._groups[record], self._moments[record] = group, self.moment_names(group)
-                # As in torch, one that is frozen costs no states; `step` raises if it gets a gradient after all.
+                # As in torch, one that is frozen costs no states; `step` raises if it gets a
+                # gradient after all.
                 if param.requires_grad:
                     added.setdefault(engine_of(record), []).append(record)
                 else:
@@ -133,8 +153,9 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
                 self.check_engine(engine)
             if self._built:
                 for engine, params in added.items():
-                    engine.hold(self, params)
+                    engine.register(self, params)
         except BaseException:
+            # A group whose states could not be made is not added: the optimizer stays as it was.
             self.param_groups.remove(group)
             gone = {id(param) for param in group["params"]}
             self._frozen = [record for record in self._frozen if id(record.at_rest) not in gone]
@@ -146,69 +167,84 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             self._engines.setdefault(engine, []).extend(params)
 
     @property
-    def held(self) -> list[Param]:
-        """The parameters that it keeps states for: those of its groups, but what was frozen when they were added."""
+    def params_with_states(self) -> list[Param]:
+        """Parameters with states: those of the groups, except any that were frozen when they were
+        added.
+        """
         return [param for params in self._engines.values() for param in params]
 
     def group_of(self, param: Param) -> dict[str, Any]:
-        """The parameter's group as it is now."""
+        """Return the parameter's group as it is now."""
         return self._groups[param]
 
     def moments_of(self, param: Param) -> tuple[str, ...]:
-        """What the parameter keeps for each element besides the master: what its states' format must hold."""
+        """Return the names of the parameter's moments. The format of its states has a section for
+        each.
+        """
         return self._moments[param]
 
-    # -- the step ----------------------------------------------------------------------------------------------------------
+    # -- the step ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns before it is done.
+        """Update every parameter that has a gradient. Returns before the updates are done.
 
-        Waits for the previous step's updates. Raises: NonFiniteGradient (before any state is touched) as the policy's
-        `on_nonfinite` says; the fault of an earlier background update.
+        Waits for the previous step's updates. Raises: NonFiniteGradient (before any state is
+        touched) as the policy's `on_nonfinite` says; the fault of an earlier background update.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
+                # The closure runs forward and backward, as in torch, so it comes before every
+                # check.
                 loss = closure()
-        thawed = next((param for param in self._frozen if param.at_rest.grad is not None), None)
-        if thawed is not None:
+        unfrozen = next((param for param in self._frozen if param.at_rest.grad is not None), None)
+        if unfrozen is not None:
             raise ValueError(
-                f"{thawed.name} has a gradient, but was frozen when the optimizer was built and has no states; call "
+                f"{unfrozen.name} has a gradient, but was frozen when the optimizer was built and "
+                "has no states; call "
                 f"requires_grad_() before inf.offload and inf.{type(self).__name__}"
             )
-        self.take_groups()
+        self.refresh_groups()
         # All engines are asked before any is told: a step happens to every model, or to none.
         live: dict[StepEngine, list[Param]] = {}
-        goes_on = False
+        proceeds = False
         try:
-            goes_on = self._ask_all(live)
+            proceeds = self._check_all(live)
         finally:
-            if not goes_on:
+            if not proceeds:
                 for engine in self._engines:
-                    engine.pipeline.drop()
-        if goes_on:
+                    engine.pipeline.cancel_step()
+        if proceeds:
             self._update_all(live)
         return loss
 
-    def _ask_all(self, live: dict[StepEngine, list[Param]]) -> bool:
-        """Whether the step happens; `live` gets the parameters of each engine that have a gradient."""
-        goes_on = True
+    def _check_all(self, live: dict[StepEngine, list[Param]]) -> bool:
+        """Check every engine before any update. Returns whether the step happens; `live` gets the
+        parameters of each engine that have a gradient.
+        """
+        proceeds = True
         for engine, params in self._engines.items():
             engine.check_open()
             live[engine] = [param for param in params if self._has_gradient(engine, param)]
-            engine.pipeline.meet(self, live[engine])
+            # Ranks compare first. Every later check is a collective over the same parameters.
+            engine.pipeline.check_ranks_agree(self, live[engine])
             engine.pipeline.check_idle(live[engine])
+            # All gradients are checked before any state is touched, so a refused step leaves no
+            # trace.
             bad = engine.pipeline.check_finite(live[engine])
-            goes_on = refuse_nonfinite(bad, engine.on_nonfinite) and goes_on
+            proceeds = refuse_nonfinite(bad, engine.on_nonfinite) and proceeds
             if live[engine]:
+                # The updates of the step before end here, and their faults are raised before counts
+                # advance.
                 engine.pipeline.begin()
-        return goes_on
+        return proceeds
 
     def work_of(self, params: Sequence[Param]) -> list[Work]:
-        """The updates of these parameters with the gradients that they have now; their step counts advance.
+        """Return the updates of these parameters with the gradients that they have now. Their step
+        counts advance.
 
-        Raises: what a hyper-parameter that is no number makes; then no count has advanced.
+        Raises: any error of a hyper-parameter that is no number; no count has advanced then.
         """
         work, states = self.preview(params)
         for param, state in zip(params, states, strict=True):
@@ -216,34 +252,51 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         return work
 
     def preview(self, params: Sequence[Param]) -> tuple[list[Work], list[dict[str, Any]]]:
-        """What `work_of` would give now, and each parameter's state with its count advanced. Changes nothing."""
+        """Return the result that `work_of` would give now, and each parameter's state with its
+        count advanced. Changes nothing.
+        """
         work, states = [], []
         for param in params:
             assert param.grad is not None
+            # A copy: the count advances only when the rows of all parameters could be made.
             state = {**self.state[param.at_rest]}
             state["step"] = state.get("step", 0) + 1
-            log = [entry for entry in param.grad.log if entry[1] != 1.0]  # of clipping that had nothing to clip
+            log = [
+                entry for entry in param.grad.log if entry[1] != 1.0
+            ]  # of clipping that had nothing to clip
             row = self.hyper(param, state, log)
+            # The key names step and parameter, not time or thread: stochastic rounding gives the
+            # same bits in every run.
             row["key"] = rounding_key(engine_of(param).policy.seed, state["step"], param.name)
             work.append(Work(param, row))
             states.append(state)
         return work, states
 
     def _update_all(self, live: dict[StepEngine, list[Param]]) -> None:
-        """Update these parameters of each engine; all have finite gradients, and no update is pending."""
-        before = {param: dict(self.state[param.at_rest]) for params in live.values() for param in params}
+        """Update these parameters of each engine. All have finite gradients, and no update is
+        pending.
+        """
+        # Counts as they are now: a fault in the background sets them back (two generations).
+        before = {
+            param: dict(self.state[param.at_rest]) for params in live.values() for param in params
+        }
         work = self.work_of(list(before))
         for engine, params in live.items():
             held = set(params)
             if engine.pipeline.transaction is not None:
-                engine.pipeline.transaction.counted(functools.partial(self._uncount, {param: before[param] for param in params}))
+                engine.pipeline.transaction.on_undo(
+                    functools.partial(
+                        self._restore_counts, {param: before[param] for param in params}
+                    )
+                )
             engine.pipeline.submit([item for item in work if item.param in held], optimizer=self)
 
-    def _uncount(self, before: Mapping[Param, dict[str, Any]]) -> None:
+    def _restore_counts(self, before: Mapping[Param, dict[str, Any]]) -> None:
+        """Set the step counts back, after the step was undone."""
         for param, state in before.items():
             self.state[param.at_rest] = state
 
-    def take_groups(self) -> None:
+    def refresh_groups(self) -> None:
         """Find each parameter's group anew: trainers replace and rearrange `param_groups`."""
         for group in self.param_groups:
             for at_rest in group["params"]:
@@ -253,36 +306,40 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         if param.grad is None and param.at_rest.grad is None:
             return False
         slot = engine.unsharder.slot(param)
+        # The loop may have assigned or cleared `p.grad` since backward; the slot follows it here.
         return slot.reconcile(param.at_rest.grad) is SlotState.HELD
 
-    # -- single states -----------------------------------------------------------------------------------------------------
+    # -- single states -----------------------------------------------------------------------------
 
     def scalars(self, param: Param) -> dict[str, Any]:
-        """What the parameter keeps besides tensors of its shape: its step count."""
+        """Return the parameter's states that are no tensors of its shape: its step count."""
         return {"step": self.state[param.at_rest].get("step", 0)}
 
     def set_scalar(self, param: Param, name: str, value: Any) -> None:
-        """Set one of `scalars`. Raises: ValueError for a value that it cannot be."""
+        """Set one of `scalars`. Raises: ValueError for a value out of range."""
         if name != "step":
             raise KeyError(name)
         if type(value) is not int or value < 0:
             raise ValueError(f"step={value!r} of {param.name}: give a whole number, 0 or more")
         self.state[param.at_rest]["step"] = value
 
-    def moment_given(self, param: Param, name: str) -> None:
-        """A moment was written by hand (`optimizer_state(p)[name] = tensor`)."""
+    def moment_written(self, param: Param, name: str) -> None:
+        """Note that the user wrote a moment (`optimizer_state(p)[name] = tensor`)."""
 
-    # -- the manifest ------------------------------------------------------------------------------------------------------
+    # -- the manifest ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """A manifest: parameter groups by position, as in torch, and for each parameter its name and step count.
+        """Return a manifest: parameter groups by position, as in torch, and for each parameter its
+        name and step count.
 
-        Moments and masters are not in it: they rest with the engine. Waits for no update.
+        Moments and masters are not in it: they stay with the engine. Waits for no update.
         """
         packed = super().state_dict()
         packed["state"] = {
             index: {"name": self._records[id(param)].name, **self.scalars(self._records[id(param)])}
-            for index, param in enumerate(param for group in self.param_groups for param in group["params"])
+            for index, param in enumerate(
+                param for group in self.param_groups for param in group["params"]
+            )
         }
         packed["infinity_manifest"] = MANIFEST_VERSION
         packed["infinity_optimizer"] = self.title
@@ -291,46 +348,58 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take hyper-parameters from a manifest of this optimizer's parameters.
 
-        The tensors are those that the engine holds, so step counts must agree with them.
+        The tensors stay those of the engine, so step counts must agree with them.
 
-        Raises: ValueError for a manifest of another optimizer, of other parameters, of other step counts, or a torch
-        optimizer's state.
+        Raises: ValueError for a manifest of another optimizer, of other parameters, of other step
+        counts, or a torch optimizer's state.
         """
         if state_dict.get("infinity_manifest") != MANIFEST_VERSION:
             raise ValueError(
-                f"this is no manifest of infinity.{self.title}; write moments of another optimizer with "
+                f"this is no manifest of infinity.{self.title}; write moments of another optimizer "
+                "with "
                 "inf.handle(model).optimizer_state(parameter)[name] = tensor"
             )
         writer = state_dict.get("infinity_optimizer", self.title)
         if writer != self.title:
-            raise ValueError(f"this is a manifest of infinity.{writer}; load it into one, not into {self.title}")
+            raise ValueError(
+                f"this is a manifest of infinity.{writer}; load it into one, not into {self.title}"
+            )
         here = self.state_dict()
         for index, entry in state_dict["state"].items():
             mine = here["state"].get(index)
+            # A count that differs would make bias correction wrong for the moments that are there.
             if mine != entry:
                 raise ValueError(
-                    f"the manifest says {entry} for parameter {index}, the engine holds {mine}: moments are not in a "
+                    f"the manifest says {entry} for parameter {index}, the engine holds {mine}: "
+                    "moments are not in a "
                     "manifest, so it loads only into the run that wrote it, at the same step"
                 )
         if len(state_dict["state"]) != len(here["state"]):
             raise ValueError(
-                f"the manifest names {len(state_dict['state'])} parameters, not {len(here['state'])}"
+                f"the manifest names {len(state_dict['state'])} parameters, not "
+                f"{len(here['state'])}"
             )
         groups = state_dict["param_groups"]
-        if [group["params"] for group in groups] != [group["params"] for group in here["param_groups"]]:
+        if [group["params"] for group in groups] != [
+            group["params"] for group in here["param_groups"]
+        ]:
             raise ValueError("the manifest's parameter groups are not those of this optimizer")
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
 
 
 def engine_of(param: Param) -> StepEngine:
-    """The engine that owns a parameter."""
+    """Return the engine that owns a parameter."""
     engine: StepEngine = param.unit.engine
     return engine
 
 
-def check_range(group: dict[str, Any], rules: Mapping[str, Callable[[Any], bool]], says: str) -> None:
-    """Raise ValueError that names value and range unless each named value of `group` keeps its rule."""
+def check_range(
+    group: dict[str, Any], rules: Mapping[str, Callable[[Any], bool]], says: str
+) -> None:
+    """Raise ValueError that names value and range, unless each named value of `group` keeps its
+    rule.
+    """
     for name, rule in rules.items():
         try:
             right = rule(group[name])
@@ -341,12 +410,12 @@ def check_range(group: dict[str, Any], rules: Mapping[str, Callable[[Any], bool]
 
 
 def not_negative(value: Any) -> bool:
-    """Whether a number, or a tensor of one, is at least 0."""
+    """Return True for a number, or a tensor of one, that is at least 0."""
     return float(value) >= 0
 
 
 def two_betas(value: Any) -> bool:
-    """Whether these are two numbers in [0, 1)."""
+    """Return True for two numbers in [0, 1)."""
     return len(value) == 2 and all(0 <= beta < 1 for beta in value)
 
 

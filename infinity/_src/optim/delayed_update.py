@@ -1,18 +1,22 @@
-"""update="delayed": an update overlaps with the whole step after it, which computes with the parameters before it.
+"""Delayed updates (update="delayed"): an update overlaps with the whole step after it, which
+computes with the parameters before it.
 
-Source: ZeRO-Offload (arXiv 2101.06840), section 5.2. The parameters that compute are a second copy in RAM
-(`params.shadow`); gradients have two sets of memory: the update reads one while backward fills the other. Numbers differ
-from those of the plain loop, by one step of delay and nothing else, and depend on no timing.
+Source: ZeRO-Offload (arXiv 2101.06840), section 5.2. The parameters that compute are a second copy
+in RAM (`params.delayed_params`). Gradients have two sets of memory: the update reads one while
+backward fills the other. Numbers differ from those of the plain loop by one step of delay and
+nothing else, and depend on no timing.
 
     opt.step() t       starts update t; from here on forwards compute with the parameters before it
-    opt.step() t + 1   waits for update t; from here on forwards compute with what that made
+    opt.step() t + 1   waits for update t; from here on forwards compute with its result
 
-A step that is skipped (GradScaler found an inf, on_nonfinite="skip", no gradient at all) is no step: update t stays the
-last one, the next forward computes with the same parameters as the skipped one did, and `delayed_warmup` does not count it.
+A skipped step (GradScaler found an inf, on_nonfinite="skip", no gradient at all) is no step. Update
+t stays the last one, the next forward computes with the same parameters as the skipped one did, and
+`delayed_warmup` does not count it.
 
-A parameter that is written (in `gather()`, by `load_state_dict()`, as "master") is written in both copies, whole: the next
-forward computes with what was written, and the next update changes that. `gather()` shows the parameters that were updated
-last, which training computes with one step later: a training forward or backward of them inside is refused.
+A write to a parameter (in `gather()`, by `load_state_dict()`, as "master") goes to both copies,
+whole. The next forward computes with the written value, and the next update changes it. `gather()`
+shows the newest parameters, with which training computes one step later. A training forward or
+backward of them inside is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +38,9 @@ from infinity._src.params.unit import Flat, Param, Unit
 
 
 class DelayedUpdate(DeferredUpdate):
-    """Submits updates that compute after the next step. Until `warmup` steps were taken it is the deferred update."""
+    """Submits updates whose result computes after the next step. The first `warmup` steps are
+    deferred updates.
+    """
 
     def __init__(
         self,
@@ -48,7 +54,7 @@ class DelayedUpdate(DeferredUpdate):
     ) -> None:
         super().__init__()
         self._units = list(units)
-        self._shadow = self.delayed_params = DelayedParams(rest)
+        self._delayed = self.delayed_params = DelayedParams(rest)
         self._gradients = GradBuffers(rank, grad_dtype, device)  # the second set
         self._warmup = warmup
         self._taken = 0  # steps that updated something
@@ -56,53 +62,68 @@ class DelayedUpdate(DeferredUpdate):
 
     @property
     def memory_bytes(self) -> int:
-        return self._shadow.memory_bytes + self._gradients.size_bytes
+        return self._delayed.memory_bytes + self._gradients.size_bytes
 
     def restored(self, steps: int) -> None:
         self._taken = steps
 
     def backward_begin(self) -> None:
         # While an update overlaps with the step after it, the drives are busy with that.
-        if not self._shadow.active:
+        if not self._delayed.active:
             super().backward_begin()
 
     def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:
-        """Make room for these flats' second copies and second gradients; those of `spilled` rest on NVMe, once."""
-        self._shadow.allocate(flats)
+        """Make room for these flats' second copies and second gradients. Those of `spilled` rest on
+        NVMe, once.
+        """
+        self._delayed.allocate(flats)
         self._gradients.allocate([flat for flat in flats if flat not in spilled])
 
     def close(self) -> None:
-        """Free the second copies; the memory of gradients goes with the last slot that has it. Nothing may be pending."""
+        """Free the second copies. The memory of gradients goes with the last slot that has it.
+        Nothing may be pending.
+        """
         self._spare.clear()
-        self._shadow.close()
+        self._delayed.close()
         self._gradients.close()
 
     def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+        # A skipped step is no step: the delay does not advance.
         if not by_unit:
             return
+        # Counted here and not in `count_step`: only steps that update something end the warm-up.
         self._taken += 1
         if self._taken <= self._warmup:
             super().submit(by_unit)
             return
-        self._shadow.active = True
+        self._delayed.active = True
+        # All units, also those without work: each takes over the result of the update before.
         for unit in self._pipeline.next_order(self._units):
             work = by_unit.get(unit)
-            if self._shadow.refresh(unit) or (work is not None and self._unsharder.shows_newest(unit)):
+            if self._delayed.refresh(unit) or (
+                work is not None and self._unsharder.shows_newest(unit)
+            ):
+                # What is gathered shows the parameters before; a graph that saved them may no
+                # longer run backward.
                 unit.generation += 1
                 self._unsharder.renew(unit)
             if work is None:
                 continue
             self._pipeline.start(unit, work, slot_gradients(work))
-            self._shadow.outdated(unit)
+            # From the next step on, the copy is refreshed from the states that this update writes.
+            self._delayed.outdated(unit)
             for param in work:
                 assert param.grad is not None
                 param.grad.guard(_Swap(self, param) if param.grad.backing is None else None)
 
     def swap(self, param: Param, slot: GradSlot) -> None:
-        """Give the parameter's slot the other memory: the update reads the one that it has."""
+        """Give the parameter's slot the other memory: the update reads the present one."""
         slot.guard(None)
         read = slot.tensor
+        # The first swap of a slot takes memory of the second set; later ones take back the memory
+        # of the swap before.
         written = self._spare.pop(param) if param in self._spare else self._gradients.shard_of(param)
+        # The loop adds to a gradient that it has kept: the sum goes on in the other memory.
         if slot.state is SlotState.HELD:
             written.copy_(read)
         slot.tensor = written
@@ -110,7 +131,9 @@ class DelayedUpdate(DeferredUpdate):
 
 
 class _Swap(NamedTuple):
-    """Reads a slot's storage while the next step writes elsewhere (`infinity._src.grads.slot.SlotReader`)."""
+    """Reader of a slot's storage, while the next step writes elsewhere
+    (`infinity._src.grads.slot.SlotReader`).
+    """
 
     updates: DelayedUpdate
     param: Param

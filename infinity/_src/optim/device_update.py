@@ -1,12 +1,14 @@
-"""update_on="device": states stream through the device, which updates them; the same bits as on the CPU.
+"""Updates on the device (update_on="device"): states stream through it, and the bits are the same
+as on the CPU.
 
     opt.step()    chunk k + 3   NVMe or RAM --> window
-                  chunk k       kernel: reads the gradient where it waits, in pinned memory
+                  chunk k       kernel: reads the gradient in its slot, in pinned memory
                   chunk k - 3   window --> RAM or NVMe
 
-Returns when the last kernel is launched; what it left is written behind the next forward. All sections of a chunk go over the
-link both ways (12 bytes per parameter of `exact`), and the next forward gathers what was written back. As many bytes go through
-the CPU's memory as when the CPU updates, so it can pay only where the CPU's cores are slower than its memory.
+`submit` returns when the last kernel is launched; its result is written behind the next forward.
+All sections of a chunk go over the link both ways (12 bytes per parameter of `exact`), and the next
+forward gathers the new parameters again. As many bytes go through the CPU's memory as when the CPU
+updates, so the mode can pay only where the CPU's cores are slower than its memory.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ _ALIGNMENT_BYTES = 256
 
 
 class _Chunk(NamedTuple):
-    """A chunk that a step updates. place: in the plan; start, numel: elements of the shard."""
+    """A chunk that a step updates. position: in the plan. start, numel: elements of the shard."""
 
     flat: Flat
     plan: UpdatePlan
-    place: int
+    position: int
     id: int
     start: int
     numel: int
@@ -53,13 +55,13 @@ class _Window:
         self.stored: Ticket | None = None
 
     def wait(self) -> None:
-        """Block until it is free. A write that failed reads it no more; its fault is the pipeline's to raise."""
+        """Block until it is free. A failed write reads it no more; the pipeline raises its fault."""
         if self.stored is not None and not self.stored.failed:
             self.stored.wait_filled()
         self.stored = None
 
 
-class Together:
+class JointTicket:
     """Several tickets as one (`infinity.aio.Ticket`)."""
 
     def __init__(self, tickets: Sequence[Ticket]) -> None:
@@ -67,17 +69,17 @@ class Together:
 
     @property
     def done(self) -> bool:
-        """Whether all are."""
+        """True if all are done."""
         return all(ticket.done for ticket in self._tickets)
 
     @property
     def filled(self) -> bool:
-        """Whether all are."""
+        """True if all are filled."""
         return all(ticket.filled for ticket in self._tickets)
 
     @property
     def failed(self) -> bool:
-        """Whether one is."""
+        """True if one has failed."""
         return any(ticket.failed for ticket in self._tickets)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -91,7 +93,7 @@ class Together:
             ticket.wait_filled(timeout)
 
     def cancel(self) -> None:
-        """Nothing: updates are never given up."""
+        """Do nothing: updates are never given up."""
 
 
 class DeviceUpdate(DeferredUpdate):
@@ -105,7 +107,7 @@ class DeviceUpdate(DeferredUpdate):
         self._windows: deque[_Window] = deque()
 
     def backward_begin(self) -> None:
-        """Nothing is read ahead: what slots read ahead of an update, windows would read again."""
+        """Prefetch nothing: windows would read again any states that executor slots read ahead."""
 
     def close(self) -> None:
         """Free the windows. Nothing may be pending."""
@@ -115,61 +117,86 @@ class DeviceUpdate(DeferredUpdate):
         self._make_windows([flat for unit in by_unit for flat in unit.flats])
         for unit in self._pipeline.next_order(list(by_unit)):
             work = by_unit[unit]
+            # A save may still read these chunks.
             self._rest.will_write(unit.flats)
             in_place = self._unsharder.can_update_in_place(unit)
-            submission = self._pipeline.plan_of(unit, work, slot_gradients(work))
+            submission = self._pipeline.jobs_of(unit, work, slot_gradients(work))
             stored = list(self._update(self._chunks(unit, submission), in_place=in_place))
+            # A unit without work on this rank has nothing to wait for.
             if stored:
-                together = Together(stored)
-                self._pipeline.pend(together)
-                guard(work, together)
+                ticket = JointTicket(stored)
+                self._pipeline.add_pending(ticket)
+                guard(work, ticket)
             self._unsharder.rewritten(unit, in_place=in_place)
 
     def _chunks(self, unit: Unit, submission: Submission) -> Iterator[_Chunk]:
-        """The chunks of a unit in which a parameter has work, in the order of the shard."""
+        """Yield the chunks of a unit in which a parameter has work, in the order of the shard."""
         for base, flat in enumerate(unit.flats):
             rest = self._rest[flat]
             jobs = submission.jobs[submission.jobs["base"] == base]
             which = np.flatnonzero(jobs["kind"] == JobKind.UPDATE)
-            segs = [submission.segs[first : first + count] for first, count in jobs[["seg_first", "seg_count"]][which].tolist()]
+            segs = [
+                submission.segs[first : first + count]
+                for first, count in jobs[["seg_first", "seg_count"]][which].tolist()
+            ]
             if not segs:
                 continue
-            plan = UpdatePlan(rest.format, segs, submission.hypers, device=self._device.torch_device)
+            plan = UpdatePlan(
+                rest.format, segs, submission.hypers, device=self._device.torch_device
+            )
             states = (1 << rest.format.written_count) - 1
             for index, at in enumerate(which.tolist()):
-                spilled = rest.format.grad is not GradSection.NONE and (segs[index]["grad_dtype"] == GradDtype.SECTION).any()
+                spilled = (
+                    rest.format.grad is not GradSection.NONE
+                    and (segs[index]["grad_dtype"] == GradDtype.SECTION).any()
+                )
+                # A spilled gradient is the section after the states, and is read but not written.
                 reads = states | (1 << rest.format.written_count if spilled else 0)
                 span = flat.layout.chunks[at]
                 yield _Chunk(flat, plan, index, int(rest.ids[at]), span.start, span.numel, reads)
 
     def _update(self, chunks: Iterator[_Chunk], *, in_place: bool) -> Iterator[Ticket]:
-        """Stream chunks through the windows. Yields the tickets of what is written back."""
-        coming: deque[tuple[_Chunk, _Window, Ticket]] = deque()
+        """Stream chunks through the windows. Yields the tickets of the write-backs."""
+        fetching: deque[tuple[_Chunk, _Window, Ticket]] = deque()
         for chunk in chunks:
             window = self._windows.popleft()
+            # Windows go round: the one taken is the one whose write-back is oldest.
             self._windows.append(window)
             window.wait()
-            coming.append((chunk, window, self._move(JobKind.FETCH, chunk, window, chunk.reads)))
-            if len(coming) >= AHEAD_CHUNKS:
-                yield self._run(*coming.popleft(), in_place=in_place)
-        while coming:
-            yield self._run(*coming.popleft(), in_place=in_place)
+            fetching.append(
+                (chunk, window, self._submit(JobKind.FETCH, chunk, window, chunk.reads))
+            )
+            # So many fetches run ahead of the kernels; as many write-backs run behind them.
+            if len(fetching) >= AHEAD_CHUNKS:
+                yield self._update_chunk(*fetching.popleft(), in_place=in_place)
+        while fetching:
+            yield self._update_chunk(*fetching.popleft(), in_place=in_place)
 
-    def _run(self, chunk: _Chunk, window: _Window, fetched: Ticket, *, in_place: bool) -> Ticket:
-        """Update a chunk that is there, or will be, and start writing it back. Blocks until it is there."""
+    def _update_chunk(
+        self, chunk: _Chunk, window: _Window, fetched: Ticket, *, in_place: bool
+    ) -> Ticket:
+        """Update a chunk that is fetched, or being fetched, and start its write-back. Blocks until
+        the fetch is done.
+        """
         fetched.wait_filled()
         sections = [window.memory[low:high] for low, high in self._bounds(chunk)]
-        chunk.plan.run(chunk.place, sections)
+        chunk.plan.run(chunk.position, sections)
+        # The unit is gathered on this device, so the new parameters need not come back from the
+        # tier.
         if in_place:
             with torch.no_grad():
                 values = sections[0].view(chunk.flat.dtype)
-                self._unsharder.shard_of(chunk.flat)[chunk.start : chunk.start + chunk.numel].copy_(values)
+                self._unsharder.shard_of(chunk.flat)[chunk.start : chunk.start + chunk.numel].copy_(
+                    values
+                )
         states = (1 << self._rest[chunk.flat].format.written_count) - 1
-        window.stored = self._move(JobKind.STORE, chunk, window, states)
+        window.stored = self._submit(JobKind.STORE, chunk, window, states)
         return window.stored
 
     def _bounds(self, chunk: _Chunk) -> list[tuple[int, int]]:
-        """Where each section lies in a window: its first byte, and the one after its last."""
+        """Return the bounds of each section in a window: its first byte, and the one after its
+        last.
+        """
         found, at = [], 0
         for section in self._rest[chunk.flat].sections:
             size_bytes = section.size_bytes(chunk.numel)
@@ -177,21 +204,24 @@ class DeviceUpdate(DeferredUpdate):
             at += round_up(size_bytes, _ALIGNMENT_BYTES)
         return found
 
-    def _move(self, kind: JobKind, chunk: _Chunk, window: _Window, mask: int) -> Ticket:
+    def _submit(self, kind: JobKind, chunk: _Chunk, window: _Window, mask: int) -> Ticket:
+        """Start a copy between a window and the chunk's tier, of the sections in `mask`."""
         job: Any = np.zeros(1, dtype=JOB)
         job["chunk"], job["kind"], job["base"], job["mask"] = chunk.id, kind, -1, mask | MASK_DEVICE
         for section, (low, _) in enumerate(self._bounds(chunk)):
             if mask >> section & 1:
                 job["ptr"][0, section] = window.memory.data_ptr() + low
+        # The copy starts behind the kernels that use the window.
         self._device.behind()
         priority = Priority.WRITEBACK if kind is JobKind.STORE else Priority.DEMAND
         return self._executor.submit(job, priority=priority)
 
     def _make_windows(self, flats: Sequence[Flat]) -> None:
-        """Windows large enough for a chunk of each of these flats."""
+        """Make windows large enough for a chunk of each of these flats."""
         size_bytes = max((self._window_bytes(flat) for flat in flats), default=0)
         if self._windows and self._windows[0].memory.numel() >= size_bytes:
             return
+        # Old windows go only when no write reads them.
         for window in self._windows:
             window.wait()
         self._windows = deque(
@@ -201,6 +231,7 @@ class DeviceUpdate(DeferredUpdate):
 
     def _window_bytes(self, flat: Flat) -> int:
         numel = max(span.numel for span in flat.layout.chunks)
-        return sum(round_up(section.size_bytes(numel), _ALIGNMENT_BYTES) for section in self._rest[flat].sections)
-
-
+        return sum(
+            round_up(section.size_bytes(numel), _ALIGNMENT_BYTES)
+            for section in self._rest[flat].sections
+        )

@@ -56,8 +56,8 @@ class _Turn:
 
 @dataclass
 class _Numbers:
-    """The numbers that the class keeps for one parameter: before this step (None: it has not
-    begun), and after it.
+    """The numbers of the class for one parameter: before this step (None: it has not begun), and
+    after it.
     """
 
     before: dict[str, Any] | None
@@ -105,6 +105,7 @@ class Elementwise(Optimizer):
 
     def _probe(self, group: dict[str, Any]) -> Traits:
         shown = repr({key: value for key, value in group.items() if key != "params"})
+        # Probing runs the class some 30 times, so groups with the same values share a result.
         if shown not in self._probed:
             self._probed[shown] = probe(self._class, group, self._settings)
         return self._probed[shown]
@@ -138,8 +139,8 @@ class Elementwise(Optimizer):
             )
 
     def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:
-        """Count the buffers, and one chunk in fp32 with its gradient and temporaries of the class
-        (a third state, say).
+        """Return the bytes of the buffers, and of one chunk in fp32 with its gradient and
+        temporaries of the class (a third state, say).
         """
         chunks = [
             (form, max(chunk.numel for chunk in flat.layout.chunks))
@@ -160,9 +161,7 @@ class Elementwise(Optimizer):
         return {**shown, **super().scalars(param)}
 
     def set_scalar(self, param: Param, name: str, value: Any) -> None:
-        """Set one of `scalars`. A parameter that has made no step has begun when all of them were
-        set.
-        """
+        """Set one of `scalars`. A parameter without a step has begun when all of them were set."""
         state, template = self.state[param.at_rest], self._traits[param].scalars
         if name == "step":
             super().set_scalar(param, name, value)
@@ -174,7 +173,7 @@ class Elementwise(Optimizer):
             else:
                 numbers[name] = value
 
-    def moment_given(self, param: Param, name: str) -> None:  # noqa: ARG002 - whichever it is
+    def moment_written(self, param: Param, name: str) -> None:  # noqa: ARG002 - whichever it is
         """Note a moment written by hand: the class must not begin the parameter's states anew."""
         self.state[param.at_rest].setdefault("numbers", {})
 
@@ -212,15 +211,17 @@ class Elementwise(Optimizer):
         turns = list(_turns(engine, params))
         for unit in {param.unit: None for param in params}:
             unit.generation += 1
+            # Updated below in its tier, chunk by chunk: gathered values would be half old, half
+            # new.
             engine.unsharder.invalidate(unit)
         engine.pipeline.step_begins()
         try:
             self._run(engine, turns, numbers)
         except AioError as error:
-            engine.pipeline.fail(half_done(error))
+            engine.pipeline.set_fault(half_done(error))
             engine.pipeline.raise_fault()
         except BaseException as error:  # Ctrl-C, or the class's own error
-            engine.pipeline.fail(half_done(error))
+            engine.pipeline.set_fault(half_done(error))
             raise
         for param, number in numbers.items():
             state = self.state[param.at_rest]
@@ -234,7 +235,7 @@ class Elementwise(Optimizer):
                     number,
                 )
             state["numbers"] = number.after
-        engine.pipeline.stepped()
+        engine.pipeline.count_step()
         engine.unsharder.prefetch_ahead()
 
     def _run(self, engine: StepEngine, turns: list[_Turn], numbers: dict[Param, _Numbers]) -> None:
@@ -265,6 +266,7 @@ class Elementwise(Optimizer):
     ) -> None:
         param, form = span.param, buffer.records.format
         sections = span_sections(buffer, span)
+        # fp32 copies: the class writes into them, and the encoder rounds once at the end.
         values = decode_values(form, sections)
         assert param.grad is not None
         first = param.flat.layout.shard_range(param.slot_index, engine.states.rank)[1]
@@ -285,12 +287,14 @@ class Elementwise(Optimizer):
         """Run the class's step on a slice: fp32 [numel] each, `master` and `moments` in place."""
         names = self.moments_of(param)
         make: Any = self._class  # of any signature
+        # A fresh instance for each slice: the class may keep state of its own besides `state`.
         inner: Any = make([make_group(self.group_of(param), master)], **self._settings)
         if number.before is not None:
             inner.state[master] = {name: _copy(value) for name, value in number.before.items()}
             inner.state[master].update(zip(names, moments, strict=True))
         master.grad = grad
         inner.step()
+        # The class may hold the parameter; the gradient's memory goes with the chunk.
         master.grad = None
         state = inner.state[master]
         for name, moment in zip(names, moments, strict=True):
@@ -304,6 +308,7 @@ def _turns(engine: StepEngine, params: Sequence[Param]) -> Iterator[_Turn]:
     """Yield the chunks that hold parts of these parameters, flat by flat."""
     by_chunk: dict[tuple[Flat, int], list[Span]] = {}
     for param in sorted(params, key=lambda param: param.index):
+        # Chunks in the order of parameters, so that a chunk is read once for all that it holds.
         for span in spans_of(param, engine.states.rank):
             by_chunk.setdefault((param.flat, span.chunk), []).append(span)
     for (flat, chunk), spans in by_chunk.items():
@@ -342,6 +347,6 @@ class _Progress:
             )
 
     def end(self) -> None:
-        """Take the line away."""
+        """Clear the line."""
         if self._shown:
             print("\r" + " " * (len(self._title) + 40) + "\r", end="", file=sys.stderr, flush=True)

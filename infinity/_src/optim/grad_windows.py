@@ -1,9 +1,9 @@
-"""Windows in pinned memory by way of which gradients leave the device for updates that run during backward.
+"""Windows in pinned memory, through which gradients leave the device for updates during backward.
 
-    backward of unit k ends     its gradients start for a window
-    backward of unit k - 2 ends the update of unit k is submitted, and reads them there
+    backward of unit k ends        copy its gradients to a window (D2H)
+    backward of unit k - 2 ends    submit the update of unit k, which reads them there
 
-The units in between keep the device busy: who waited for the last one's gradients would let it run dry.
+The units in between keep the device busy. Waiting for the last unit's copies would let it run dry.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ _ALIGNMENT_BYTES = 64
 
 
 def window_bytes(sizes: Iterable[int]) -> int:
-    """Bytes of a window for gradients of these sizes."""
+    """Return the bytes of a window for gradients of these sizes."""
     return sum(round_up(size_bytes, _ALIGNMENT_BYTES) for size_bytes in sizes)
 
 
 class GradWindows:
-    """The windows, each for one unit's gradients. One thread uses it at a time. dtype_of: in which gradients of a flat wait."""
+    """The windows, each for one unit's gradients. One thread uses it at a time. dtype_of: the dtype
+    of a flat's waiting gradients.
+    """
 
-    def __init__(self, units: Sequence[Unit], device: Device, dtype_of: Callable[[Flat], torch.dtype]) -> None:
+    def __init__(
+        self, units: Sequence[Unit], device: Device, dtype_of: Callable[[Flat], torch.dtype]
+    ) -> None:
         self._units = list(units)
         self._dtype_of = dtype_of
         self._device = device
@@ -41,22 +45,28 @@ class GradWindows:
         self._slab: Slab | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._turn = 0
-        self._reads: list[Ticket | None] = [None] * WINDOW_UNITS  # of each window, the update that reads it
-        self._at: dict[Unit, int] = {}
+        self._reads: list[Ticket | None] = [
+            None
+        ] * WINDOW_UNITS  # of each window, the update that reads it
+        self._window_of: dict[Unit, int] = {}
         self._due: deque[Unit] = deque()
         self._tickets: dict[Unit, list[Ticket]] = {}
 
     @staticmethod
     def needs_bytes(units: Sequence[Unit], dtype_of: Callable[[Flat], torch.dtype]) -> int:
-        """Bytes of all windows: more after parameters were thawed."""
+        """Return the bytes of all windows. They grow when parameters are unfrozen."""
         needs = (
-            window_bytes(param.numel * dtype_of(param.flat).itemsize for param in unit.params if param.flat.learns)
+            window_bytes(
+                param.numel * dtype_of(param.flat).itemsize
+                for param in unit.params
+                if param.flat.learns
+            )
             for unit in units
         )
         return WINDOW_UNITS * max(needs, default=0)
 
     def grow(self) -> None:
-        """Make the windows fit what learns by now. Nothing may be under way."""
+        """Make the windows fit all parameters that learn by now. Nothing may be pending."""
         window = self.needs_bytes(self._units, self._dtype_of) // WINDOW_UNITS
         if window > self._window_bytes:
             self.close()
@@ -66,32 +76,43 @@ class GradWindows:
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._tickets
 
-    def send(
-        self, unit: Unit, gradients: Mapping[Param, torch.Tensor | None], fresh: Callable[[Param], bool]
+    def copy_out(
+        self,
+        unit: Unit,
+        gradients: Mapping[Param, torch.Tensor | None],
+        fresh: Callable[[Param], bool],
     ) -> dict[Param, torch.Tensor | None]:
-        """Start the unit's fresh gradients for a window. Returns all of them, the fresh ones as they will be there.
+        """Start the D2H copies of the unit's fresh gradients to a window. Returns all its
+        gradients, the fresh ones as views of the window.
 
         Blocks while an update still reads the window.
         """
+        # Windows go round. An update that was submitted one round ago has had the time of several
+        # units to read.
         index = self._turn = (self._turn + 1) % WINDOW_UNITS
         memory = self._window(index)
         found: dict[Param, torch.Tensor | None] = {}
         tickets, at = [], 0
         for param, gradient in gradients.items():
+            # A gradient that is not fresh lies in a slot already, in host memory.
             found[param] = gradient
             if gradient is None or not fresh(param):
                 continue
             size_bytes = gradient.numel() * gradient.element_size()
             target = memory[at : at + size_bytes].view(gradient.dtype)
+            # Aligned, since kernels read whole vectors.
             at += round_up(size_bytes, _ALIGNMENT_BYTES)
             tickets.append(self._offload.copy_out(gradient, target))
             found[param] = target
-        self._at[unit], self._tickets[unit] = index, tickets
+        self._window_of[unit], self._tickets[unit] = index, tickets
+        # Appended after all copies have started: an interrupt leaves no unit without its tickets.
         self._due.append(unit)
         return found
 
     def next(self, lag: int) -> Unit | None:
-        """The unit whose update comes now, if more than `lag` are on their way. Blocks until its gradients are there."""
+        """Return the next unit to update, if copies of more than `lag` units are pending. Blocks
+        until its copies are done.
+        """
         if len(self._due) <= lag:
             return None
         unit = self._due.popleft()
@@ -99,21 +120,26 @@ class GradWindows:
             ticket.wait_filled()
         return unit
 
-    def taken(self, unit: Unit, ticket: Ticket) -> None:
-        """The unit's update was submitted, and reads the window until its ticket is filled."""
-        self._reads[self._at.pop(unit)] = ticket
+    def update_submitted(self, unit: Unit, ticket: Ticket) -> None:
+        """Note that the unit's update was submitted. It reads the window until its ticket is
+        filled.
+        """
+        self._reads[self._window_of.pop(unit)] = ticket
 
     def reset(self) -> None:
-        """A backward broke off: what is on its way nobody wants. Later gradients for a window come behind it."""
+        """Drop all pending units, after a backward broke off. Later copies to a window come behind
+        theirs on the stream.
+        """
         self._due.clear()
         self._tickets.clear()
-        self._at.clear()
+        self._window_of.clear()
 
     def close(self) -> None:
-        """Free the windows. Nothing may be under way."""
+        """Free the windows. Nothing may be pending."""
         self.reset()
         self._offload.close()
         if self._slab is not None:
+            # Unpinned before it is freed: the driver would keep a mapping of memory that is gone.
             self._device.unpin(self._slab)
             self._memory = torch.empty(0, dtype=torch.uint8)
             self._slab.close()
@@ -127,6 +153,7 @@ class GradWindows:
             self._memory = torch.from_numpy(self._slab.array(np.uint8))
 
     def _window(self, index: int) -> torch.Tensor:
+        """Return the memory of a window, free for new gradients. Blocks while an update reads it."""
         self.allocate()
         ticket, self._reads[index] = self._reads[index], None
         while ticket is not None and not ticket.filled:

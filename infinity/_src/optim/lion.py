@@ -1,7 +1,7 @@
 """Lion over states at rest: the sign of an interpolated momentum, one moment for each element.
 
-Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675), algorithm 2; the order of
-operations is that of `infinity._src.kernels.hyper`, each rounded once in fp32:
+Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675), algorithm
+2; the order of operations is that of `infinity._src.kernels.hyper`, each rounded once in fp32:
 
     u = sign(beta1 * m + (1 - beta1) * g)
     p = p * (1 - lr * weight_decay) - lr * u
@@ -23,7 +23,8 @@ from infinity._src.params.unit import Param
 class Lion(Optimizer):
     """Lion with decoupled weight decay for the parameters of offloaded models.
 
-    lr: three to ten times smaller than AdamW's; weight_decay: as much larger (the paper, section 5). For the rest see `AdamW`.
+    lr: three to ten times smaller than AdamW's. weight_decay: as much larger (the paper, section
+    5). For the rest see `AdamW`.
     """
 
     def __init__(
@@ -35,8 +36,8 @@ class Lion(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG002 - the same for all
-        """The running mean of gradients."""
+    def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG002
+        """Return the name of the running mean of gradients."""
         return ("exp_avg",)
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -44,8 +45,13 @@ class Lion(Optimizer):
         rules = {"lr": not_negative, "weight_decay": not_negative, "betas": two_betas}
         check_range(group, rules, "lr and weight_decay must be >= 0, betas in [0, 1)")
 
-    def hyper(self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]) -> npt.NDArray[Any]:  # noqa: ARG002
-        """The scalars of one update."""
+    def hyper(
+        self,
+        param: Param,
+        state: dict[str, Any],  # noqa: ARG002 - it has one moment, and no step count
+        log: Sequence[LogEntry],
+    ) -> npt.NDArray[Any]:
+        """Return the scalars of one update."""
         group = self.group_of(param)
         return hyper_row_lion(
             lr=float(group["lr"]),

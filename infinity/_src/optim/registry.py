@@ -1,8 +1,11 @@
-"""Which optimizer holds which parameters, and what that gives them: states in a format, a place, memory for gradients.
+"""Registry of the optimizers: each parameter's owner, and the states, places and gradient memory
+that an owner brings.
 
-    optimizer built -> hold(optimizer, params): check -> format of each flat -> plan -> convert what rests -> gradient memory
+    optimizer built -> register(optimizer, params)
+                    -> check -> format of each flat -> plan -> convert states -> gradient memory
 
-A flat rests in one format, so its parameters keep the same number of moments, whoever holds them.
+A flat rests in one format, so all its parameters have the same number of moments, also under
+several optimizers.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.slot import GradRegistry
 from infinity._src.memory.planner import PlacementPlanner
 from infinity._src.optim.step import StepPipeline
-from infinity._src.optim.step_consensus import told_of_holding
+from infinity._src.optim.step_consensus import describe_registration
 from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param
@@ -29,8 +32,9 @@ from infinity.aio import Executor, Format
 class OptimizerRegistry:
     """The optimizers of one model's parameters. One thread uses it at a time.
 
-    check_open: raises when nothing can be held any more. together: see
-    `infinity._src.memory.node_resources`: several ranks hold alike, and what one of them cannot do, none does.
+    check_open: raises when no more optimizers can be registered. open_rendezvous: see
+    `infinity._src.memory.node_resources`. Several ranks register alike, and when one of them fails,
+    none registers.
     """
 
     def __init__(
@@ -38,7 +42,7 @@ class OptimizerRegistry:
         policy: Policy,
         flats: Sequence[Flat],
         *,
-        placing: PlacementPlanner,
+        planner: PlacementPlanner,
         rest: StateStore,
         executor: Executor,
         gradients: GradBuffers,
@@ -48,11 +52,11 @@ class OptimizerRegistry:
         mode: UpdateMode,
         rank: int,
         check_open: Callable[[], None],
-        together: Callable[..., AbstractContextManager[Callable[[], None]]],
+        open_rendezvous: Callable[..., AbstractContextManager[Callable[[], None]]],
     ) -> None:
         self._policy = policy
         self._flats = list(flats)
-        self._placing = placing
+        self._planner = planner
         self._rest = rest
         self._executor = executor
         self._gradients = gradients
@@ -62,152 +66,205 @@ class OptimizerRegistry:
         self._mode = mode
         self._rank = rank
         self._check_open = check_open
-        self._together = together
-        self._holders: dict[Param, weakref.ref[Any]] = {}
+        self._open_rendezvous = open_rendezvous
+        # Weak: an optimizer that its user dropped gives its parameters back.
+        self._optimizers: dict[Param, weakref.ref[Any]] = {}
         self._formats: dict[Flat, Format] = {}  # of flats that an optimizer holds, or held
         self._has_gradient_memory = False
 
-    def holder_of(self, param: Param) -> Any:
-        """The optimizer that holds a parameter, or None."""
-        found = self._holders.get(param)
+    def optimizer_of(self, param: Param) -> Any:
+        """Return the optimizer of a parameter, or None."""
+        found = self._optimizers.get(param)
         return found() if found is not None else None
 
-    def hold(self, optimizer: Any, params: list[Param]) -> None:
-        """Give parameters the states that `optimizer.moments_of` names. Blocks while they are written. Collective.
+    def register(self, optimizer: Any, params: list[Param]) -> None:
+        """Give parameters the states that `optimizer.moments_of` names. Blocks while they are
+        written. Collective.
 
-        Raises: ValueError when another optimizer holds one, when its dtype has no state format or that of its unit is another, or
-        when other ranks hold others; BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. Then the optimizer holds none
-        of them, and training goes on as before (what moved already, and memory that was made, stays and is counted).
+        Raises: ValueError when another optimizer has one, when its dtype has no state format or
+        that of its unit is another, or when other ranks register others; BudgetError;
+        SwapFullError; AioError; MemoryError; PeerFailed. The optimizer has none of them then, and
+        training goes on as before. States that moved already stay where they are, and memory that
+        was made stays and is counted.
         """
-        with self._together("building an optimizer", told_of_holding(optimizer, params)) as agree:
+        with self._open_rendezvous(
+            "building an optimizer", describe_registration(optimizer, params)
+        ) as agree:
+            # After the ranks met: an engine that one rank closed fails on all.
             self._check_open()
             self._check(optimizer, params)
             formats = self._formats_with(optimizer, params)
-            with self._replacing():
+            with self._replanned():
+                # Set before the plan, which reads it; `_replanned` puts the old ones back.
                 self._formats = formats
-                self._placing.scratch_bytes = max(self._placing.scratch_bytes, optimizer.scratch_bytes(formats))
-                self._place()
+                self._planner.scratch_bytes = max(
+                    self._planner.scratch_bytes, optimizer.scratch_bytes(formats)
+                )
+                self._move_states()
                 for param in params:
-                    if param in self._holders and self._holders[param]() is not optimizer:
-                        # Its optimizer is gone; a new one starts with masters and moments of its own.
-                        start, _, numel = param.flat.layout.shard_range(param.slot_index, self._rank)
+                    if param in self._optimizers and self._optimizers[param]() is not optimizer:
+                        # Its optimizer is gone; a new one starts with masters and moments of its
+                        # own.
+                        start, _, numel = param.flat.layout.shard_range(
+                            param.slot_index, self._rank
+                        )
                         self._rest.forget(param.flat, start, numel)
-                self._make_memory()
+                self._allocate_gradients()
+                # The last point where any rank may fail. After it nothing is allowed to raise but
+                # the rebinding.
                 agree()
-        holders_before = dict(self._holders)
-        self._holders.update((param, weakref.ref(optimizer)) for param in params)
+        optimizers_before = dict(self._optimizers)
+        self._optimizers.update((param, weakref.ref(optimizer)) for param in params)
         try:
+            # Slots still point into the old memory, which lives as long as they do.
             self._rebind_gradients()
         except BaseException:
-            self._holders = holders_before  # the states and their places stay, and are nobody's
+            # the states and their places stay, and are nobody's
+            self._optimizers = optimizers_before
             raise
         if self._pipeline.transaction is not None:
-            self._pipeline.transaction.replaced()
+            # A durable run commits the new places: what its last manifest names was moved.
+            self._pipeline.transaction.states_moved()
 
     def make_gradients(self) -> None:
-        """update="backward" accumulates for the first time: make room for the gradients of all that is held. Blocks.
-        Collective.
+        """Make room for the gradients of all registered parameters: update="backward" accumulates
+        for the first time. Blocks. Collective.
 
-        Raises: BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. Then all goes on without, and it may be called
-        again.
+        Raises: BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. All goes on without
+        that room then, and this may be called again.
         """
-        with self._together("making room for gradients") as agree:
+        with self._open_rendezvous("making room for gradients") as agree:
             self._check_open()
-            with self._replacing():
-                self._place()
-                self._make_memory()
+            with self._replanned():
+                self._move_states()
+                self._allocate_gradients()
                 agree()
         self._rebind_gradients()
 
     @contextlib.contextmanager
-    def _replacing(self) -> Iterator[None]:
-        """Inside, a new plan is put in force and carried out. If that breaks off, the plan before is in force again: what moved
-        already stays where it is, with the values it had, and the ledger counts it; a later plan moves only the rest.
+    def _replanned(self) -> Iterator[None]:
+        """Put a new plan in force and carry it out, inside. If that fails, the plan before is in
+        force again.
+
+        States that moved already stay where they are, with the values they had, and the ledger
+        counts them. A later plan moves only the rest.
         """
+        # Chunks move, so no update, write or read may be in flight.
         self._pipeline.wait()
         self._unsharder.gradients.flush_spilled()
+        # Reads ahead have no ticket that the pipeline knows.
         self._executor.wait_all()
-        before, formats_before = self._placing.saved(), self._formats
+        before, formats_before = self._planner.saved(), self._formats
         try:
             yield
         except BaseException:
             self._formats = formats_before
             made = self._gradients.size_bytes + self._mode.memory_bytes
-            self._placing.restore(before, resident_bytes=self._rest.resident_bytes, gradient_bytes=made)
+            self._planner.restore(
+                before, resident_bytes=self._rest.resident_bytes, gradient_bytes=made
+            )
             raise
         finally:
-            self._pipeline.plan(self._flats)  # what moved has other chunks, also where the rest did not
+            self._pipeline.prepare_jobs(
+                self._flats
+            )  # what moved has other chunks, also where the rest did not
 
     def _check(self, optimizer: object, params: list[Param]) -> None:
-        others = [holder() for holder in self._holders.values()]
-        if self._policy.update == "delayed" and any(other not in (None, optimizer) for other in others):
+        """Raise ValueError if a parameter has another optimizer, or a dtype without a state format."""
+        others = [holder() for holder in self._optimizers.values()]
+        if self._policy.update == "delayed" and any(
+            other not in (None, optimizer) for other in others
+        ):
             raise ValueError(
-                "update='delayed' takes one optimizer for all parameters of a model: with two, the step of one would end the "
+                "update='delayed' takes one optimizer for all parameters of a model: with two, the "
+                "step of one would end the "
                 "delay of the other; use parameter groups, or update='deferred'"
             )
         for param in params:
-            if self.holder_of(param) not in (None, optimizer):
+            if self.optimizer_of(param) not in (None, optimizer):
                 raise ValueError(
-                    f"{param.name} is held by another optimizer; give each parameter to one optimizer only"
+                    f"{param.name} is held by another optimizer; give each parameter to one "
+                    "optimizer only"
                 )
-            if self._placing.state_format(param.flat) is Format.RAW:
+            if self._planner.state_format(param.flat) is Format.RAW:
                 raise ValueError(
-                    f"{param.name} is {param.dtype}; optimizer states are built for bfloat16, float16 and float32 parameters: "
+                    f"{param.name} is {param.dtype}; optimizer states are built for bfloat16, "
+                    "float16 and float32 parameters: "
                     "cast the model before inf.offload, or freeze the parameter"
                 )
 
     def _formats_with(self, optimizer: Any, params: list[Param]) -> dict[Flat, Format]:
-        """The formats of held flats when `optimizer` holds these parameters too. Raises: ValueError if two disagree."""
+        """Return the formats of registered flats when `optimizer` has these parameters too. Raises:
+        ValueError if two disagree.
+        """
         formats, wanted = dict(self._formats), set(params)
+        # A dict instead of a set: every rank goes through flats in the same order.
         for flat in {param.flat: None for param in params}:
             kept: dict[int, Param] = {}
             for param in flat.params:
-                holder = optimizer if param in wanted else self.holder_of(param)
+                holder = optimizer if param in wanted else self.optimizer_of(param)
                 if holder is not None:
                     kept[len(holder.moments_of(param))] = param
             if len(kept) > 1:
-                shown = " and ".join(f"{count} for {param.name}" for count, param in sorted(kept.items()))
+                shown = " and ".join(
+                    f"{count} for {param.name}" for count, param in sorted(kept.items())
+                )
                 raise ValueError(
-                    f"optimizers keep different numbers of moments in unit {flat.unit.name}: {shown}. Parameters of one unit and "
-                    "dtype rest in one format: hold them by optimizers (or groups of SGD) with as many, or part them with "
+                    f"optimizers keep different numbers of moments in unit {flat.unit.name}: "
+                    f"{shown}. Parameters of one unit and "
+                    "dtype rest in one format: hold them by optimizers (or groups of SGD) with as "
+                    "many, or part them with "
                     "Policy(units=...)"
                 )
-            formats[flat] = self._placing.state_format(flat, next(iter(kept)))
+            formats[flat] = self._planner.state_format(flat, next(iter(kept)))
         return formats
 
     @property
-    def _held(self) -> list[Flat]:
-        """The flats that rest with optimizer states."""
+    def _registered(self) -> list[Flat]:
+        """Flats that rest with optimizer states."""
         return [flat for flat in self._flats if flat in self._formats]
 
     @property
     def _stores_gradients(self) -> bool:
-        """Whether gradients have memory, or get it now. What has it keeps it: spilled ones lie in a section of their chunks."""
+        """True if gradients have memory, or get it now. They never lose it again: spilled ones lie
+        in a section of their chunks.
+        """
         return self._has_gradient_memory or self._mode.stores_gradients
 
-    def _place(self) -> None:
-        """Plan for optimizer states of what is held, and move what has to move."""
-        formats = {flat: self._formats[flat] for flat in self._held}
-        plan = self._placing.replan(formats, stores_gradients=self._stores_gradients)
+    def _move_states(self) -> None:
+        """Plan for the optimizer states of all registered flats, and move the states whose place
+        changes.
+        """
+        formats = {flat: self._formats[flat] for flat in self._registered}
+        plan = self._planner.replan(formats, stores_gradients=self._stores_gradients)
         self._rest.convert(self._flats, plan.formats, plan.nvme_masks)
 
-    def _make_memory(self) -> None:
-        """Room for the gradients of what is held, as planned, in RAM or on NVMe; and for what the mode wants besides."""
-        plan, spilled = self._placing.plan, self._placing.spilled
-        self._mode.allocate(self._held, spilled)
+    def _allocate_gradients(self) -> None:
+        """Make room for the gradients of registered flats, as planned, in RAM or on NVMe, and for
+        the memory of the mode.
+        """
+        plan, spilled = self._planner.plan, self._planner.spilled
+        # The mode first: its windows and copies have a fixed size, and a shortage shows before NVMe
+        # is written.
+        self._mode.allocate(self._registered, spilled)
         self._unsharder.gradients.allocate()
         if self._stores_gradients:
-            self._gradients.allocate([flat for flat in self._held if flat not in spilled])
+            self._gradients.allocate([flat for flat in self._registered if flat not in spilled])
             # The last that may fail: from here on these flats must have the section.
-            self._gradients.spill(spilled, self._rest, window_count=plan.window_count, window_bytes=plan.window_bytes)
+            self._gradients.spill(
+                spilled, self._rest, window_count=plan.window_count, window_bytes=plan.window_bytes
+            )
             self._has_gradient_memory = True
 
     def _rebind_gradients(self) -> None:
-        """Give the slots of what is held the memory that was made for them, with the values they have."""
-        for flat in self._held:
+        """Give the slots of registered flats the memory that was made for them, with the values
+        they have.
+        """
+        for flat in self._registered:
             for param in flat.params:
                 if param.grad is not None:
                     self._gradients.place_slot(param)
-                elif param in self._holders:
+                elif param in self._optimizers:
                     self._unsharder.slot(param)
+        # The scratch of norms is made here, so that no step allocates it.
         self._book.reserve()

@@ -1,15 +1,18 @@
-"""update="backward" with two generations: units update while backward runs, as if nothing would forbid it, for every loop.
+"""Speculative updates (update="backward" with two generations): units update while backward runs,
+for every loop.
 
     backward of unit k ends, and it is the last micro-batch as far as steps before tell
         -> UPDATE of unit k to its other place, from the gradients in their slots, which stay
-    opt.step()   the update that it asks for is the one that was made -> it is part of the step
-                 it is another one (clipped, another lr)            -> what was written is withdrawn; update from the old states
-                 gradients that are not finite                      -> withdrawn
-    a forward, another backward, a read of any state before opt.step() -> withdrawn
+    opt.step()   it asks for the update that was made          -> the update is part of the step
+                 it asks for another one (clipped, another lr) -> withdraw it; update from the old
+                 states
+                 gradients that are not finite                 -> withdraw it
+    a forward, another backward, a read of any state before opt.step() -> withdraw it
 
-What decides is the program's order and its numbers, never timing. Whether to speculate follows the last steps: after two of
-`MEMORY` in which (or before which, since the step before) it was in vain units wait for opt.step(), as with
-update="deferred", until `MEMORY` steps in a row would have been right.
+The program's order and its numbers decide, never timing. The last steps decide whether to
+speculate. After two failures within `MEMORY` steps (a failure is a withdrawn update, or one that no
+step came for) units wait for opt.step(), as with update="deferred", until `MEMORY` steps in a row
+would have been right.
 """
 
 from __future__ import annotations
@@ -38,10 +41,10 @@ MEMORY = 4
 
 @dataclasses.dataclass
 class _Ahead:
-    """An update that ran ahead of its step, and what it did to each parameter (HYPER records as bytes).
+    """An update that ran ahead of its step, with its HYPER record (as bytes) for each parameter.
 
-    ticket: None while it is submitted. age: the unit's generation before it, which is that of its values again once it is taken
-    back: a graph that saved them may still run backward.
+    ticket: None while it is submitted. age: the unit's generation before it. A withdrawal restores
+    that generation: a graph that saved those values may still run backward.
     """
 
     rows: dict[Param, bytes]
@@ -50,15 +53,18 @@ class _Ahead:
 
 
 class History:
-    """Whether speculating pays, by the steps taken. Pure."""
+    """Record of the last steps: decides if speculating pays. Pure."""
 
     def __init__(self) -> None:
         self._right: deque[bool] = deque(maxlen=MEMORY)
         self.speculates = True
 
     def add(self, right: bool) -> None:
-        """A step was taken; `right`: what it asked for is what was, or would have been, done in backward."""
+        """Add a step. right: the step asked for the update that was, or would have been, made in
+        backward.
+        """
         self._right.append(right)
+        # Two, not one: a single clipped step among many is no pattern.
         wrong = self._right.count(False)
         if self.speculates and wrong >= 2:
             self.speculates = False
@@ -79,15 +85,19 @@ class SpeculativeUpdate(DeferredUpdate):
         self._backwards = 0  # since the last step
         self._expected = 0  # backwards of the step before; 0: none was taken yet
         self._marked = False  # handle.no_sync() says which backward is the last
-        self._counted = True  # in this backward: whether it is the first since gradients were cleared
+        self._counted = (
+            True  # in this backward: whether it is the first since gradients were cleared
+        )
         self._lasts = 0  # backwards since the last step that were taken for the last before it
-        self._looked = False  # somebody looked at the states since the last backward began
+        self._states_seen = False  # somebody looked at the states since the last backward began
         self._accumulating = False  # inside no_sync
         self.history = History()
 
     def attach(self, parts: ModeParts) -> None:
         super().attach(parts)
-        assert parts.pipeline.transaction is not None, "Policy sees to it that there are two generations"
+        assert parts.pipeline.transaction is not None, (
+            "Policy sees to it that there are two generations"
+        )
         self._transaction = parts.pipeline.transaction
 
     @contextlib.contextmanager
@@ -98,11 +108,11 @@ class SpeculativeUpdate(DeferredUpdate):
         finally:
             self._accumulating = before
 
-    # -- backward ------------------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     @property
     def _is_last(self) -> bool:
-        """Whether this backward is the last before opt.step(), as far as can be told."""
+        """True if this backward is the last before opt.step(), as far as can be told."""
         if self._accumulating:
             return False
         return self._marked or self._backwards == self._expected
@@ -110,36 +120,48 @@ class SpeculativeUpdate(DeferredUpdate):
     def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
         if not self._counted:
             self._counted = True
-            if param.at_rest.grad is None:  # a step that was left out (GradScaler) has cleared what was there
+            if (
+                param.at_rest.grad is None
+            ):  # a step that was left out (GradScaler) has cleared what was there
                 self._backwards = 1
         self._grads.accumulate(param, grad)
+        # Also in micro-batches before the last: `_is_last` is asked when the unit is done.
         self._ready.add(param.unit)
 
     def backward_begin(self) -> None:
         self.withdraw()
-        self._looked = False
+        self._states_seen = False
         self._ready.clear()
         self._due.clear()
         self._backwards += 1
         self._counted = False
         self._marked = self._marked or self._accumulating
         goes = self._is_last and self.history.speculates
+        # Another backward comes before the step, so nothing is worth reading ahead yet.
         later = self._accumulating or self._backwards < self._expected
         if goes:  # the first updates come in this backward
-            self._pipeline.read_ahead(Phase.BACKWARD, given=True)
-        elif not (later and self.history.speculates):  # those that the next forward wants first; else another backward reads
-            self._pipeline.read_ahead(Phase.TRAIN, given=False)
+            self._pipeline.prefetch_states(Phase.BACKWARD, given=True)
+        elif not (
+            later and self.history.speculates
+        ):  # those that the next forward wants first; else another backward reads
+            self._pipeline.prefetch_states(Phase.TRAIN, given=False)
 
     def backward_end(self) -> None:
         while self._due:
             self._speculate(self._due.popleft())
-        for unit in sorted(self._ready, key=lambda unit: unit.index):  # not of memory addresses, as a set: ranks must agree
+        for unit in sorted(
+            self._ready, key=lambda unit: unit.index
+        ):  # not of memory addresses, as a set: ranks must agree
             self._speculate(unit)
         self._ready.clear()
         self._lasts += self._is_last
 
     def unit_released(self, unit: Unit) -> None:
-        if unit in self._ready and graph_task_id() != NO_TASK and self._unsharder.passes.all_ended(unit):
+        if (
+            unit in self._ready
+            and graph_task_id() != NO_TASK
+            and self._unsharder.passes.all_ended(unit)
+        ):
             self._ready.discard(unit)
             self._due.append(unit)
             # Waiting for the last one's gradients would let the device run dry.
@@ -147,59 +169,74 @@ class SpeculativeUpdate(DeferredUpdate):
                 self._speculate(self._due.popleft())
 
     def _speculate(self, unit: Unit) -> None:
+        """Submit the unit's update ahead of the step, from the gradients in their slots."""
         if not (self._is_last and self.history.speculates) or unit in self._ahead:
             return
-        params = [param for param in unit.params if param.grad is not None and param.grad.state is SlotState.HELD]
-        holders = {id(holder): holder for holder in map(self._holder_of, params)}
+        params = [
+            param
+            for param in unit.params
+            if param.grad is not None and param.grad.state is SlotState.HELD
+        ]
+        holders = {id(holder): holder for holder in map(self._optimizer_of, params)}
         holder = next(iter(holders.values()), None)
+        # Two optimizers step at two times, so neither step can take the whole unit.
         if holder is None or len(holders) > 1:
             return
+        # The step before is committed here, so that the withdrawal goes back to it.
         self._pipeline.begin()
         if any(param.grad is not None and param.grad.backing is not None for param in params):
             self._grads.flush_spilled(unit)
-        holder.take_groups()
+        holder.refresh_groups()
+        # A preview: counts advance only when the step asks for this update.
         work = {item.param: item for item in holder.preview(params)[0]}
         in_place = self._unsharder.can_update_in_place(unit)
+        # The gathered unit gets the new parameters; a withdrawal marks it stale.
         targets = self._unsharder.targets(unit) if in_place else ()
-        ahead = _Ahead({param: item.hyper.tobytes() for param, item in work.items()}, unit.generation)
+        ahead = _Ahead(
+            {param: item.hyper.tobytes() for param, item in work.items()}, unit.generation
+        )
         self._ahead[unit] = ahead  # first: an interrupt must not leave one that nobody knows of
         ahead.ticket = self._pipeline.start(unit, work, slot_gradients(work), targets=targets)
         for param in params:
             assert param.grad is not None
-            param.grad.guard(_TakenBack(self, unit))
+            param.grad.guard(_WithdrawOnWrite(self, unit))
         self._unsharder.updated(unit, ahead.ticket, in_place=in_place)
 
-    # -- back ----------------------------------------------------------------------------------------------------------
+    # -- back --------------------------------------------------------------------------------------
 
-    def take_back(self, unit: Unit) -> None:
-        """Take the unit's update back: its gradients are about to change, or somebody looks at its values."""
-        self._looked = True
+    def withdraw_unit(self, unit: Unit) -> None:
+        """Undo the unit's update: its gradients are about to change, or a caller reads its values."""
+        self._states_seen = True
         self._withdraw([unit])
 
     def withdraw(self) -> None:
-        self._looked = True
+        self._states_seen = True
         self._withdraw(list(self._ahead))
         self._pipeline.begun = False  # what is written until the step comes is no part of it
 
     def before_read(self, unit: Unit) -> None:
         # Not this backward, if one runs, where the unit's update ran ahead: a hook inside.
+        # Outside of backward a caller sees all states, so all updates go.
         if not self._unsharder.passes.in_backward:
             self.withdraw()
         elif unit in self._ahead:
-            self.take_back(unit)
+            self.withdraw_unit(unit)
 
     def _withdraw(self, units: Sequence[Unit]) -> None:
+        """Undo the updates of these units that ran ahead. Blocks until they are undone."""
         gone = {unit: self._ahead[unit] for unit in units if unit in self._ahead}
         if not gone:
             return
         for ahead in gone.values():
             if ahead.ticket is not None:
+                # The rollback follows, and the update must not write after it.
                 wait_through(ahead.ticket)
             for param in ahead.rows:
                 if param.grad is not None:
                     param.grad.guard(None)
         self._pipeline.raise_fault()  # one that failed has undone all of them
         unchanged = [unit for unit, ahead in gone.items() if unit.generation == ahead.age + 1]
+        # Flips nothing: the committed places were never written.
         self._transaction.withdraw(list(gone))
         for unit in unchanged:
             unit.generation = gone[unit].age
@@ -215,39 +252,59 @@ class SpeculativeUpdate(DeferredUpdate):
         self._due.clear()
         self.withdraw()
 
-    # -- the step ------------------------------------------------------------------------------------------------------
+    # -- the step ----------------------------------------------------------------------------------
 
     def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
         self._unsharder.passes.step_taken()
         left, wrong = dict(by_unit), []
         for unit, ahead in self._ahead.items():
             wanted = {param: item.hyper.tobytes() for param, item in by_unit.get(unit, {}).items()}
+            # Compared as bytes, so that equal means the same bits of every scalar, step counts and
+            # clipping factors included.
             if ahead.ticket is not None and wanted == ahead.rows:
                 del left[unit]
                 guard(wanted, ahead.ticket)
             else:
                 wrong.append(unit)
         self._pipeline.updates_ahead += len(self._ahead) - len(wrong)
+        # Before the submissions below: those units start from the committed states again.
         self._withdraw(wrong)
         self._ahead.clear()
         if by_unit:
-            foreseen = self._lasts == 1 or not (self._lasts or self._expected)  # one that no step came for was in vain, too
-            self.history.add(foreseen and not wrong and not self._looked and all(map(_is_untouched, by_unit)))
+            foreseen = self._lasts == 1 or not (
+                self._lasts or self._expected
+            )  # one that no step came for was in vain, too
+            self.history.add(
+                foreseen
+                and not wrong
+                and not self._states_seen
+                and all(map(_is_untouched, by_unit))
+            )
         self._expected, self._backwards, self._marked, self._lasts = self._backwards, 0, False, 0
+        # Units without an update ahead, and those withdrawn, are submitted as deferred.
         super().submit(left)
 
 
 @dataclasses.dataclass(frozen=True)
-class _TakenBack:
-    """Reads a slot's storage until the loop changes that: then the update was of other gradients."""
+class _WithdrawOnWrite:
+    """Reader of a slot's storage. When the loop changes the gradient, the update was of another
+    one, and is withdrawn.
+    """
 
     updates: SpeculativeUpdate
     unit: Unit
 
     def before_write(self, _slot: GradSlot) -> None:
-        self.updates.take_back(self.unit)
+        self.updates.withdraw_unit(self.unit)
 
 
 def _is_untouched(unit: Unit) -> bool:
-    """Whether the loop left the unit's gradients as backward made them: what an update in backward would have taken."""
-    return all(factor == 1.0 for param in unit.params if param.grad is not None for _, factor in param.grad.log)
+    """Return True if the loop left the unit's gradients as backward made them: an update in
+    backward would have read the same.
+    """
+    return all(
+        factor == 1.0
+        for param in unit.params
+        if param.grad is not None
+        for _, factor in param.grad.log
+    )

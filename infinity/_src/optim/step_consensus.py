@@ -1,10 +1,12 @@
-"""What updates take from an optimizer's parameter groups, and what ranks compare of it before they take the same step.
+"""Agreement of ranks on a step: the values of parameter groups, described so that ranks can compare
+them.
 
-A scheduler that follows the loss of its own rank (ReduceLROnPlateau) gives every rank another lr; a norm of one rank's part
-clips by another factor. Each would then update its shard of every parameter in its own way, and no loss would tell.
+A scheduler that follows the loss of its own rank (ReduceLROnPlateau) gives every rank another lr. A
+norm of one rank's part clips by another factor. Each rank would then update its shard of every
+parameter in its own way, and no loss would tell.
 
-Names and kinds must be the same, in whatever order the ranks have them; numbers but for rounding, since processors differ in
-the last bits of what a scheduler or a norm computes.
+Names and kinds must be the same, in whatever order the ranks have them. Numbers may differ by
+rounding: processors differ in the last bits of a scheduler's or a norm's result.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ class Grouped(Protocol):
     defaults: dict[str, Any]
 
     def group_of(self, param: Param) -> dict[str, Any]:
-        """The parameter's group as it is now."""
+        """Return the parameter's group as it is now."""
 
 
-class Told(NamedTuple):
-    """A step, as ranks tell each other of it. names: one for each of `numbers`, for messages."""
+class StepDescription(NamedTuple):
+    """Description of a step, which ranks exchange. names: one for each of `numbers`, for messages."""
 
     what: str
     numbers: list[float]
@@ -38,48 +40,68 @@ class Told(NamedTuple):
 
 
 def values_of(optimizer: Grouped) -> list[dict[str, Any]]:
-    """The values that an update takes from the groups; not what others keep there (schedulers: `initial_lr`)."""
+    """Return the group values that an update uses. Entries of others (schedulers: `initial_lr`) are
+    left out.
+    """
     used = optimizer.defaults
     return [
-        {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items() if key in used}
+        {
+            key: value.item() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key in used
+        }
         for group in optimizer.param_groups
     ]
 
 
-def told_of_step(optimizer: Grouped, params: Sequence[Param]) -> Told:
-    """A step that updates these parameters, with the values of their groups and what the loop did to their gradients."""
+def describe_step(optimizer: Grouped, params: Sequence[Param]) -> StepDescription:
+    """Describe a step that updates these parameters: the values of their groups, and the factors
+    that the loop applied to their gradients.
+    """
     numbers: list[float] = []
     names: list[str] = []
 
+    # Numbers go apart from the text: they are compared with a tolerance, the text by its digest.
     def number(name: str, value: float) -> str:
         numbers.append(float(value))
         names.append(name)
         return "#"
 
-    held = _held(optimizer, params, number)
+    held = _values_by_group(optimizer, params, number)
     done = []
+    # By name: ranks may have added groups and parameters in another order.
     for param in sorted(params, key=lambda param: param.name):
         for kind, factor in param.grad.log if param.grad is not None else ():
             done.append((param.name, kind))
             number(f"the gradient of {param.name} times", factor)
-    return Told(fingerprinted(f"a step of {_title(optimizer, params)}", _digest([held, done])), numbers, names)
+    return StepDescription(
+        fingerprinted(f"a step of {_title(optimizer, params)}", _digest([held, done])),
+        numbers,
+        names,
+    )
 
 
-def told_of_holding(optimizer: Grouped, params: Sequence[Param]) -> list[str]:
-    """What an optimizer holds from now on: these parameters, by name, each with the values of its group."""
-    groups, found = _held(optimizer, params, lambda _name, value: f"{value:.6g}")
+def describe_registration(optimizer: Grouped, params: Sequence[Param]) -> list[str]:
+    """Describe the registration of an optimizer: these parameters, by name, each with the values of
+    its group.
+    """
+    groups, found = _values_by_group(optimizer, params, lambda _name, value: f"{value:.6g}")
     rules = [json.dumps(group) for group in groups]
     return [_title(optimizer, params), *(f"{name} with {rules[place]}" for name, place in found)]
 
 
 def _title(optimizer: Grouped, params: Sequence[Param]) -> str:
-    return f"{type(optimizer).__name__} for {len(params)} parameter{'s' if len(params) != 1 else ''}"
+    return (
+        f"{type(optimizer).__name__} for {len(params)} parameter{'s' if len(params) != 1 else ''}"
+    )
 
 
-def _held(
+def _values_by_group(
     optimizer: Grouped, params: Sequence[Param], number: Callable[[str, float], str]
 ) -> tuple[list[dict[str, Any]], list[tuple[str, int]]]:
-    """The values of groups, and each parameter's name with the place of its group among them."""
+    """Return the values of groups, and each parameter's name with the position of its group among
+    them.
+    """
     places: dict[int, int] = {}
     groups: list[dict[str, Any]] = []
     found: list[tuple[str, int]] = []
@@ -87,6 +109,7 @@ def _held(
         group = optimizer.group_of(param)
         if id(group) not in places:
             places[id(group)] = len(groups)
+            # Only hyper-parameters of the class: a logger's note in a group is no difference.
             used = sorted(key for key in group if key in optimizer.defaults)
             groups.append({key: _plain(key, group[key], number) for key in used})
         found.append((param.name, places[id(group)]))
@@ -94,7 +117,9 @@ def _held(
 
 
 def _plain(name: str, value: Any, number: Callable[[str, float], str]) -> Any:
-    """What is data, its numbers as `number` has them; of anything else the type: an address is another one in every process."""
+    """Return plain data with its numbers as `number` gives them. Anything else becomes the name of
+    its type, since an address differs in every process.
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if value is None or isinstance(value, str | bool):

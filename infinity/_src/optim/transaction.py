@@ -1,9 +1,10 @@
-"""A step as a transaction (Policy.generations = 2): what it writes stands beside what was committed, until the next one begins.
+"""Transaction of a step (Policy.generations = 2): a step writes beside the committed states, until
+the next one begins.
 
-    begin     the updates before have ended well -> what they wrote is committed; what is written now goes to the other places
-    undo      one of them failed -> states, step counts and gathered parameters are those of the last commit again
+    begin     the updates before have ended well -> commit them; new writes go to the other places
+    undo      one of them failed -> states, step counts and gathered parameters of the last commit
 
-Committing moves nothing: it says which of a chunk's two places is written next.
+A commit moves nothing: it says which of a chunk's two places is written next.
 """
 
 from __future__ import annotations
@@ -23,68 +24,81 @@ from infinity.errors import AioError, StepUndone
 
 
 class Durable(Protocol):
-    """What makes a commit outlive the process."""
+    """A durable run, as a transaction sees it: its commits outlive the process."""
 
     @property
     def waits(self) -> bool:
-        """Whether nothing may be committed."""
+        """True while nothing may be committed."""
 
     def check(self) -> None:
-        """Raise ValueError if it waits."""
+        """Raise ValueError while nothing may be committed."""
 
-    def stepped(self) -> None:
-        """A step was taken."""
+    def count_step(self) -> None:
+        """Note that a step was taken."""
 
     def undone(self) -> None:
-        """The states are those of the last commit again."""
+        """Note that the states are those of the last commit again."""
 
-    def replaced(self) -> None:
-        """States were given other places or formats, and what the last commit names is nobody's any more."""
+    def states_moved(self) -> None:
+        """Note that states got other places or formats. The last commit names places that are out
+        of use.
+        """
 
-    def make_way(self) -> None:
-        """The commit is the executor's too: the places that are written next are made ready. Raises: SwapFullError."""
+    def prepare_next(self) -> None:
+        """Prepare the places that are written next; the executor has committed too. Raises:
+        SwapFullError.
+        """
 
     def is_due(self) -> bool:
-        """Whether what was captured last is to be committed."""
+        """Return True if the last captured step is to be committed."""
 
     def commit(self) -> None:
-        """Commit. Blocks; collective. Raises: AioError, PeerFailed; then the last commit is still whole."""
+        """Commit. Blocks; collective. Raises: AioError, PeerFailed; the last commit is still whole
+        then.
+        """
 
 
 class Transaction:
     """The versions of one model's states. One thread uses it at a time."""
 
-    def __init__(self, units: Sequence[Unit], *, rest: StateStore, executor: Executor, unsharder: Unsharder) -> None:
+    def __init__(
+        self, units: Sequence[Unit], *, rest: StateStore, executor: Executor, unsharder: Unsharder
+    ) -> None:
         self._units = list(units)
         self._rest = rest
         self._executor = executor
         self._unsharder = unsharder
         self._durable: Durable | None = None
-        self._forget_counts: list[Callable[[], None]] = []
+        # In the order of the counts; an undo runs them backwards.
+        self._undo_callbacks: list[Callable[[], None]] = []
         self._committing = False  # a commit has begun, and has not ended
         self.undone_steps = 0
         self.commit_s = 0.0
 
     def attach(self, durable: Durable) -> None:
-        """From now on commits outlive the process. Called once, before the first step."""
+        """Make commits outlive the process from now on. Called once, before the first step."""
         self._durable = durable
 
     def begin(self) -> None:
-        """Commit what was written so far. No update may be pending. Blocks for drives only in a durable run; collective there.
+        """Commit all writes so far. No update may be pending. Blocks for drives only in a durable
+        run; collective there.
 
-        Raises: ValueError, AioError and PeerFailed of a durable run; then nothing changed.
+        Raises: ValueError, AioError and PeerFailed of a durable run; nothing changed then.
         """
         if self._durable is not None:
+            # Before anything is written: a run that waits for its restore must not be overwritten.
             self._durable.check()
             if not (self._committing or self._durable.is_due()):
-                return  # the step that comes overwrites the one before, and is undone together with it
-        self._commit()
+                # the step that comes overwrites the one before, and is undone together with it
+                return
+        self._commit_now()
 
-    def _commit(self) -> None:
-        # Where this breaks off, a manifest may name what was just written, or a place may still be a checkpoint's: the next step
-        # writes nothing before a commit has ended, due or not.
+    def _commit_now(self) -> None:
+        # Where this breaks off, a manifest may name what was just written, or a place may still be
+        # a checkpoint's: the next step writes nothing before a commit has ended, due or not.
         self._committing = True
         if self._durable is not None:
+            # The flush to the drives is the price of durability, and the statistics show it.
             start = time.perf_counter()
             try:
                 self._durable.commit()
@@ -93,47 +107,54 @@ class Transaction:
         self._flip()
 
     def _flip(self) -> None:
-        """What was written is what the executor calls committed."""
+        """Make the new places the committed ones in the executor."""
+        # The manifest names the new places by now, so the executor may write to the old ones.
         self._executor.commit(self._ids(flat for unit in self._units for flat in unit.flats))
-        self._forget_counts.clear()
+        # Committed counts are never taken back.
+        self._undo_callbacks.clear()
         if self._durable is not None:
-            self._durable.make_way()
+            self._durable.prepare_next()
         self._committing = False
 
-    def settle(self) -> None:
-        """Of a durable run: commit now, whether a commit is due or not, if anything may be committed. As `begin`."""
+    def commit(self) -> None:
+        """Commit a durable run now, due or not, if anything may be committed. As `begin`."""
         if self._durable is not None and not self._durable.waits:
-            self._commit()
+            self._commit_now()
 
-    def replaced(self) -> None:
-        """Flats have got other places or formats, with the values they had. As `begin`."""
+    def states_moved(self) -> None:
+        """Commit flats that got other places or formats, with the values they had. As `begin`."""
         if self._durable is not None:
             self._committing = True
-            self._durable.replaced()
+            self._durable.states_moved()
             self._flip()
 
-    def stepped(self) -> None:
-        """A step was taken and counted."""
+    def count_step(self) -> None:
+        """Note that a step was taken and counted."""
         if self._durable is not None:
-            self._durable.stepped()
+            self._durable.count_step()
 
-    def counted(self, forget: Callable[[], None]) -> None:
-        """A step was counted: `forget` takes that back."""
-        self._forget_counts.append(forget)
+    def on_undo(self, callback: Callable[[], None]) -> None:
+        """Register a callback that takes back a count, for when the step is undone."""
+        self._undo_callbacks.append(callback)
 
     def undo(self, cause: BaseException) -> StepUndone:
-        """Go back to the last commit after an update has failed, and say so. Blocks until nothing is in flight.
+        """Go back to the last commit after an update has failed. Returns the error to raise. Blocks
+        until nothing is in flight.
 
-        Drives that refused writes after the fault take them again. Raises: AioError when what was written before the commit can
-        not be brought to them either.
+        Drives that refused writes after the fault take them again. Raises: AioError when writes
+        from before the commit cannot be brought to them either.
         """
+        # Gathered units may hold parameters of the undone step. They are read anew.
         self._unsharder.mark_stale(self._units)
+        # A write that is still in flight would land in a place that is written next.
         self._executor.wait_all()
         self._executor.rollback(self._ids(flat for unit in self._units for flat in unit.flats))
+        # Started before the counts go back, waited for after: both must happen, whatever the drives
+        # say.
         recovery = self._executor.recover()
-        for forget in reversed(self._forget_counts):
-            forget()
-        self._forget_counts.clear()
+        for callback in reversed(self._undo_callbacks):
+            callback()
+        self._undo_callbacks.clear()
         self.undone_steps += 1
         if self._durable is not None:
             self._durable.undone()
@@ -141,17 +162,21 @@ class Transaction:
             recovery.wait()
         except AioError as error:
             cause = error
+        # Returned instead of raised: the pipeline first tells the other ranks.
         undone = StepUndone(
-            f"an optimizer update failed ({cause}); the step was undone: parameters, optimizer states and step counts are those "
-            "before it; its gradients are used up. Once the cause is mended, clear the gradients and take the step's batches "
+            f"an optimizer update failed ({cause}); the step was undone: parameters, optimizer "
+            "states and step counts are those "
+            "before it; its gradients are used up. Once the cause is mended, clear the gradients "
+            "and take the step's batches "
             "again, or go on with the next"
         )
         undone.__cause__ = cause
         return undone
 
     def withdraw(self, units: Sequence[Unit]) -> None:
-        """Take back what was written of these units since the last commit; no update of theirs may be pending. Blocks while
-        others read them."""
+        """Undo the writes to these units since the last commit. None of their updates may be
+        pending. Blocks while others read the units.
+        """
         self._unsharder.mark_stale(units)
         ids = self._ids(flat for unit in units for flat in unit.flats)
         self._executor.wait_all()

@@ -1,4 +1,5 @@
-"""The jobs of an update: prepared once for each flat, filtered in each step by the parameters that have a gradient."""
+"""The jobs of an update: prepared once for each flat, filtered in each step by the parameters that
+have a gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import HYPER, JOB, SEG, Format, GradDtype, JobKind
 
-_GRAD_DTYPES = {torch.bfloat16: GradDtype.BF16, torch.float32: GradDtype.FP32, torch.float16: GradDtype.FP16}
+_GRAD_DTYPES = {
+    torch.bfloat16: GradDtype.BF16,
+    torch.float32: GradDtype.FP32,
+    torch.float16: GradDtype.FP16,
+}
 
 
 _GRAD = np.dtype([("address", "<u8"), ("itemsize", "<u8"), ("dtype", "<i4")])
@@ -23,7 +28,7 @@ _GRAD = np.dtype([("address", "<u8"), ("itemsize", "<u8"), ("dtype", "<i4")])
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a step does to one parameter: the scalars of its update as one HYPER record."""
+    """The update of one parameter in a step: its scalars as one HYPER record."""
 
     param: Param
     hyper: npt.NDArray[Any]  # a HYPER record, shape ()
@@ -31,7 +36,9 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """What an executor is given for one unit. `base` of its jobs is the position of their flat in the unit."""
+    """Jobs, segments and hyper records of one unit, as an executor takes them. `base` of the jobs
+    is the position of their flat in the unit.
+    """
 
     jobs: npt.NDArray[Any]
     segs: npt.NDArray[Any]
@@ -40,10 +47,10 @@ class Submission:
 
 @dataclasses.dataclass(frozen=True)
 class FlatJobs:
-    """The jobs and segments of a flat if every parameter has a gradient; a step filters them.
+    """The jobs and segments of a flat if every parameter has a gradient. A step filters them.
 
-    owner: for each segment the position of its parameter in flat.params; chunk: of its chunk; within: the element at which
-    it starts in this rank's part of the parameter.
+    owner: for each segment the position of its parameter in flat.params. chunk: the position of its
+    chunk. within: the element at which it starts in this rank's part of the parameter.
     """
 
     flat: Flat
@@ -54,46 +61,68 @@ class FlatJobs:
     within: npt.NDArray[np.int64]
 
 
-def plan_flat(rest: StateStore, flat: Flat, rank: int) -> FlatJobs:
-    """The plan of one flat as it rests now; make it anew when its format or place changed."""
+def jobs_of_flat(rest: StateStore, flat: Flat, rank: int) -> FlatJobs:
+    """Return the jobs of one flat as it rests now. Make them anew when its format or place changed."""
     at_rest = rest[flat]
     spans = flat.layout.chunks
     jobs = np.zeros(len(spans), dtype=JOB)
     jobs["chunk"] = at_rest.ids
+    # Section 0, the parameters, goes to the gathered unit; `ptr` is an offset until the gate adds
+    # its address.
     jobs["mask"] = 1
     jobs["ptr"][:, 0] = at_rest.starts.astype(np.uint64) * np.uint64(flat.layout.itemsize)
     rows = []
+    # A RAW flat has parameters and nothing to update.
     if at_rest.format is not Format.RAW:
         for position in range(len(flat.params)):
             start, source, numel = flat.layout.shard_range(position, rank)
+            # A parameter may cross chunks, and a chunk holds many parameters: one segment for each
+            # overlap.
             for index, span in enumerate(spans):
                 low, high = max(start, span.start), min(start + numel, span.start + span.numel)
                 if low < high:
-                    rows.append((index, low - span.start, high - low, position, low - start, source + low - start))
+                    rows.append(
+                        (
+                            index,
+                            low - span.start,
+                            high - low,
+                            position,
+                            low - start,
+                            source + low - start,
+                        )
+                    )
+        # By chunk, so that the segments of a job are one range.
         rows.sort()
     segs = np.zeros(len(rows), dtype=SEG)
     columns = np.array(rows, dtype=np.int64).reshape(-1, 6)
     segs["start"], segs["numel"], segs["element"] = columns[:, 1], columns[:, 2], columns[:, 5]
-    return FlatJobs(flat, jobs, segs, owner=columns[:, 3], chunk=columns[:, 0], within=columns[:, 4])
+    return FlatJobs(
+        flat, jobs, segs, owner=columns[:, 3], chunk=columns[:, 0], within=columns[:, 4]
+    )
 
 
-def plan_unit(
+def jobs_of_unit(
     unit: Unit,
-    plans: Mapping[Flat, FlatJobs],
+    flat_jobs: Mapping[Flat, FlatJobs],
     work: Mapping[Param, Work],
     gradients: Mapping[Param, torch.Tensor],
 ) -> Submission:
-    """The jobs that do `work` in one unit. gradients: this rank's part of each gradient, one-dimensional, contiguous;
-    one that is missing has spilled, and lies in the `grad` section of the chunks.
+    """Return the jobs that do `work` in one unit.
 
-    A chunk in which no parameter has work is a FETCH of its parameter section, for a hand-over of the whole unit.
+    gradients: this rank's part of each gradient, one-dimensional, contiguous. A missing one has
+    spilled, and lies in the `grad` section of the chunks.
+
+    A chunk in which no parameter has work is a FETCH of its parameter section, for a hand-over of
+    the whole unit.
     """
     jobs: list[npt.NDArray[Any]] = []
     segs: list[npt.NDArray[Any]] = []
     hypers: list[npt.NDArray[Any]] = []
     seg_count = 0
     for base, flat in enumerate(unit.flats):
-        plan = plans[flat]
+        plan = flat_jobs[flat]
+        # Rows and addresses by position, so that numpy fills all segments at once: a step over
+        # thousands of parameters spends no Python time per segment.
         rows = np.full(len(flat.params), -1, dtype=np.int64)
         grads = np.zeros(len(flat.params), dtype=_GRAD)
         for param in flat.params:
@@ -115,7 +144,8 @@ def plan_unit(
 
 
 def _grad_of(gradient: torch.Tensor | None) -> tuple[int, int, int]:
-    """A record of _GRAD."""
+    """Return a record of _GRAD."""
+    # The executor reads it from the chunk itself.
     if gradient is None:
         return (0, 0, GradDtype.SECTION)
     return (gradient.data_ptr(), gradient.element_size(), _GRAD_DTYPES[gradient.dtype])
@@ -124,11 +154,15 @@ def _grad_of(gradient: torch.Tensor | None) -> tuple[int, int, int]:
 def _filter(
     plan: FlatJobs, rows: npt.NDArray[np.int64], seg_first: int
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """The plan's jobs and segments for the parameters that have a row in the hyper array (-1: no gradient)."""
+    """Return the jobs and segments of the parameters that have a row in the hyper array (-1: no
+    gradient).
+    """
+    # A copy: the next step filters the same jobs.
     jobs = plan.jobs.copy()
     taken = rows[plan.owner] >= 0
     segs = plan.segs[taken]
     segs["hyper"] = rows[plan.owner[taken]]
+    # A job without segments still fetches its chunk's parameters.
     counts = np.bincount(plan.chunk[taken], minlength=len(jobs))
     jobs["seg_count"] = counts
     jobs["seg_first"] = seg_first + np.cumsum(counts) - counts
@@ -136,4 +170,4 @@ def _filter(
     return jobs, segs
 
 
-__all__: Sequence[str] = ("FlatJobs", "Submission", "Work", "plan_flat", "plan_unit")
+__all__: Sequence[str] = ("FlatJobs", "Submission", "Work", "jobs_of_flat", "jobs_of_unit")

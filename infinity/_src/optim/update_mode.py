@@ -1,4 +1,4 @@
-"""`Policy.update`: when the update of a unit is submitted, and what that needs of the engine.
+"""Update modes (`Policy.update`): when the update of a unit is submitted.
 
 One interface, `UpdateMode`, and five implementations of it:
 
@@ -18,11 +18,11 @@ Order of calls in a step (tests/data/call_order has it for each mode, to the lin
     backward_end()                backward_aborted() instead, when one that broke off is found
     before_step()                 opt.step() asks whether a step may be taken
     submit(work_by_unit)          opt.step() asks for these updates
-    withdraw()                    somebody waits for the states: undo what ran ahead of its step
+    withdraw()                    a caller waits for the states: undo updates ahead of their step
     undone()                      a fault undid the step (two generations)
 
-A mode is made first and given to all who call it by their constructors; it gets its own
-collaborators, which need the mode to be made, by the one call of `attach`.
+A mode is made first and given by constructors to all callers. It gets its own collaborators by the
+one call of `attach`: they need the mode to be made.
 """
 
 from __future__ import annotations
@@ -46,41 +46,43 @@ from infinity._src.params.update_hooks import UpdateHooks
 
 
 class Holder(Grouped, Protocol):
-    """What updates in backward need of the optimizer that holds a parameter."""
+    """The optimizer of a parameter, as updates in backward see it."""
 
     @property
-    def held(self) -> list[Param]:
-        """The parameters that it keeps states for."""
+    def params_with_states(self) -> list[Param]:
+        """Parameters that have states."""
 
-    def take_groups(self) -> None:
-        """A step begins: find each parameter's group anew."""
+    def refresh_groups(self) -> None:
+        """Find each parameter's group anew, since a step begins."""
 
     def preview(self, params: Sequence[Param]) -> tuple[list[Work], list[dict[str, Any]]]:
-        """The work of a step that would be taken now, and the states it would leave. Changes
-        nothing."""
+        """Return the work of a step that would be taken now, and the states it would leave. Changes
+        nothing.
+        """
 
     def work_of(self, params: Sequence[Param]) -> list[Work]:
-        """The work of the step that is being taken for these parameters; counts it in their step
-        numbers."""
+        """Return the work of the step that is being taken for these parameters. Counts it in their
+        step numbers.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class ModeParts:
     """A mode's collaborators.
 
-    holder_of: the optimizer of a parameter, None without one. make_gradients: gives gradients
+    optimizer_of: the optimizer of a parameter, None without one. make_gradients: gives gradients
     memory, where the mode did without.
     """
 
     pipeline: StepPipeline
     unsharder: Unsharder
     grads: GradReducer
-    holder_of: Callable[[Param], Holder | None]
+    optimizer_of: Callable[[Param], Holder | None]
     make_gradients: Callable[[], None]
 
 
 class UpdateMode(UpdateHooks):
-    """When updates happen; see the module's docstring. One thread uses it at a time."""
+    """Interface of the five modes; see the module's docstring. One thread uses it at a time."""
 
     @abc.abstractmethod
     def attach(self, parts: ModeParts) -> None:
@@ -90,50 +92,59 @@ class UpdateMode(UpdateHooks):
 
     @abc.abstractmethod
     def before_read(self, unit: Unit) -> None:
-        """Somebody wants the unit's values: roll back an update that ran ahead of its step."""
+        """Roll back an update of the unit that ran ahead of its step, before anybody reads the
+        unit.
+        """
 
     @abc.abstractmethod
     def before_step(self) -> None:
-        """`opt.step()` has touched nothing yet. Raises: RuntimeError where no step can be taken."""
+        """Check the step before `opt.step()` touches anything. Raises: RuntimeError where no step
+        can be taken.
+        """
 
     @abc.abstractmethod
     def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
-        """Do what `opt.step()` asks for. The updates of the step before have ended. Does not block
+        """Submit the updates of `opt.step()`. Those of the step before have ended. Does not block
         on I/O.
 
-        Called within the step of `StepPipeline.stepping`, also when nothing is asked for.
+        Called within the step of `StepPipeline.stepping`, also without any update.
         """
 
     @abc.abstractmethod
     def withdraw(self) -> None:
-        """Take back all that ran ahead of its step: the states are those of the step before. Blocks
-        until it has ended."""
+        """Undo all updates that ran ahead of their step: the states are those of the step before.
+        Blocks until they are.
+        """
 
     @abc.abstractmethod
     def undone(self) -> None:
-        """The states are those of the last commit again: what ran ahead of its step is gone."""
+        """Note that the states are those of the last commit again. Updates ahead of their step are
+        gone.
+        """
 
     @abc.abstractmethod
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Inside are micro-batches that are not the last of a step. Raises: BudgetError where they
-        need memory."""
+        """Return a context for micro-batches that are not the last of a step. Raises: BudgetError
+        where they need memory.
+        """
 
     # -- between steps ----------------------------------------------------------------------------
 
     @property
     @abc.abstractmethod
     def stores_gradients(self) -> bool:
-        """Whether gradients wait in RAM for the step, and so need memory."""
+        """True if gradients wait in RAM for the step, and so need memory."""
 
     @abc.abstractmethod
     def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:
-        """Make room for what the mode holds of these flats besides their states and gradients, of
-        which some may spill."""
+        """Make room for the mode's own memory for these flats, besides their states and gradients.
+        Some gradients may spill.
+        """
 
     @property
     @abc.abstractmethod
     def memory_bytes(self) -> int:
-        """Bytes of that room."""
+        """Bytes of the mode's own memory."""
 
     @property
     @abc.abstractmethod
@@ -143,28 +154,29 @@ class UpdateMode(UpdateHooks):
     @abc.abstractmethod
     def check_whole(self) -> None:
         """Raise RuntimeError when some parameters of a step are updated and others are not: nothing
-        can be saved or restored."""
+        can be saved or restored.
+        """
 
     @abc.abstractmethod
     def restored(self, steps: int) -> None:
-        """The states are those after so many steps, of this run or another."""
+        """Note that the states are those after so many steps, of this run or another."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free what `allocate` made. Nothing may be pending."""
+        """Free the memory that `allocate` made. Nothing may be pending."""
 
 
 class DeferredUpdate(UpdateMode):
-    """update="deferred": all of a step is submitted by `opt.step()`, and runs beside the next
-    forward.
+    """Deferred updates (update="deferred"): `opt.step()` submits them all, and they run beside the
+    next forward.
 
-    Base of the other modes, which say in what they differ.
+    Base of the other modes, which override the calls in which they differ.
     """
 
     _pipeline: StepPipeline
     _unsharder: Unsharder
     _grads: GradReducer
-    _holder_of: Callable[[Param], Holder | None]
+    _optimizer_of: Callable[[Param], Holder | None]
     _make_gradients: Callable[[], None]
 
     def __init__(self) -> None:
@@ -174,7 +186,7 @@ class DeferredUpdate(UpdateMode):
         self._pipeline = parts.pipeline
         self._unsharder = parts.unsharder
         self._grads = parts.grads
-        self._holder_of = parts.holder_of
+        self._optimizer_of = parts.optimizer_of
         self._make_gradients = parts.make_gradients
 
     # -- backward ---------------------------------------------------------------------------------
@@ -185,7 +197,7 @@ class DeferredUpdate(UpdateMode):
 
     def backward_begin(self) -> None:
         # The first updates after a backward are those that the next forward wants first.
-        self._pipeline.read_ahead(Phase.TRAIN, given=False)
+        self._pipeline.prefetch_states(Phase.TRAIN, given=False)
 
     def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
         self._grads.accumulate(param, grad)
@@ -214,8 +226,12 @@ class DeferredUpdate(UpdateMode):
         # In the order in which the next forward opens the gates.
         for unit in self._pipeline.next_order(list(by_unit)):
             work = by_unit[unit]
+            # The update starts now and may finish early. Only its hand-over waits for the gate,
+            # which forward opens when the unit has memory.
             gate = self._pipeline.gate()
             ticket = self._pipeline.start(unit, work, slot_gradients(work), gate=gate)
+            # The loop may clear or refill gradients right after the step; the slots wait for the
+            # update that reads them.
             guard(work, ticket)
             self._unsharder.hand_over(unit, ticket, gate)
 

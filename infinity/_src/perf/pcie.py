@@ -53,8 +53,7 @@ class Copied:
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Copies of a step: in the window of the updates (as in `roofline.Traffic`), and in its rest.
-    """
+    """Copies of a step: in the window of the updates (as in `roofline.Traffic`), and in its rest."""
 
     beside_states: Copied = Copied()
     rest: Copied = Copied()
@@ -153,9 +152,7 @@ def copies(
     more = micro_batches - 1
     on_device = update_on == "device"
     # Whether the last micro-batch's gradients leave.
-    waits = (
-        not on_device or update != "backward" or grads_kept
-    )
+    waits = not on_device or update != "backward" or grads_kept
     states = _states(sizes, update, params_stay) if on_device else Copied()
     if on_device and update != "backward":
         states += Copied(sizes.grads)  # they waited, and come back

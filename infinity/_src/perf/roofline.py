@@ -198,9 +198,7 @@ def traffic(
     """
     how = move_counts(update, micro_batches)
     # Passes over the parameters that the update itself reads.
-    fed = (
-        0 if update == "backward" else 1
-    )
+    fed = 0 if update == "backward" else 1
     states = Moved(
         fed * on_nvme.params + on_nvme.optim * how.optim_read, on_nvme.states * how.states_written
     )

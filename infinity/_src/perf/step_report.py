@@ -69,8 +69,7 @@ class StepTerms:
 
     @property
     def drives_known(self) -> bool:
-        """True where the limits hold the time of the drives. Else they are too low: there is no η.
-        """
+        """True where the limits hold the time of the drives. Else they are too low: there is no η."""
         return self.bandwidths is not None or not (
             self.moved.total.read or self.moved.total.written
         )
@@ -203,8 +202,10 @@ class StepTerms:
         if not self.drives_known:
             return [
                 "drives not known: no second at least half busy",
-                (f"limit of compute alone {limit.compute_s:.3f} s; that of the drives may be "
-                "higher, so there is no η"),
+                (
+                    f"limit of compute alone {limit.compute_s:.3f} s; that of the drives may be "
+                    "higher, so there is no η"
+                ),
             ]
         if self.bandwidths is not None:
             drives = self.bandwidths.drives
@@ -240,9 +241,7 @@ class StepTerms:
 
     def _told(self) -> str:
         if self.alone is None:
-            return (
-                "as in the loop: what updates beside it cost counts as compute, which flatters η"
-            )
+            return "as in the loop: what updates beside it cost counts as compute, which flatters η"
         return "with the first forward as it is when no update is pending"
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src.optim.step_consensus import Told, told_of_holding, told_of_step
+from infinity._src.optim.step_consensus import StepDescription, describe_registration, describe_step
 from infinity._src.params.unit import Param
 
 
@@ -25,9 +25,9 @@ def built(groups: Sequence[tuple[Sequence[int], dict[str, Any]]] = (((0, 1, 2, 3
     return optimizer, [param.infinity_link.param for group in optimizer.param_groups for param in group["params"]]
 
 
-def told(*groups: tuple[Sequence[int], dict[str, Any]]) -> tuple[Told, list[str]]:
+def told(*groups: tuple[Sequence[int], dict[str, Any]]) -> tuple[StepDescription, list[str]]:
     optimizer, params = built(groups) if groups else built()
-    return told_of_step(optimizer, params), told_of_holding(optimizer, params)
+    return describe_step(optimizer, params), describe_registration(optimizer, params)
 
 
 ALL = (0, 1, 2, 3)
@@ -38,7 +38,7 @@ def test_what_updates_do_not_take_is_not_told() -> None:
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     optimizer.param_groups[0]["name"] = "of one rank"
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1, dtype=torch.float64)
-    assert (told_of_step(optimizer, params), told_of_holding(optimizer, params)) == told()
+    assert (describe_step(optimizer, params), describe_registration(optimizer, params)) == told()
 
 
 def test_neither_is_the_order_of_parameters_or_of_groups() -> None:
@@ -68,9 +68,9 @@ def test_numbers_are_told_with_their_names(values: dict[str, Any], name: str) ->
 
 def test_what_the_loop_did_to_gradients_is_told() -> None:
     optimizer, params = built()
-    before = told_of_step(optimizer, params)
+    before = describe_step(optimizer, params)
     torch.nn.utils.clip_grad_norm_([param.at_rest for param in params], 1e-3)
-    after = told_of_step(optimizer, params)
+    after = describe_step(optimizer, params)
     assert len(after.numbers) == len(before.numbers) + len(params)
     assert after.names[-1] == f"the gradient of {max(param.name for param in params)} times"
     assert after.what != before.what
@@ -83,5 +83,5 @@ def test_of_what_is_no_data_the_type_is_told() -> None:
         optimizer, params = built()
         optimizer.defaults["decay"] = None
         optimizer.param_groups[0]["decay"] = value
-        names.append(told_of_step(optimizer, params).what)
+        names.append(describe_step(optimizer, params).what)
     assert names[0] == names[1] != names[2]

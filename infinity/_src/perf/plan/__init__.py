@@ -10,4 +10,3 @@
 
 No tensors are allocated and nothing is measured.
 """
-

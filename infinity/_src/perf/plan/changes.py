@@ -124,9 +124,7 @@ def _other_steps(job: Job) -> list[tuple[str, Job]]:
     """Other times of the update, and other numbers of generations."""
     found = []
     # Which has deferred updates only.
-    on = (
-        ", on the CPU" if job.policy.update_on == "device" else ""
-    )
+    on = ", on the CPU" if job.policy.update_on == "device" else ""
     here = job.replace(update_on="cpu")
     if job.policy.update == "deferred" and job.policy.generations == 1:
         found = [

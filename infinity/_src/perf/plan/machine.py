@@ -313,8 +313,7 @@ def _of_gpus(
     host: float | None,
     peers: float | None,
 ) -> dict[str, Any]:
-    """The figures of the GPUs, as fields of a `Machine`; writes where each comes from to `sources`.
-    """
+    """The figures of the GPUs, as fields of a `Machine`; writes where each comes from to `sources`."""
     whence = f"of {kind.name} ({kind.told})" if told else f"assumed: {kind.told}"
 
     def figure(name: str, given: float | None, default: float, text: str) -> float:
@@ -400,9 +399,7 @@ def _drives(
     found, busiest = [], None
     if measured:
         # As the engine divides the data.
-        speeds = [
-            2 / (1 / pair[0] + 1 / pair[1]) for pair in measured
-        ]
+        speeds = [2 / (1 / pair[0] + 1 / pair[1]) for pair in measured]
         busiest = max(speeds) / sum(speeds) * len(measured) / count
     for index, (name, given) in enumerate((("read", read), ("write", write))):
         value, source = given, "given"

@@ -80,8 +80,7 @@ class Tiers:
 
 
 def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str, Tiers]:
-    """Bytes that each of several ranks holds besides its placement, by name; no zeros.
-    """
+    """Bytes that each of several ranks holds besides its placement, by name; no zeros."""
     if machine.world == 1:
         return {}
     layouts = [
@@ -303,8 +302,7 @@ WORDS = (8192, 2048)  # whose logits are computed at once
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Need of one kind of memory, of how much there is (None: not known), and its parts.
-    """
+    """Need of one kind of memory, of how much there is (None: not known), and its parts."""
 
     bytes: float
     there_is: float | None
@@ -353,9 +351,7 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
         if job.policy.update_on == "device":
             numel = chunk_numel(Format.SPLIT)
             # 12 B of states and 2 B of gradient.
-            parts["states in update"] = float(
-                CHUNKS_IN_UPDATE * numel * 14
-            )
+            parts["states in update"] = float(CHUNKS_IN_UPDATE * numel * 14)
         parts["CUDA and libraries (assumed)"] = float(
             CUDA_BYTES + (NCCL_BYTES if machine.world > 1 else 0)
         )

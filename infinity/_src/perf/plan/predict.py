@@ -92,8 +92,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s utilisation: of what the GPUs could do at most. None where the CPU computes.
-        """
+        """Model FLOP/s utilisation: of what the GPUs could do at most. None where the CPU computes."""
         return self.flops_per_gpu / self.machine.flops_peak_per_gpu if self.machine.gpus else None
 
     @property
@@ -299,9 +298,7 @@ def _from_copies(moved: Traffic, on_nvme: AtRest, job: Job) -> Traffic:
         return moved
     once = on_nvme.frozen + (on_nvme.params if job.policy.update == "backward" else 0.0)
     # The last backward's gather, of the two in the window.
-    in_window = (
-        once if job.policy.update == "backward" else 0.0
-    )
+    in_window = once if job.policy.update == "backward" else 0.0
     return dataclasses.replace(
         moved, params_read=once, beside_states=moved.beside_states - Moved(in_window)
     )
@@ -453,8 +450,7 @@ def _why_not(
 
 
 def _what_fits(shape: ModelShape, machine: Machine, job: Job) -> str:
-    """Name the changes that alone make it fit, and the need then; else the least of all together.
-    """
+    """Name the changes that alone make it fit, and the need then; else the least of all together."""
     ways = ways_to_fit(shape, machine, job)
     if ways:
         return "it fits with " + ", or ".join(

@@ -124,9 +124,7 @@ def exchanges(shape: ModelShape, machine: Machine, job: Job) -> Exchanges:
     reduced = inside + (machine.ranks - 1) * flags, across + (machine.nodes - 1) * flags
     count, early = job.micro_batches, job.policy.update == "backward"
     # Everything is beside the update, which has the whole next step.
-    late = (
-        job.policy.update == "delayed"
-    )
+    late = job.policy.update == "delayed"
     found = []
     if job.whole_params(machine.world):
         if trained:
@@ -175,8 +173,7 @@ def _grad_bytes(job: Job) -> _OfShard:
 def _ways(
     machine: Machine, flats: Sequence[tuple[FlatShape, FlatLayout]], size: _OfShard
 ) -> tuple[float, float]:
-    """(inside, across): what one rank receives when every flat is gathered once, or reduced once.
-    """
+    """(inside, across): what one rank receives when every flat is gathered once, or reduced once."""
     shards = sum(size(flat, layout.shard_numel) for flat, layout in flats)
     return (machine.ranks - 1) * machine.nodes * shards, (machine.nodes - 1) * shards
 
