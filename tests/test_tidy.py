@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import fnmatch
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,8 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FUNCTION_LINES_MAX = 75
-# The formatter wraps code at 110; what it cannot wrap (messages, prose) gets some room.
-LINE_COLUMNS_MAX = 150
+LINE_COLUMNS_MAX = 100
 BANNED_MODULES = {"utils", "util", "manager", "helper", "helpers", "common", "misc"}
 
 SOURCES = sorted(
@@ -131,3 +132,34 @@ def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None
     folders = {part for path in ROOT.glob("tests/**/test_*.py") for part in path.relative_to(ROOT).parts[:-1]}
     assert "dist" in folders
     assert not [folder for folder in folders if any(fnmatch.fnmatch(folder, pattern) for pattern in patterns)]
+
+
+RIDDLES = re.compile(r"^(What|Who|Whose|Whom|Where|Which|How|Those|That|It|Of)\b")
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Docstrings with their lines: of modules, classes and functions, and behind assignments."""
+    for node in ast.walk(tree):
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield value.lineno, value.value.strip()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_docstrings_open_with_a_verb_or_a_noun(path: Path) -> None:
+    """A relative clause as the subject has to be decoded before the sentence can be read."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = [f"{name(path)}:{line} {text[:40]}" for line, text in docstrings(tree) if RIDDLES.match(text)]
+    assert not found, "begin with a verb or with a noun of the field"
+
+
+def test_every_module_of_the_implementation_has_a_layer() -> None:
+    contracts = configparser.ConfigParser()
+    contracts.read(ROOT / "setup.cfg", encoding="utf-8")
+    layers = set(re.findall(r"infinity[\w.]*", contracts["importlinter:contract:layers"]["layers"]))
+    for path in SOURCES:
+        if path.name in {"__init__.py", "py.typed"} or path.parts[-2] == "aio" or "_src" not in path.parts:
+            continue
+        module = name(path).removesuffix(".py").replace("/", ".")
+        parents = {module.rsplit(".", count)[0] for count in range(module.count("."))} | {module}
+        assert parents & layers, f"{module} is in no layer of setup.cfg"

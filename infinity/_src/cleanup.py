@@ -1,6 +1,7 @@
 """Ends that come whole.
 
-`run_all` takes every step of an end, whatever the others raise. `cancel_and_wait` gives up on reads:
+`run_all` takes every step of an end, whatever the others raise.
+`cancel_and_wait` gives up on reads:
 nothing may be on its way into memory that is about to be freed.
 """
 
@@ -44,8 +45,11 @@ def run_all(*steps: Callable[[], object]) -> Iterator[None]:
 
 
 def cancel_and_wait(tickets: Sequence[Ticket]) -> KeyboardInterrupt | None:
-    """Wait until nothing is on its way into the buffers of these fills, whatever became of them. Returns an interrupt that
-    came meanwhile, to be raised once the memory is freed. Faults are not lost: updates' are sticky, reads are made anew."""
+    """Wait until nothing is on its way into the buffers of these fills, whatever became of them.
+
+    Returns an interrupt that came meanwhile, to be raised once the memory is freed. Faults are not
+    lost: those of updates are sticky, and reads are made anew.
+    """
     interrupt = None
     for ticket in tickets:
         ticket.cancel()  # reads that no drive has begun are not made for nobody

@@ -110,7 +110,8 @@ def handle(model: torch.nn.Module) -> Handle:
 
 
 class Handle:
-    """The user's view of an offloaded model's engine. Methods block; one thread uses it at a time."""
+    """The user's view of an offloaded model's engine. Methods block; one thread uses it at a time.
+    """
 
     def __init__(
         self,

@@ -105,7 +105,8 @@ class DriveFigures:
         writes = f"{1e3 * self.write_p50_s:.1f}/{1e3 * self.write_p99_s:.1f} ms"
         parts = [
             (
-                f"{self.path}: {format_size(self.bytes_read)} read, {format_size(self.bytes_written)} "
+                f"{self.path}: {format_size(self.bytes_read)} read, "
+                f"{format_size(self.bytes_written)} "
                 "written"
             ),
             f"p50/p99 read {reads}, write {writes}",
@@ -128,19 +129,19 @@ _OF_EXECUTOR = (
     "gates_opened", "gates_escaped", "retries", "short_transfers", "rereads", "checksum_failures",
     "huge_bytes", "registered", "registered_reason", "backend", "kept_chunks", "jobs_cancelled",
 )  # fmt: skip
-"""What `Stats` has of the executor's counters as they are."""
+"""Executor counters that `Stats` shows as they are."""
 
 _OF_PLACEMENT = (
     "pool_bytes", "grad_bytes", "spilled_bytes", "staging_bytes", "shadow_bytes", "resident_bytes",
     "sums_bytes", "scratch_bytes", "nvme_bytes",
 )  # fmt: skip
-"""What it has of the placement's."""
+"""Figures of the placement."""
 
 _OF_RANKS = (
     "comm_gather_inside_bytes", "comm_gather_across_bytes", "comm_reduce_inside_bytes",
     "comm_reduce_across_bytes", "whole_grad_bytes", "secondary_bytes", "feedback_bytes",
 )  # fmt: skip
-"""What it has of several ranks."""
+"""Figures that several ranks have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,6 +334,12 @@ class Stats:
         run. ranks: what only several of them have, by field.
         """
         drives, marks = drive_figures(executor, endurance or Endurance()), unsharder.clock.marks()
+        terms = None
+        if update is not None:
+            known, clock = bandwidths or {}, unsharder.clock
+            terms = StepTerms.collect(
+                clock, executor, update=update, bandwidths=known, frozen_bytes=frozen_bytes
+            )
         return cls(
             params=param_numel,
             units=unit_count,
@@ -370,15 +377,7 @@ class Stats:
             h2d_s=executor.to_device_s,
             d2h_s=executor.from_device_s,
             phases=unsharder.clock.totals(),
-            terms=StepTerms.collect(
-                unsharder.clock,
-                executor,
-                update=update,
-                bandwidths=bandwidths or {},
-                frozen_bytes=frozen_bytes,
-            )
-            if update is not None
-            else None,
+            terms=terms,
             activations=activations or ActivationFigures(),
             drives=drives,
         )

@@ -28,7 +28,7 @@ from infinity.aio import Executor, ExecutorStats, Format, PoolSpec, Seam, open_e
 from infinity.aio._endurance import Endurance
 
 OBSERVE_S = 15.0
-"""How often the drives are looked at within a step: an executor remembers 64 seconds."""
+"""Period of the looks at the drives within a step: an executor remembers 64 seconds."""
 
 
 def check_activations(policy: Policy, device: Device) -> None:
@@ -41,6 +41,15 @@ def check_activations(policy: Policy, device: Device) -> None:
             "CPU, and this model computes "
             "there: they are in CPU memory already. Use 'nvme', or 'device' (they stay)"
         )
+
+
+def _add_layers(executor: Executor, run: RunFiles, layers: tuple[int, int]) -> None:
+    """Give the executor the files of a durable run's layers."""
+    for layer in layers:
+        for drive, file in enumerate(run.layers[layer]):
+            added = executor.add_file(drive, file)
+            # Chunks name their layer by number.
+            assert added == layer, "a layer's number is that of its files in the executor"
 
 
 class Storage:
@@ -66,11 +75,9 @@ class Storage:
         self._device = device
         undo.callback(device.close)
         settings = policy.io_settings
-        space = (
-            SwapSpace(policy.directories, room=node_resources.check_room)
-            if policy.directories
-            else None
-        )
+        space = None
+        if policy.directories:
+            space = SwapSpace(policy.directories, room=node_resources.check_room)
         if space is not None:
             undo.callback(space.close)
             # Faster drives get more chunks, so that all of them finish together.
@@ -108,12 +115,8 @@ class Storage:
         undo.callback(self.executor.close, wait=False)
         device.attach(self.executor)
         self.executor.spans(True)
-        for layer in layers if self.run is not None else ():
-            assert self.run is not None
-            for drive, file in enumerate(self.run.layers[layer]):
-                added = self.executor.add_file(drive, file)
-                # Chunks name their layer by number.
-                assert added == layer, "a layer's number is that of its files in the executor"
+        if self.run is not None:
+            _add_layers(self.executor, self.run, layers)
         self.rest = StateStore(
             self.executor,
             space,

@@ -219,7 +219,8 @@ class _Metrics:
 
 @dataclasses.dataclass
 class _Phase:
-    """Times of one step's passes, in seconds. `waited_s` is the part in which they waited for I/O."""
+    """Times of one step's passes, in seconds. `waited_s` is the part in which they waited for I/O.
+    """
 
     first_forward_s: float = 0.0
     last_backward_s: float = 0.0
@@ -228,7 +229,8 @@ class _Phase:
 
 
 class _Run:
-    """One run, phase after phase; `stack` closes what it opens, in reverse order, whatever happens."""
+    """One run, phase after phase; `stack` closes what it opens, in reverse order, whatever happens.
+    """
 
     def __init__(
         self, options: argparse.Namespace, console: Console, stack: ExitStack, ranks: Joined

@@ -225,7 +225,8 @@ class Comm:
             )
 
     def _all_gather_rows(self, what: str, mine: torch.Tensor) -> torch.Tensor:
-        """All-gather `mine` [len], of one length and dtype on all ranks, into [world, len]. Blocks."""
+        """All-gather `mine` [len], of one length and dtype on all ranks, into [world, len]. Blocks.
+        """
         everyone = torch.empty(self.world * mine.numel(), dtype=mine.dtype)
         self._run_control(
             # The length is in the name: ranks that differ in it would send messages that do not
@@ -267,7 +268,8 @@ class Comm:
         return whole
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Sum each value over ranks, in double. Blocks. The result has the same bits on every rank."""
+        """Sum each value over ranks, in double. Blocks. The result has the same bits on every rank.
+        """
         if self.world == 1:
             return list(values)
         # Gathered and added in the order of ranks: an all_reduce may add in another order on each
@@ -299,7 +301,8 @@ class Comm:
     # -- failures and the end ----------------------------------------------------------------------
 
     def report_exception(self, where: str, error: BaseException) -> None:
-        """Tell ranks that wait for this one that its forward or backward broke off. Never blocks."""
+        """Tell ranks that wait for this one that its forward or backward broke off. Never blocks.
+        """
         if self.watchdog is not None:
             self.watchdog.report_exception(where, error)
 

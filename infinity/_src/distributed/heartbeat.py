@@ -45,7 +45,8 @@ class Host:
 
     @property
     def node(self) -> tuple[str, str, int]:
-        """Key that is equal for processes of one node. Without a boot id, the host's name decides."""
+        """Key that is equal for processes of one node. Without a boot id, the host's name decides.
+        """
         return (self.boot_id or self.name, "" if self.boot_id else self.name, self.network)
 
     def sees(self, other: Host) -> bool:
@@ -238,7 +239,8 @@ class Heartbeat:
             )
 
     def stop(self, limit_s: float) -> None:
-        """Write the last changes, and end the thread. After `limit_s` it is left to end by itself."""
+        """Write the last changes, and end the thread. After `limit_s` it is left to end by itself.
+        """
         with self._changed:
             self._stop = True
             self._changed.notify_all()

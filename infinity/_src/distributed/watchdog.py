@@ -319,7 +319,8 @@ class Watchdog:
             )
 
     def _confirm_exception(self) -> None:
-        """Block until every rank is known to have broken off after the same collective as this one."""
+        """Block until every rank is known to have broken off after the same collective as this one.
+        """
         assert self._heartbeat is not None
         here, waited_s, before_s = self._number, 0.0, time.monotonic()
         text = f"this rank ({self.topology.rank}) broke off ({self._raised[here]})"

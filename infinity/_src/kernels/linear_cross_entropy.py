@@ -110,8 +110,8 @@ def tile_dlogits(
     label_smoothing: float,
     vocabulary: int,
 ) -> torch.Tensor:
-    """Compute the gradient of the loss by one tile of the logits: [rows, tile], rounded to the dtype of
-    `hidden`. Records no graph.
+    """Compute the gradient of the loss by one tile of the logits: [rows, tile], rounded to the
+    dtype of `hidden`. Records no graph.
 
         (exp(logit - lse) - (1 - label_smoothing) * [index is target]
          - label_smoothing / vocabulary) * scale

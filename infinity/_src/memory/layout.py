@@ -121,7 +121,8 @@ class FlatLayout:
 def plan_flat(
     numels: tuple[int, ...], itemsize: int, world: int = 1, chunk_numel: int = CHUNK_NUMEL
 ) -> FlatLayout:
-    """Lay out parameters of `numels` elements, in order, and split them evenly over `world` ranks."""
+    """Lay out parameters of `numels` elements, in order, and split them evenly over `world` ranks.
+    """
     # No quantization group holds two parameters, and each starts at a multiple of 256 bytes.
     align = max(QUANT_GROUP, ALIGN_BYTES // itemsize)
     offsets = []

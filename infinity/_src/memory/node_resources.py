@@ -261,7 +261,8 @@ def _check_rules(everyone: Sequence[dict[str, str]]) -> None:
 
 
 def _drive(directory: Path) -> str:
-    """Name the drive under a directory for all processes of its machine: by device, or file system."""
+    """Name the drive under a directory for all processes of its machine: by device, or file system.
+    """
     return limits_of(directory).device or f"file system {directory.stat().st_dev}"
 
 

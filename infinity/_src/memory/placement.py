@@ -128,7 +128,8 @@ def chunk_bytes(need: FlatNeed, chunk: int, mask: int) -> int:
 
 
 def aligned_chunk_bytes(need: FlatNeed, chunk: int, mask: int) -> int:
-    """Add up the bytes of these sections on a drive or in a slot, where each starts 4096-aligned."""
+    """Add up the bytes of these sections on a drive or in a slot, where each starts 4096-aligned.
+    """
     return _run_bytes_of(need.sections, need.numels[chunk], mask)
 
 
@@ -492,7 +493,8 @@ class _SpillChoice:
     def _take(
         masks: list[list[int]], candidates: list[tuple[int, int, int, int]], limit: int
     ) -> tuple[int, bool]:
-        """Make candidates resident while they fit. Returns the bytes taken, and whether all were."""
+        """Make candidates resident while they fit. Returns the bytes taken, and whether all were.
+        """
         # In the van der Corput order, and up to the first that does not fit: taking a smaller one
         # that comes later would make a larger budget choose other chunks, and budgets not nested.
         used = 0
@@ -595,7 +597,8 @@ class _SpillChoice:
         return self._plan(masks, self._slots, unspilled_least)
 
     def saved(self, plan: PlacementPlan) -> float:
-        """Score a plan by the time of its traffic, negated: compares plans that spill other flats."""
+        """Score a plan by the time of its traffic, negated: compares plans that spill other flats.
+        """
         read, write = step_bytes(self._given.needs, plan, self._given.load)
         speeds = self._given.load.bandwidths
         return -(read / speeds[0] + write / speeds[1])

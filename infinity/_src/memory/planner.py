@@ -112,7 +112,8 @@ class PlacementPlanner:
         return [flat for flat, gone in zip(self._flats, self.plan.spilled, strict=True) if gone]
 
     def state_format(self, flat: Flat, moments: int = 2) -> Format:
-        """Choose the format of a flat's states with so many moments; RAW for a dtype that has none."""
+        """Choose the format of a flat's states with so many moments; RAW for a dtype that has none.
+        """
         return state_format(self._policy.state, flat.dtype, moments) or Format.RAW
 
     def first(self) -> PlacementPlan:

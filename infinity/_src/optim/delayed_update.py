@@ -122,7 +122,8 @@ class DelayedUpdate(DeferredUpdate):
         read = slot.tensor
         # The first swap of a slot takes memory of the second set; later ones take back the memory
         # of the swap before.
-        written = self._spare.pop(param) if param in self._spare else self._gradients.shard_of(param)
+        spare = param in self._spare
+        written = self._spare.pop(param) if spare else self._gradients.shard_of(param)
         # The loop adds to a gradient that it has kept: the sum goes on in the other memory.
         if slot.state is SlotState.HELD:
             written.copy_(read)

@@ -170,7 +170,8 @@ class OptimizerRegistry:
             )  # what moved has other chunks, also where the rest did not
 
     def _check(self, optimizer: object, params: list[Param]) -> None:
-        """Raise ValueError if a parameter has another optimizer, or a dtype without a state format."""
+        """Raise ValueError if a parameter has another optimizer, or a dtype without a state format.
+        """
         others = [holder() for holder in self._optimizers.values()]
         if self._policy.update == "delayed" and any(
             other not in (None, optimizer) for other in others

@@ -205,7 +205,8 @@ class SpeculativeUpdate(DeferredUpdate):
     # -- back --------------------------------------------------------------------------------------
 
     def withdraw_unit(self, unit: Unit) -> None:
-        """Undo the unit's update: its gradients are about to change, or a caller reads its values."""
+        """Undo the unit's update: its gradients are about to change, or a caller reads its values.
+        """
         self._states_seen = True
         self._withdraw([unit])
 

@@ -63,7 +63,8 @@ class States:
         self._buffers: list[ChunkBuffer] = []
 
     def chunk_buffers(self, count: int) -> list[ChunkBuffer]:
-        """Return memory for `count` chunks, kept for the next time. Nothing may be in flight in it."""
+        """Return memory for `count` chunks, kept for the next time. Nothing may be in flight in it.
+        """
         while len(self._buffers) < count:
             self._buffers.append(ChunkBuffer(self.rest))
         return self._buffers[:count]
@@ -275,7 +276,8 @@ def sections_with(form: Format, value: int) -> list[int]:
 
 
 def span_sections(buffer: ChunkBuffer, span: Span) -> list[Bytes]:
-    """Return the span's part of every section of the buffer's chunk, but `grad`, as writable bytes."""
+    """Return the span's part of every section of the buffer's chunk, but `grad`, as writable bytes.
+    """
     return [
         buffer.section(index, span.start, span.numel)
         for index in range(buffer.records.format.written_count)

@@ -335,7 +335,8 @@ class StepPipeline:
         self.steps -= 1
 
     def next_order(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return units in the order of the next training forward, then those that it does not use."""
+        """Return units in the order of the next training forward, then those that it does not use.
+        """
         # The first use of a unit that runs twice in a forward decides.
         place: dict[int, int] = {}
         for index in self._unsharder.schedule.order(Phase.TRAIN):

@@ -425,7 +425,7 @@ _HANDLERS: dict[Any, Handler] = {
 }
 
 _SETTLING = {_TENSOR.register_hook, _TENSOR.retain_grad, _TENSOR.data.__get__}
-"""What changes the logits, or looks at what is done to them, beside operations in place."""
+"""Accesses, beside operations in place, that change the logits or show a later change."""
 
 _OF_THE_GRAPH = {
     getattr(_TENSOR, name).__get__

@@ -36,8 +36,8 @@ class TiledEmbedding(TiledModule):
         self.padding_idx = padding_idx
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        """Look up the rows of the weight at `indices`. Raises: RuntimeError for indices that are not int32
-        or int64, IndexError on the CPU for one that is out of range.
+        """Look up the rows of the weight at `indices`. Raises: RuntimeError for indices that are
+        not int32 or int64, IndexError on the CPU for one that is out of range.
         """
         if indices.dtype not in (torch.int32, torch.int64):
             raise RuntimeError(

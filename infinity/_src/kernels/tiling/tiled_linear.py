@@ -198,7 +198,8 @@ class TiledLinear(TiledModule):
         return x
 
     def anchor(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Make a leaf that puts the chain into the graph, also where only weights want gradients."""
+        """Make a leaf that puts the chain into the graph, also where only weights want gradients.
+        """
         wanted = torch.is_grad_enabled() and (
             x.requires_grad or any(param.requires_grad for param in self.parameters())
         )

@@ -166,7 +166,7 @@ class _Launch(NamedTuple):
     algorithm: int
     grad_dtype: int
     table: int
-    """Where its table begins in the words on the device, and its programs' rows."""
+    """Start of its table in the words on the device, and its programs' rows."""
     rows: int
     programs: int
     aligned: bool

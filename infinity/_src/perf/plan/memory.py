@@ -284,12 +284,12 @@ def bytes_at_rest(need: FlatNeed, masks: Sequence[int], placed: Format) -> tuple
 
 
 CUDA_BYTES = 640 * MIB
-"""What a process holds of a GPU before it computes anything: context, kernels, cuBLAS workspaces
+"""GPU memory of a process before it computes anything: context, kernels, cuBLAS workspaces
 (assumed).
 """
 
 NCCL_BYTES = 512 * MIB
-"""What NCCL holds besides (assumed)."""
+"""GPU memory of NCCL besides (assumed)."""
 
 CHUNKS_IN_UPDATE = 2 * AHEAD_CHUNKS
 """Chunks of states that are on a GPU at once when it updates them: on their way in, in the kernel,
