@@ -6,9 +6,10 @@
         plan.run(index, sections, grad)
 
 native/update.c does the same to a chunk in RAM. Both implementations here take the records of
-infinity/aio/_records.py as they are. infinity/_src/kernels/choice.py says which one runs (`update`),
-and that changes no bit but of a NaN's payload in an fp32 section, which is nobody's value. All that
-a step's updates need besides the chunks is copied to the device once, when the plan is made.
+infinity/aio/_records.py as they are. infinity/_src/kernels/choice.py says which one runs
+(`update`), and that changes no bit but of a NaN's payload in an fp32 section, which is nobody's
+value. All that a step's updates need besides the chunks is copied to the device once, when the plan
+is made.
 
 The torch implementation decodes a segment's states to fp32, updates them and encodes them again.
 Every line of it rounds once: products and sums are separate operations, and divisors are tensors,
@@ -292,7 +293,7 @@ def _gradient(seg: Any, base: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
-# -- the torch implementation; the order of operations is native/optimizer_kernels.h's -------------------
+# -- the torch implementation; the order of operations is native/optimizer_kernels.h's -------------
 
 
 def _update_torch(

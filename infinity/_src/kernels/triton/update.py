@@ -8,11 +8,11 @@ dtype, if these differ): a program takes BLOCK_NUMEL elements of one segment and
 on the device which, and by which HYPER record. Its elements are [groups, QUANT_GROUP], so that the
 scales of 8-bit moments are reductions of rows.
 
-Every operation rounds once to fp32, in the order of native/optimizer_kernels.h. On a GPU this relies on
-three things: launches say `enable_fp_fusion=False` (else a product and the sum that follows become
-one FMA, in LLVM and again in ptxas), `tl.div_rn` and `tl.sqrt_rn` (else both are approximate), and
-that none of the operations used flushes denormals. tests/unit/kernels/test_triton_compiles.py looks
-for all three in the PTX.
+Every operation rounds once to fp32, in the order of native/optimizer_kernels.h. On a GPU this
+relies on three things: launches say `enable_fp_fusion=False` (else a product and the sum that
+follows become one FMA, in LLVM and again in ptxas), `tl.div_rn` and `tl.sqrt_rn` (else both are
+approximate), and that none of the operations used flushes denormals.
+tests/unit/kernels/test_triton_compiles.py looks for all three in the PTX.
 """
 
 from __future__ import annotations
