@@ -99,8 +99,8 @@ def encode(
     values: bf16, fp16 or fp32 [numel]. wire: uint8 [wire_bytes(numel)]. bits: 8 or 4. group_numel:
     a power of two, 64 to 1024. key: of random rounding, element: the parameter's index of the first
     value then; without a key to nearest, ties to even. error: bf16 or fp32 [numel], is added to the
-    values, and receives the part of the sum that rounding took. Raises: ValueError for what is none
-    of     these.
+    values, and receives the part of the sum that rounding took.
+    Raises: ValueError for other arguments.
     """
     _check_groups(bits, group_numel)
     _check_values("values", values, DTYPES)

@@ -110,8 +110,9 @@ def tile_dlogits(
     label_smoothing: float,
     vocabulary: int,
 ) -> torch.Tensor:
-    """Compute the gradient of the loss by one tile of the logits: [rows, tile], rounded to the
-    dtype of `hidden`. Records no graph.
+    """Compute the gradient of the loss by one tile of the logits. Records no graph.
+
+    Returns [rows, tile], rounded to the dtype of `hidden`:
 
         (exp(logit - lse) - (1 - label_smoothing) * [index is target]
          - label_smoothing / vocabulary) * scale
@@ -203,13 +204,13 @@ def row_losses(
     The loss of ignored rows is 0; that of a target outside of the vocabulary is NaN (on a GPU
     nobody waits to look).
     """
-    # An ignored row gets 0 last, whatever number its target is.
     smoothing = settings.label_smoothing
     lse = found.row_max + found.row_sum_exp.log()
     losses = lse - (1.0 - smoothing) * found.target_logit
     if smoothing:
         losses -= smoothing / settings.vocabulary * found.logit_sum
     losses.masked_fill_((target < 0) | (target >= settings.vocabulary), float("nan"))
+    # An ignored row gets 0 last, whatever number its target is.
     return losses.masked_fill_(target == settings.ignore_index, 0.0), lse
 
 

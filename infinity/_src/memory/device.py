@@ -132,10 +132,6 @@ class Device:
         self._pool = None
 
 
-OFFLOAD_UNITS = 2
-"""Limit of fresh gradients under way from the device, in sizes of the largest unit; then backward
-waits."""
-
 
 class GradOffload:
     """Offload of gradients D2H while backward goes on. One thread uses it at a time.

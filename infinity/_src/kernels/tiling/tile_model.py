@@ -138,7 +138,7 @@ class _Group:
 def _chosen(model: nn.Module, tiles: Tiles, names: Iterable[str] | None) -> dict[str, nn.Linear]:
     """Choose the linears to tile, by name."""
     modules = dict(model.named_modules())
-    # Subclasses may compute otherwise: only torch's own linear is replaced.
+    # Exactly torch's own: subclasses are left out.
     linears = {name: module for name, module in modules.items() if type(module) is nn.Linear}
     if names is None:
         rows, columns = parse_tiles(tiles)

@@ -36,23 +36,25 @@ class TiledEmbedding(TiledModule):
         self.padding_idx = padding_idx
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        """Look up the rows of the weight at `indices`. Raises: RuntimeError for indices that are
-        not int32 or int64, IndexError on the CPU for one that is out of range.
+        """Look up the rows of the weight at `indices`.
+
+        Raises: RuntimeError for indices that are not int32 or int64, IndexError on the CPU for one
+        that is out of range.
         """
         if indices.dtype not in (torch.int32, torch.int64):
             raise RuntimeError(
                 f"the indices of an embedding are {indices.dtype}: give int32 or int64"
             )
         flat = indices.reshape(-1).long()
-        # On a GPU nobody waits to look: an index that is out of range fails there as torch's does.
         if (
+            # On the CPU only: on a GPU the check would wait for the device.
             flat.device.type == "cpu"
             and flat.numel()
             and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings
         ):
             raise IndexError(f"index out of range: this embedding has {self.num_embeddings} rows")
         weights = self.tile_parameters()
-        # Every element is written: each index falls into one row of tiles.
+        # Every element is written: an index in range falls into one row of tiles.
         out = torch.empty(
             flat.numel(), self.embedding_dim, dtype=weights[0].dtype, device=flat.device
         )

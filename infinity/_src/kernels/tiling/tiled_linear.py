@@ -198,8 +198,7 @@ class TiledLinear(TiledModule):
         return x
 
     def anchor(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Make a leaf that puts the chain into the graph, also where only weights want gradients.
-        """
+        """Make a leaf that puts the chain into the graph, also where only weights learn."""
         wanted = torch.is_grad_enabled() and (
             x.requires_grad or any(param.requires_grad for param in self.parameters())
         )
@@ -305,8 +304,7 @@ class _Step(torch.autograd.Function):
         column: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        # The weight is saved for autograd, which hands back the one that was gathered for this
-        # backward.
+        # The weight is a view of gathered storage, which is filled again for backward.
         ctx.save_for_backward(x, weight)
         ctx.place, ctx.grid, ctx.input_grad = (
             call.grid.place(row, column),
@@ -335,7 +333,6 @@ class _Step(torch.autograd.Function):
         if ctx.input_grad:
             # the last row of tiles is the first of backward
             first = place.rows[1] == ctx.grid.row_ends[-1]
-            # Made by the first tile that is reached: earlier it would lie idle beside the other
             # gathers.
             if dx is None:
                 dtype = sum_dtype(x.dtype) if ctx.grid.rows > 1 else x.dtype

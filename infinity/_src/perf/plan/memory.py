@@ -168,7 +168,7 @@ def place_states(
 
 def _staging_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
     """Pinned memory by way of which gradients leave a GPU for updates during backward, as
-    `optim.staging` has it.
+    `optim.grad_windows` has it.
     """
     if not machine.gpus or job.policy.update != "backward" or job.policy.speculates:
         return 0
