@@ -132,7 +132,6 @@ class Device:
         self._pool = None
 
 
-
 class GradOffload:
     """Offload of gradients D2H while backward goes on. One thread uses it at a time.
 
