@@ -1,9 +1,10 @@
 """infinity.aio: chunks between drives, pinned memory and the update kernels, without the GIL.
 
-    files = [aio.SwapFile.create("/mnt/nvme0")] executor = aio.open_executor(files,
-    small=aio.PoolSpec(16, 768 << 10), large=aio.PoolSpec(16, 4608 << 10)) ids =
-    executor.define(chunks)                                   # CHUNK records executor.submit(jobs,
-    priority=aio.Priority.DEMAND).wait()      # JOB records
+    files = [aio.SwapFile.create("/mnt/nvme0")]
+    small, large = aio.PoolSpec(16, 768 << 10), aio.PoolSpec(16, 4608 << 10)
+    executor = aio.open_executor(files, small=small, large=large)
+    ids = executor.define(chunks)                                   # CHUNK records
+    executor.submit(jobs, priority=aio.Priority.DEMAND).wait()      # JOB records
 
 This list, `__all__`, is the public API; modules with an underscore are private. Read `_executor.py`
 first: it has the words and the promises. `_records.py` has the records, `native/executor.h` the

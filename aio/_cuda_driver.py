@@ -48,6 +48,7 @@ class DeviceDriver:
     def __init__(self, ordinal: int, library: str = LIBRARY) -> None:
         try:
             self._library = ctypes.CDLL(library)
+            # As addresses: native threads call them, without the GIL and without Python.
             self.functions = {field: self._address(name) for field, name in FUNCTIONS.items()}
         except (OSError, AttributeError) as error:
             raise DeviceCopyError(f"the device's driver cannot be used: {error}") from error
@@ -55,9 +56,8 @@ class DeviceDriver:
         self._call("cuInit", ctypes.c_uint(0))
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-        self._call(
-            "cuDevicePrimaryCtxRetain", ctypes.byref(context), device
-        )  # torch's own: there is one per device
+        # The primary context is torch's own: there is one per device, so streams are shared.
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self.context = int(context.value or 0)
         self._pinned: dict[int, int] = {}
 
@@ -92,6 +92,7 @@ class DeviceDriver:
                 ctypes.c_size_t(size_bytes),
                 ctypes.c_uint(_REGISTER),
             )
+        # Only after it is pinned: `unpin` would hand a range to the driver that it does not know.
         self._pinned[address] = size_bytes
 
     def unpin(self, address: int) -> None:
@@ -100,10 +101,11 @@ class DeviceDriver:
         """
         if self._pinned.pop(address, None) is None:
             return
+        # A device that broke has let go of the range, and its driver refuses.
         with (
             contextlib.suppress(DeviceCopyError),
             self._current(),
-        ):  # a device that broke has let go of it
+        ):
             self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     @contextlib.contextmanager
@@ -117,10 +119,12 @@ class DeviceDriver:
         self._call("cuCtxSetCurrent", ctypes.c_void_p(self.context))
         try:
             yield
+        # The thread's current device is the user's, also after a fault.
         finally:
             self._call("cuCtxSetCurrent", before)
 
     def close(self) -> None:
         """Unpin everything. No copy may be under way."""
+        # A copy: `unpin` takes entries out.
         for address in list(self._pinned):
             self.unpin(address)

@@ -33,7 +33,9 @@ from infinity.aio._stats import DriveStats, ExecutorStats, Window
 
 log = logging.getLogger("infinity.aio")
 
+# A median of several: one lucky second is nothing that a drive sustains.
 SUSTAINED_SAMPLES = 8
+# In a row, so that a hiccup of a second warns nobody.
 SLOW_SAMPLES = 5
 #: An episode ends at this share of what was sustained; between it and the share where one begins
 #: nothing changes.
@@ -51,6 +53,7 @@ CLASS_EDGES = (0.01, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0
 #: The rate of writing is that of the last quarter of an hour, or of the last step if that took
 #: longer.
 RATE_SPAN_S = 900.0
+# Bounds the history: 180 points in a quarter of an hour, however often `observe` is called.
 _RATE_EVERY_S = 5.0
 _DAY_S = 86_400.0
 
@@ -123,6 +126,7 @@ def recent_bytes_per_s(
     # The present second is incomplete.
     end_s = math.floor(now_s / WINDOW_S) * WINDOW_S
     span_s = min(span_s, end_s - opened_s)
+    # No whole second yet.
     if span_s < WINDOW_S:
         return 0.0, 0.0
     # Seconds are aligned, so the executor was opened within its first.
@@ -139,9 +143,11 @@ class _Class:
 
     def add(self, rate: float) -> float:
         """Add a sample; return the bandwidth sustained before it (0.0: unknown)."""
+        # Taken first: a sample is judged by what was sustained without it.
         before = self.sustained
         self.latest.append(rate)
         if len(self.latest) == SUSTAINED_SAMPLES:
+            # Never lowered: a drive that slows down for good must not become its own measure.
             self.sustained = max(self.sustained, statistics.median(self.latest))
         return before
 
@@ -156,9 +162,8 @@ class _Direction:
     """
 
     name: str
-    streak: list[float] = field(
-        default_factory=list
-    )  # samples in a row that may begin or end an episode
+    # Samples in a row that may begin or end an episode.
+    streak: list[float] = field(default_factory=list)
     streak_start_s: float = 0.0
     slow_since_s: float | None = None
     notice: Notice | None = None  # of the episode in progress
@@ -170,25 +175,31 @@ class _Direction:
         """Take in a sample whose class sustained `before`; a Notice when an episode begins or ends
         with it.
         """
+        # Between the two nothing changes, so a drive at the edge does not warn again and again.
         slow, good = rate < share * before, rate >= max(RECOVERED_SHARE, share) * before
+        # In an episode good samples count, outside of one slow ones.
         changes = slow if self.slow_since_s is None else good
         if self.slow_since_s is not None and slow:
+            # Refreshed, so that `slow` tells how it is now.
             self.notice = Notice(path, self.name, before, rate, end_s - self.slow_since_s)
         if not changes:
             self.streak.clear()
             return None
         if not self.streak:
             self.streak_start_s = start_s
+        # Relative: the samples of a streak may come from classes of different bandwidth.
         self.streak.append(rate / before)
         if len(self.streak) < SLOW_SAMPLES:
             return None
         now = statistics.median(self.streak) * before
         self.streak.clear()
         if self.slow_since_s is None:
+            # It began with the first slow sample, not with the one that was one too many.
             self.slow_since_s = self.streak_start_s
             self.episodes += 1
             self.notice = Notice(path, self.name, before, now, end_s - self.slow_since_s)
             return self.notice
+        # It ended where the good samples began.
         lasted_s = self.streak_start_s - self.slow_since_s
         self.slow_since_s = self.notice = None
         return Notice(path, self.name, before, now, lasted_s, recovered=True)
@@ -199,9 +210,8 @@ class _Drive:
 
     def __init__(self, share: float) -> None:
         self.share = share
-        self.base: tuple[float, int, int] | None = (
-            None  # (time, bytes written, steps) where training began
-        )
+        # (time, bytes written, steps) where training began.
+        self.base: tuple[float, int, int] | None = None
         self.history: deque[tuple[float, int]] = deque()
         self.latest = (0.0, 0, 0)
         self.seen_s = -math.inf
@@ -216,17 +226,20 @@ class _Drive:
     def write(self, now_s: float, bytes_written: int, steps: int) -> None:
         """Remember how much has been written by now."""
         self.latest = (now_s, bytes_written, steps)
+        # Set-up fills the drive once and says nothing about training, so its writes are left out.
         if self.base is None or steps <= 0:
             self.base = self.latest
             self.history = deque([(now_s, bytes_written)])
             return
         if now_s - self.history[-1][0] >= _RATE_EVERY_S:
             self.history.append((now_s, bytes_written))
+        # One point older than the span stays: a step may take longer than a quarter of an hour.
         while len(self.history) > 1 and now_s - self.history[1][0] >= RATE_SPAN_S:
             self.history.popleft()
 
     def forecast(self) -> Forecast:
         now_s, written, steps = self.latest
+        # No step has ended since training began: there is no rate yet.
         if self.base is None or steps <= self.base[2] or now_s <= self.history[0][0]:
             return Forecast(written)
         from_s, from_bytes = self.history[0]
@@ -236,6 +249,7 @@ class _Drive:
     def watch(self, drive: DriveStats, now_s: float) -> Iterator[Notice]:
         """Judge the seconds that have settled since the last call."""
         for window in drive.windows:
+            # Not judged twice, and not before requests in flight at its end have their results.
             if window.start_s <= self.seen_s or window.start_s + WINDOW_S + SETTLE_S > now_s:
                 continue
             self.seen_s = window.start_s
@@ -252,9 +266,11 @@ class _Drive:
         does.
         """
         carried, self.carried = self.carried, None
+        # A few requests are no load, and say nothing about bandwidth.
         if window.busy_s < BUSY_SHARE_MIN * WINDOW_S:
             return None
         if (
+            # Seconds after an idle pause are not joined with those before it.
             carried is not None
             and window.start_s - carried.start_s <= carried.busy_s + 2 * WINDOW_S
         ):
@@ -264,6 +280,7 @@ class _Drive:
                 carried.bytes_written + window.bytes_written,
                 carried.busy_s + window.busy_s,
             )
+        # Busy and almost nothing moved: counted with the next, or a stall would go unseen.
         if window.bytes_read + window.bytes_written < SAMPLE_BYTES_MIN:
             self.carried = window
             return None
@@ -274,6 +291,7 @@ class _Drive:
         kind = bisect_right(CLASS_EDGES, sample.bytes_read / total)
         rate = total / sample.busy_s
         before = self.classes[kind].add(rate)
+        # The first samples of a class have nothing to be compared with.
         if not before:
             return None
         direction = self.directions[0 if kind == 0 else 2 if kind == len(CLASS_EDGES) else 1]
@@ -307,6 +325,7 @@ class Endurance:
         """
         if now_s is None:
             now_s = time.monotonic()
+        # Made on the first call, which is the first to know how many drives there are.
         while len(self._drives) < len(stats.drives):
             self._drives.append(_Drive(self._share))
         notices: list[Notice] = []

@@ -104,6 +104,7 @@ def _config(
     config.small_count, config.small_bytes = small.count, small.bytes
     config.large_count, config.large_bytes = large.count, large.bytes
     config.drive_count = drive_count
+    # Idle for so long, closed gates escape: their updates run without a target.
     config.hold_ns = int(hold_s * 1e9)
     if (place := _numa_node.chosen()) is not None:
         # 0 stands for no choice.
@@ -129,6 +130,7 @@ def _drive_configs(
     configs = ffi.new("inf_drive_config[]", max(1, len(drives)))
     for index, drive in enumerate(drives):
         configs[index].fd = drive.fd
+        # Beyond the device's tags a thread that submits would sleep inside the kernel.
         configs[index].block_bytes, configs[index].depth = _file_system.fit(
             drive, block_bytes, depths[index]
         )
@@ -168,7 +170,9 @@ class Executor:
     ) -> None:
         uring = backend == "io_uring"
         if block_bytes is None:
+            # A ring fills gaps with other requests; a thread has only its own one.
             block_bytes = RING_BLOCK_BYTES if uring else THREAD_BLOCK_BYTES
+        # At least one, so that the options are checked without a drive, too.
         depths = [depth] * max(len(drives), 1) if isinstance(depth, int) else list(depth)
         # Checked before C sees anything, so that a mistake is a ValueError and not a step down.
         for each in depths:
@@ -219,6 +223,7 @@ class Executor:
         self._core = Core(ffi, lib, pointer, drives)
         self._opened_s = opened_s
         self.pool_bytes = int(lib.inf_executor_pool_bytes(pointer))
+        # A refused binding costs speed only, so it is logged and not raised.
         _numa_node.report(int(lib.inf_executor_numa_error(pointer)))
 
     def define(self, chunks: npt.NDArray[np.void]) -> npt.NDArray[np.int32]:
@@ -231,6 +236,7 @@ class Executor:
         core = self._core
         core.check()
         chunk_records = _validate.as_records(chunks, records.CHUNK, "chunk")
+        # C trusts offsets and sizes, which become addresses and places in files.
         _validate.check_chunks(chunk_records, len(core.drives))
         ids = np.full(len(chunk_records), -1, dtype=np.int32)
         error = core.lib.inf_executor_define(
@@ -241,6 +247,7 @@ class Executor:
         )
         if error == -errno.ENOMEM:
             raise MemoryError(f"no memory for {len(chunk_records)} chunks")
+        # C alone knows the files of a drive, so `check_chunks` could not see this.
         if error == -errno.ENOENT:
             raise ValueError(_validate.FILE_UNKNOWN)
         if error:
@@ -253,6 +260,7 @@ class Executor:
         """Forget chunks; ids may be reused. Raises ValueError if jobs on them are pending."""
         core = self._core
         core.check()
+        # Here and below: C reads the array in place, as a plain run of int32.
         wanted = np.ascontiguousarray(ids, dtype=np.int32)
         error = core.lib.inf_executor_drop(
             core.pointer, core.ffi.from_buffer("int32_t[]", wanted), len(wanted)
@@ -279,6 +287,7 @@ class Executor:
         job_records = _validate.as_records(jobs, records.JOB, "job")
         seg_records = _validate.as_records(segs, records.SEG, "seg")
         hyper_records = _validate.as_records(hypers, records.HYPER, "hyper")
+        # C takes its address as it is; another executor's gate has another lock.
         if gate is not None and (not isinstance(gate, Gate) or gate._core is not core):
             raise ValueError("the gate is of another executor")
         # QuickCalls keep the GIL: a submission is a few microseconds, and re-taking the GIL beside
@@ -331,6 +340,7 @@ class Executor:
 
     def compute_stream(self, stream: int) -> None:
         """Set the stream (0: the default one) that later copies run behind. Never blocks."""
+        # Not checked for close: it only notes a number.
         self._core.quick.executor_compute_stream(self._core.address, stream)
 
     def hold_gates(self, held: bool) -> None:
@@ -357,6 +367,7 @@ class Executor:
         core = self._core
         core.check()
         wanted = np.ascontiguousarray(ids, dtype=np.int32)
+        # A quick call: it queues reads and waits for none.
         accepted = core.quick.executor_prefetch(
             core.address, wanted.ctypes.data, len(wanted), param_in_memory
         )
@@ -403,9 +414,11 @@ class Executor:
         core = self._core
         core.check()
         wanted = np.ascontiguousarray(ids, dtype=np.int32)
+        # Both have one signature, and refuse for the same reasons.
         call = getattr(core.lib, f"inf_executor_{what}")
         error = call(core.pointer, core.ffi.from_buffer("int32_t[]", wanted), len(wanted))
         if error:
+            # C has changed nothing: all chunks commit, or none does.
             raise ValueError(_validate.versions_refused(what, irrevocable=error == -errno.EPERM))
 
     def add_file(self, drive: int, file: SwapFile) -> int:
@@ -427,8 +440,10 @@ class Executor:
     def remove_file(self, drive: int, index: int) -> None:
         """Take a file back. Raises ValueError while a chunk has a place in it."""
         self._core.check()
+        # While a chunk has a place in it, a job would use a descriptor that is closed.
         if self._core.lib.inf_executor_file_remove(self._core.pointer, drive, index):
             raise ValueError(_validate.FILE_STAYS)
+        # Only after C has let go: the descriptor may be closed from here on.
         del self._core.files[drive, index]
 
     def relocate(
@@ -457,6 +472,7 @@ class Executor:
             core.ffi.from_buffer("int32_t[]", there[0]),
             core.ffi.from_buffer("int64_t[]", there[1]),
         )
+        # The committed place is what a rollback returns to, so it must stay what it is.
         if error == -errno.EPERM:
             raise ValueError(_validate.RELOCATES_COMMITTED)
         if error:
@@ -508,12 +524,14 @@ class Executor:
         if core.forked:
             core.check()
         counters = core.ffi.new("inf_exec_stats *")
+        # C wants a pointer, also where there is no drive.
         per_drive = core.ffi.new("inf_drive_stats[]", max(1, len(core.drives)))
         core.lib.inf_executor_stats(core.pointer, counters, per_drive)
         drives = tuple(
             drive_stats(
                 record, drive, block, core.fault_record(record.mark) if record.marked else None
             )
+            # Not strict: without a drive there is one record all the same.
             for record, drive, block in zip(per_drive, core.drives, self._block_bytes, strict=False)
         )
         registered = int(core.lib.inf_executor_registered(core.pointer))
@@ -562,10 +580,12 @@ class Executor:
         core = self._core
         if core.forked:
             return np.zeros(0, dtype=SPAN)
+        # C keeps this many in a ring and overwrites the oldest.
         spans = np.zeros(_SPANS_MAX, dtype=SPAN)
         count = core.lib.inf_executor_take_spans(
             core.pointer, core.ffi.cast("inf_span *", spans.ctypes.data), _SPANS_MAX
         )
+        # A copy: a view would keep the whole buffer alive.
         taken: npt.NDArray[np.void] = spans[:count].copy()
         return taken
 
@@ -591,6 +611,7 @@ class Executor:
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:
+        # After an exception nobody wants what is pending.
         self.close(wait=kind is None)
 
 

@@ -52,6 +52,7 @@ class ExtentAllocator:
         for index in order if drive is None else [drive]:
             offset = self._take(self._drives[index], size)
             if offset is not None:
+                # `free` is told the offset alone.
                 self._sizes[index, offset] = size
                 return index, offset
         raise MemoryError(f"no drive has {size} bytes left of {self._capacity_bytes}")
@@ -67,6 +68,7 @@ class ExtentAllocator:
                 drive.starts[at] = start + size
             drive.used += size
             return start
+        # No free range fits: the file grows, up to its capacity.
         if self._capacity_bytes is not None and drive.end + size > self._capacity_bytes:
             return None
         offset = drive.end
@@ -82,6 +84,7 @@ class ExtentAllocator:
         space = self._drives[drive]
         space.used -= size
         start, end = offset, offset + size
+        # Joined with both neighbours: free ranges are never adjacent, so first fit sees whole ones.
         at = bisect_left(space.starts, start)
         if at < len(space.starts) and space.starts[at] == end:
             end = space.ends[at]

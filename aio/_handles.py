@@ -49,6 +49,7 @@ class Core:
         self.driver: Any = None
         # Files of `Executor.add_file`, by drive and index.
         self.files: dict[tuple[int, int], SwapFile] = {}
+        # Errors name paths after close, too.
         self.paths = [drive.path for drive in drives]
         # Reentrant: a signal handler may close again on the thread that closes.
         self._stopping = threading.RLock()
@@ -149,11 +150,13 @@ _CORES: weakref.WeakSet[Core] = weakref.WeakSet()
 
 
 def _close_all() -> None:
+    # A copy: stopping may drop the last reference to a core and change the set.
     for core in list(_CORES):
         core.stop(wait=False)
 
 
 def _mark_forked() -> None:
+    # Only a mark: a call into C could wait for a lock that a thread of the parent held.
     for core in _CORES:
         core.forked = True
 
@@ -251,6 +254,7 @@ class JobTicket:
 
     def _wait(self, word: int, timeout: float | None) -> None:
         self._block(word, timeout)
+        # After the wait: C sets the word of a failed job before that of `done`.
         if self._words[2]:
             record = self._core.ffi.new("inf_fault *")
             self._core.lib.inf_ticket_fault(self._core.pointer, self._pointer, record)
@@ -322,6 +326,7 @@ class Gate:
 
     def __del__(self) -> None:
         if not self._core.forked:
+            # A closed gate escapes then: nobody can open it any more.
             self._core.quick.gate_release(self._core.address, self._address)
 
 

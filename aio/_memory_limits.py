@@ -34,6 +34,7 @@ class CgroupLimit:
     @property
     def left_bytes(self) -> int:
         """Bytes that may be taken before the kernel has to end a process."""
+        # The page cache counts as used, and the kernel drops it before it ends a process.
         return max(self.limit_bytes - max(self.used_bytes - self.reclaimable_bytes, 0), 0)
 
 
@@ -50,12 +51,15 @@ def cgroup_limits(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[Cgrou
         return []
     for line in lines:
         _, controllers, path = line.split(":", 2)
+        # An empty list of controllers marks the line of version 2.
         if controllers == "":
             # Beside version 1 the unified hierarchy lies in a folder of its own, if anywhere.
             unified = cgroups / "unified"
             root = unified if (unified / "cgroup.controllers").exists() else cgroups
+            # Page cache is what memory.stat counts as file pages, active or not.
             names = ("memory.max", "memory.current", ("inactive_file", "active_file"))
         elif "memory" in controllers.split(","):
+            # Version 1 has a tree for each controller.
             root = cgroups / "memory"
             names = (
                 "memory.limit_in_bytes",
@@ -69,6 +73,7 @@ def cgroup_limits(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[Cgrou
         folder = root / path.lstrip("/")
         for place in (folder, *folder.parents):
             limit, used = _number(place / names[0]), _number(place / names[1])
+            # "max" (version 2) is no number, and _UNLIMITED_BYTES stands for none in version 1.
             if limit is not None and used is not None and limit < _UNLIMITED_BYTES:
                 found.append(
                     CgroupLimit(str(place), limit, used, _sum_of(place / "memory.stat", names[2]))
@@ -95,6 +100,7 @@ def check_slab(size_bytes: int) -> None:
     The error names the limit that leaves too little.
     """
     left, of = _left()
+    # Before the pages are touched: past a cgroup's limit the kernel sends SIGKILL, not an error.
     if size_bytes > left:
         raise MemoryError(
             f"a slab of {format_size(size_bytes)} does not fit into memory: {of} leaves "
@@ -105,8 +111,10 @@ def check_slab(size_bytes: int) -> None:
 
 
 def _left() -> tuple[int, str]:
+    # `available`, not `free`: it counts page cache that the kernel would give.
     left, of = int(psutil.virtual_memory().available), "the machine"
     for limit in cgroup_limits():
+        # Every limit binds, so the tightest decides, and it is the one that the error names.
         if limit.left_bytes < left:
             left, of = (
                 limit.left_bytes,
@@ -120,6 +128,7 @@ def _number(path: Path) -> int | None:
         text = path.read_text(encoding="ascii").strip()
     except OSError:
         return None
+    # "max" is no number: no limit.
     return int(text) if text.isdigit() else None
 
 

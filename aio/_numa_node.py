@@ -17,7 +17,7 @@ from infinity._src import native
 log = logging.getLogger("infinity.aio")
 
 CPU_MAX = 1024
-"""CPUs that the native threads can be told of (INF_CPU_MAX)."""
+"""Bound of the numbers of CPUs in a native thread's mask (INF_CPU_MAX)."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ def prefer(address: int, size_bytes: int) -> None:
 
 def report(error: int) -> None:
     """Log an error of binding (a negative errno), once each; 0 is none."""
+    # Once: every slab and every executor would repeat it.
     if error in (0, *_logged):
         return
     _logged.add(error)

@@ -46,9 +46,11 @@ def open_executor(
     extension is missing, ValueError for an unknown backend, OSError when a named one cannot be had
     ("auto" steps down from io_uring to threads instead), MemoryError when the pools do not fit.
     """
+    # Before anything is tried: a misspelled name must not look like a missing backend.
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
     reasons: list[str] = []
+    # The best first. A backend that the user names has no fall-back.
     for name in ("io_uring", "threads") if backend == "auto" else (backend,):
         try:
             return Executor(
@@ -67,10 +69,12 @@ def open_executor(
         # ImportError (no extension), MemoryError (pools) and ValueError pass: threads would meet
         # them too.
         except OSError as error:
+            # What a user forces and cannot have is an error, never something else in silence.
             if backend != "auto":
                 raise OSError(
                     f"I/O backend {backend!r} was asked for and cannot be had: {error}"
                 ) from error
+            # Kept with the executor, too: `infinity doctor` shows it.
             reasons.append(f"no {name} backend: {error}")
             _step_down(reasons[-1])
     raise OSError(f"no I/O backend can be had here: {'; '.join(reasons)}")

@@ -27,6 +27,7 @@ from infinity.errors import AioError
 BLOCK_BYTES, DEPTH = 1 << 20, 32
 
 _PROC = Path("/proc")
+# By what io_uring_setup returned; EPERM and EACCES have several causes (`_forbidden`).
 _WHY_NO_RING = {
     errno.ENOSYS: "the kernel was built without it, or a seccomp filter hides it",
     errno.ENOMEM: "RLIMIT_MEMLOCK is too small for a ring; raise it (ulimit -l)",
@@ -112,6 +113,7 @@ def probe_engine() -> EngineProbe:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     try:
         with Slab(HUGE_PAGE_BYTES) as slab:
+            # The setting may allow them and the kernel still have none, so one is asked for.
             works = slab.huge_bytes() >= HUGE_PAGE_BYTES
     except MemoryError:  # not even for one; what memory is left has a line of its own
         works = False
@@ -192,6 +194,7 @@ def probe_directory(path: str | os.PathLike[str]) -> DirectoryProbe:
             kind = file_system_type(name)
             space = os.fstatvfs(file.fd)
             free = space.f_bavail * space.f_frsize
+            # Preallocation is tried, too: what a file system promises tells nothing.
             file.grow(mmap.PAGESIZE)
             direct_reason, preallocates = file.direct_reason, file.preallocated
             alignments, limits = direct_alignments(file.fd), limits_of(file)
@@ -233,6 +236,7 @@ def probe_executor(
             try:
                 stats = executor.stats()
             finally:
+                # Nothing was submitted.
                 executor.close(wait=False)
     except (ImportError, MemoryError, ValueError, OSError) as error:
         return ExecutorProbe(error=str(error))

@@ -1,5 +1,4 @@
-"""Records that cross into C: what a chunk is, and what a job does to it, as numpy structured
-arrays.
+"""Records that cross into C as numpy structured arrays: chunks, jobs, segments, hyper-parameters.
 
 The executor keeps one `CHUNK` record per chunk; each submission has `JOB`, `SEG` and `HYPER`
 records. The dtypes mirror the structs of native/infinity.h byte for byte, so C reads the arrays in
@@ -247,7 +246,8 @@ class GradDtype(IntEnum):
     FP32 = 1
     FP16 = 2
     SECTION = 3
-    """In the chunk's own `grad` section, from the segment's start; the segment has no address then.
+    """The gradient lies in the chunk's own `grad` section, from the segment's start on; the segment
+    has no address then.
     """
 
 

@@ -16,6 +16,7 @@ from infinity.aio._records import ALIGNMENT_BYTES
 
 log = logging.getLogger("infinity.aio")
 
+# No request may span two registered buffers, which io_uring takes up to 1 GiB each.
 BLOCK_BYTES_MAX = 1 << 30
 DEPTH_MAX = 4096
 ENGINES = ("io_uring", "threads")
@@ -67,6 +68,7 @@ class IoSettings:
         checked = {
             _directory(name): _bandwidth(str(name), pair) for name, pair in self.bandwidths.items()
         }
+        # The dataclass is frozen, and the checked mapping is a copy of the caller's.
         object.__setattr__(self, "bandwidths", checked)
 
     @classmethod
@@ -80,8 +82,10 @@ class IoSettings:
         if not isinstance(source, Mapping):
             where = f"{os.fspath(source)!r}: "
             found = _read_json(source)
+        # A record of the benchmark has them among its results.
         if isinstance(found, Mapping) and "settings" in found:
             found = found["settings"]
+        # A record of another benchmark: its fields would all be told as unknown.
         elif isinstance(found, Mapping) and "schema" in found:
             raise ValueError(
                 f'{where}a {found["schema"]!r} record has no "settings"; use one of python -m '
@@ -99,6 +103,7 @@ class IoSettings:
         try:
             return cls(**found)
         except ValueError as error:
+            # The constructor does not know the file; the message has to name it.
             raise ValueError(f"{where}{error}") from None
 
     def as_dict(self) -> dict[str, Any]:
@@ -135,6 +140,7 @@ class IoSettings:
         if text not in _logged:
             _logged.add(text)
             log.warning("%s", text)
+        # Depth and bandwidths are the drive's, whichever backend measured them.
         return replace(self, block_bytes=None)
 
 
@@ -153,6 +159,7 @@ def _read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def _check_integer(name: str, value: Any) -> None:
+    # JSON's true is a bool, which Python counts as an int.
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name}={value!r} must be an integer")
 
@@ -169,6 +176,7 @@ def _check_block(value: int | None) -> None:
 
 
 def _directory(name: Any) -> str:
+    # Relative ones would mean another drive in another working directory.
     if not isinstance(name, (str, os.PathLike)) or not Path(name).is_absolute():
         raise ValueError(f"bandwidths: {name!r} is not an absolute directory")
     return os.fspath(name)
@@ -180,6 +188,7 @@ def _bandwidth(name: str, pair: Any) -> tuple[float, float]:
         right = all(
             isinstance(value, (int, float))
             and not isinstance(value, bool)
+            # json.loads takes NaN and Infinity.
             and math.isfinite(value)
             and value > 0
             for value in pair

@@ -64,6 +64,7 @@ class Slab:
         _numa_node.prefer(self.address, rounded)  # before the first touch, which places a page
         self._touch(offset, rounded)
         self._memory: memoryview | None = memoryview(self._map)[offset : offset + size_bytes]
+        # Weak: only a fork needs to find them, to mark them.
         _SLABS.add(self)
 
     def _touch(self, offset: int, rounded: int) -> None:
@@ -79,7 +80,7 @@ class Slab:
 
     @property
     def memory(self) -> memoryview:
-        """All of it, writable, as bytes. Raises ValueError after `close` and in a forked child."""
+        """The slab as writable bytes. Raises ValueError after `close` and in a forked child."""
         if self._forked:
             raise ValueError(
                 "this slab belongs to the parent of this process; make a new one after the fork"
@@ -116,9 +117,11 @@ class Slab:
         self._closed = True
         if self._memory is not None and not self._forked:
             try:
+                # In this order: a mapping with a live view cannot be closed.
                 self._memory.release()
                 self._map.close()
-            except BufferError:  # a view lives: the mapping goes with it
+            except BufferError:
+                # A view lives: the mapping goes with it.
                 pass
         self._memory = None
 
@@ -151,6 +154,7 @@ def huge_page_bytes(address: int, size_bytes: int) -> int:
         with Path("/proc/self/smaps").open(encoding="ascii", errors="replace") as maps:
             for line in maps:
                 head = line.split(maxsplit=1)[0]
+                # The first line of a mapping is its range, "7f..-7f.."; fields end with a colon.
                 if "-" in head and not head.endswith(":"):
                     low, high = (int(part, 16) for part in head.split("-"))
                     inside = low < end and high > address
@@ -158,4 +162,5 @@ def huge_page_bytes(address: int, size_bytes: int) -> int:
                     huge += int(line.split()[1]) * 1024
     except OSError:
         return -1
+    # A mapping may reach beyond the range.
     return min(huge, size_bytes)

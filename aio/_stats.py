@@ -159,6 +159,7 @@ def registered_reason(code: int, backend: str) -> str:
     if backend != "io_uring":
         return f"the {backend} backend has nothing to register with"
     if code < 0:
+        # 12 is ENOMEM: registered memory counts against that limit.
         advice = "; RLIMIT_MEMLOCK is too small, raise it (ulimit -l)" if -code == 12 else ""
         return f"the kernel refuses: {os.strerror(-code)}{advice}"
     return _REGISTERED_NOT.get(code, f"code {code}")
@@ -222,6 +223,7 @@ def drive_stats(
             list(record.latency[1]), record.latency_max_ns[1], _bucket_middle_s
         ),
         windows=_windows(record),
+        # The fault has its drive's number, and only this drive's path is known here.
         failed="" if fault is None else str(fault.to_error([file.path] * (fault.drive + 1))),
     )
 

@@ -33,9 +33,11 @@ from infinity.errors import AioError, DeviceFailedError, SwapFullError
 
 log = logging.getLogger("infinity.aio")
 
+# Answers where O_TMPFILE is not known; EINVAL may also mean that O_DIRECT is refused.
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
 _OPEN = os.O_RDWR | os.O_CLOEXEC
+# No slash, no leading dot: the name stays in its directory and clear of the owner files.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _logged: set[str] = set()
 
@@ -62,12 +64,14 @@ class SwapFile:
         self.directory = directory
         self.path = str(Path(directory) / name) if name else directory
         self.direct_reason = direct_reason
+        # Until a file system refuses to (`grow`).
         self.preallocated = True
         self._stays_open = False
         self.size_bytes = os.fstat(fd).st_size
         self._private: PrivateDirectory | None = None
         self._sidecar: Path | None = None
         self._sync_failed: DeviceFailedError | None = None
+        # Weak: a file that nobody holds is closed, and a fork finds the others.
         _FILES.add(self)
 
     @property
@@ -87,6 +91,7 @@ class SwapFile:
         path = os.fspath(directory)
         in_memory = _check_directory(path)
         try:
+            # First: the files of dead processes take room that this one may need.
             clear_dead(path)
             if in_memory or not direct:
                 reason = (
@@ -96,6 +101,7 @@ class SwapFile:
                 )
                 return cls._ephemeral(path, 0, reason)
             try:
+                # Tried: no type of file system says for sure whether O_DIRECT works.
                 file = cls._ephemeral(path, os.O_DIRECT, "")
             except OSError as error:
                 if error.errno != errno.EINVAL:
@@ -106,6 +112,7 @@ class SwapFile:
                     f"the file system ({file_system_type(path)}) refuses to open it with O_DIRECT",
                 )
             else:
+                # Some file systems open with O_DIRECT and refuse the first transfer.
                 file._try_direct(file.fd)
             file._tell_buffered()
             return file
@@ -144,10 +151,12 @@ class SwapFile:
         path = os.fspath(directory)
         try:
             if create:
+                # Another rank of the run may make it at the same moment.
                 with contextlib.suppress(FileExistsError):
                     Path(path).mkdir(mode=0o700)
             in_memory = _check_directory(path)
             status = Path(path).stat()
+            # Weights lie in plain on the drive: no other user may enter.
             if status.st_uid != os.geteuid() or status.st_mode & 0o077:
                 raise ValueError(
                     f"directory {path!r} of a durable swap file must be this user's, mode 0700: "
@@ -157,6 +166,7 @@ class SwapFile:
                 _open_named(Path(path) / name, create=create), path, direct_reason="", name=name
             )
             try:
+                # The lock comes first: a file of another process is not to be touched.
                 file._hold()
                 file._go_direct(in_memory, direct)
             except BaseException:
@@ -175,6 +185,7 @@ class SwapFile:
 
         Raises AioError (EEXIST where there is one), SwapFullError, DeviceFailedError.
         """
+        # O_EXCL: an existing file is never overwritten.
         return cls._ordinary(Path(path), os.O_RDWR | os.O_CREAT | os.O_EXCL, direct)
 
     @classmethod
@@ -195,8 +206,10 @@ class SwapFile:
             fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
             file = cls(fd, str(path.parent), direct_reason="", name=path.name)
             try:
+                # Asked of the open file: its name may lead elsewhere a moment later.
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise OSError(errno.EINVAL, "not a regular file")
+                # A checkpoint in memory is allowed; only swap there would save nothing.
                 if in_memory in IN_MEMORY or not direct:
                     file.direct_reason = (
                         f"{in_memory} has no drive below it"
@@ -223,6 +236,7 @@ class SwapFile:
 
     def _try_ordinary_direct(self, *, write: bool) -> None:
         try:
+            # Switched on after opening: a refusal then leaves a file that is open and buffered.
             set_buffered(self.fd, False)
             self.direct_reason = direct_refusal(self.fd, write=write)
         except OSError as error:
@@ -239,6 +253,7 @@ class SwapFile:
         status, path = os.fstat(self.fd), Path(self.path)
         sidecar = path.with_name(f".{path.name}.owner")
         if not lock(self.fd):
+            # The lock says only that somebody holds it; the sidecar names who.
             owner = Owner.read(sidecar)
             who = "this process" if owner == Owner.this() else str(owner or "another process")
             raise AioError(
@@ -248,6 +263,8 @@ class SwapFile:
                 path=self.path,
                 op="open",
             )
+        # Locked, but maybe under a name that leads to another file by now: two would both hold
+        # theirs.
         if not stat.S_ISREG(status.st_mode) or not os.path.samestat(status, path.stat()):
             raise AioError(
                 "not a regular file, or it was replaced while it was opened",
@@ -261,10 +278,12 @@ class SwapFile:
             Owner.this().leave_word(sidecar)
         except OSError as error:
             if error.errno not in _NO_ROOM:
-                raise  # on a full drive the lock does without
+                # On a full drive the lock does without: the word is for people only.
+                raise
+        # Unlike the contents, the name lies in the directory, which has to be flushed for itself.
         folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(folder)  # the name is to survive a crash as well
+            os.fsync(folder)
         finally:
             os.close(folder)
 
@@ -278,12 +297,15 @@ class SwapFile:
             )
             return
         try:
+            # On a file of its own: trying writes a block.
             with SwapFile.create(self.directory) as neighbour:
                 self.direct_reason = neighbour.direct_reason
         except SwapFullError:
-            pass  # what lies on a full drive is still to be read, and reading it is tried below
+            # A full drive's file is still to be read, and reading it is tried below.
+            pass
         if not self.direct_reason:
             set_buffered(self.fd, False)
+            # Read only: this file has contents that must stay.
             self.direct_reason = direct_refusal(self.fd, write=False)
             if self.direct_reason:
                 set_buffered(self.fd, True)
@@ -326,9 +348,12 @@ class SwapFile:
             os.posix_fallocate(self.fd, self.size_bytes, more)
         except OSError as error:
             got = max(os.fstat(self.fd).st_blocks - before, 0) * 512
-            os.ftruncate(self.fd, self.size_bytes)  # a failed preallocation keeps what it got
+            # A failed preallocation keeps the blocks that it got.
+            os.ftruncate(self.fd, self.size_bytes)
             if error.errno in _NO_ROOM:
                 raise self._full(more, error.errno or 0, got) from error
+            # These two: the file system cannot preallocate. The length is set without room behind
+            # it.
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise AioError(
                     "preallocation failed",
@@ -367,6 +392,7 @@ class SwapFile:
             try:
                 os.fsync(self.fd)
             except OSError as error:
+                # Kept, for every later call to raise.
                 self._sync_failed = DeviceFailedError(
                     "what was written may be lost",
                     errno=error.errno or 0,
@@ -385,6 +411,8 @@ class SwapFile:
 
     def _full(self, more: int, code: int, got: int) -> SwapFullError:
         wanted = self.size_bytes + more
+        # EFBIG has two causes: the process's own limit, which the user can raise, or the file
+        # system's.
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         advice = "add a directory to Policy.nvme"
         if code == errno.EDQUOT:
@@ -404,9 +432,9 @@ class SwapFile:
             )
         else:
             free = self.free_bytes()
-            if (
-                free >= more
-            ):  # what the file system needs for itself came on top, or somebody else was faster
+            # The file system needs some for itself, or somebody else was faster: what is free now
+            # does not tell what was missing.
+            if free >= more:
                 free = got
             text = (
                 f"{self.path!r} has room for {free} of {more} more bytes: {more - free} are "
@@ -428,11 +456,11 @@ class SwapFile:
         if self.fd < 0 or self._stays_open:
             return
         if self._sidecar is not None:
-            with contextlib.suppress(OSError):  # only word of who held it, and while we still do
+            # Before the lock goes: after it, the sidecar may be that of the next holder.
+            with contextlib.suppress(OSError):
                 self._sidecar.unlink()
-            with contextlib.suppress(
-                OSError
-            ):  # a child that was just forked has not let go of its copy yet
+            # Closing would not end the lock while a child that was just forked has its copy open.
+            with contextlib.suppress(OSError):
                 fcntl.flock(self.fd, fcntl.LOCK_UN)
         os.close(self.fd)
         self.fd = -1
@@ -441,6 +469,7 @@ class SwapFile:
 
     def keep_open(self) -> None:
         """Turn `close` into a no-op: requests that the drive still holds use the descriptor."""
+        # The number would be given to the next file opened, and those requests would write into it.
         self._stays_open = True
 
     def _disown(self) -> None:
@@ -458,6 +487,7 @@ class SwapFile:
         self.close()
 
     def __del__(self) -> None:
+        # The constructor may have failed before it set `fd`.
         if getattr(self, "fd", -1) >= 0:
             self.close()
 
@@ -469,6 +499,7 @@ _FILES: weakref.WeakSet[SwapFile] = weakref.WeakSet()
 
 
 def _disown_all() -> None:
+    # A copy: the collector may change the set meanwhile.
     for file in list(_FILES):
         file._disown()
 
@@ -488,6 +519,7 @@ def _check_directory(path: str) -> str:
     kind = file_system_type(path)
     if kind not in IN_MEMORY:
         return ""
+    # Swapping into memory frees none, so it is refused, not slowed down.
     if os.environ.get("INFINITY_ALLOW_TMPFS") != "1":
         raise ValueError(
             f"swap directory {path!r} is on {kind}, which is memory and saves none; name a "
@@ -534,16 +566,19 @@ def _open_nameless(path: str, flags: int) -> tuple[int, PrivateDirectory | None]
     except OSError as error:
         if error.errno not in _NO_TMPFILE:
             raise
+    # With a name after all: in a directory that others cannot enter, and only as long as needed.
     private = PrivateDirectory(path)
     try:
         fd = os.open(private.path, _OPEN | os.O_CREAT | os.O_EXCL | flags, 0o600)
     except BaseException:
         private.remove()
         raise
+    # The open file lives on without its name, unless NFS had to keep it under another one.
     return fd, None if private.remove() else private
 
 
 def _open_named(path: Path, *, create: bool) -> int:
+    # O_NOFOLLOW: a link placed there by somebody else must not choose the file that is overwritten.
     return os.open(path, _OPEN | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
 
 
@@ -583,6 +618,7 @@ def resolve_directories(paths: Sequence[Path], *, rank: int, local_rank: int) ->
     numbers = {"rank": rank, "local_rank": local_rank}
     found: list[Path] = []
     for path in paths:
+        # By substitution, not str.format: braces of other meanings were refused before.
         place = Path(_RANK_FIELDS.sub(lambda field: str(numbers[field[1]]), str(path)))
         if place != path and not place.is_dir():
             what = "is not a directory" if place.exists() else "does not exist"
@@ -591,6 +627,7 @@ def resolve_directories(paths: Sequence[Path], *, rank: int, local_rank: int) ->
                 f"which {what}; create it, or "
                 "give each rank a directory that it has"
             )
+        # Resolved: two names of one directory would make its drive count as two.
         earlier = next(
             (index for index, other in enumerate(found) if other.resolve() == place.resolve()), None
         )

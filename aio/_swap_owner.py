@@ -26,7 +26,9 @@ log = logging.getLogger("infinity.aio")
 
 PREFIX = "infinity-swap-"
 _OWNER, _SWAP = "owner.json", "swap"
+# Of making a directory, when processes that clear away keep taking it.
 _ATTEMPTS = 20
+# There another host's lock may not show, so a free lock proves nothing about its process.
 _NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "glusterfs", "afs"}
 )
@@ -40,11 +42,12 @@ class Owner:
     boot_id: str
     pid: int
     start_time: int
-    """In clock ticks since boot, as /proc/<pid>/stat has it."""
+    """Clock ticks from boot to the start of the process, as /proc/<pid>/stat has them."""
 
     @classmethod
     def this(cls) -> Owner:
         """Return this process."""
+        # A pid alone is reused; with its start time and the boot it is one process for ever.
         return cls(platform.node(), _boot_id(), os.getpid(), _start_time(os.getpid()))
 
     @classmethod
@@ -65,11 +68,13 @@ class Owner:
     def write(self, fd: int) -> None:
         """Replace what `fd` holds by this owner, as JSON."""
         text = json.dumps(dataclasses.asdict(self)).encode()
+        # A shorter owner must not leave the end of a longer one behind.
         os.ftruncate(fd, 0)
         os.pwrite(fd, text, 0)
 
     def leave_word(self, path: Path) -> None:
         """Write this owner to `path`, whole or not at all. Only the holder of the lock may."""
+        # Written beside and renamed: a reader sees the old owner or the new one, never half.
         new = path.with_name(path.name + ".new")
         fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -84,6 +89,7 @@ class Owner:
     def alive(self) -> bool:
         """Say whether it is a process that this one can see."""
         return (
+            # A start time of 0 is a process whose /proc cannot be read.
             self.boot_id == _boot_id()
             and self.start_time > 0
             and _start_time(self.pid) == self.start_time
@@ -98,8 +104,10 @@ def lock(fd: int) -> bool:
     closed.
     """
     try:
+        # flock belongs to the open file, so the kernel ends it with the process, however that ends.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        # Held by another. Anything else is a fault.
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
         raise
@@ -116,6 +124,7 @@ class PrivateDirectory:
 
     def __init__(self, parent: str) -> None:
         for _ in range(_ATTEMPTS):
+            # mkdtemp: mode 0700 from the start, and a name that nobody could guess.
             self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
             self._fd = self._lock_owner()
             if self._fd >= 0:
@@ -132,6 +141,7 @@ class PrivateDirectory:
             return -1
         try:
             # Between open and lock a process that clears away may have unlinked it.
+            # Then the lock is on a file that has no name any more, and protects nothing.
             if lock(fd) and os.fstat(fd).st_nlink:
                 Owner.this().write(fd)
                 return fd
@@ -152,9 +162,11 @@ class PrivateDirectory:
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         with contextlib.suppress(FileNotFoundError):
+            # A .nfs* file: NFS renames what is open instead of removing it.
             if any(entry.name != _OWNER for entry in self._folder.iterdir()):
                 return False
         self._remove()
+        # Last: the lock is held as long as the directory exists.
         os.close(self._fd)
         self._fd = -1
         return True
@@ -181,6 +193,7 @@ def clear_dead(parent: str) -> list[str]:
     """
     removed = []
     try:
+        # Nothing but our prefix: the directory may be shared with anything.
         names = [entry.name for entry in os.scandir(parent) if entry.name.startswith(PREFIX)]
     except OSError as error:
         log.warning(
@@ -201,6 +214,7 @@ def clear_dead(parent: str) -> list[str]:
 
 
 def _is_private(folder: Path) -> bool:
+    # lstat: a link to another directory is not ours to clear.
     status = folder.lstat()
     return (
         stat.S_ISDIR(status.st_mode)
@@ -218,11 +232,14 @@ def _clear(folder: Path) -> bool:
         folder.rmdir()
         return True
     try:
+        # The lock first: without it the owner file may be half written.
         if not lock(fd) or not _dead(Owner.read(path), folder):
             return False
         if any(entry.name not in (_OWNER, _SWAP) for entry in folder.iterdir()):
-            return False  # .nfs*: an open file that NFS renamed; it goes when its process does
+            # .nfs*: an open file that NFS renamed; it goes when its process does.
+            return False
         with contextlib.suppress(FileNotFoundError):
+            # The owner file stays until the end: it carries the lock that keeps others out.
             (folder / _SWAP).unlink()
         path.unlink()
         folder.rmdir()
@@ -233,8 +250,10 @@ def _clear(folder: Path) -> bool:
 
 def _dead(owner: Owner | None, folder: Path) -> bool:
     """Say whether a free lock means a dead owner."""
+    # Cut short by a crash while it was written, and nobody has the lock.
     if owner is None:
         return True
+    # Same boot: the process can be looked up, whatever the lock says.
     if owner.boot_id == _boot_id():
         return not owner.alive()
     # Another boot of this host is over. Another host is alive somewhere only if it can reach this

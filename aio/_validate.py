@@ -131,6 +131,7 @@ class FaultRecord:
                 f"code is {self.error})"
             )
         message += _EARLIER[self.earlier]
+        # No transfer was at fault, so there is no path and no range to name.
         if self.kind in (FAULT_CLOSED, FAULT_PLAN, FAULT_CANCELLED):
             return error_type(message, errno=self.error)
         return error_type(
@@ -186,6 +187,7 @@ def as_records(
         return np.zeros(0, dtype=dtype)
     if array.dtype != dtype or array.ndim != 1:
         raise ValueError(f"{what} must be a one-dimensional array of infinity.aio.{what.upper()}")
+    # C reads the records in place, one after the other.
     return np.ascontiguousarray(array)
 
 
@@ -214,6 +216,7 @@ def _chunk_wrong(chunk: Any, drive_count: int) -> str:
                 f"has section {section} at {at}, which is not 4096-aligned or overlaps the one "
                 "before"
             )
+        # Sections come in order, so one bound tells whether two overlap.
         end_before = at + align_up(section_bytes(chunk, section))
     if end_before > chunk["run_bytes"]:
         return f"has sections of {end_before} bytes in a run of {chunk['run_bytes']}"

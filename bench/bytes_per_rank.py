@@ -132,16 +132,16 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
         found["parameters on the device"] = Tiers(device=live)
     else:
         found["parameters gathered, at most"] = Tiers(device=handle.stats().gathered_bytes_peak)
-    drain, kept = handle.parts.grads.reducer, handle.residency._fills.kept
-    if drain._local is not None:
-        found["whole sums of gradients"] = Tiers(cpu=sum(slab.size_bytes for slab in drain._local._slabs))
+    reducer, kept = handle.parts.grads.reducer, handle.unsharder._pending.secondary
+    if reducer._unreduced is not None:
+        found["whole sums of gradients"] = Tiers(cpu=reducer._unreduced.size_bytes)
     if kept is not None:
         size = sum(part.nbytes for part in kept._parts.values())
         if policy.hpz is None:
             found["shards kept on the device"] = Tiers(device=size)
         else:
             found["the node's copy (hpZ)"] = Tiers(device=size) if policy.hpz == "device" else Tiers(cpu=size)
-    errors = [error for parts in drain._reducer._errors.values() for error in parts]
+    errors = [error for parts in reducer._reduce_scatter._errors.values() for error in parts]
     if errors:
         found["errors fed back (qgZ)"] = Tiers(cpu=sum(error.nbytes for error in errors))
     return {name: size for name, size in found.items() if size}

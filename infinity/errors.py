@@ -31,8 +31,7 @@ class WeightWritten(InfinityError, RuntimeError):
 
 
 class SecondOrderUnsupported(InfinityError, RuntimeError):
-    """`create_graph=True`: the graph of a gradient would need parameters that are released by
-    then.
+    """`create_graph=True`: the graph of a gradient would need parameters that are released by then.
     """
 
 
@@ -65,8 +64,7 @@ class StepUndone(InfinityError, RuntimeError):
 
 
 class RankError(InfinityError, RuntimeError):
-    """Base class of the errors that the failure of another rank causes: `PeerFailed`,
-    `RankFailed`.
+    """Base class of the errors that the failure of another rank causes: `PeerFailed`, `RankFailed`.
     """
 
 

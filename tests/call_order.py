@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from infinity._src.grads.reducer import GradReducer
+from infinity._src.grads.reduce import GradReducer
 from infinity._src.grads.slot import GradSlot
 from infinity._src.optim.backward_update import BackwardUpdate
 from infinity._src.optim.delayed_update import DelayedUpdate
@@ -28,8 +28,8 @@ from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_mode import DeferredUpdate, UpdateMode
 from infinity._src.params.delayed_params import DelayedParams
-from infinity._src.params.residency import Unsharder
-from infinity._src.params.unshard import Gathering
+from infinity._src.params.unit import TRANSITIONS, Unit, UnitState
+from infinity._src.params.unshard import Unsharder
 
 
 class Event(NamedTuple):
@@ -65,13 +65,13 @@ MODE_EVENTS = [  # of whichever mode, when others call it
     Event("mode.undone", UpdateMode, "undone"),
 ]
 EVENTS = [
-    Event("gather", Gathering, "demand", _name),
+    Event("gather", Unsharder, "unshard", _name),
     Event("forward_begin", Unsharder, "forward_start"),
     Event("forward_end", Unsharder, "forward_end"),
     Event("backward_begin", Unsharder, "backward_start"),
     Event("backward_end", Unsharder, "backward_end"),
     Event("reset", Unsharder, "reset"),
-    Event("grad", Unsharder, "drain", _name),
+    Event("grad", Unsharder, "accumulate_grad", _name),
     Event("unit_done", Unsharder, "unit_done", _name),
     Event("reduce", GradReducer, "_reduce", _name),
     Event("accumulate", GradReducer, "accumulate", _name),
@@ -81,7 +81,7 @@ EVENTS = [
     Event(
         "slot.wait_for_reader",
         GradSlot,
-        "_will_mutate",
+        "_before_write",
         lambda slot: slot.name if slot.guarded else None,
     ),
     Event(
@@ -116,7 +116,7 @@ EVENTS = [
     Event("hand_over", Unsharder, "hand_over", _name),
     Event("updated", Unsharder, "updated", _name),
     Event("rewritten", Unsharder, "rewritten", _name),
-    Event("stale", Unsharder, "stale", _names),
+    Event("stale", Unsharder, "mark_stale", _names),
     Event("renew", Unsharder, "renew", _name),
     Event("write", Unsharder, "write", _name),
     Event("commit", Transaction, "_flip"),
@@ -133,6 +133,7 @@ class Recorder:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.on = False
+        self.transitions: set[tuple[UnitState, UnitState]] = set()
         self._thread = threading.get_ident()
 
     def told(self, line: str) -> None:
@@ -170,10 +171,26 @@ def _wrapped_of_mode(
     return called
 
 
+def _by_drawn_transitions(recorder: Recorder) -> Callable[[Unit, str, Any], None]:
+    """`Unit.__setattr__` that lets a unit's state change only as `UnitState` draws it."""
+
+    def assign(unit: Unit, name: str, value: Any) -> None:
+        if name == "state":
+            now = unit.__dict__.get("state", value)
+            if now is not value:
+                assert (now, value) in TRANSITIONS, f"{unit.name}: {now} -> {value}"
+                recorder.transitions.add((now, value))
+        object.__setattr__(unit, name, value)
+
+    return assign
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Models that are offloaded inside are recorded while `on` of the recorder is set."""
+    """Models that are offloaded inside are recorded while `on` of the recorder is set, and their
+    units change states as `UnitState` draws it."""
     recorder, patch = Recorder(), pytest.MonkeyPatch()
+    patch.setattr(Unit, "__setattr__", _by_drawn_transitions(recorder))
     for event in EVENTS:
         patch.setattr(
             event.owner, event.method, _wrapped(recorder, event, getattr(event.owner, event.method))

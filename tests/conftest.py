@@ -7,8 +7,13 @@ import signal
 import sys
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
+
+# Tests assert no time: on a busy machine the first example of a test may take longer than any limit.
+hypothesis.settings.register_profile("infinity", deadline=None)
+hypothesis.settings.load_profile("infinity")
 
 # Before anything imports Triton, as several libraries do: what it is then, interpreter or compiler, it stays.
 if not torch.cuda.is_available():

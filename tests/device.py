@@ -16,8 +16,8 @@ import torch
 from infinity._src import build
 from infinity._src.memory import device as module
 from infinity._src.memory.device import Device, GradOffload
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.unit import Unit
+from infinity._src.params.unshard import Unsharder
 from tests.simulated import Simulated
 
 
@@ -29,7 +29,7 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
 def simulated(monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, delay_us: int = 2000) -> Iterator[Simulated]:
     """Models that are offloaded inside compute on a simulated device. At the end nothing may have raced."""
     device = Simulated(seed=seed, delay_us=delay_us)
-    demand, idle, copy, free = Unsharder.demand, Unsharder.idle, Device.copy, GradOffload._free
+    demand, idle, copy, free = Unsharder.unshard, Unsharder.release, Device.copy, GradOffload._free
 
     def reads(unit: Unit, what: str) -> None:
         for flat in unit.flats:
@@ -55,8 +55,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, delay_us: int =
     def opened(torch_device: torch.device) -> Device:
         return Device(torch_device, device.driver())
 
-    monkeypatch.setattr(Unsharder, "demand", demanded)
-    monkeypatch.setattr(Unsharder, "idle", idled)
+    monkeypatch.setattr(Unsharder, "unshard", demanded)
+    monkeypatch.setattr(Unsharder, "release", idled)
     monkeypatch.setattr(module.Device, "copy", copied)
     monkeypatch.setattr(GradOffload, "_free", gone)
     monkeypatch.setattr(build, "open_device", opened)

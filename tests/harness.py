@@ -20,7 +20,13 @@ from infinity._src.engine import offload
 from infinity._src.kernels.tiling.tiled_module import whole_name
 from infinity.aio import Seam
 from tests import models
-from tests.reference import ReferenceAdamW, ReferenceLion, ReferenceScaler, ReferenceSGD, ReferenceTorch
+from tests.reference import (
+    ReferenceAdamW,
+    ReferenceLion,
+    ReferenceScaler,
+    ReferenceSGD,
+    ReferenceTorch,
+)
 
 Between = Callable[[nn.Module, int], Any]
 """Something done to the model between micro-batches, or before a step; numbers that it returns are compared."""

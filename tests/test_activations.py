@@ -247,7 +247,7 @@ def test_the_peak_falls_by_what_all_layers_but_a_few_would_hold(reentrant: bool,
     boundary = 2 * ROWS * WIDTH
     assert nvme["stored"] == 2 * (LAYERS - activations.HELD_CALLS) * boundary
     assert nvme["rest"] == (LAYERS - activations.HELD_CALLS) * boundary
-    limit = (activations.HELD_CALLS + activations.AHEAD_CALLS + 1) * boundary + activations.LEAVING_BYTES
+    limit = (activations.HELD_CALLS + activations.PREFETCH_CALLS + 1) * boundary + activations.STORING_BYTES_MAX
     assert nvme["held"] <= limit
     pools = nvme["ram"] - device["ram"]
     assert pools <= 16 * shelf.CHUNK_BYTES

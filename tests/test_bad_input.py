@@ -483,9 +483,9 @@ def rooted(place: Path, **values: Any) -> tuple[Any, inf.AdamW]:
 def break_backward(model: nn.Module, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows when a Use has ended fails, at the nth of one backward: those of `Rooted` are of its blocks, from the last
     on, and of itself, and the last two end with the backward."""
-    residency, fails = inf.handle(model).residency, failing("no such luck", after=nth)
-    before = residency.unit_done
-    monkeypatch.setattr(residency, "unit_done", lambda unit: (fails(), before(unit)))
+    unsharder, fails = inf.handle(model).unsharder, failing("no such luck", after=nth)
+    before = unsharder.unit_done
+    monkeypatch.setattr(unsharder, "unit_done", lambda unit: (fails(), before(unit)))
 
 
 @pytest.mark.parametrize("values", [{}, {"generations": 2, "update": "backward"}], ids=str)
@@ -516,7 +516,7 @@ def test_no_step_goes_past_an_update_in_backward_that_broke_off_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = rooted(tmp_path, update="backward", on_nonfinite="ignore")
-    monkeypatch.setattr(inf.handle(model).residency.gradients, "backward_end", failing("no such luck"))
+    monkeypatch.setattr(inf.handle(model).unsharder.gradients, "backward_end", failing("no such luck"))
     with pytest.raises(AioError, match="no such luck"):
         crashes.step(model, optimizer, 0, 0)
     with pytest.raises(StateInvalid, match="broke off"):
@@ -548,8 +548,8 @@ def test_every_step_of_closing_is_taken_and_the_first_error_raised(
         part, _, name = also.rpartition(".")
         with monkeypatch.context() as patches:
             patches.setattr(operator.attrgetter(part)(handle), name, failing(also))
-            patches.setattr(handle.residency, "close", failing("residency.close"))
-            first, second = sorted((also, "residency.close"), key=ORDER.index)
+            patches.setattr(handle.unsharder, "close", failing("unsharder.close"))
+            first, second = sorted((also, "unsharder.close"), key=ORDER.index)
             with pytest.raises(AioError, match=first):
                 handle.close()
         assert handle.closed
@@ -563,6 +563,6 @@ ORDER = [
     "pipeline.wait",
     "parts.lifecycle.detach",
     "parts.tiers.executor.wait_all",
-    "residency.close",
+    "unsharder.close",
     "parts.tiers.buffers.close",
 ]

@@ -259,6 +259,6 @@ def test_sums_that_no_gradient_comes_for_do_not_stay_on_the_device(monkeypatch: 
         for turn in range(8):
             model(torch.randn(4, 64), turn % 4).sum().backward()
             slots = [param.grad for unit in handle.units for param in unit.params if param.grad is not None]
-            assert not [slot.name for slot in slots if slot._back is not None]
+            assert not [slot.name for slot in slots if slot._h2d is not None]
         optimizer.step()
         handle.close()

@@ -101,7 +101,7 @@ def kept_bytes(handle: Any, order: Iterable[Unit]) -> float:
     """What a pass in this order need not read because the pass before it ended there: of its first units, as many as may be
     gathered at once, what rests on NVMe of them."""
     sizes = itertools.accumulate(unit.size_bytes for unit in order)
-    count = sum(size <= handle.residency.gathered_bytes_max for size in sizes)
+    count = sum(size <= handle.unsharder.gathered_bytes_max for size in sizes)
     return on_nvme(handle, list(order)[:count]).params
 
 
@@ -153,7 +153,7 @@ def measure(handle: Any, model: torch.nn.Module, optimizer: Any, micro_batches: 
         "floor_read": STEPS * moved.read,
         "expected_read": expected_read(handle, micro_batches, activations),
         "expected_written": STEPS * moved.written,
-        "turning_max": STEPS * turning_bytes_max(handle.residency.gathered_bytes_max, update, micro_batches),
+        "turning_max": STEPS * turning_bytes_max(handle.unsharder.gathered_bytes_max, update, micro_batches),
         "escaped": escaped,
         "grads": rests.grads,
         "spilled": after.spilled_bytes,

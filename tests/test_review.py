@@ -20,6 +20,7 @@ from torch import nn
 import infinity as inf
 from infinity._src.engine import offload
 from infinity._src.memory.layout import plan_flat
+from infinity._src.params.unit import UnitState
 from infinity._src.params.unshard import AT_REST
 from infinity.aio import Priority, Seam
 from infinity.errors import NonFiniteGradient
@@ -256,24 +257,24 @@ def test_an_interrupt_while_a_unit_is_evicted_is_raised_after_its_reads_have_end
     policy = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
     seam = Seam(read_bytes_per_s=3e3)  # some seconds for the smallest unit
     model = offload(models.llama(layers=2).bfloat16(), policy, _seam=seam)
-    residency = inf.handle(model).residency
-    unit = residency.units[0]
+    unsharder = inf.handle(model).unsharder
+    unit = unsharder.units[0]
 
     def busy_s() -> float:
-        return residency._executor.stats().drives[0].busy_s
+        return unsharder._executor.stats().drives[0].busy_s
 
     before = busy_s()
-    residency._start_fill(unit, Priority.PREFETCH, AT_REST)
-    (ticket,) = residency._fills._fills[unit].tickets
+    unsharder._allocate_and_fill(unit, Priority.PREFETCH, AT_REST)
+    (ticket,) = unsharder._pending._by_unit[unit].tickets
     while busy_s() == before:  # a read that no drive has begun is given up at once
         assert not ticket.filled
         time.sleep(0.001)
     timer = threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        residency._forget(unit)
+        unsharder._evict(unit)
     timer.join()
     assert ticket.filled
-    assert not unit.gathered
-    assert unit not in residency._held
+    assert unit.state is UnitState.SHARDED
+    assert unit not in unsharder._gathered
     inf.handle(model).close()

@@ -22,8 +22,12 @@ from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.safetensors import ExportJob
 from infinity._src.hooks import activation_offload as activations
 from infinity._src.kernels.tiling.tiled_module import TiledModule
-from infinity._src.params.discover import find_units
-from infinity._src.params.too_large import GATHERED_AT_ONCE, check_gatherable, tiles_needed
+from infinity._src.params.discover import (
+    GATHERED_AT_ONCE,
+    check_gatherable,
+    find_units,
+    tiles_needed,
+)
 from infinity._src.params.unit import Unit
 from infinity._src.params.unshard import AHEAD
 from infinity.aio import Fault, Seam
@@ -231,12 +235,12 @@ def peaks(tiles: Any, *, head: bool, directory: Path, device: str = "cpu") -> tu
     opt = inf.AdamW(model.parameters(), lr=1e-3)
     found = []
     for _ in range(2):  # the second time, the order is known, and units are read ahead
-        handle.residency.gathered_bytes_peak = handle.residency._held_bytes
+        handle.unsharder.gathered_bytes_peak = handle.unsharder._gathered_bytes
         loss = model(torch.randn(8, 16, device=device), torch.randint(0, 8192, (8,), device=device))
-        found.append(handle.residency.gathered_bytes_peak)
-        handle.residency.gathered_bytes_peak = handle.residency._held_bytes
+        found.append(handle.unsharder.gathered_bytes_peak)
+        handle.unsharder.gathered_bytes_peak = handle.unsharder._gathered_bytes
         loss.backward()
-        found.append(handle.residency.gathered_bytes_peak)
+        found.append(handle.unsharder.gathered_bytes_peak)
         opt.step()
         opt.zero_grad()
     weight_bytes, fresh = model.huge.weight.numel() * 4, handle.stats().fresh_grad_bytes_peak
@@ -268,7 +272,7 @@ def test_backward_needs_room_for_the_chain_of_one_tile_only(tmp_path: Path) -> N
     model = Huge((4, 2), head=False)
     inf.offload(model, inf.Policy(params="cpu", optim="cpu", ram=RAM))
     handle = inf.handle(model)
-    most, plain_demand = 0, handle.residency.demand
+    most, plain_demand = 0, handle.unsharder.unshard
 
     def demand(unit: Unit) -> None:
         nonlocal most
@@ -276,7 +280,7 @@ def test_backward_needs_room_for_the_chain_of_one_tile_only(tmp_path: Path) -> N
         used = sum(unit.refs > 0 and len(unit.params) == 1 and unit.params[0].place is not None for unit in handle.units)
         most = max(most, used)
 
-    handle.residency.demand = demand  # type: ignore[method-assign]
+    handle.unsharder.unshard = demand  # type: ignore[method-assign]
     model(torch.randn(8, 16), torch.zeros(8)).backward()
     assert most == 0  # while one is being gathered, no other is held
     assert sum(unit.refs for unit in handle.units) == 0

@@ -123,10 +123,10 @@ def test_how_far_is_read_ahead_is_room_in_bytes(tmp_path: Path, rows: int, least
         model = inf.offload(Stack(lambda _: EVERY, rows=rows), policy(tmp_path, ram=ram))
         handle, counted_units = inf.handle(model), []
         for block in model.blocks:
-            block.register_forward_pre_hook(lambda *_: counted_units.append(len(handle.residency._held)))  # noqa: B023
+            block.register_forward_pre_hook(lambda *_: counted_units.append(len(handle.unsharder._gathered)))  # noqa: B023
         for batch in models.token_batches(2):
             models.loss_of(model, batch).backward()
-        assert handle.stats().gathered_bytes_peak <= handle.residency.gathered_bytes_max
+        assert handle.stats().gathered_bytes_peak <= handle.unsharder.gathered_bytes_max
         counts.append(max(counted_units[LAYERS:]))  # the first forward knows no order
         handle.close()
     assert counts[0] == counts[1]
@@ -135,21 +135,21 @@ def test_how_far_is_read_ahead_is_room_in_bytes(tmp_path: Path, rows: int, least
 
 def test_a_demand_that_failed_leaves_a_unit_that_may_be_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = inf.offload(Stack(lambda _: EVERY), policy(tmp_path))
-    residency = inf.handle(model).residency
-    last = residency.units[-1]
-    ahead = residency.prefetch_ahead
+    unsharder = inf.handle(model).unsharder
+    last = unsharder.units[-1]
+    ahead = unsharder.prefetch_ahead
 
     def no_memory() -> None:
-        if last in residency._held:
+        if last in unsharder._gathered:
             raise MemoryError
         ahead()
 
-    monkeypatch.setattr(residency, "prefetch_ahead", no_memory)
+    monkeypatch.setattr(unsharder, "prefetch_ahead", no_memory)
     with pytest.raises(MemoryError):
         models.loss_of(model, models.token_batches(1)[0])
-    assert last in residency._held
-    residency.read(last.params[0])  # its fill has ended
-    for unit in residency.units[:3]:
-        residency.read(unit.params[0])
-    assert last not in residency._held
+    assert last in unsharder._gathered
+    unsharder.read(last.params[0])  # its fill has ended
+    for unit in unsharder.units[:3]:
+        unsharder.read(unit.params[0])
+    assert last not in unsharder._gathered
     inf.handle(model).close()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
 from infinity._src.engine import offload
-from infinity._src.params.pass_tracker import Passes
+from infinity._src.params.prefetch_schedule import PassTracker
 from tests import harness
 from tests.reference import ReferenceAdamW
 from tests.test_update_modes import policy
@@ -149,7 +149,7 @@ PASSES = st.lists(
 @given(PASSES)
 def test_a_unit_is_never_done_with_while_a_use_is_left(rounds: list[tuple[list[Any], int, bool, bool]]) -> None:
     """Each round: the Uses of a forward; which of the open graphs a backward runs, if one does, and whether it keeps them."""
-    passes = Passes()
+    passes = PassTracker()
     graphs: list[list[Any]] = []
     ran = False
     for uses, chosen, runs, kept in rounds:
@@ -163,7 +163,7 @@ def test_a_unit_is_never_done_with_while_a_use_is_left(rounds: list[tuple[list[A
             continue
         first = len(run) == len(graphs) and not ran
         ran = True
-        passes.backward_start(kept=kept)
+        passes.backward_start(retain_graph=kept)
         left = [unit for graph in reversed(run) for unit in reversed(graph)]
         while left:
             unit = left.pop(0)

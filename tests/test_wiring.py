@@ -20,18 +20,12 @@ LATE_BOUND = {
 }
 """What may be bound late, and why. At most 5."""
 CIRCLES = {
-    ("hooks.forward", "hooks.gather_window", "hooks.install"): "one life cycle in three files",
+    ("hooks.forward", "hooks.gather_window"): "one life cycle in two files",
     (
         "params.sharded_param",
         "params.unit",
         "params.unsharded_param",
     ): "a record and what it points to",
-    ("grads.registry", "grads.slot"): "slots and the scratch that they share",
-    (
-        "infinity.aio.direct_io",
-        "infinity.aio.drive_limits",
-        "infinity.aio.swap_file",
-    ): "a file and the limits of its drive",
     ("kernels.comm_codec", "kernels.triton.comm_codec"): "the choice and its implementation",
     ("kernels.quantize", "kernels.triton.quantize"): "the choice and its implementation",
 }
@@ -87,6 +81,7 @@ LATE = """
         ("anything = self", True),
         ("anything = functools.partial(print, 1)", True),
         ("count = 3", False),
+        ("hook = PENDING", False),
         ("count = maker.count", False),
         ("found = [maker]", False),
     ],

@@ -10,8 +10,8 @@ Late-bound is an assignment `other.attr = value`, `other` not being `self`, outs
  - `attr` is declared by some class as a Callable, as an object of a class of the project, or starts as a lambda.
 Data is left out: attributes declared with other types, containers of objects among them; fields of
 records (dataclasses, named tuples) unless they take a function or the assigning object; numbers,
-strings and flags; tickets and checkpointed calls, which stand for work in flight; what autograd's
-`ctx` keeps. So are objects that the same function has just made, and `_torch_compat`, which patches
+strings, flags and constants; tickets and checkpointed calls, which stand for work in flight; what
+autograd's `ctx` keeps. So are objects that the same function has just made, and `_torch_compat`, which patches
 torch. Declarations are found by the attribute's name, since nothing here infers types.
 
 A method called `attach`, by which an object takes collaborators after its construction, counts as
@@ -237,6 +237,7 @@ def late_bound(root: Path) -> list[Site]:
                 if isinstance(base, ast.Name) and base.id in {"self", "cls", "ctx", *made}:
                     continue
                 plain = isinstance(value, ast.Constant) and value.value is not None
+                plain = plain or (isinstance(value, ast.Name) and value.id.isupper())
                 if _is_behaviour(value, project, nested) or (
                     target.attr in project.behaviour and not plain
                 ):

@@ -93,7 +93,7 @@ _TENSOR: Any = torch.Tensor
 F = TypeVar("F", bound=Callable[..., Any])
 
 NO_TASK = -1
-"""What `graph_task_id` returns outside of backward."""
+"""Result of `graph_task_id` outside of backward."""
 
 graph_task_id: Callable[[], int] = _C._current_graph_task_id
 """The id of the backward that this thread runs now; nested backwards have their own."""

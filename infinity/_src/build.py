@@ -32,10 +32,10 @@ from infinity._src.config import Policy
 from infinity._src.distributed.collectives import Comm
 from infinity._src.distributed.setup import RankSetup
 from infinity._src.grads.buffers import GradBuffers
-from infinity._src.grads.proxy import GradRegistry
-from infinity._src.grads.reducer import GradReducer
-from infinity._src.hooks.forward import Lifecycle, attach
-from infinity._src.hooks.frames import FrameStack
+from infinity._src.grads.proxy import GradProxy
+from infinity._src.grads.reduce import GradReducer
+from infinity._src.grads.slot import GradRegistry
+from infinity._src.hooks.forward import FrameStack, Lifecycle, attach
 from infinity._src.memory.constants import OFFLOAD_UNITS
 from infinity._src.memory.device import Device, GradOffload, open_device
 from infinity._src.memory.heap import Heap
@@ -51,12 +51,11 @@ from infinity._src.optim.state_access import States
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_mode import DeferredUpdate, ModeParts, UpdateMode
-from infinity._src.params.discover import build, find_units
+from infinity._src.params.discover import build, check_gatherable, device_memory_bytes, find_units
 from infinity._src.params.materialize import OpenSource, Source, fill_unit, open_source
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
-from infinity._src.params.too_large import check_gatherable, device_memory_bytes
 from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.unshard import Unsharder
 from infinity._src.storage import Storage, check_activations
 from infinity._src.telemetry import Timeline
 from infinity.aio import Executor, Seam
@@ -231,17 +230,11 @@ def open_tiers(split: Split, seam: Seam | None, owner: Owner, undo: contextlib.E
     """Plan the budget and open the storage of values; it is empty yet. Raises: BudgetError,
     SwapFullError, OSError.
     """
-    policy, ranks = split.policy, split.ranks
+    policy = split.policy
     # Room for the gradients of a few units on their way: the largest decides.
     largest = max((unit.size_bytes for unit in split.units), default=0)
     offload = GradOffload(split.device, OFFLOAD_UNITS * largest) if split.device.copies else None
-    buffers = GradBuffers(
-        split.comm.rank,
-        policy.grad_dtype,
-        split.device,
-        # The parts of several ranks come back when they are added to.
-        grad_offload=None if ranks.several else offload,
-    )
+    buffers = GradBuffers(split.comm.rank, policy.grad_dtype, split.device)
     planner = PlacementPlanner(
         policy,
         split.flats,
@@ -335,7 +328,7 @@ def choose_mode(split: Split, tiers: Tiers) -> UpdateMode:
 def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.ExitStack) -> Grads:
     """Build the way of gradients from autograd to their slots."""
     comm, ranks = split.comm, split.ranks
-    registry = GradRegistry(
+    registry = GradRegistry(GradProxy.of,
         comm.all_reduce_sum if comm.world > 1 else None, grad_offload=tiers.offload
     )
     if tiers.offload is not None:
@@ -346,12 +339,14 @@ def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.E
     learning = [flat for flat in split.flats if flat.learns]
     reducer = GradReducer(
         split.units,
-        gradients=tiers.buffers,
-        book=registry,
+        buffers=tiers.buffers,
+        registry=registry,
         comm=comm,
         mode=mode,
-        reducer=ranks.reduce_scatter(learning, tiers.buffers, undo),
-        local=ranks.local_sums(learning, tiers.buffers, undo),
+        reduce_scatter=ranks.reduce_scatter(learning, tiers.buffers, undo),
+        unreduced=ranks.local_sums(learning, tiers.buffers, undo),
+        # The parts of several ranks come back when they are added to.
+        grad_offload=None if ranks.several else tiers.offload,
     )
     return Grads(registry, reducer)
 
@@ -375,11 +370,11 @@ def build_unsharder(
         mode=mode,
         access=access,
         heap=heap,
-        keep=split.ranks.whole_params,
+        never_evict=split.ranks.whole_params,
         timeline=timeline,
         device=split.device,
         qwz=split.policy.qwz,
-        kept=split.ranks.kept(split.units, split.device),
+        secondary=split.ranks.kept(split.units, split.device),
         activations_moved=tiers.storage.activations_moved,
     )
 
@@ -402,12 +397,12 @@ def build_optimizer(
     transaction = None
     # Two places for each chunk make a step a transaction.
     if policy.generations > 1:
-        transaction = Transaction(units, rest=store, executor=executor, residency=unsharder)
+        transaction = Transaction(units, rest=store, executor=executor, unsharder=unsharder)
     pipeline = StepPipeline(
         units,
         rest=store,
         executor=executor,
-        residency=unsharder,
+        unsharder=unsharder,
         comm=comm,
         mode=mode,
         transaction=transaction,
@@ -422,7 +417,7 @@ def build_optimizer(
         executor=executor,
         gradients=tiers.buffers,
         book=grads.registry,
-        residency=unsharder,
+        unsharder=unsharder,
         pipeline=pipeline,
         mode=mode,
         rank=comm.rank,

@@ -1,10 +1,21 @@
-"""An end that comes whole: every step of it is taken, whatever the others raise."""
+"""Ends that come whole.
+
+`run_all` takes every step of an end, whatever the others raise.
+`cancel_and_wait` gives up on reads:
+nothing may be on its way into memory that is about to be freed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from infinity.errors import AioError
+
+if TYPE_CHECKING:
+    from infinity.aio import Ticket
 
 log = logging.getLogger("infinity")
 
@@ -30,3 +41,22 @@ def run_all(*steps: Callable[[], object]) -> Iterator[None]:
             raise failure
     finally:
         del failure  # its traceback holds this frame
+
+
+
+def cancel_and_wait(tickets: Sequence[Ticket]) -> KeyboardInterrupt | None:
+    """Wait until nothing is on its way into the buffers of these fills, whatever became of them.
+
+    Returns an interrupt that came meanwhile, to be raised once the memory is freed. Faults are not
+    lost: those of updates are sticky, and reads are made anew.
+    """
+    interrupt = None
+    for ticket in tickets:
+        ticket.cancel()  # reads that no drive has begun are not made for nobody
+        while not ticket.filled:
+            try:
+                with contextlib.suppress(AioError):
+                    ticket.wait_filled()
+            except KeyboardInterrupt as error:
+                interrupt = error
+    return interrupt

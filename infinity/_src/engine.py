@@ -26,7 +26,7 @@ from infinity._src.build import build_engine
 from infinity._src.cleanup import run_all
 from infinity._src.config import Policy
 from infinity._src.hooks.gather_window import chosen_params
-from infinity._src.hooks.install import part
+from infinity._src.hooks.module_params import detach_params
 from infinity._src.hooks.state_dict import check_copies
 from infinity._src.memory.device import compute_device
 from infinity._src.optim.state_access import OptimizerState
@@ -110,8 +110,7 @@ def handle(model: torch.nn.Module) -> Handle:
 
 
 class Handle:
-    """The user's view of an offloaded model's engine. Methods block; one thread uses it at a
-    time.
+    """The user's view of an offloaded model's engine. Methods block; one thread uses it at a time.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class Handle:
         self.parts = parts
         self.policy, self.units, self.comm = parts.split.policy, parts.split.units, parts.split.comm
         self.rank = self.comm.rank
-        self.residency, self.durable = parts.unsharder, parts.durable
+        self.unsharder, self.durable = parts.unsharder, parts.durable
         self.pipeline, self.states = parts.optimizer.pipeline, parts.optimizer.states
         self.saving = parts.optimizer.saving
 
@@ -181,7 +180,7 @@ class Handle:
         """
         self.check_open()
         # The reducer adds up on this rank, the mode leaves the update out: each knows half of it.
-        with self.parts.grads.reducer.accumulating(), self.parts.mode.no_sync():
+        with self.parts.grads.reducer.no_sync(), self.parts.mode.no_sync():
             yield
 
     def optimizer_state(self, param: torch.nn.Parameter) -> OptimizerState:
@@ -242,7 +241,7 @@ class Handle:
         """
         # A backward that broke off may have left units in use.
         self.parts.lifecycle.recover()
-        return self.residency.read(param)
+        return self.unsharder.read(param)
 
     def stats(self) -> Stats:
         """Return counters since `offload`; `infinity._src.stats.Stats` says what each means.
@@ -256,7 +255,7 @@ class Handle:
         return Stats.collect(
             executor=self.parts.tiers.storage.observe(self.pipeline.steps),
             endurance=self.parts.tiers.storage.endurance,
-            residency=self.residency,
+            unsharder=self.unsharder,
             pipeline=self.pipeline,
             placement=self.parts.tiers.planner.plan,
             param_numel=sum(param.numel for param in self.parts.split.params),
@@ -316,8 +315,8 @@ class Handle:
         steps = (
             self.parts.lifecycle.detach,
             self.parts.tiers.executor.wait_all,
-            self.residency.close,
-            lambda: part(self.parts.split.params),
+            self.unsharder.close,
+            lambda: detach_params(self.parts.split.params),
         )
         # All of these run, whatever fails: threads and files must not outlive the handle.
         with run_all(self._forget, *steps, self.parts.tiers.buffers.close, self._undo.close):

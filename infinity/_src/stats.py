@@ -10,7 +10,7 @@ from typing import Any
 from infinity._src.hooks.activation_offload import ActivationFigures
 from infinity._src.memory.placement import PlacementPlan, name_parts
 from infinity._src.optim.step import StepPipeline
-from infinity._src.params.residency import Unsharder
+from infinity._src.params.unshard import Unsharder
 from infinity._src.perf.step_report import StepTerms
 from infinity._src.sizes import format_size
 from infinity._src.telemetry import PhaseFigures
@@ -106,7 +106,8 @@ class DriveFigures:
         parts = [
             (
                 f"{self.path}: {format_size(self.bytes_read)} read, "
-                f"{format_size(self.bytes_written)} written"
+                f"{format_size(self.bytes_written)} "
+                "written"
             ),
             f"p50/p99 read {reads}, write {writes}",
             f"depth {self.depth_mean:.1f} of {self.depth} x {format_size(self.block_bytes)}",
@@ -128,19 +129,19 @@ _OF_EXECUTOR = (
     "gates_opened", "gates_escaped", "retries", "short_transfers", "rereads", "checksum_failures",
     "huge_bytes", "registered", "registered_reason", "backend", "kept_chunks", "jobs_cancelled",
 )  # fmt: skip
-"""What `Stats` has of the executor's counters as they are."""
+"""Executor counters that `Stats` shows as they are."""
 
 _OF_PLACEMENT = (
     "pool_bytes", "grad_bytes", "spilled_bytes", "staging_bytes", "shadow_bytes", "resident_bytes",
     "sums_bytes", "scratch_bytes", "nvme_bytes",
 )  # fmt: skip
-"""What it has of the placement's."""
+"""Figures of the placement."""
 
 _OF_RANKS = (
     "comm_gather_inside_bytes", "comm_gather_across_bytes", "comm_reduce_inside_bytes",
     "comm_reduce_across_bytes", "whole_grad_bytes", "secondary_bytes", "feedback_bytes",
 )  # fmt: skip
-"""What it has of several ranks."""
+"""Figures that several ranks have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,8 +270,8 @@ class Stats:
         lines = [
             f"{self.params / 1e6:.1f} M parameters in {self.units} units; {self.step_count} steps",
             (
-                f"RAM {held}; NVMe {format_size(self.nvme_bytes)}; "
-                f"gathered at most {format_size(self.gathered_bytes_peak)}"
+                f"RAM {held}; NVMe {format_size(self.nvme_bytes)}; gathered at most "
+                f"{format_size(self.gathered_bytes_peak)}"
             ),
             f"waited {self.io_wait_s:.2f} s for units, {self.update_wait_s:.2f} s for updates",
         ]
@@ -310,7 +311,7 @@ class Stats:
         cls,
         *,
         executor: ExecutorStats,
-        residency: Unsharder,
+        unsharder: Unsharder,
         pipeline: StepPipeline,
         placement: PlacementPlan,
         param_numel: int,
@@ -332,15 +333,12 @@ class Stats:
         device). bandwidths: of the drives, by directory, where they are known better than from this
         run. ranks: what only several of them have, by field.
         """
-        drives, marks = drive_figures(executor, endurance or Endurance()), residency.clock.marks()
+        drives, marks = drive_figures(executor, endurance or Endurance()), unsharder.clock.marks()
         terms = None
         if update is not None:
+            known, clock = bandwidths or {}, unsharder.clock
             terms = StepTerms.collect(
-                residency.clock,
-                executor,
-                update=update,
-                bandwidths=bandwidths or {},
-                frozen_bytes=frozen_bytes,
+                clock, executor, update=update, bandwidths=known, frozen_bytes=frozen_bytes
             )
         return cls(
             params=param_numel,
@@ -351,19 +349,19 @@ class Stats:
             params_read_bytes=marks.params_read,
             grads_read_bytes=marks.grads_read,
             grads_written_bytes=marks.grads_written,
-            io_wait_s=residency.wait_s,
+            io_wait_s=unsharder.wait_s,
             update_wait_s=pipeline.update_wait_s,
             compute_s=executor.compute_s,
             ram_bytes=placement.ram_bytes,
             ram_min_bytes=placement.min_bytes,
             **{name: getattr(placement, name) for name in _OF_PLACEMENT},
             frozen_bytes=frozen_bytes,
-            gathered_bytes_peak=residency.gathered_bytes_peak,
+            gathered_bytes_peak=unsharder.gathered_bytes_peak,
             fresh_grad_bytes_peak=fresh_grad_bytes_peak,
             heap_spare_bytes=heap_spare_bytes,
-            demands=residency.demands,
-            demand_reads=residency.demand_reads,
-            deviations=residency.schedule.deviations,
+            demands=unsharder.demands,
+            demand_reads=unsharder.demand_reads,
+            deviations=unsharder.schedule.deviations,
             **{name: getattr(executor, name) for name in _OF_EXECUTOR},
             backend_reason=backend_reason,
             written_per_step_bytes=_sum([drive.written_per_step_bytes for drive in drives]),
@@ -373,12 +371,12 @@ class Stats:
             steps_undone=pipeline.steps_undone,
             commit_s=pipeline.transaction.commit_s if pipeline.transaction is not None else 0.0,
             **(dict.fromkeys(_OF_RANKS, 0) if ranks is None else ranks),
-            comm_wait_s=residency.gradients.wait_s,
+            comm_wait_s=unsharder.gradients.wait_s,
             h2d_bytes=executor.to_device_bytes,
             d2h_bytes=executor.from_device_bytes,
             h2d_s=executor.to_device_s,
             d2h_s=executor.from_device_s,
-            phases=residency.clock.totals(),
+            phases=unsharder.clock.totals(),
             terms=terms,
             activations=activations or ActivationFigures(),
             drives=drives,

@@ -14,8 +14,8 @@ import torch
 from infinity._src.checkpoint.run_files import RunFiles
 from infinity._src.config import Policy
 from infinity._src.hooks.activation_offload import ActivationFigures, Activations
-from infinity._src.hooks.activation_store import DriveShelf, HostShelf
-from infinity._src.hooks.frames import FrameStack
+from infinity._src.hooks.activation_store import HostActivationStore, NvmeActivationStore
+from infinity._src.hooks.forward import FrameStack
 from infinity._src.memory import numa
 from infinity._src.memory.device import Device
 from infinity._src.memory.node_resources import NodeResources
@@ -28,7 +28,7 @@ from infinity.aio import Executor, ExecutorStats, Format, PoolSpec, Seam, open_e
 from infinity.aio._endurance import Endurance
 
 OBSERVE_S = 15.0
-"""How often the drives are looked at within a step: an executor remembers 64 seconds."""
+"""Period of the looks at the drives within a step: an executor remembers 64 seconds."""
 
 
 def check_activations(policy: Policy, device: Device) -> None:
@@ -41,6 +41,15 @@ def check_activations(policy: Policy, device: Device) -> None:
             "CPU, and this model computes "
             "there: they are in CPU memory already. Use 'nvme', or 'device' (they stay)"
         )
+
+
+def _add_layers(executor: Executor, run: RunFiles, layers: tuple[int, int]) -> None:
+    """Give the executor the files of a durable run's layers."""
+    for layer in layers:
+        for drive, file in enumerate(run.layers[layer]):
+            added = executor.add_file(drive, file)
+            # Chunks name their layer by number.
+            assert added == layer, "a layer's number is that of its files in the executor"
 
 
 class Storage:
@@ -66,11 +75,9 @@ class Storage:
         self._device = device
         undo.callback(device.close)
         settings = policy.io_settings
-        space = (
-            SwapSpace(policy.directories, room=node_resources.check_room)
-            if policy.directories
-            else None
-        )
+        space = None
+        if policy.directories:
+            space = SwapSpace(policy.directories, room=node_resources.check_room)
         if space is not None:
             undo.callback(space.close)
             # Faster drives get more chunks, so that all of them finish together.
@@ -92,7 +99,7 @@ class Storage:
         self.space = space
         self._policy = policy
         self._activations: Activations | None = None
-        self._shelf: DriveShelf | HostShelf | None = None
+        self._shelf: NvmeActivationStore | HostActivationStore | None = None
         self.executor: Executor = open_executor(
             space.files if space is not None else [],
             small=PoolSpec(plan.small_count, plan.small_bytes),
@@ -108,12 +115,8 @@ class Storage:
         undo.callback(self.executor.close, wait=False)
         device.attach(self.executor)
         self.executor.spans(True)
-        for layer in layers if self.run is not None else ():
-            assert self.run is not None
-            for drive, file in enumerate(self.run.layers[layer]):
-                added = self.executor.add_file(drive, file)
-                # Chunks name their layer by number.
-                assert added == layer, "a layer's number is that of its files in the executor"
+        if self.run is not None:
+            _add_layers(self.executor, self.run, layers)
         self.rest = StateStore(
             self.executor,
             space,
@@ -144,12 +147,12 @@ class Storage:
         if self._policy.activations == "device":
             return None
         if self._policy.activations == "cpu":
-            self._shelf = HostShelf(self._device)
+            self._shelf = HostActivationStore(self._device)
             undo.callback(self._shelf.close)
         else:
             assert self.space is not None, "Policy sees to it that there are directories"
             sums_on = self._policy.verify != "off"
-            self._shelf = DriveShelf(
+            self._shelf = NvmeActivationStore(
                 self.executor, self.space, sums_on=sums_on, device=self._device
             )
         self._activations = Activations(
@@ -166,7 +169,7 @@ class Storage:
         """Return the bytes of activations that were read from the drives and written there,
         including those in flight.
         """
-        if not isinstance(self._shelf, DriveShelf):
+        if not isinstance(self._shelf, NvmeActivationStore):
             return 0, 0
         return self._shelf.fetched_bytes, self._shelf.stored_bytes
 

@@ -20,17 +20,16 @@ import torch
 import torch.distributed as dist
 
 import infinity as inf
-from infinity.aio import Seam
 from infinity._src.distributed.exchange import Exchange, Parts
 from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.unit import Unit
+from infinity.aio import Seam
 from tests import harness, models
 from tests.device import simulated
 from tests.dist.ranks import assert_ranks_agree, named, on_ranks, shard_of
 from tests.harness import Result, Training
 from tests.simulated import Simulated
 from tests.unit.aio.rig import BACKENDS
-
 
 MIN = {"ram": "min"}
 EARLY = {"update": "backward", "generations": 2}
@@ -84,7 +83,7 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
     def touch(tensor: torch.Tensor, writes: bool, what: str) -> None:
         device.host(tensor.data_ptr(), tensor.numel() * tensor.element_size(), writes=writes, what=what)
 
-    spread, coded, put, keep = Exchange.all_gather, Exchange.all_gather_quantized, SecondaryShards.put, SecondaryShards.keep
+    spread, coded, put, keep = Exchange.all_gather, Exchange.all_gather_quantized, SecondaryShards.load, SecondaryShards.store
 
     def spreads(self: Exchange, wholes: Sequence[Parts], *, across: bool = True) -> None:
         for parts in wholes:
@@ -124,8 +123,8 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
 
     patch.setattr(Exchange, "all_gather", spreads)
     patch.setattr(Exchange, "all_gather_quantized", spreads_coded)
-    patch.setattr(SecondaryShards, "put", puts)
-    patch.setattr(SecondaryShards, "keep", keeps)
+    patch.setattr(SecondaryShards, "load", puts)
+    patch.setattr(SecondaryShards, "store", keeps)
     try:
         yield
     finally:

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 
 import infinity as inf
-from infinity.aio import Seam
-from infinity.aio import Fault
 from infinity._src.distributed import collectives
 from infinity._src.engine import offload
+from infinity.aio import Fault, Seam
 from infinity.errors import AioError, RankFailed
 from tests.crashes import Net, Rooted, digest, step
 from tests.dist.ranks import Outcome, ends_of, on_ranks
@@ -264,7 +263,7 @@ class AtTheEnd:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1:
-            before, left = handle.residency.unit_done, 3  # blocks.2, blocks.1, and the first of the two that end last
+            before, left = handle.unsharder.unit_done, 3  # blocks.2, blocks.1, and the first of the two that end last
 
             def unit_done(unit: Any) -> None:
                 nonlocal left
@@ -275,7 +274,7 @@ class AtTheEnd:
                     reached.touch()
                 before(unit)
 
-            handle.residency.unit_done = unit_done
+            handle.unsharder.unit_done = unit_done
         with pytest.raises((RankFailed, AioError)) as caught:
             loss.backward()
             optimizer.step()

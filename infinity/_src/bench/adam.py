@@ -49,7 +49,7 @@ class Arm:
     """Bytes read and written per parameter."""
     parts: Sequence[Callable[[], object]]
     keep: object = None
-    """What `parts` know only by address."""
+    """Memory that `parts` know only by address."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -177,8 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake, 130 after
-    Ctrl-C.
+    """Measure as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake, 130 after Ctrl-C.
     """
     configure_logging()
     # With JSON on standard output the tables go to standard error.

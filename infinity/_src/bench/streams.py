@@ -29,8 +29,8 @@ from infinity.aio._records import piece_count
 
 
 CHUNK_BYTES = records.CHUNK_BYTES
-"""What a full chunk of the `exact` state takes (393,216 elements of 12 bytes), and so what one slot
-moves.
+"""Bytes of a full chunk of the `exact` state (393,216 elements of 12 bytes); one slot moves as
+many.
 """
 
 _PIECE_BYTES = 65_536

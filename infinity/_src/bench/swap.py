@@ -539,8 +539,7 @@ def _verify(bench: Bench, streams: Streams, phase: str, *, everything: bool) -> 
 def measure_rounds(
     bench: Bench, streams: Streams, limit: Reference | None
 ) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]]]:
-    """(ours, the limit's) samples of each kind, one per round; the arm that goes first
-    alternates.
+    """(ours, the limit's) samples of each kind, one per round; the arm that goes first alternates.
     """
     task, say = bench.task, bench.say
     phases = bench.phases(streams, task.checksums)

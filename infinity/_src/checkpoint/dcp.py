@@ -60,6 +60,7 @@ _RECORDS = (
     "pathlib._local.PosixPath", "pathlib._local.WindowsPath",
 )  # fmt: skip
 _VALUES: dict[str, Any] = {
+    # Harmless values that need no record.
     "torch.Size": tuple,
     "collections.OrderedDict": dict,
     **{
@@ -81,7 +82,7 @@ class FileRange:
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """A part of a tensor, and where it lies."""
+    """A part of a tensor, and the range of the file that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -143,7 +144,7 @@ class DCPFiles(NamedTensors):
         return self.tensors[name].shape
 
     def is_floating_point(self, name: str) -> bool:
-        """Whether a tensor is of a floating dtype."""
+        """Return whether a tensor is of a floating dtype."""
         return self.tensors[name].dtype.is_floating_point
 
     def read(self, name: str) -> torch.Tensor:
@@ -164,6 +165,7 @@ class DCPFiles(NamedTensors):
                 raise ValueError(
                     f"{box.range.file} does not hold {name} as {METADATA} says: {_kind(part)}"
                 )
+            # One box is all of it: no second copy in memory.
             if box.sizes == stored.shape:
                 return part
             if whole is None:
@@ -225,6 +227,7 @@ class DCPFiles(NamedTensors):
     def _range(self, info: Any) -> FileRange:
         file = _field(info, _STORAGE, "relative_path", str)
         offset, length = (_field(info, _STORAGE, name, int) for name in ("offset", "length"))
+        # A hostile `.metadata` must not lead to files outside of its directory.
         if Path(file).name != file or file in ("", ".."):
             raise ValueError(
                 f"it points to {file!r}; files lie beside {METADATA}, so a path is refused"
@@ -270,7 +273,7 @@ def _stored(
 
 
 def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether boxes cover a tensor without a gap or an overlap."""
+    """Return whether boxes cover a tensor without a gap or an overlap."""
     if any(len(box.offsets) != len(shape) or len(box.sizes) != len(shape) for box in boxes):
         return False
     if any(
@@ -279,6 +282,7 @@ def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
         for low, size, whole in zip(box.offsets, box.sizes, shape, strict=True)
     ):
         return False
+    # As many elements as the tensor, and below no two overlap: so no gap either.
     if not boxes or sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
         return False
     low = np.array([box.offsets for box in boxes], dtype=np.int64)
@@ -334,6 +338,7 @@ class _Part(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
+        # torch.load reads to the end of a file, so the end is where the part ends.
         target = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
         self._file.seek(self._start + self._at)
         count = self._file.readinto(target)  # type: ignore[attr-defined]
@@ -369,6 +374,7 @@ class DCPWriter:
             )
         self._directory = directory
         self._partial = directory / (FILE + ".partial")
+        # Under another name: without `.metadata` and its data file nothing is a checkpoint yet.
         self._stream = self._partial.open("wb")
         self._entries: dict[str, Any] = {}
         self._ranges: dict[Any, Any] = {}
@@ -436,7 +442,7 @@ MASTER = "master"
 
 
 class ModelPart(NamedTensors):
-    """The tensors of a checkpoint under one key, without it: what a model is matched with."""
+    """The tensors of a checkpoint under one key, named without that key, as a model names them."""
 
     def __init__(self, files: DCPFiles, key: str) -> None:
         self._files = files
@@ -461,7 +467,7 @@ class ModelPart(NamedTensors):
         return self._files.shape(self._prefix + name)
 
     def is_floating_point(self, name: str) -> bool:
-        """Whether one tensor is of a floating dtype."""
+        """Return whether one tensor is of a floating dtype."""
         return self._files.is_floating_point(self._prefix + name)
 
     def read(self, name: str) -> torch.Tensor:
@@ -505,6 +511,7 @@ def match_states(
     for held in every:
         wanted = (*held.tensors, *held.numbers)
         roots = [f"{prefix}{name}." for name in held.param.keys]
+        # Any of a tied parameter's names may be the one that the file has.
         root = next(
             (root for root in roots if any(root + state in there for state in wanted)), roots[0]
         )
@@ -515,13 +522,12 @@ def match_states(
                 wrong += _problems(
                     files, name, held.param.whole_shape if state in held.tensors else None
                 )
+            # A checkpoint of a plain loop has none: the parameter's own value is the master then.
             elif state != MASTER:
                 missing.append(name)
     unexpected = sorted(there - {name for _, _, name in found})
-    missing, wrong = (
-        list(dict.fromkeys(missing)),
-        list(dict.fromkeys(wrong)),
-    )  # the tiles of a weight say the same
+    # Each once: the tiles of a weight say the same.
+    missing, wrong = list(dict.fromkeys(missing)), list(dict.fromkeys(wrong))
     if wrong or (strict and (missing or unexpected)):
         raise ValueError(
             explain(files.label, missing if strict else [], unexpected if strict else [], wrong)
@@ -557,6 +563,7 @@ def take_in_states(files: DCPFiles, matched: MatchedStates) -> None:
         value = read(name) if name in files.tensors else files.read_object(name)
         if state in held.numbers:
             value = value.item() if isinstance(value, torch.Tensor) else value
+            # torch.optim keeps it as a tensor of fp32; here it counts in whole numbers.
             if state == "step" and isinstance(value, float) and value.is_integer():
                 value = int(value)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -615,6 +622,7 @@ def groups_of(optimizer: Optimizer, key: str) -> Iterator[tuple[Key, Any]]:
     defaults = like([torch.zeros(1)]).defaults if isinstance(like, type) else {}
     for index, group in enumerate(optimizer.param_groups):
         for name, value in {**defaults, **group}.items():
+            # Objects of this process: their names stand in the file.
             if name == "params":
                 value = list(dict.fromkeys(param.infinity_link.param.keys[0] for param in value))
             elif isinstance(value, torch.Tensor):

@@ -120,11 +120,10 @@ class DeepSpeedWeights(NamedTensors):
         return self._parts[name].shape if name in self._parts else tuple(self._whole[name].shape)
 
     def is_floating_point(self, name: str) -> bool:
-        """Whether a weight is of a floating dtype."""
+        """Return whether a weight is of a floating dtype."""
         name = self._aliases.get(name, name)
-        return (
-            name in self._parts or self._whole[name].is_floating_point()
-        )  # parts are checked to be
+        # Parts are checked to be when they are taken (`_vector`).
+        return name in self._parts or self._whole[name].is_floating_point()
 
     def read(self, name: str) -> torch.Tensor:
         """Read a weight, put together from the ranks' parts. Blocks."""
@@ -139,6 +138,7 @@ class DeepSpeedWeights(NamedTensors):
     def _take_trainable(self, model: dict[str, Any], optimizer: Sequence[dict[str, Any]]) -> None:
         world = len(optimizer)
         stages = {_stage(rank["zero_stage"]) for rank in optimizer}
+        # Stages 1 and 2 split the weights in another way.
         if stages != {3}:
             raise ValueError(
                 f"{self.label} is of ZeRO stage {', '.join(map(str, stages))}, and stage 3 is read "
@@ -153,6 +153,7 @@ class DeepSpeedWeights(NamedTensors):
         start = 0
         for shapes in model["param_shapes"]:
             for name, shape in shapes.items():
+                # As DeepSpeed pads: every rank has as many elements.
                 numel = math.ceil(math.prod(shape) / world)
                 self._parts[name] = _Part(tuple(shape), groups, start, numel)
                 start += numel
@@ -199,6 +200,7 @@ def _folder(directory: Path, tag: str | None) -> Path:
         tag = latest.read_text().strip()
     if tag is None:
         return directory
+    # `latest` is a file from elsewhere too: it must not lead out of the directory.
     if not tag or Path(tag).name != tag or tag == "..":
         raise ValueError(
             f"tag={tag!r}: it is the name of a folder in {directory}, so a path is refused"
@@ -215,6 +217,7 @@ def _ranks(folder: Path, pattern: re.Pattern[str], ending: str) -> list[Path]:
         name = pattern.fullmatch(path.name)
         if name is None:
             continue
+        # Model-parallel ranks hold parts of weights, which are not put together here.
         if int(name[2]) or int(name[1]) in found:
             raise ValueError(
                 f"{path} is of a model-parallel run, or a second one of its rank. {_ELSE}"
@@ -257,4 +260,5 @@ def _cut(groups: Sequence[torch.Tensor], start: int, numel: int) -> Iterable[tor
         low, high = max(start, 0), min(start + numel, group.numel())
         if low < high:
             yield group[low:high]
+        # From here on relative to the next group.
         start -= group.numel()

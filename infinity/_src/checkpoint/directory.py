@@ -1,5 +1,5 @@
-"""A checkpoint's directory: names of its files, whole generations, files that a crash leaves whole
-or not at all.
+"""A checkpoint's directory: the names of its files, its whole generations, and writes after which a
+crash leaves each file whole or not at all.
 
     manifest-<generation>.rank<r>   data-<generation>.rank<r>
     buffers-<generation>.rank<r>    extra-<generation>.rank<r>
@@ -51,6 +51,7 @@ def is_of(path: Path, rank: int) -> bool:
 
 def next_generation(directory: Path) -> int:
     """Return the number of a save that begins now: no file has it yet."""
+    # Over all files, not manifests alone: what a save that died left must not be mixed with these.
     return max((generation for _, generation in files_of(directory)), default=0) + 1
 
 
@@ -63,8 +64,9 @@ def generations(directory: Path) -> list[int]:
 
 
 def begun_commits(directory: Path) -> list[int]:
-    """List the generations in which some rank's manifest has its name, newest first: no save that
-    is under way or was broken off.
+    """List the generations in which at least one rank's manifest has its final name, newest first.
+
+    A save that is still writing, or broke off while it wrote, has partial names and is left out.
     """
     found = {
         number
@@ -80,11 +82,13 @@ def read_generation(directory: Path, generation: int) -> list[Manifest]:
     Raises: AioError (ENOENT) for one that is missing or of another save, ChecksumError for a
     damaged one; both name it.
     """
+    # Rank 0 is in every save; its manifest says how many ranks there are.
     first = read_manifest(directory / manifest_name(generation, 0))
     manifests = [first]
     for rank in range(1, first.world):
         path = directory / manifest_name(generation, rank)
         other = read_manifest(path)
+        # Two saves may have had one number: the first broke off, the second began anew.
         if (other.save, other.world, other.rank) != (first.save, first.world, rank):
             raise AioError(
                 "the manifest is of another save than that of rank 0", path=str(path), op="read"
@@ -108,8 +112,10 @@ def newest_generation(directory: Path) -> list[Manifest]:
         try:
             return read_generation(directory, generation)
         except AioError as error:
+            # Damage is told, not stepped over: an older generation would lose steps in silence.
             if error.errno != errno.ENOENT:
                 raise
+            # The newest one's is the message that helps.
             missing = missing or error
     raise AioError(
         "there is no whole checkpoint" + (f" ({missing})" if missing else ""),
@@ -122,6 +128,7 @@ def newest_generation(directory: Path) -> list[Manifest]:
 def read_manifest(path: Path) -> Manifest:
     """Read one manifest. Raises: AioError, ChecksumError, ValueError."""
     manifest = Manifest.decode(_read(path), str(path))
+    # The digest says that the bytes are as written, not that an engine wrote them.
     check_manifest(manifest, str(path))
     return manifest
 
@@ -132,6 +139,7 @@ def read_attachment(directory: Path, file: FileEntry) -> bytes:
     """
     path = directory / file.name
     data = _read(path)
+    # Told apart from damage: a copy that broke off is cut short.
     if len(data) != file.size_bytes:
         raise AioError(
             f"the file has {len(data)} bytes, not {file.size_bytes}",
@@ -154,6 +162,7 @@ def check_length(path: Path, file: FileEntry) -> None:
         raise AioError(
             "a file of a checkpoint is missing", errno=error.errno or 0, path=str(path), op="open"
         ) from error
+    # Longer is well: a run's file may have grown since the manifest was written.
     if size < file.size_bytes:
         raise AioError(
             f"the file was cut short: it has {size} bytes of {file.size_bytes}",
@@ -170,11 +179,14 @@ def write_attachment(directory: Path, name: str, data: bytes) -> FileEntry:
     """
     path = directory / name
     with typed_errors(path, "write", len(data)):
+        # 0o666 less the umask: a checkpoint has the rights of an ordinary file.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            view = memoryview(data)  # a write may be short
+            # A write may be short.
+            view = memoryview(data)
             while view:
                 view = view[os.write(fd, view) :]
+            # Before anybody names it: a manifest must not outlive the bytes that it counts on.
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -199,15 +211,19 @@ def publish(partial: Path, path: Path) -> None:
 
     Raises: OSError naming the path.
     """
+    # Before the rename: else a crash may leave the name with an empty file behind it.
     fsync_file(partial)
-    partial.replace(path)  # atomic: a reader sees the old file or the new one
+    # Atomic: a reader sees the old file or the new one.
+    partial.replace(path)
 
 
 def _fsync(path: Path, flags: int) -> None:
+    # Any descriptor will do: fsync is of the file, not of what this one wrote.
     opened = os.open(path, flags)
     try:
         os.fsync(opened)
     except OSError as error:
+        # fsync knows a descriptor only; the message has to name the file.
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(opened)
@@ -230,9 +246,11 @@ def make_directory(directory: Path) -> None:
             f"directory={str(directory)!r} is a file, and a checkpoint is a directory: name another"
         )
     with typed_errors(directory, "open", 0):
+        # Asked before it is made: only a new name has to be flushed.
         made = not directory.exists()
         directory.mkdir(parents=True, exist_ok=True)
-    if made:  # else a crash may take the directory away again
+    # Else a crash may take the directory away again, and the checkpoint with it.
+    if made:
         sync_directory(directory.parent)
 
 
@@ -243,18 +261,18 @@ def remove(paths: list[Path]) -> None:
 
 
 class DirectoryLock:
-    """A lock of the directory that a checkpoint is written into: a second writer would number its
-    files alike and clear them away.
+    """A lock of the directory that a checkpoint is written into.
 
-    The lock is on the directory itself: no file stays, and it goes with its process. Raises:
-    AioError (EWOULDBLOCK) where another save, of any process here, holds it; a file system without
-    locks holds nobody off.
+    Without it a second writer would give its files the same numbers, and remove the first one's.
+    Raises: AioError (EWOULDBLOCK) while another save of any process on this machine holds it. On a
+    file system without locks nothing is locked.
     """
 
     def __init__(self, directory: Path) -> None:
         with typed_errors(directory, "open", 0):
             self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
+            # On the directory itself: no lock file stays behind, and it ends with the process.
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._fd)
@@ -264,14 +282,14 @@ class DirectoryLock:
                 errno=errno.EWOULDBLOCK, path=str(directory), op="open",
             ) from error  # fmt: skip
         except OSError as error:
+            # A file system without locks: the save goes on without one.
             log.debug("%s cannot be locked: %s", directory, error)
 
     def release(self) -> None:
         """Let the next one in. Once."""
+        # Closing is not enough: a process that was forked meanwhile has it open, too.
         with contextlib.suppress(OSError):
-            fcntl.flock(
-                self._fd, fcntl.LOCK_UN
-            )  # a process that was forked meanwhile has it open, too
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
 
 
@@ -283,6 +301,7 @@ def typed_errors(path: Path, op: str, length: int) -> Iterator[None]:
     except AioError:
         raise
     except OSError as error:
+        # By what the user has to do: make room, look at the drive, or something else.
         code = error.errno or 0
         kind: type[AioError] = AioError
         if code in _NO_ROOM:

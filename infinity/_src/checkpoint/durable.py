@@ -1,5 +1,5 @@
-"""Durable runs: a manifest beside the swap files for every committed step, and the way on after a
-crash.
+"""Durable runs: every committed step has a manifest beside the swap files, from which training goes
+on after a crash.
 
     opt.step()      captures the step's small state: step counts, groups, buffers, handle.extra
     the next one    updates have ended -> flush the drives -> manifest of each rank -> all have one
@@ -52,18 +52,20 @@ from infinity._src.checkpoint.writer import StoredStates
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
-from infinity._src.params.shard_records import ShardRecords
+from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat
 from infinity.errors import AioError, PeerFailed
 
 log = logging.getLogger("infinity")
+# Layer and drive in one number: layer * DRIVES_MAX + drive.
 DRIVES_MAX = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
 class _Small:
-    """Small state of a step, besides its chunks. whole: the user's `extra` is in it, as far as
-    there is one.
+    """Small state of a step: all but its chunks.
+
+    whole: the user's `extra` was asked for and encoded (it may be None). False: still to be asked.
     """
 
     step: int
@@ -74,7 +76,7 @@ class _Small:
 
 
 class DurableRun:
-    """One model's durable run. One thread uses it. extra: gives the user's small state."""
+    """One model's durable run. One thread uses it. extra: returns the user's small state."""
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class DurableRun:
         self._extra = extra
         before = files.before
         self._generation = self._save = 0  # agreed when the first commit begins
+        # A run that is there is not overwritten before it was restored, or given up by the user.
         self._waits_for = before[0].step if before is not None and policy.durable != "new" else None
         self._captured: _Small | None = None
         self._committed: _Small | None = None
@@ -107,9 +110,8 @@ class DurableRun:
         self._linked = False  # on all ranks, as soon as it is on one
         self._stepped = False
         self._cleaned = False
-        self._layout: tuple[tuple[Any, ...], Layout] | None = (
-            None  # and the formats that it was made for
-        )
+        # The formats, and the layout that was made for them.
+        self._layout: tuple[tuple[Any, ...], Layout] | None = None
         # Before the first step: its forward may change buffers already.
         self._first_forward = model.register_forward_pre_hook(
             dynamo_disable(self._before_forward), prepend=True
@@ -120,8 +122,10 @@ class DurableRun:
         self._first_forward.remove()
 
     def _before_forward(self, *_: object) -> None:
+        # Forward changes buffers (running means, say): what is committed is as before it.
         if not self._stepped and not self.begun and not self.waits:
             self.capture()
+        # A forward of evaluation leaves the hook for the first one that trains.
         if self._model.training and torch.is_grad_enabled():
             self._first_forward.remove()
 
@@ -152,26 +156,27 @@ class DurableRun:
 
     @property
     def has_states(self) -> bool:
-        """Whether the run that the directories held has optimizer states."""
+        """Return whether the run that the directories held has optimizer states."""
         return self.files.before is not None and bool(self.files.before[0].optimizers)
 
     @property
     def waits(self) -> bool:
-        """Whether the directories hold a run that nobody has restored, or given up by taking a
-        step.
+        """Return whether the directories hold a run that was neither restored nor given up by
+        taking a step.
         """
         given_up = self._stepped or self.begun or self.files.before is None
         return self._waits_for is not None or not given_up
 
     @property
     def begun(self) -> bool:
-        """Whether this run has committed something."""
+        """Return whether this run has committed something."""
         return self._written >= 0
 
     def restored(self, extra: object) -> None:
         """Note that a checkpoint with this `extra` was restored: the next commit may replace the
         run that the directories held.
         """
+        # As if a step was taken: `extra` belongs to the step that was restored.
         self._waits_for, self._stepped = None, True
         self._first_forward.remove()
         self._capture(lambda: extra)
@@ -192,12 +197,15 @@ class DurableRun:
         self._capture(self._extra if self._stepped else lambda: None)
 
     def _capture(self, extra: Callable[[], object]) -> None:
+        # First without `extra`: if that cannot be kept, the step's own state is captured all the
+        # same.
         self._captured = self._described()
         self._captured = dataclasses.replace(self._captured, extra=extra_bytes(extra()), whole=True)
 
     def _described(self) -> _Small:
         """Return the small state to commit, without `extra`."""
         holders = {
+            # One optimizer holds many parameters, and is described once.
             id(holder): holder
             for unit in self._units
             for param in unit.params
@@ -216,18 +224,18 @@ class DurableRun:
 
     def states_moved(self) -> None:
         """Commit the last step anew: its flats moved, and others will use their old places."""
+        # None first: should describing fail, the next commit captures anew.
         before, self._captured = self._captured, None
         if self._written >= 0:
-            if (
-                before is not None and before.whole
-            ):  # `extra` is that of the last step, or of the run that was restored
+            # `extra` is that of the last step, or of the run that was restored.
+            if before is not None and before.whole:
                 self._captured = dataclasses.replace(
                     self._described(), extra=before.extra, whole=True
                 )
             self.commit()
 
     def prepare_next(self) -> None:
-        """Give chunks other places where a checkpoint holds theirs, which must not be written
+        """Move chunks away from places that a checkpoint names, and that must never be written
         again. Called after a commit.
 
         Collective once a checkpoint was linked. Raises: SwapFullError, AioError, and PeerFailed
@@ -235,6 +243,7 @@ class DurableRun:
         """
         if not self._linked:
             return
+        # Linked on one rank is linked on all, so all come here and none waits alone.
         problem: Exception | None = None
         try:
             self._pinned.make_way(self.flats)
@@ -250,13 +259,15 @@ class DurableRun:
             )
 
     def link(self, directory: Path, generation: int) -> StoredStates | None:
-        """Put the newest generation, just committed, into a checkpoint's directory by second names
-        of its files.
+        """Put the newest generation, just committed, into a checkpoint's directory by hard links to
+        its files.
 
-        None: they cannot be made there. Raises: SwapFullError, AioError.
+        Returns None where links cannot be made, or while a run waits to be restored. Raises:
+        SwapFullError, AioError.
         """
         if self.waits:
             return None
+        # Before the attempt: another rank's may succeed, and then all meet in `make_way`.
         self._linked = True
         rows, sums = self._rows()
         used = _number_files(rows)
@@ -265,6 +276,7 @@ class DurableRun:
         ]
         targets = {each: directory / name for each, name in zip(used, names, strict=True)}
         now = np.concatenate([self._executor.look(self._store[flat].ids) for flat in self.flats])
+        # Other file system, or too many layers: the save copies instead.
         if not self._pinned.link(now, targets):
             return None
         entries = (
@@ -274,8 +286,9 @@ class DurableRun:
         return StoredStates(tuple(entries), rows, sums)
 
     def is_due(self) -> bool:
-        """Whether the step that was captured is to be committed."""
+        """Return whether the step that was captured is to be committed."""
         small = self._captured
+        # Nothing captured: `commit` captures, and finds out whether anything is new.
         return small is None or small.step % self._policy.durable_every == 0
 
     def commit(self) -> None:
@@ -298,6 +311,7 @@ class DurableRun:
             if self._captured is None:
                 self.capture()
             elif not self._captured.whole:
+                # `extra` could not be kept when the step ended; it may have been mended since.
                 kept = extra_bytes(self._extra())
                 self._captured = dataclasses.replace(self._captured, extra=kept, whole=True)
             manifest = self._write(generation)
@@ -305,6 +319,7 @@ class DurableRun:
             problem = error
         failed = self._comm.all_reduce_any([problem is not None])[0]
         if failed:
+            # Some rank has no manifest, so the generation is of no use; this rank's part goes.
             self._remove(lambda path, number: number == generation and is_of(path, self.files.rank))
         if problem is not None:
             raise problem
@@ -316,13 +331,16 @@ class DurableRun:
         assert manifest is not None
         # From here on a crash leaves this step: the places of the one before may be written.
         self._written, self._committed = self._store.writes, self._captured
+        # Named by a manifest: the next step writes beside these places, not into them.
         self._store.named()
+        # Only after every rank has its manifest: until here the older generation is the whole one.
         self._remove_older(manifest)
 
     def _next_generation(self) -> int:
         """Return a number that no file has, and no attempt had: ranks that died may have left parts
         of a commit. Collective.
         """
+        # Once: afterwards every rank counts by itself, in step with the others.
         if not self._generation:
             mine = [0.0, 0.0]
             if self.files.rank == 0:
@@ -335,6 +353,7 @@ class DurableRun:
         # The states first, then the manifest that names them.
         for files in self.files.layers.values():
             for file in files:
+                # A manifest on the drive must never name bytes that are only in a cache.
                 file.fsync()
         small, home, rank = self._captured, self.files.home, self.files.rank
         assert small is not None
@@ -365,18 +384,21 @@ class DurableRun:
             sums=sums,
         )
         path = home / manifest_name(generation, rank)
+        # Under another name until it is whole: a reader takes any manifest for a commit.
         partial = path.with_name(path.name + ".partial")
         write_attachment(home, partial.name, manifest.encode())
-        # before the rename: nobody may remove them if this breaks off, or a rank dies, right after
-        # it
+        # Before the rename: if this breaks off or a rank dies right after it, the manifest names
+        # these files, and the end of the process must not remove them.
         self.files.keep()
         with typed_errors(path, "rename", 0):
             partial.replace(path)
+        # The rename is on the drive only now; before, a crash might undo it.
         sync_directory(home)
         return manifest
 
     def _layout_now(self) -> Layout:
         """Return the layout, made anew when formats have changed."""
+        # Formats change when an optimizer takes parameters over; else the encoded layout is kept.
         formats = tuple(self._store[flat].format for flat in self.flats)
         if self._layout is None or self._layout[0] != formats:
             self._layout = formats, metadata.layout_of(self.flats, self._store, self._policy)
@@ -391,6 +413,7 @@ class DurableRun:
             records = self._store[flat]
             found, taken = _rows_of(records, self._executor.look(records.ids))
             found["flat"] = index
+            # From the flat's own table of checksums to that of the manifest.
             found["sums_at"] += count
             count += len(taken)
             rows.append(found)
@@ -401,6 +424,7 @@ class DurableRun:
         """Remove this rank's part of older generations; and, the first time, the states of the run
         before.
         """
+        # Each rank removes its own files, so none removes what another still writes.
         rank, first = self.files.rank, not self._cleaned
         everything = rank == 0 and first  # also what ranks have left that are no more
         self._remove(
@@ -408,6 +432,7 @@ class DurableRun:
         )
         if everything:
             try:
+                # All ranks' manifests: what any of them names stays.
                 whole = read_generation(self.files.home, manifest.generation)
                 self.files.remove_strangers(entry.name for each in whole for entry in each.files)
             except (OSError, AioError) as error:
@@ -444,9 +469,11 @@ def _rows_of(
     rows = np.zeros(len(now), dtype=ROW)
     for name in ("numel", "key", "generation", "file_offset", "section_at"):
         rows[name] = now[name]
+    # `other_bytes`: of the states alone, while `run_bytes` of a chunk may hold gradients too.
     rows["start"], rows["run_bytes"] = records.starts, now["other_bytes"]
     rows["section_at"][:, records.format.written_count :] = -1  # gradients are no part of a run
     rows["file"] = now["file"] * DRIVES_MAX + now["drive"]
+    # Each place has its own table of checksums; the live one's is taken.
     second = (now["sums_ptr"] != records.first_sums).astype(np.int64)
     pieces = np.array(
         [records.format.written_count * records.pieces(int(numel)) for numel in now["numel"]]

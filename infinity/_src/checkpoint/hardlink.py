@@ -1,5 +1,5 @@
-"""Checkpoints of a durable run that copy nothing: its files get second names, and the engine goes
-on beside their contents.
+"""Checkpoints of a durable run by hard links: its files get second names, nothing is copied, and
+the run writes to other places from then on.
 
     save      the files of the live places are linked into the checkpoint; these places are *pinned*
     commits   a chunk whose pinned place is no longer live gets another, in a fresh layer of files
@@ -29,22 +29,23 @@ from infinity.aio import Executor
 from infinity.aio._validate import FILE_MAX
 
 _CANNOT = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP})
-"""Errors of a file that gets no second name: another file system, one without links, too many of
-them.
-"""
+"""Errors of `os.link` after which a save copies: another file system, no links, too many."""
 
 
 def link_all(sources: Sequence[Path], targets: Sequence[Path]) -> bool:
-    """Give every source a second name. False where the file system cannot, and then none has one.
-    Raises: AioError.
+    """Give every source a second name (a hard link). Returns False where the file system makes no
+    such link; then no source has one. Raises: AioError.
     """
     made: list[Path] = []
     for source, target in zip(sources, targets, strict=True):
         try:
             with typed_errors(target, "link", 0):
+                # A second name, not a copy: the bytes live until the last name goes, run's or
+                # checkpoint's.
                 os.link(source, target)
         except OSError as error:
-            remove(made)  # all have second names, or none has
+            # All have second names, or none has.
+            remove(made)
             if error.errno in _CANNOT:
                 return False
             raise
@@ -53,7 +54,7 @@ def link_all(sources: Sequence[Path], targets: Sequence[Path]) -> bool:
 
 
 class PinnedLayers:
-    """The layers of files that checkpoints have a part in. One thread uses it at a time."""
+    """Layers of swap files that checkpoints share with the run. One thread uses it at a time."""
 
     def __init__(
         self, files: RunFiles, space: SwapSpace, store: StateStore, executor: Executor
@@ -66,27 +67,32 @@ class PinnedLayers:
 
     def link(self, now: npt.NDArray[np.void], targets: dict[tuple[int, int], Path]) -> bool:
         """Give the files of `targets`, by layer and drive, these second names, and pin their
-        layers. False: it cannot be.
+        layers. Returns False where no links can be made, or no further layer.
 
-        now: the chunks as they are, all committed. Makes room for the places that they will want
-        instead. Blocks for the file system. Raises: SwapFullError, AioError; then nothing is
-        pinned.
+        now: the chunks' records, all committed. Also makes room for the other places that these
+        chunks will need. Blocks for the file system. Raises: SwapFullError, AioError; then nothing
+        is pinned.
         """
-        if len(self._files.layers) >= FILE_MAX - 1:  # chunks that no step updates keep old layers
+        # Chunks that no step updates keep old layers alive, and an executor takes FILE_MAX files.
+        if len(self._files.layers) >= FILE_MAX - 1:
             return False
         sources = [Path(self._files.layers[layer][drive].path) for layer, drive in targets]
+        # Names first: where they cannot be made, no room is taken.
         if not link_all(sources, list(targets.values())):
             return False
         try:
+            # Room for all pinned chunks now: a full drive is told by the save, not by a step later.
             fresh = self._files.layers[self._new_layer()]
             for drive, file in enumerate(fresh):
                 file.grow(int(now["other_bytes"][now["drive"] == drive].sum()))
         except BaseException:
-            remove(list(targets.values()))  # nothing is pinned: no second name may keep the files
+            # Nothing is pinned, so the run goes on writing there: no checkpoint may name it.
+            remove(list(targets.values()))
             raise
         # From here on nothing may be written into these files: the checkpoint names their places.
         for layer in {layer for layer, _ in targets}:
             self._layers.add(layer)
+            # Nothing is reserved there any more, and the file is not cut shorter.
             self._space.freeze_layer(layer)
         self._tell()
         return True
@@ -101,7 +107,9 @@ class PinnedLayers:
             return
         for flat in flats:
             now = self._executor.look(self._store[flat].ids)
+            # The other place is the one that the next step writes; the live place is only read.
             pinned = np.isin(now["other_file"], sorted(self._layers)) & (now["other_bytes"] > 0)
+            # By the layer of the live place, since the new place goes to another one.
             for live in np.unique(now["file"][pinned]):
                 self._move(
                     flat,
@@ -113,9 +121,10 @@ class PinnedLayers:
         self._tell()
 
     def _tell(self) -> None:
-        """Tell the state store the layers that are the run's alone: new places go there. The two
-        places of a chunk may share one.
+        """Tell the state store the layers that no checkpoint shares: new places go there. Both
+        places of a chunk may lie in the same layer.
         """
+        # Oldest and newest of them, for the two places.
         mine = [layer for layer in self._files.layers if layer not in self._layers]
         self._store.layers = (mine[0], mine[-1])
 
@@ -126,6 +135,7 @@ class PinnedLayers:
         found = [
             layer for layer in self._files.layers if layer not in self._layers and layer != live
         ]
+        # The newest, which `link` made room in.
         return found[-1] if found else self._new_layer()
 
     def _new_layer(self) -> int:
@@ -142,8 +152,10 @@ class PinnedLayers:
     ) -> None:
         records = self._store[flat]
         wants = [ExtentRequest(int(size), layer) for size in now["other_bytes"][chunks]]
+        # On the chunk's own drive: both its places lie in files of one drive.
         places = self._space.reserve_on(now["drive"][chunks].tolist(), wants)
         offsets = np.array([place.offset for place in places], dtype=np.int64)
+        # Nothing is copied: the place is written anew before anybody reads it.
         self._executor.relocate(
             records.ids[chunks], np.full(len(chunks), layer, dtype=np.int32), offsets
         )
@@ -162,6 +174,7 @@ class PinnedLayers:
         """Close the pinned layers in which no chunk has a place any more, and take their names from
         the run.
         """
+        # A layer goes only when neither place of any chunk is in it.
         used = {place.layer for flat in flats for place in self._store[flat].places}
         for layer in sorted(self._layers - used):
             files = self._files.layers.pop(layer)
@@ -169,6 +182,7 @@ class PinnedLayers:
             for drive in range(len(files)):
                 self._executor.remove_file(drive, layer)
             self._space.remove_layer(layer)
+            # The run's name only: the checkpoint's keeps the bytes.
             remove([Path(file.path) for file in files])
             self._layers.discard(layer)
 

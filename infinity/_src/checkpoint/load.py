@@ -1,4 +1,4 @@
-"""Values of other formats that come into an offloaded model: matched by name, checked as a whole,
+"""Loading values of other formats into an offloaded model: matched by name, checked as a whole,
 then written one by one.
 
 After a load the model holds what the file says: a parameter with optimizer states gets its fp32
@@ -17,8 +17,8 @@ import torch
 
 from infinity._src.optim.state_access import States
 from infinity._src.params.materialize import NamedTensors, find_buffers
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.unit import Param, Unit
+from infinity._src.params.unshard import Unsharder
 from infinity._src.wording import listed
 from infinity.aio import Format
 
@@ -28,7 +28,7 @@ class Receiver(Protocol):
 
     units: list[Unit]
     states: States
-    residency: Unsharder
+    unsharder: Unsharder
 
 
 class Loaded(NamedTuple):
@@ -97,10 +97,8 @@ def match(
         if name is not None:
             buffers.append((value, name))
     unexpected = sorted(known - expected)
-    missing, wrong = (
-        list(dict.fromkeys(missing)),
-        list(dict.fromkeys(wrong)),
-    )  # the tiles of a weight say the same
+    # Each once: the tiles of a weight say the same.
+    missing, wrong = list(dict.fromkeys(missing)), list(dict.fromkeys(wrong))
     if wrong or (strict and (missing or unexpected)):
         raise ValueError(
             explain(source.label, missing if strict else [], unexpected if strict else [], wrong)
@@ -140,10 +138,12 @@ def has_master(states: States, param: Param) -> bool:
 
 def write_param(of: Receiver, param: Param, value: torch.Tensor) -> None:
     """Set a parameter, and its fp32 master if it has one. Calls no collective. Blocks."""
+    # Through the master: the value in the file's precision is kept, and rounded as an update
+    # rounds.
     if has_master(of.states, param):
         of.states.write(param, 0, value)
     else:
-        of.residency.write(param, value)
+        of.unsharder.write(param, value)
 
 
 class LastRead:
@@ -158,7 +158,8 @@ class LastRead:
     def __call__(self, name: str) -> torch.Tensor:
         """The tensor of this name. Blocks."""
         if self._last is None or self._last[0] != name:
-            self._last = None  # the one before goes first
+            # The one before goes first, so that two are never in memory.
+            self._last = None
             self._last = name, self._read(name)
         return self._last[1]
 

@@ -50,6 +50,7 @@ PIECE_BYTES: Final = 65536
 TENSOR_BYTES_MAX = 4096
 """Bytes of the largest tensor that is a small value."""
 RANKS_MAX = 1 << 20
+# Bounds for numbers in a damaged or hostile manifest; no engine writes larger ones.
 _ELEMENTS_MAX = 1 << 56
 _CHUNK_NUMEL_MAX = 1 << 26
 _MAGIC: Final = b"inf-ckpt"
@@ -135,7 +136,7 @@ class Layout:
 
     @functools.cached_property
     def encoded(self) -> bytes:
-        """As JSON."""
+        """The layout as JSON."""
         return _dumps(
             {"flats": [dataclasses.asdict(flat) for flat in self.flats], "numerics": self.numerics}
         )
@@ -211,6 +212,7 @@ class Manifest:
         state["buffers"] = dataclasses.asdict(self.buffers) if self.buffers is not None else None
         state["extra"] = dataclasses.asdict(self.extra) if self.extra is not None else None
         state["optimizers"] = [vars(optimizer) for optimizer in self.optimizers]
+        # Encoded once for a run: a model of 20,000 parameters has a long layout.
         texts = (self.layout.encoded, _dumps(state))
         head = _HEAD.pack(
             _MAGIC, VERSION, len(texts[0]), len(texts[1]), len(self.rows), len(self.sums)
@@ -231,7 +233,9 @@ class Manifest:
         Raises: ChecksumError naming `path` for damage, AioError for a file that is cut short or
         something else, ValueError for a later version.
         """
-        body = len(data) - _DIGEST_BYTES  # the digest is of everything before it
+        # The digest is of everything before it.
+        body = len(data) - _DIGEST_BYTES
+        # First: without a head there is no version to read.
         if body < _HEAD.size or not data.startswith(_MAGIC):
             raise AioError(
                 "this is no whole manifest of a checkpoint", path=path, op="read", length=len(data)
@@ -263,12 +267,8 @@ class Manifest:
                 state[key] = _file(state[key]) if state[key] is not None else None
             state["optimizers"] = tuple(OptimizerEntry(**entry) for entry in state["optimizers"])
             return cls(layout=Layout.decode(texts[0]), rows=rows, sums=sums, **state)
-        except (
-            KeyError,
-            TypeError,
-            AttributeError,
-            ValueError,
-        ) as error:  # a sum that is right, of something else
+        # The digest is right, of something that no engine wrote.
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} is no manifest that an engine wrote: {error}") from error
 
 
@@ -312,6 +312,7 @@ def _file(entry: dict[str, Any]) -> FileEntry:
     """Raises: ValueError for a name that leads out of the directory."""
     found = FileEntry(**entry)
     path = PurePosixPath(found.name)
+    # A manifest from elsewhere must not lead to files outside of its directory.
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in found.name:
         raise ValueError(
             f"a manifest names the file {found.name!r}, which is not in the checkpoint's directory"
@@ -326,12 +327,8 @@ def check_manifest(manifest: Manifest, path: str) -> None:
     """Raise ValueError naming `path` for a manifest that no engine writes."""
     try:
         found = next(_problems(manifest), "")
-    except (
-        TypeError,
-        AttributeError,
-        KeyError,
-        ValueError,
-    ) as error:  # values of other types than they should be of
+    # Values of other types than they should be of.
+    except (TypeError, AttributeError, KeyError, ValueError) as error:
         found = str(error) or type(error).__name__
     if found:
         raise ValueError(f"{path} is no manifest that an engine wrote: {found}")
@@ -400,6 +397,7 @@ def _wrong_rows(manifest: Manifest) -> Iterator[str]:
     yield from _gaps(manifest)
     if len(rows) and len(flats):
         sizes = np.array([file.size_bytes for file in manifest.files], dtype=np.int64)[rows["file"]]
+        # By subtraction: an offset near 2^63 plus a length would wrap and pass for small.
         room = sizes - rows["file_offset"]
         here = rows["section_at"] >= 0
         ends = np.where(here, section_bytes(rows, flats), 0)
@@ -407,6 +405,7 @@ def _wrong_rows(manifest: Manifest) -> Iterator[str]:
             here & (rows["section_at"] > room[:, None] - ends)
         ).any():
             yield "a row lies outside of its file"
+        # An address is computed from it, so it must stay inside of the table.
         last = len(manifest.sums) - pieces_of(rows, flats).sum(axis=1)
         if ((rows["sums_at"] < 0) | (rows["sums_at"] > last)).any():
             yield "a row has checksums that are not there"
@@ -442,6 +441,7 @@ def to_json(value: Any) -> Any:
         return value
     if isinstance(value, list):
         return [to_json(each) for each in value]
+    # JSON has lists only, and an optimizer's betas are a tuple.
     if isinstance(value, tuple):
         return {"tuple": [to_json(each) for each in value]}
     if isinstance(value, dict):
@@ -478,6 +478,7 @@ def from_json(value: Any) -> Any:
         data = bytearray.fromhex(value["hex"])
         dtype = dtype_of(value["tensor"])
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        # A copy: `frombuffer` shares the bytearray's memory.
         return flat.clone().view(value["shape"])
     raise ValueError(f"a value with the keys {sorted(value)} is not known")
 

@@ -1,5 +1,5 @@
-"""A run as a manifest describes it: flats and parameters, optimizers, the fields of the policy that
-decide about rounding.
+"""Descriptions of a run for its manifest: flats and parameters, optimizers, buffers, and the fields
+of the policy that decide about rounding.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio._records import GradSection
 
+# A restore compares them with those of the run that saved, and notes what differs.
 NUMERICS = ("state", "seed", "update", "grad_dtype", "reduce_dtype")
 """Fields of the policy that decide about numbers."""
 
@@ -73,6 +74,7 @@ def optimizers_of(given: object, units: Sequence[Unit]) -> list[Optimizer]:
                 f"{type(optimizer).__name__} is no optimizer of infinity: give the inf.AdamW (SGD, "
                 "Lion, Elementwise) that holds the model's parameters, a list of them, or None"
             )
+    # A checkpoint is of one model, so an optimizer of two would be saved in part.
     engine = units[0].engine if units else None
     for optimizer in listed:
         for group in optimizer.param_groups:
@@ -115,6 +117,7 @@ def describe_optimizer(
         records = [param_of(at_rest) for at_rest in group["params"]]
         values = {}
         for key, value in group.items():
+            # Parameters go by name, beside the values.
             if key != "params":
                 try:
                     values[key] = to_json(value)
@@ -122,6 +125,7 @@ def describe_optimizer(
                     raise ValueError(f"{key!r} of parameter group {index}: {error}") from None
         groups.append({"values": values, "params": [record.name for record in records]})
         for record in records:
+            # A frozen parameter may be in a group and have no states.
             if optimizer_of(record) is optimizer:
                 kept = dict(optimizer.state.get(record.at_rest, {}))
                 params[record.name] = {
@@ -140,6 +144,7 @@ def buffer_bytes(model: torch.nn.Module) -> bytes | None:
 def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copy the persistent buffers to the CPU, contiguous, by their first names."""
     return {
+        # A copy: training goes on while the save writes.
         name: buffer.detach().to("cpu", copy=True).contiguous()
         for name, buffer in persistent_buffers(model).items()
     }
@@ -151,6 +156,7 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
+            # By identity: a buffer that several modules share is saved once.
             if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
@@ -181,4 +187,5 @@ def write_buffers(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> Non
     """Give the buffers these values, in place."""
     with torch.no_grad():
         for name, buffer in persistent_buffers(model).items():
+            # In place: several modules may share the tensor.
             buffer.copy_(saved[name])

@@ -1,6 +1,4 @@
-"""A line on a terminal while something takes long: it is taken away at the end, and never shown
-elsewhere.
-"""
+"""A progress line for long work: shown on a terminal only, and taken away at the end."""
 
 from __future__ import annotations
 
@@ -23,6 +21,7 @@ class ProgressLine:
         self._start_s = time.monotonic()
         self._next_s = self._start_s + SHOWN_AFTER_S
         self._width = 0
+        # In a log file the carriage returns would fill it with one endless line.
         self._may_show = shown and sys.stderr.isatty()
 
     def advance(self, size_bytes: int) -> None:

@@ -56,6 +56,7 @@ from infinity.errors import AioError
 
 Chunks = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """(starts, numels) of the chunks of one rank's shard of a flat, in order, without gaps."""
+# Each has an executor: threads, and slots for SLOTS sections.
 OPEN_MAX = 4
 """Data files that are open at once."""
 SLOTS = 8
@@ -100,6 +101,7 @@ class Checkpoint:
         self._rows: dict[int, _RankRows] = {}
         first = manifests[0]
         for other in manifests[1:]:
+            # Places of elements are computed from one layout for all ranks.
             if other.layout.flats != first.layout.flats:
                 path = str(directory / other.name)
                 raise AioError(
@@ -165,6 +167,7 @@ class Checkpoint:
             for file in manifest.files:
                 check_length(self.directory / file.name, file)
             if rank == 0 and manifest.files:
+                # Opening one checks the algorithm of the checksums.
                 self._reader(0, 0)
 
     def pieces(self, param: SavedParam, element: int, numel: int) -> Iterator[Piece]:
@@ -183,6 +186,7 @@ class Checkpoint:
 
         Raises: ChecksumError, AioError.
         """
+        # A run that goes on with more ranks: the new ones begin as rank 0.
         manifest = self.manifests[rank if rank < self.world else 0]
         file = manifest.buffers if kind == "buffers" else manifest.extra
         return read_attachment(self.directory, file) if file is not None else None
@@ -224,8 +228,10 @@ class Checkpoint:
         if key not in self._readers:
             # Resharding reads the files of many ranks in turn: each has threads and buffers.
             while len(self._readers) >= OPEN_MAX:
+                # The one used longest ago; closing waits for what it still reads.
                 self._readers.popitem(last=False)[1].close()
             manifest = self.manifests[rank]
+            # In the manifest's order: `in_file` counts rows of one file in the same way.
             mine = manifest.rows[manifest.rows["file"] == file]
             self._readers[key] = DataReader(
                 self.directory,
@@ -258,6 +264,7 @@ class _RankRows:
 
     def __init__(self, manifest: Manifest, flat_count: int) -> None:
         rows = manifest.rows
+        # Sorted once; a binary search then finds a flat's rows.
         self._order = np.lexsort((rows["start"], rows["flat"]))
         self._first = np.searchsorted(rows["flat"][self._order], np.arange(flat_count + 1))
         self._table = rows
@@ -270,6 +277,7 @@ class _RankRows:
     def _flat(self, flat: int) -> tuple[Chunks, list[list[int]]]:
         if flat not in self._of_flat:
             mine = self._order[self._first[flat] : self._first[flat + 1]]
+            # Several rows may share a chunk, each with some of its sections.
             starts, index = np.unique(self._table["start"][mine], return_index=True)
             numels = self._table["numel"][mine][index]
             groups = [each.tolist() for each in np.split(mine, index[1:])]
@@ -300,8 +308,10 @@ class StateReader:
 
     def start(self, refs: Iterable[ChunkRef]) -> None:
         """Start reading these, as many as there is room for beside each other."""
+        # Without repeats, and no more than fit: later ones would push earlier ones out unread.
         wanted = list(dict.fromkeys(refs))[: self._capacity]
         for ref in wanted:
+            # All that are wanted are made the youngest before one goes to make room.
             if ref in self._held:
                 self._held.move_to_end(ref)
         for ref in wanted:
@@ -319,6 +329,7 @@ class StateReader:
         Raises: ChecksumError naming file, offset and length; DeviceFailedError; AioError.
         """
         self.start([ref])
+        # Kept after it is read: the next chunk to be composed often needs its rest.
         arrays, tickets = self._held[ref]
         for ticket in tickets:
             ticket.wait()
@@ -331,7 +342,8 @@ class StateReader:
                 try:
                     ticket.wait()
                 except AioError:
-                    continue  # nobody asked for this chunk any more
+                    # Nobody asked for this chunk any more.
+                    continue
         self._held.clear()
 
     def _fetch(self, ref: ChunkRef) -> tuple[list[Bytes], list[Ticket]]:
@@ -340,6 +352,7 @@ class StateReader:
         wanted = (
             range(count) if self._sections is None else [s for s in self._sections if s < count]
         )
+        # One piece for all sections; pages of those that are not wanted are never touched.
         memory = np.zeros(int(sizes.sum()), dtype=np.uint8)
         at = np.cumsum(sizes) - sizes
         arrays = [memory[at[s] : at[s] + sizes[s]] for s in range(count)]
@@ -373,6 +386,7 @@ def pieces(
         rank = at // shard_numel
         starts, numels = chunks_of(rank)
         local = at - rank * shard_numel
+        # The last chunk that begins at or before it; chunks of a shard have no gaps.
         chunk = int(np.searchsorted(starts, local, side="right")) - 1
         start = local - int(starts[chunk])
         count = min(int(numels[chunk]) - start, end - at)
@@ -420,14 +434,18 @@ class DataReader:
     ) -> None:
         check_algorithm(algorithm)
         with contextlib.ExitStack() as undo:
+            # Before it is opened: a fault while reading would tell of a drive, not of a file cut
+            # short.
             check_length(directory / file.name, file)
             opened = undo.enter_context(SwapFile.existing(directory / file.name))
             sizes = section_bytes(rows, flats)
+            # A padded row is read section by section, one of a run as a whole.
             largest = np.where(rows["padded"] != 0, sizes.max(axis=1), rows["run_bytes"])
             pool = PoolSpec(SLOTS, int(largest.max(initial=4096)))
             self._executor = open_executor(
                 [opened], small=PoolSpec(0, 0), large=pool, backend=backend
             )
+            # On the way out the file goes after the executor, whose threads use its descriptor.
             undo.callback(self._executor.close, wait=False)
             self._chunks = RowChunks(self._executor, rows, flats, sums)
             self._undo = undo.pop_all()
@@ -443,6 +461,7 @@ class DataReader:
 
     def close(self) -> None:
         """Wait for what is in flight, and close the file."""
+        # Targets are the caller's memory: no read may still be filling it.
         self._executor.wait_all()
         self._undo.close()
 
@@ -461,6 +480,7 @@ class RowChunks:
     ) -> None:
         self._executor = executor
         self._sums = sums  # the executor has their address
+        # An address for sections that lie elsewhere; nothing reads it.
         self._absent = np.zeros(64, dtype=np.uint8)
         self._padded = rows["padded"] != 0
         self.ids: npt.NDArray[np.int32] = np.full((len(rows), SECTION_MAX), -1, dtype=np.int32)
@@ -476,6 +496,8 @@ class RowChunks:
                 )
         whole = np.flatnonzero(~self._padded)
         if len(whole):
+            # As the run wrote them, or its checksums, which are seeded by chunk and section, would
+            # not match.
             ids = executor.define(self._chunk_records(rows[whole], flats))
             self.ids[whole] = np.where(rows[whole]["section_at"] >= 0, ids[:, None], -1)
 
@@ -506,6 +528,7 @@ class RowChunks:
     def submit(self, row: int, kind: JobKind, addresses: Mapping[int, int]) -> Ticket:
         """One submission for these sections of a row."""
         padded = bool(self._padded[row])
+        # Padded: every section is a chunk of its own, so a job for each.
         jobs = np.zeros(len(addresses) if padded else 1, dtype=JOB)
         jobs["kind"], jobs["base"] = kind, -1
         for index, (section, address) in enumerate(addresses.items()):
@@ -524,6 +547,7 @@ def _section_records(
 ) -> npt.NDArray[np.void]:
     """Section `s` of padded rows: `sizes` bytes each."""
     records = np.zeros(len(rows), dtype=CHUNK)
+    # A key of its own for each section: checksums are seeded with it.
     records["key"], records["generation"] = rows["key"] + np.uint64(s), rows["generation"]
     records["numel"] = records["run_bytes"] = sizes
     records["file_offset"] = rows["file_offset"] + rows["section_at"][:, s]

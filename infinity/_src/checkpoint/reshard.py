@@ -56,6 +56,7 @@ from infinity.aio import Format
 from infinity.aio._records import CHUNK_NUMEL, GradSection, Master, Moments, Section
 from infinity.errors import SwapFullError
 
+# Neighbours share saved chunks, since boundaries of old and new chunks differ.
 CHUNKS_KEPT = 8
 """Saved chunks in memory: those that are read ahead, and those that the next chunk wants as well.
 """
@@ -115,16 +116,18 @@ def convert(
     The given arrays are not changed. A parameter that was saved without states gets moments of
     zero.
     """
-    target = (
-        target.with_grad(GradSection.NONE) if target.grad else target
-    )  # gradients are no part of a checkpoint
+    # Gradients are no part of a checkpoint.
+    target = target.with_grad(GradSection.NONE) if target.grad else target
+    # The parameter alone, whatever else was saved.
     if target.master is Master.RAW:
         return [given[0]]
     if states and source is target:
         return list(given)  # bit for bit
+    # RAW has no master of its own: the parameter is all that there is.
     if states and source.master is not Master.RAW:
         master, moments = decode_sections(source, [torch.from_numpy(array) for array in given])
     else:
+        # A copy: the saved chunk may be needed again, and `given` is a view of it.
         master = torch.from_numpy(given[0].copy()).view(dtype).float()
         moments = [torch.zeros_like(master) for _ in range(target.count)]
     return [values.numpy().view(np.uint8) for values in encode_sections(target, master, moments)]
@@ -132,10 +135,12 @@ def convert(
 
 def rounding(source: Format, target: Format) -> str:
     """Say what is lost between two state formats; "" if nothing is."""
+    # No optimizer states on one side, so none that could be rounded.
     if Master.RAW in (source.master, target.master):
         return ""
     lost = []
     if target.master is Master.SPLIT8 and source.master is not Master.SPLIT8:
+        # lo goes from 16 bits to 8.
         lost.append("masters to 24 bits (1 parameter in 512, about, becomes the next bf16)")
     if target.count and target.moments is not source.moments and target.moments is not Moments.FP32:
         kind = "bf16" if target.moments is Moments.BF16 else "8 bits in groups of 64"
@@ -194,6 +199,7 @@ class ReshardJob:
         self._world = world
         self._progress: Callable[[int], object] = lambda _size: None
         self._backend = backend
+        # Before any layout: what the engine refuses would be found only when it is restored.
         _check_state(checkpoint, state)
         numerics: dict[str, Any] = {
             **checkpoint.numerics,
@@ -202,6 +208,7 @@ class ReshardJob:
         self._layouts: list[FlatLayout] = []
         flats = []
         for flat in checkpoint.flats:
+            # By the planner that lays out a model, so that a model of so many ranks fits it.
             layout = _layout_of(flat, world, numerics.get("state", "exact"))
             target = _format_of(flat, state)
             flats.append(
@@ -222,25 +229,29 @@ class ReshardJob:
     def write(
         self, target: Path, progress: Callable[[int], object] = lambda _size: None
     ) -> Resharded:
-        """Write the checkpoint; `progress` is told bytes of states. Blocks.
+        """Write the checkpoint; `progress` gets the bytes of states of each chunk. Blocks.
 
         Raises: ValueError for a directory that has a checkpoint or a durable run, SwapFullError,
         AioError (EWOULDBLOCK while another is written there); then nothing of it stays.
         """
         self._progress = progress
+        # inf.restore would take the run there for the checkpoint.
         check_no_run(target)
         _check_empty(target)
+        # Before anything is written: a missing file, or one cut short, is found at once.
         self._checkpoint.check_files()
         make_directory(target)
         lock = DirectoryLock(target)
         try:
-            _check_empty(target)  # another save may have ended before the lock was taken
+            # Again: another save may have ended before the lock was taken.
+            _check_empty(target)
             return self._write(target)
         finally:
             lock.release()
 
     def _write(self, target: Path) -> Resharded:
         checkpoint = self._checkpoint
+        # For all ranks at once: each data file is preallocated only when its turn comes.
         free = shutil.disk_usage(target).free
         if free < self.size_bytes:
             raise SwapFullError(
@@ -252,6 +263,7 @@ class ReshardJob:
         generation, save = next_generation(target), secrets.randbits(48)
         try:
             for rank in range(self._world):
+                # A random key: no checksum of another save fits stale bytes of this place.
                 rows = new_rows(self._shards, secrets.randbits(62))
                 part = NewPart(
                     layout=self._layout,
@@ -271,16 +283,19 @@ class ReshardJob:
             # Only now: a manifest of one rank would be a begun commit.
             for rank in range(self._world):
                 commit_part(target, generation, rank)
-        except BaseException:  # Ctrl-C too: half a checkpoint must not stay
+        # Ctrl-C too: half a checkpoint must not stay.
+        except BaseException:
             for rank in range(self._world):
                 remove_part(target, generation, rank)
             raise
+        # Rests of saves that broke off; `_check_empty` saw to it that no checkpoint is among them.
         remove_others(target, generation)
         return Resharded(
             generation, checkpoint.step, self._world, self.size_bytes, self.rounded, self._notes()
         )
 
     def _notes(self) -> tuple[str, ...]:
+        # With fewer ranks nobody takes over the state of those that are gone, and that is told.
         lost = [
             manifest.rank
             for manifest in self._checkpoint.manifests[self._world :]
@@ -313,7 +328,7 @@ class ReshardJob:
         return self._checkpoint
 
     def advance(self, size_bytes: int) -> None:
-        """Tell the progress so many bytes of states."""
+        """Pass the bytes of states that were written to the progress callback."""
         self._progress(size_bytes)
 
 
@@ -346,6 +361,7 @@ class _RankShards:
         reader = StateReader(self._of.checkpoint, CHUNKS_KEPT)
 
         def finish(turn: _Turn, _buffer: Bytes) -> None:
+            # A failed write ends it now, not after the last chunk.
             writer.check()
             self._of.advance(int(self._sizes[turn.row].sum()))
 
@@ -362,6 +378,7 @@ class _RankShards:
                         turn.row, self._addresses(turn.row, buffer)
                     ),
                     finish=finish,
+                    # Filled is enough: the executor has a copy. The writer's finish waits for all.
                     reusable=lambda ticket: ticket.wait_filled(),
                 )
                 pipeline.run(self._turns())
@@ -378,13 +395,15 @@ class _RankShards:
         for flat in range(len(self._of.flats)):
             by_chunk = self._of.parts(flat, self._rank)
             for chunk in range(int((self._rows["flat"] == flat).sum())):
+                # A chunk of padding alone has no parts, and is written all the same.
                 yield _Turn(row, by_chunk.get(chunk, []))
                 row += 1
 
     def _compose(self, reader: StateReader, buffer: Bytes, turn: _Turn) -> None:
         row = turn.row
         flat = self._of.flats[self._rows[row]["flat"]]
-        buffer[:] = 0  # what no parameter covers, and what pads sections to 4096
+        # Padding between parameters, and of sections up to 4096: checksums cover it, so it is zero.
+        buffer[:] = 0
 
         def section(index: int, start: int, numel: int) -> Bytes:
             low = int(self._at[row, index])
@@ -401,8 +420,10 @@ def _layout_of(flat: FlatEntry, world: int, state: str) -> FlatLayout:
     lie elsewhere.
     """
     dtype = dtype_of(flat.dtype)
+    # As a model's own planner: frozen parameters have no states, and chunks of the default size.
     chunk = chunk_numel_of(state, dtype) if flat.trainable else CHUNK_NUMEL
     layout = plan_flat(tuple(entry.numel for entry in flat.params), dtype.itemsize, world, chunk)
+    # Bytes are moved by offset arithmetic, which holds only where both layouts agree.
     if layout.offsets != tuple(entry.offset for entry in flat.params):
         raise ValueError(
             f"unit {flat.unit}: its parameters do not lie where this release lays them; restore "
@@ -420,6 +441,7 @@ def _chunks_of(layout: FlatLayout) -> Chunks:
 
 def _format_of(flat: FlatEntry, state: str | None) -> Format:
     held = flat.state_format
+    # Parameters without states have nothing that another format would change.
     if state is None or held.master is Master.RAW:
         return held
     found = state_format(state, dtype_of(flat.dtype), held.count)

@@ -1,4 +1,5 @@
-"""Restoring a checkpoint into a model, whatever ranks, tiers, chunks and formats either has.
+"""Restoring a checkpoint into a model. Ranks, tiers, chunk sizes and state formats of the two may
+differ.
 
     match     names, shapes, dtypes, optimizers
     compose   for each chunk of this rank's shards: read the saved chunks that hold its parameters,
@@ -30,9 +31,9 @@ from infinity._src.kernels.tiling.tiled_module import whole_name
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
 from infinity._src.params.chunk_pipeline import BUFFERS, ChunkBuffer, ChunkPipeline, spans_of
-from infinity._src.params.residency import Unsharder
-from infinity._src.params.shard_records import ShardRecords
+from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Param
+from infinity._src.params.unshard import Unsharder
 from infinity._src.wording import listed
 from infinity.aio import Ticket
 from infinity.errors import AioError, StateInvalid
@@ -43,6 +44,7 @@ def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param,
 
     Raises: ValueError naming parameters that are missing, unexpected, or of another shape or dtype.
     """
+    # Under every name: which name of a tied parameter comes first may differ between models.
     by_name = {name: saved for saved in checkpoint.params.values() for name in saved.entry.names}
     found: dict[Param, SavedParam] = {}
     for param in params:
@@ -50,6 +52,7 @@ def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param,
         if saved is not None:
             found[param] = saved
     missing = [param.name for param in params if param not in found]
+    # By identity: two names of one tied parameter are the same entry.
     used = {id(saved.entry) for saved in found.values()}
     unexpected = [name for name, saved in checkpoint.params.items() if id(saved.entry) not in used]
     if missing or unexpected:
@@ -71,6 +74,7 @@ def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param,
                 f"{param.name} is of shape {saved.entry.shape} in {checkpoint.directory}; the "
                 f"model wants {tuple(param.shape)}"
             )
+        # A cast would change the numbers in silence; the user does it where it can be seen.
         if dtype_name(param.dtype) != saved.flat.dtype:
             raise ValueError(
                 f"{param.name} is {saved.flat.dtype} in {checkpoint.directory}, and "
@@ -119,6 +123,8 @@ class MatchedOptimizer:
         self._states: dict[Param, Any] = {}
         for param in self.held:
             saved, mine = entry.params[saved_name[param]], list(optimizer.moments_of(param))
+            # SGD without momentum has none, say: what is saved would have no place, or a place no
+            # value.
             if saved["moments"] != mine:
                 raise ValueError(
                     f"{param.name} has the moments {saved['moments']} in {directory}, and {mine} "
@@ -150,6 +156,7 @@ class MatchedOptimizer:
             if found[record].entry.name in where
         }
         values = [entry.groups[index]["values"] for index in indices]
+        # One group has one value; which of the saved ones is right is for the user to say.
         if any(other != values[0] for other in values[1:]):
             names = " and ".join(record.name for record in list(indices.values())[:2])
             raise ValueError(
@@ -160,6 +167,7 @@ class MatchedOptimizer:
             {key: from_json(value) for key, value in values[0].items()} if values else {}
         )
         if taken:
+            # Now, while nothing was written: a value that this optimizer refuses.
             self.optimizer.check_group({**group, **taken})
         return taken
 
@@ -169,6 +177,7 @@ class MatchedOptimizer:
             group.update(taken)
         for param, state in self._states.items():
             kept = self.optimizer.state[param.at_rest]
+            # In place, since the optimizer's own mapping is what steps and state_dict read.
             kept.clear()
             kept.update(state)
 
@@ -213,14 +222,15 @@ class _Turn:
         return sum(section.size_bytes(numel) for section in self.records.sections)
 
     def with_states(self, held: Container[Param]) -> bool:
-        """Whether optimizer states are restored too: an optimizer that was given holds a parameter
-        of the flat.
+        """Return whether optimizer states are restored too, which they are when an optimizer that
+        was given holds a parameter of the flat.
         """
         return any(param in held for param in self.records.flat.params)
 
     def sections(self, held: Container[Param]) -> range:
         """The sections that are stored: those of the master alone, where no states are restored."""
         form = self.records.format
+        # Spilled gradients are never among them: they are no part of a checkpoint.
         return range(form.written_count if self.with_states(held) else form.master_count)
 
 
@@ -228,11 +238,11 @@ class RestoreJob:
     """One restore of a model; collective on several ranks."""
 
     def __init__(
-        self, saver: Saver, residency: Unsharder, pipeline: StepPipeline, comm: Comm, policy: Policy
+        self, saver: Saver, unsharder: Unsharder, pipeline: StepPipeline, comm: Comm, policy: Policy
     ) -> None:
         self._saver = saver
         self._states = saver.states
-        self._residency = residency
+        self._unsharder = unsharder
         self._pipeline = pipeline
         self._comm = comm
         self._policy = policy
@@ -245,6 +255,7 @@ class RestoreJob:
         fit, before anything is written; AioError later too, and then the states are half restored
         and every later call raises StateInvalid.
         """
+        # A save under way still reads the states that are about to be written.
         self._saver.wait_for_last()
         problem: Exception | None = None
         checkpoint: Checkpoint | None = None
@@ -259,17 +270,21 @@ class RestoreJob:
         agreed = int(self._comm.all_reduce_sum([float(generation)])[0])
         try:
             if problem is None and agreed:
+                # The other ranks open by number, so all read the same generation.
                 checkpoint = checkpoint or self._open(directory, agreed)
                 prepared = self._prepare(model, given, checkpoint)
         except Exception as error:  # noqa: BLE001 - raised below, when all ranks know of it
             problem = error
+        # Before anything is written: what one rank refuses, no rank restores.
         self._agree(problem if agreed or problem else _elsewhere(directory))
         assert checkpoint is not None
         with checkpoint:
             try:
                 restored = self._apply(model, checkpoint, *prepared)
+            # Ctrl-C too: half of the states are new, and the next step must not train on that.
             except BaseException as error:
                 self._fail(error, directory)
+                # The others wait for this rank's word. After an interrupt nothing is waited for.
                 if isinstance(error, Exception):
                     self._agree(error)
                 raise
@@ -307,6 +322,7 @@ class RestoreJob:
         """Check everything that may be refused, and read the small state."""
         saver, rank = self._saver, self._comm.rank
         saver.check_between_steps("inf.restore()")
+        # Lengths now, contents as they are read: a missing file is told before anything is written.
         checkpoint.check_files()
         found = match_params(checkpoint, [param for unit in saver.units for param in unit.params])
         optimizers = metadata.optimizers_of(given, saver.units)
@@ -360,6 +376,7 @@ class RestoreJob:
             if param.grad is not None or param.at_rest.grad is not None:
                 self._states.set_full_grad(param, None)
         for unit in self._saver.units:
+            # What is gathered of the unit now has the old values, and is gathered anew.
             self._states.touch(unit.params[0])
         held = {param for optimizer in optimizers for param in optimizer.held}
         turns = list(self._turns(checkpoint, found))
@@ -368,6 +385,7 @@ class RestoreJob:
             sum(turn.size_bytes for turn in turns),
             shown=self._comm.rank == 0,
         )
+        # Without an optimizer only section 0, the parameter, is read.
         reader = StateReader(checkpoint, CHUNKS_KEPT, None if optimizers else (0,))
 
         def store(turn: _Turn, buffer: ChunkBuffer) -> Ticket:
@@ -394,9 +412,10 @@ class RestoreJob:
         for optimizer in optimizers:
             optimizer.apply()
         metadata.write_buffers(model, buffers)
+        # After the states, so that a fault before leaves the count of the steps that they are of.
         self._pipeline.steps = checkpoint.step
         self._saver.mode.restored(checkpoint.step)
-        self._residency.gradients.restored()
+        self._unsharder.gradients.forget()
         return Restored(checkpoint.step, extra, "; ".join(self._rounded), self._notes(checkpoint))
 
     def _turns(self, checkpoint: Checkpoint, found: Mapping[Param, SavedParam]) -> Iterator[_Turn]:
@@ -405,6 +424,8 @@ class RestoreJob:
             for param in flat.params:
                 for span in spans_of(param, self._comm.rank):
                     pieces = tuple(checkpoint.pieces(found[param], span.element, span.numel))
+                    # By chunk of this run: it is written once, whole, whatever saved chunks it
+                    # comes from.
                     by_chunk.setdefault(span.chunk, []).append(
                         Part(span.start, found[param], pieces)
                     )
@@ -417,20 +438,21 @@ class RestoreJob:
         """Put a chunk together in a buffer."""
         target, flat = turn.records.format, turn.records.flat
         with_states, sections = turn.with_states(held), turn.sections(held)
+        # Nothing is fetched: every section that is stored is composed here in full.
         buffer.assign(turn.records, turn.chunk)
         for section in sections:
-            buffer.section(section, 0, flat.layout.chunks[turn.chunk].numel)[:] = (
-                0  # padding between parameters
-            )
+            # Between parameters there is padding, which no part covers.
+            buffer.section(section, 0, flat.layout.chunks[turn.chunk].numel)[:] = 0
         for part in turn.parts:
             source = part.saved.flat.state_format
+            # A dict as an ordered set: each kind of rounding is told once.
             if with_states and (text := rounding(source, target)):
                 self._rounded[text] = None
             compose(reader, part, target, flat.dtype, sections, buffer.section, states=with_states)
 
     def _show(self, turn: _Turn, buffer: ChunkBuffer) -> None:
         """Give parameters to the second copy that passes compute from with update="delayed"."""
-        shadow, flat = self._residency.shadow, turn.records.flat
+        shadow, flat = self._unsharder.delayed_params, turn.records.flat
         if shadow is not None:
             chunk = flat.layout.chunks[turn.chunk]
             values = torch.from_numpy(buffer.section(0, 0, chunk.numel)).view(flat.dtype)

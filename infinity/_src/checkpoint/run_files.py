@@ -1,4 +1,4 @@
-"""The files of a durable run: their places, their locks, the files that the run before left.
+"""The files of a durable run: their places, their locks, and the files that an earlier run left.
 
     <nvme[0]>/infinity-run/
         manifest-<generation>.rank<r>, buffers-…, extra-…    (directory.py)
@@ -40,6 +40,7 @@ from infinity.errors import AioError
 
 RUN_DIRECTORY = "infinity-run"
 
+# The first 8 digits are a sum of the run's first directory, the others the process's own.
 _STATES = re.compile(r"states-([0-9a-f]{8})[0-9a-f]{8}-\d+\.rank\d+")
 _DRIVE = re.compile(r"drive\d+")
 
@@ -48,13 +49,14 @@ def run_directory(directory: str | os.PathLike[str]) -> Path:
     """Return the place of the manifests: the durable run in this directory, or the directory itself
     (a checkpoint).
     """
+    # So that one path means the run, whether the user names its parent or itself.
     inside = Path(directory) / RUN_DIRECTORY
     return inside if inside.is_dir() else Path(directory)
 
 
 def check_no_run(directory: Path) -> None:
-    """Raise ValueError for a directory that holds a durable run: a checkpoint there is not found,
-    or replaces the run's.
+    """Raise ValueError for a directory that holds a durable run: a checkpoint saved there would not
+    be found, or would replace the run's manifests.
     """
     if (directory / RUN_DIRECTORY).is_dir() or directory.resolve().name == RUN_DIRECTORY:
         raise ValueError(
@@ -64,8 +66,9 @@ def check_no_run(directory: Path) -> None:
 
 
 class RunFiles:
-    """One rank's files of a durable run in these directories. give_up: a run that is there need not
-    be readable.
+    """One rank's files of a durable run in these directories.
+
+    give_up: the run that lies there is given up, so its manifests may be damaged.
 
     Raises: AioError (EWOULDBLOCK) while another process holds the run, ChecksumError for a damaged
     manifest, ValueError for directories that are not this user's, or of which another one than the
@@ -78,17 +81,21 @@ class RunFiles:
         self.layers: dict[int, list[SwapFile]] = {}
         """The states files, by layer of the swap space and drive. Set with the layers."""
         self._made: list[list[SwapFile]] = []
+        # By the first directory: on other drives several runs may share one infinity-run.
         self._sum = f"{zlib.crc32(os.fsencode(self.home.resolve())):08x}"
+        # Random: a process that has just begun overwrites nothing of the run before.
         self._id = self._sum + secrets.token_hex(4)
         self._links: list[str] = []
         self._named = False
         with contextlib.ExitStack() as undo:
+            # First: nothing below is read or changed while another process has the run.
             self._lock = undo.enter_context(SwapFile.durable(self.home, f"lock.rank{rank}"))
             # Before the lock goes: another process may begin the moment it does.
             undo.callback(self._remove_states)
             for run in self.directories[1:]:
                 _check_no_home(run)
             self.before = self._newest(give_up)
+            # Before `_link`, which then finds the mended links instead of making others.
             self._find_moved()
             self._links += [_link(self.home, run.absolute()) for run in self.directories[1:]]
             self._undo = undo.pop_all()
@@ -104,13 +111,15 @@ class RunFiles:
         for directory in self.directories:
             name = f"states-{self._id}-{len(self._made)}.rank{self.rank}"
             self._made[-1].append(SwapFile.durable(directory, name))
-            sync_directory(directory.parent)  # which may have been made for the file
+            # `directory` may have been made just now: its own name must survive a crash, too.
+            sync_directory(directory.parent)
             if directory != self.home:
                 self._name_home(directory / f"home-{self._sum}")
         return self._made[-1]
 
     def _name_home(self, link: Path) -> None:
         with typed_errors(link, "open", 0), contextlib.suppress(FileExistsError):
+            # Leads back from a further drive: `_is_another_s` asks that run what it names.
             link.symlink_to(self.home.resolve())
 
     def name(self, layer: int, drive: int) -> str:
@@ -122,13 +131,15 @@ class RunFiles:
         try:
             return newest_generation(self.home)
         except (AioError, ValueError) as error:
+            # A damaged run is never passed over: only no run at all is, or one that the user gives
+            # up.
             if not (give_up or (isinstance(error, AioError) and error.errno == errno.ENOENT)):
                 raise
             return None
 
     def _find_moved(self) -> None:
-        """Lead the links of the run before to where its files are now, in these directories if they
-        are there.
+        """Mend the links of the earlier run: lead each to the directory, among these, in which its
+        files are now.
 
         Drives may be mounted elsewhere than when it was committed, or copied together with the
         first.
@@ -141,23 +152,29 @@ class RunFiles:
             found = next((run for run in self.directories[1:] if (run / file).is_file()), None)
             if not _DRIVE.fullmatch(link) or found is None:
                 continue
+            # It leads to a directory of this run already.
             if (self.home / name).exists() and (self.home / link).resolve() in mine:
                 continue
             with typed_errors(self.home / link, "rename", 0):
+                # A name of this rank's: other ranks may mend the same link at the same time.
                 new = self.home / f".{link}.rank{self.rank}"
                 new.unlink(missing_ok=True)
                 new.symlink_to(found.absolute())
-                new.replace(self.home / link)  # atomic: the old link or the new one
+                # Atomic: at any moment there is the old link or the new one.
+                new.replace(self.home / link)
 
     def keep(self) -> None:
         """Keep the files when the process ends: a manifest is about to name them."""
         self._named = True
 
     def remove_strangers(self, named: Iterable[str]) -> None:
-        """Remove states files that are not `named` (as in manifests) and that no process holds: of
-        the run before, and of processes that died. And links to drives that nothing named is on.
+        """Remove states files that no manifest names and no process holds: those of the earlier
+        run, and of processes that died. Also remove links to drives on which no named file lies.
+
+        named: names of files as manifests have them.
         """
         names = set(named)
+        # Resolved: the same file may be reached by links of several numbers.
         keep = {(self.home / name).resolve() for name in names}
         gone = {
             (self.home / entry.name).resolve()
@@ -176,15 +193,20 @@ class RunFiles:
             for path in gone
             for each in path.parent.glob(path.name.rpartition("-")[0] + "-*.rank*")
         }
+        # Files of this process that no manifest names yet are in use all the same.
         keep |= {Path(file.path).resolve() for files in self._made for file in files}
-        mine = f".rank{self.rank}"  # whose lock is held here; other ranks hold their files
+        # The lock of this rank is held here, so no other process has its files; other ranks hold
+        # theirs.
+        mine = f".rank{self.rank}"
         gone = {
             path
             for path in gone
             if _STATES.fullmatch(path.name) and (path.suffix == mine or not _is_held(path))
         } - keep
+        # A copy of the first directory alone must not remove the original's states.
         gone = {path for path in gone if not self._is_another_s(path)}
         remove([each for path in gone for each in (path, path.with_name(f".{path.name}.owner"))])
+        # A link stays while a manifest, or this process, goes through it.
         links = {name.partition("/")[0] for name in names} | set(self._links)
         drives = [
             path
@@ -192,6 +214,7 @@ class RunFiles:
             if _DRIVE.fullmatch(path.name) and path.is_symlink()
         ]
         remove([path for path in drives if path.name not in links])
+        # The way back goes with the last states file that it is for.
         homes = {_home_link(path) for path in gone}
         remove(
             [
@@ -202,24 +225,26 @@ class RunFiles:
         )
 
     def _is_another_s(self, path: Path) -> bool:
-        """Return whether a run elsewhere names these states: a copy of its first directory alone
-        has links to them.
+        """Return whether these states belong to a run elsewhere that names them.
+
+        A copy of a run's first directory alone still has links to the original's other drives.
         """
+        # In the home, or with its sum: of this run.
         if path.parent == self.home.resolve() or path.name.startswith(f"states-{self._sum}"):
             return False
         try:
             home = _home_link(path).readlink()
             newest = newest_generation(home)
         except (OSError, ValueError) as error:
-            return (
-                getattr(error, "errno", None) != errno.ENOENT
-            )  # what cannot be read may name them
+            # A run that cannot be read may name them; only one that is gone does not.
+            return getattr(error, "errno", None) != errno.ENOENT
         return any(
             (home / entry.name).resolve() == path for manifest in newest for entry in manifest.files
         )
 
     def _remove_states(self) -> None:
-        """Close the states files; remove those that no manifest names: nobody can use them."""
+        """Close the states files; remove those that no manifest names: no run can use them."""
+        # Closed in any case; what a manifest names stays for the next process.
         for files in self._made:
             for file in files:
                 file.close()
@@ -247,6 +272,7 @@ def _is_held(path: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
+        # A lock taken for the test goes with the descriptor.
         return not lock(fd)
     finally:
         os.close(fd)
@@ -270,12 +296,14 @@ def _link(home: Path, target: Path) -> str:
     """
     number = 1
     while True:
+        # The first number that is free, or that leads there already.
         path = home / f"drive{number}"
         with typed_errors(path, "open", 0):
             try:
                 path.symlink_to(target)
             except FileExistsError:
+                # Of a drive that states of the run before are on: its link stays as it is.
                 if not path.is_symlink() or path.readlink() != target:
-                    number += 1  # of a drive that states of the run before are on
+                    number += 1
                     continue
         return path.name

@@ -1,4 +1,4 @@
-"""Pickles without their powers, and the user's small state as bytes.
+"""Reading pickles without running them, and encoding the user's small state as bytes.
 
 A pickle is a program that calls the names in it. Here a name is looked up in a list, and stands for
 a record class of this module, made anew for every read so that a hostile file spoils nothing beyond
@@ -48,6 +48,7 @@ class Record:
 
 def record_class(name: str) -> Any:
     """Make a new record class that stands for `name`."""
+    # A new class for each read: what one file sets on it is gone with it.
     return type("Record", (Record,), {"kind": name})
 
 
@@ -65,6 +66,7 @@ class InertUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
         """Return the stand-in for a name."""
         full = f"{module}.{name}"
+        # A list of what is needed, not of what is harmful: unknown names are refused.
         if full not in self._known:
             raise pickle.UnpicklingError(
                 f"it names {full}, which such a file has no need of, and which was not imported"
@@ -86,6 +88,7 @@ def load_tensors(source: Path | io.BufferedReader, *, records: str = "") -> Any:
     """
     try:
         with _as_records(source, records) if records else contextlib.nullcontext():
+            # Only a path can be mapped.
             is_path = isinstance(source, Path)
             return torch.load(
                 str(source) if is_path else source,
@@ -132,7 +135,8 @@ def extra_bytes(extra: object) -> bytes | None:
         torch.save(
             extra, out, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)
         )
-        read_extra(out.getvalue())  # now, not after a crash
+        # Read back at once: that it cannot be must not be found out after a crash.
+        read_extra(out.getvalue())
     except Exception as error:
         refused = isinstance(error, pickle.UnpicklingError)
         what = (
@@ -149,6 +153,7 @@ def extra_bytes(extra: object) -> bytes | None:
 
 def read_extra(data: bytes) -> Any:
     """Decode the bytes of `extra_bytes`; nothing in them is run."""
+    # The two functions that `_Pickler` writes; torch refuses every other name.
     with torch.serialization.safe_globals([_array, _scalar]):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
@@ -166,9 +171,8 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is np.ndarray or isinstance(value, np.generic):
-            with contextlib.suppress(
-                TypeError, ValueError
-            ):  # of a dtype or byte order that tensors have not
+            # Of a dtype or byte order that tensors do not have: refused when it is read back.
+            with contextlib.suppress(TypeError, ValueError):
                 return (_array if type(value) is np.ndarray else _scalar), (
                     torch.from_numpy(np.array(value)),
                 )

@@ -47,6 +47,7 @@ from infinity.aio import Format
 from infinity.aio._records import Master, Moments
 
 INDEX = "model.safetensors.index.json"
+# Names that an export gives; nothing else in the directory is ever removed.
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 _DTYPES = {
@@ -82,6 +83,7 @@ class SafetensorsFiles(NamedTensors):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file_of = _index(path)
+        # One at a time: a large model has many.
         self._open_path: Path | None = None
         self._open_file: Any = None
 
@@ -139,6 +141,7 @@ def _index(path: Path) -> dict[str, Path]:
         return dict.fromkeys(_open(path).keys(), path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: there is no such directory or file")
+    # Nothing says which of several counts; a single file can be named instead.
     indices = sorted(path.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         raise ValueError(
@@ -146,6 +149,7 @@ def _index(path: Path) -> dict[str, Path]:
         )
     if indices:
         weight_map = _weight_map(indices[0])
+        # All at once, and before anything is filled.
         gone = sorted({name for name in weight_map.values() if not (path / name).is_file()})
         if gone:
             raise FileNotFoundError(f"{indices[0]} names files that are not there: {listed(gone)}")
@@ -158,6 +162,7 @@ def _index(path: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for file in files:
         for name in _open(file).keys():  # noqa: SIM118 - not a dict
+            # Without an index nothing says which one counts.
             if name in found:
                 raise ValueError(
                     f"{name} is in {found[name].name} and in {file.name}, and there is no index to "
@@ -178,6 +183,7 @@ def _weight_map(index: Path) -> dict[str, str]:
             f"{index} is no index of safetensors: it has no readable weight_map ({error!r})"
         ) from error
     for name, file in weight_map.items():
+        # An index from elsewhere must not make this read files outside of its directory.
         if not isinstance(file, str) or Path(file).name != file or file == "..":
             raise ValueError(
                 f"{index} says that {name} is in {file!r}; files lie beside their index, so a path "
@@ -215,7 +221,8 @@ class Whole:
                 return value
             if whole is None:
                 whole = torch.empty(self.shape, dtype=value.dtype)
-            elif whole.dtype != value.dtype:  # masters of some tiles, and what others compute with
+            # Masters of some tiles, and the values that others compute with.
+            elif whole.dtype != value.dtype:
                 whole = whole.to(torch.promote_types(whole.dtype, value.dtype))
             place.of(whole).copy_(value)
         assert whole is not None
@@ -228,6 +235,7 @@ def wholes_of(params: Iterable[Param]) -> list[Whole]:
     """
     tiles: dict[object, list[Param]] = {}
     for param in params:
+        # By keys: the tiles of one weight share the names of the whole.
         tiles.setdefault(param if param.place is None else param.keys, []).append(param)
     return [Whole(group[0].keys, group[0].whole_shape, tuple(group)) for group in tiles.values()]
 
@@ -269,6 +277,7 @@ def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterable[torch
     tensors: in `file_order`. values: their elements, in parts of any length, one after the other.
     """
     try:
+        # In parts, as they come: the file is never in memory as a whole.
         with path.open("wb") as out:
             out.write(_header(tensors))
             for value in values:
@@ -285,6 +294,7 @@ def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterable[torch
 
 
 def _header(tensors: Sequence[FileTensor]) -> bytes:
+    # As Hugging Face writes it; some releases of transformers refuse files without.
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:
@@ -296,12 +306,15 @@ def _header(tensors: Sequence[FileTensor]) -> bytes:
         }
         at = end
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
-    text = text.ljust(round_up(len(text), 8))  # so that the data is aligned
+    # Padded with blanks, so that the data is aligned.
+    text = text.ljust(round_up(len(text), 8))
+    # The format: the header's length, the header, the data.
     return len(text).to_bytes(8, "little") + text
 
 
 def _append(out: IO[bytes], value: torch.Tensor) -> None:
     if value.numel():
+        # As bytes: numpy has no bfloat16.
         data: Bytes = np.ascontiguousarray(value.contiguous().reshape(-1).view(torch.uint8).numpy())
         out.write(data.data)
 
@@ -328,7 +341,8 @@ class WeightFiles:
     def __exit__(self, *_: object) -> None:
         for file in (*self.files, INDEX):
             if self._writes:
-                with contextlib.suppress(OSError):  # the first error is raised, not this one
+                # The first error is raised, not this one.
+                with contextlib.suppress(OSError):
                     self._partial(file).unlink(missing_ok=True)
 
     @property
@@ -342,6 +356,7 @@ class WeightFiles:
             return
         self._target.mkdir(parents=True, exist_ok=True)
         for path in self._target.glob("model*.partial"):
+            # Only partial files of an export: the directory may hold anything else.
             if path.stem == INDEX or _OURS.fullmatch(path.stem):
                 path.unlink()
 
@@ -355,6 +370,7 @@ class WeightFiles:
         self._size_bytes += size_bytes
         if self._writes:
             write(self._partial(file))
+            # A name is given only to what is on the drive.
             fsync_file(self._partial(file))
 
     def finish(self) -> None:
@@ -370,18 +386,24 @@ class WeightFiles:
         if len(self.files) > 1:
             whole = {"metadata": {"total_size": self._size_bytes}, "weight_map": self._names}
             text = json.dumps(whole, indent=2, sort_keys=True)
+            # First: an old index beside new files would join tensors of two exports.
             index.unlink(missing_ok=True)
+            # On the drive before the first new name is.
             fsync_directory(self._target)
         for file in self.files:
+            # A crash between two of these leaves files without an index, never an index of others.
             self._partial(file).replace(self._target / file)
         fsync_directory(self._target)
         if len(self.files) > 1:
             partial = self._partial(INDEX)
             partial.write_text(text + "\n")
+            # Last: an index on the drive says that all its files are there.
             publish(partial, index)
             fsync_directory(self._target)
+        # Only now: until the new files have names, the earlier export stays.
         _remove_stale(self._target, set(self.files))
         fsync_directory(self._target)
+        # The directory may be new, and its own name has to last, too.
         fsync_directory(self._target.absolute().parent)
 
     def _partial(self, file: str) -> Path:
@@ -395,6 +417,7 @@ def _remove_stale(target: Path, written: set[str]) -> None:
         if path.name not in written:
             path.unlink()
     if len(written) == 1:
+        # A single file has no index, and an old one would lead to files that are gone.
         (target / INDEX).unlink(missing_ok=True)
 
 
@@ -403,6 +426,7 @@ def group_units(sizes: Sequence[int], shard_bytes_max: int) -> list[list[int]]:
     groups: list[list[int]] = [[]]
     size = 0
     for index, size_bytes in enumerate(sizes):
+        # A unit larger than the limit has a file of its own, which exceeds it.
         if groups[-1] and size + size_bytes > shard_bytes_max:
             groups.append([])
             size = 0
@@ -465,9 +489,12 @@ def write_safetensors(
         return read_value(of, param, masters=masters)
 
     with files:
+        # Rank 0 writes alone: the others learn here of its fault, instead of waiting at the next
+        # read.
         with Rendezvous(comm, f"making {directory}"):
             files.begin()
         for index, group in enumerate(groups):
+            # Outside of the rendezvous: reading is collective itself.
             tensors = {whole.name: whole.merged(read) for part in group for whole in parts[part]}
             if index == 0:
                 tensors.update(buffers_of(model))
@@ -485,6 +512,7 @@ def _parts(of: Exporter) -> list[list[Whole]]:
     together.
     """
     params = [param for unit in of.units for param in unit.params]
+    # A weight goes with the unit of its first tile.
     wholes = {whole.params[0]: whole for whole in wholes_of(params)}
     parts = [[wholes[param] for param in unit.params if param in wholes] for unit in of.units]
     return [part for part in parts if part] or [[]]
@@ -503,6 +531,7 @@ def _write_all(tensors: dict[str, torch.Tensor], path: Path) -> None:
         FileTensor(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()
     ]
     check_dtypes(described, way_out="inf.save keeps every dtype")
+    # The order of the format's own library, so that files are the same byte by byte.
     described.sort(key=file_order)
     write_file(path, described, (tensors[each.name] for each in described))
 
@@ -553,6 +582,7 @@ class ExportJob:
         self._dtype = dtype
         self._progress: Callable[[int], object] = lambda _size: None
         data = checkpoint.attachment("buffers", 0)
+        # Of rank 0, as an export from a model writes them.
         buffers = read_buffers(data) if data is not None else {}
         self._buffers = [
             _SavedTensor(name, value.dtype, tuple(value.shape), (), value)
@@ -560,6 +590,7 @@ class ExportJob:
         ]
         flats = enumerate(checkpoint.flats)
         saved = [SavedParam(entry, index, flat) for index, flat in flats for entry in flat.params]
+        # Tiles are units of their own; those of one weight are put together.
         units = itertools.groupby(
             saved, key=lambda each: whole_name(each.entry.name) or each.flat.unit
         )
@@ -576,13 +607,14 @@ class ExportJob:
         shard_bytes_max: int,
         progress: Callable[[int], object] = lambda _size: None,
     ) -> Exported:
-        """Write all; `progress` is told the bytes of each part. Blocks.
+        """Write all tensors; `progress` gets the bytes of each part. Blocks.
 
         Files get their names when all are on the drive, the index last; the rest of an earlier
         export is removed then. Raises: OSError naming the path; ChecksumError naming what is
         damaged.
         """
         self._progress = progress
+        # Before anything is written: a missing file is found at once.
         self._checkpoint.check_files()
         sizes = [sum(tensor.size_bytes for tensor in unit) for unit in self._units]
         groups = group_units(sizes, shard_bytes_max)
@@ -621,16 +653,19 @@ class ExportJob:
             sum(each.entry.shape[1] for each in grid[0]),
         )
         dtypes = [self._dtype_of(each) for each in unit]
+        # Some tiles may have masters and others not: the wider dtype holds both.
         return [_SavedTensor(name, functools.reduce(torch.promote_types, dtypes), shape, grid)]
 
     def _dtype_of(self, saved: SavedParam) -> torch.dtype:
         own = torch.float32 if self._has_master(saved) else dtype_of(saved.flat.dtype)
+        # Whole numbers (token ids, counts) are never rounded to a floating dtype.
         return self._dtype if self._dtype is not None and own.is_floating_point else own
 
     def _has_master(self, saved: SavedParam) -> bool:
         return self._masters and saved.flat.state_format.master is not Master.RAW
 
     def _write(self, tensors: Sequence[_SavedTensor], path: Path) -> None:
+        # Without masters section 0 alone is read: 2 of 12 bytes.
         reader = StateReader(self._checkpoint, CHUNKS_KEPT, self._sections())
         try:
             write_file(path, tensors, self._values_of(tensors, reader))
@@ -641,6 +676,7 @@ class ExportJob:
         self, tensors: Sequence[_SavedTensor], reader: StateReader
     ) -> Iterator[torch.Tensor]:
         """Yield the elements of all tensors, in the order of the file; chunks are read ahead."""
+        # The same order as below, LOOK_AHEAD chunks earlier.
         ahead = self._ahead(tensors)
         upcoming = list(itertools.islice(ahead, LOOK_AHEAD))
         for tensor in tensors:
@@ -692,6 +728,7 @@ class ExportJob:
                 torch.from_numpy(slice_of(flat.sections[s], arrays[s], start, numel))
                 for s in range(form.master_count)
             ]
+            # A format without moments: they are neither read nor decoded.
             found = decode_sections(Format(form.master, Moments.FP32, 0), given)[0]
         else:
             given = [torch.from_numpy(slice_of(flat.sections[0], arrays[0], start, numel))]

@@ -1,4 +1,5 @@
-"""Saving a model's states while it trains on: small state is captured, chunks are copied aside.
+"""Saving a model's states while training goes on: small state is captured at once, chunks are
+copied by a thread.
 
     inf.save    waits for updates; captures scalars, groups, buffers, extra; starts a thread
     training    goes on; a write to states waits until these were read
@@ -51,7 +52,7 @@ from infinity._src.distributed.collectives import Comm
 from infinity._src.optim.state_access import States
 from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.chunk_pipeline import READ_AHEAD, Bytes, ChunkPipeline, slab_buffers
-from infinity._src.params.shard_records import ShardRecords
+from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import JOB, Executor, JobKind, Priority, Ticket
 from infinity.errors import AioError, SwapFullError
@@ -67,11 +68,12 @@ def rows_of(shards: Sequence[ShardRecords], key: int) -> npt.NDArray[np.void]:
 
 
 class Snapshot:
-    """Copies all flats of a rank, as they are when it is made, with nothing pending. `copy_to` runs
-    in one thread, `before_write` in others.
+    """Copies all flats of a rank as they are at construction; no update may be pending then.
+    `copy_to` runs in one thread, `before_write` in others.
 
-    shards, flats: the flats, as records and as entries of the manifest. order: in which they are
-    read, unless somebody waits. progress: told the bytes of each chunk that was read.
+    shards, flats: the flats as records, and as entries of the manifest. order: the order of
+    reading, except that flats for which a writer waits come first. progress: gets the bytes of each
+    chunk that was read.
     """
 
     def __init__(
@@ -89,12 +91,14 @@ class Snapshot:
         self._ids = (
             np.concatenate([shard.ids for shard in shards]) if shards else np.zeros(0, np.int32)
         )
+        # Padded to 4096, as the data file has them; `_exact` is what the run's executor gives.
         self._sizes = section_bytes(rows, flats)
         self._exact = [
             [section.size_bytes(int(row["numel"])) for section in flats[row["flat"]].sections]
             for row in rows
         ]
         self._flat_of = [shards[index].flat for index in rows["flat"]]
+        # Guards the queue: training waits in `before_write` while the save's thread copies.
         self._changed = threading.Condition()
         self._queue: dict[Flat, deque[int]] = {
             flat: deque() for flat in order
@@ -108,6 +112,7 @@ class Snapshot:
     def before_write(self, flats: Sequence[Flat]) -> None:
         """Block until these flats were read, or the copying has ended, well or not."""
         with self._changed:
+            # Most writes come here long after their flats were read, and go on at once.
             if self._ended or not any(self._unread.get(flat) for flat in flats):
                 return
             # Somebody waits for these: they are read next.
@@ -117,8 +122,9 @@ class Snapshot:
                 self._changed.wait(0.5)
 
     def end(self) -> None:
-        """Let everybody go on: nothing is read any more."""
+        """End the copying: writers that wait go on, since nothing is read any more."""
         with self._changed:
+            # Also after a fault: training must not wait for a copy that nobody makes any more.
             self._ended = True
             self._changed.notify_all()
 
@@ -126,26 +132,30 @@ class Snapshot:
         """Copy all. Blocks. Raises the fault of a read or a write; then the file is of no use."""
         try:
             with slab_buffers(int(self._sizes.sum(axis=1).max(initial=4096))) as buffers:
+                # `reusable` waits until filled, not done: the data file's executor has a copy then.
                 pipeline = ChunkPipeline(
                     buffers,
                     ahead=READ_AHEAD,
                     read=self._fetch,
                     transform=lambda row, _buffer: self._was_read(row),
                     write=lambda row, buffer: writer.store(row, self._addresses(row, buffer)),
+                    # A full or failing drive ends the save now, not after the last chunk.
                     finish=lambda _row, _buffer: writer.check(),
                     reusable=lambda ticket: ticket.wait_filled(),
                 )
                 pipeline.run(self._upcoming())
         finally:
+            # Whoever waits in `before_write` goes on, however this ended.
             self.end()
 
     def _upcoming(self) -> Iterator[int]:
-        """Yield the row to be read next: those of flats that somebody waits for first."""
+        """Yield rows in the order of reading; flats that a writer waits for come first."""
         while (row := self._take()) is not None:
             yield row
 
     def _take(self) -> int | None:
         with self._changed:
+            # A copy: flats with nothing left are taken out on the way.
             for flat, rows in list(self._queue.items()):
                 if rows:
                     return rows.popleft()
@@ -154,6 +164,7 @@ class Snapshot:
 
     def _was_read(self, row: int) -> None:
         with self._changed:
+            # After the read, not when it began: only now may training overwrite the chunk.
             self._unread[self._flat_of[row]] -= 1
             self._changed.notify_all()
         self._progress(int(self._sizes[row].sum()))
@@ -173,6 +184,7 @@ class Snapshot:
         job["chunk"], job["kind"], job["base"] = self._ids[row], JobKind.FETCH, -1
         job["mask"] = (1 << len(addresses)) - 1
         job["ptr"][0, : len(addresses)] = list(addresses.values())
+        # The least urgent priority: training's own transfers go first.
         return self._executor.submit(job, priority=Priority.WRITEBACK)
 
 
@@ -180,7 +192,8 @@ class Linkable(Protocol):
     """A durable run, whose files a checkpoint may share (durable.py)."""
 
     def link(self, directory: Path, generation: int) -> StoredStates | None:
-        """Give the newest generation's files second names in `directory`. None: it cannot be.
+        """Give the newest generation's files second names in `directory`. Returns None where that
+        is not possible.
 
         Raises: AioError.
         """
@@ -198,11 +211,11 @@ class _Captured:
 
 
 class Save:
-    """A save under way. directory: where; step: steps completed in it; generation: its number
-    there.
+    """A save under way into `directory`. step: optimizer steps completed by then; generation: the
+    checkpoint's number in the directory.
 
-    size_bytes: of this rank's states; copied_bytes: of those, 0 where files of a durable run got
-    second names instead.
+    size_bytes: bytes of this rank's states; copied_bytes: how many of them are copied (0 where
+    files of a durable run get second names instead).
     """
 
     def __init__(
@@ -213,13 +226,15 @@ class Save:
         self.generation = generation
         self.size_bytes = size_bytes
         self.copied_bytes = copied_bytes
+        # Set by the save's thread, waited for by any.
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        self.told = False  # whether somebody was told of the error
+        # Whether the user was told of the error; an untold one is raised by a later call.
+        self.told = False
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended, well or not. Does not block."""
+        """Return whether the save has ended, well or not. Does not block."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -237,6 +252,7 @@ class Save:
 
     def end(self, error: BaseException | None) -> None:
         """Note that the save has ended, with this error or well."""
+        # Before the event: who wakes up reads it.
         self._error = error
         self._ended.set()
 
@@ -307,9 +323,12 @@ class Saver:
 
         run: the durable run whose files may be linked instead.
 
-        Raises: ValueError, RuntimeError; what the save before met, if nobody was told; MemoryError.
+        Raises: ValueError, RuntimeError, MemoryError; the error of the save before, if it was not
+        raised yet.
         """
+        # One save at a time: two would take the memory of two, and guard the same states.
         self.wait_for_last()
+        # A save that failed in the background must not go unseen.
         self.raise_fault()
         target = Path(directory)
         problem: BaseException | None = None
@@ -317,14 +336,19 @@ class Saver:
         undo = contextlib.ExitStack()  # closed when the save has ended
         try:
             captured = self._capture(model, given, extra)
+            # inf.restore would find the run there instead of the checkpoint.
             check_no_run(target)
             make_directory(target)
             if self.comm.rank == 0:
+                # Rank 0 alone: one lock for the save, and one number for all ranks.
                 undo.callback(DirectoryLock(target).release)
+                # The second is random: manifests of two saves are never taken for one generation.
+                # Both are exact, as floats are up to 2^53.
                 mine = [float(next_generation(target)), float(secrets.randbits(48)), 0.0]
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem, mine[2] = error, 1.0
         with undo:  # lets the directory go if the save does not start
+            # Rank 0's numbers, since the others give zeros; and how many ranks have a problem.
             agreed = self.comm.all_reduce_sum(mine)
             if problem is not None:
                 raise problem
@@ -356,6 +380,7 @@ class Saver:
         snapshot = Snapshot(
             self.executor, shards, flats, captured.rows, order=self._order(), progress=line.advance
         )
+        # An error is kept for the thread: the ranks agree there, and none may leave before.
         linked, refused = _try_link(run, target, int(agreed[0]))
         copies = linked is None and refused is None
         save = Save(
@@ -367,6 +392,7 @@ class Saver:
         )
         self._last = save
         if copies:
+            # From here on a write to states waits until the snapshot has read them.
             self.states.rest.guard(snapshot)
         job = _SaveJob(
             save,
@@ -378,11 +404,14 @@ class Saver:
             int(agreed[1]),
             self.policy.io_backend,
         )
+        # The directory's lock is the thread's from here on.
         kept = undo.pop_all()
+        # Not a daemon: the interpreter waits for it at its end, so a save is never cut off.
         threading.Thread(target=self._run, args=(job, line, kept), name="infinity-save").start()
         return save
 
     def _capture(self, model: torch.nn.Module, given: object, extra: Any) -> _Captured:
+        # In mid-step, states and small state would be of different steps.
         self.check_between_steps("inf.save()")
         optimizers = metadata.optimizers_of(given, self.units)
         metadata.check_all_held(self.units, optimizers, self.optimizer_of)
@@ -399,6 +428,7 @@ class Saver:
         """
         units = list(self.units)
         if self.policy.update == "backward":
+            # Backward updates the last unit first; what is written first is to be copied first.
             units.reverse()
         return [flat for unit in units for flat in unit.flats]
 
@@ -411,6 +441,7 @@ class Saver:
         finally:
             job.snapshot.end()
             line.end()
+            # In this order: directory and states are free before anybody sees that the save ended.
             undo.close()
             self.states.rest.guard(None)
             job.handle.end(error)
@@ -418,7 +449,9 @@ class Saver:
     def wait_for_last(self) -> None:
         """Block until no save is under way, however the last one ended."""
         if self._last is not None:
+            # Its error is told by `raise_fault` or `Save.wait`, not here.
             with contextlib.suppress(Exception):
+                # Waiting here tells the user nothing.
                 told = self._last.told
                 try:
                     self._last.wait()
@@ -426,8 +459,9 @@ class Saver:
                     self._last.told = told
 
     def raise_fault(self) -> None:
-        """Raise the error of the last save, if nobody was told. Does not block."""
+        """Raise the error of the last save, if it was not raised before. Does not block."""
         if self._last is not None and self._last.done and not self._last.told:
+            # Told once, then saves go on.
             self._last.told = True
             self._last.wait()
 
@@ -461,6 +495,7 @@ class _SaveJob:
         """Write this rank's files, agree, commit, agree, remove what is older."""
         directory, rank = self.handle.directory, self.comm.rank
         try:
+            # All data is on all drives before the first manifest gets its name.
             self._raise(*self._together(self._write))
         except BaseException:
             remove_part(directory, self.handle.generation, rank)
@@ -471,6 +506,8 @@ class _SaveJob:
         if failed:
             remove_part(directory, self.handle.generation, rank)
             self._raise(problem, failed)
+        # Only now, when every rank's manifest has its name: until here a crash leaves the older
+        # one.
         if rank == 0:
             self._remove_older()
 
@@ -510,6 +547,7 @@ class _SaveJob:
         )
         try:
             if self.refused is not None:
+                # In here, so that the other ranks learn of it as of any other failure.
                 raise self.refused
             write_part(
                 self.handle.directory,
@@ -518,6 +556,7 @@ class _SaveJob:
                 backend=self.backend,
                 stored=self.linked,
             )
+        # The message says what the save needs in all, not the one file that found no room.
         except SwapFullError as error:
             raise SwapFullError(
                 f"no room for a checkpoint of {self.handle.size_bytes} bytes in "
@@ -535,6 +574,7 @@ class _SaveJob:
 
     def _remove_older(self) -> None:
         try:
+            # A file that stays is no fault of this save: it is logged, and goes with a later one.
             remove_others(self.handle.directory, self.handle.generation)
         except OSError as error:
             log.warning(

@@ -1,5 +1,5 @@
-"""Checkpoints without a model: the generations of a directory, and every byte of one against its
-checksums.
+"""Inspection of checkpoints without a model: list the generations of a directory, and verify every
+byte of one against its checksums.
 
     list_generations    manifests and the lengths of files; reads no states
     VerifyJob           reads all, and names all damage: file, range, parameter
@@ -77,7 +77,7 @@ class Generation:
 
     @property
     def whole(self) -> bool:
-        """Whether it can be restored, as far as it shows without reading the states."""
+        """Return whether it can be restored, as far as can be told without reading states."""
         return not self.why_not
 
 
@@ -89,6 +89,7 @@ def find_checkpoints(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return found
     below = sorted(
+        # A run inside is found through its parent (`run_directory`), and must not be listed twice.
         path for path in directory.iterdir() if path.is_dir() and path.name != RUN_DIRECTORY
     )
     for path in (directory, *below):
@@ -114,6 +115,7 @@ def _describe(directory: Path, number: int) -> Generation:
         try:
             manifest = read_manifest(path)
         except (AioError, ValueError) as error:
+            # The other ranks' manifests are read all the same: they tell what is left.
             how = f"damaged: {error}" if path.exists() else "missing"
             problems.append(f"the manifest of rank {rank} is {how}")
         else:
@@ -127,6 +129,7 @@ def _describe(directory: Path, number: int) -> Generation:
         rank += 1
     files = [file for manifest in manifests for file in _files_of(directory, manifest, problems)]
     first = manifests[0] if manifests else None
+    # From one rank: all have the same layout.
     formats: Counter[str] = Counter()
     for flat in first.layout.flats if first is not None else ():
         numel = sum(param.numel for param in flat.params)
@@ -172,6 +175,8 @@ def _files_of(directory: Path, manifest: Manifest, problems: list[str]) -> list[
 def _listed(directory: Path, rank: int, file: FileEntry) -> ListedFile:
     taken = None
     with contextlib.suppress(OSError):
+        # st_blocks counts 512 bytes, whatever the block of the file system; sparse parts take
+        # nothing.
         taken = (directory / file.name).stat().st_blocks * 512
     return ListedFile(rank, file.name, file.size_bytes, taken)
 
@@ -193,8 +198,8 @@ AHEAD = 4
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """A damaged range of a file. what: parameters and section that lie there, or the kind of the
-    file; reason: in words.
+    """A damaged range of a file. what: the parameters and the section in that range, or the kind of
+    file; reason: the damage in words.
     """
 
     path: str
@@ -214,6 +219,7 @@ class VerifyJob:
     def __init__(
         self, directory: Path, generation: int | None = None, *, backend: str = "auto"
     ) -> None:
+        # Not partial ones: a save that is under way is no damage.
         there = begun_commits(directory) if directory.is_dir() else []
         if generation is not None and generation not in there:
             known = ", ".join(map(str, there)) or "none"
@@ -228,6 +234,7 @@ class VerifyJob:
                 "there is no checkpoint", errno=errno.ENOENT, path=str(directory), op="open"
             )
         self.directory = directory
+        # The one that a restore would take; damaged manifests count, or damage would hide it.
         whole = next((number for number in there if self._is_committed(number)), there[0])
         self.generation = whole if generation is None else generation
         self._backend = backend
@@ -239,8 +246,8 @@ class VerifyJob:
     def verify(
         self, progress: Callable[[str, int], object] = lambda _file, _size: None
     ) -> list[Damage]:
-        """Read all, and return all damage. Blocks. progress: told the file and the bytes of each
-        chunk.
+        """Read the whole generation, and return all damage. Blocks. progress: gets the file and
+        the bytes of each chunk.
         """
         for manifest in self.manifests:
             for file in (manifest.buffers, manifest.extra):
@@ -258,10 +265,13 @@ class VerifyJob:
                 world = read_manifest(self.directory / name).world
             except (AioError, ValueError):
                 continue  # told when it is verified
+            # Any readable manifest tells how many ranks there are.
             return all(manifest_name(generation, rank) in names for rank in range(world))
         return bool(names)
 
     def _read_manifests(self) -> list[Manifest]:
+        # All are read, whatever the first of them is like: one's damage hides nothing of the
+        # others.
         found: list[Manifest] = []
         world, rank = 1, 0
         while rank < world:
@@ -277,6 +287,7 @@ class VerifyJob:
                 world = max(world, self._ranks())
             else:
                 world = max(world, manifest.world)
+                # Ranks of two saves do not belong together; the first one decides.
                 if found and (manifest.save, manifest.world) != (found[0].save, found[0].world):
                     self._tell(
                         path,
@@ -292,6 +303,7 @@ class VerifyJob:
 
     def _ranks(self) -> int:
         """Return one more than the highest rank that has a manifest."""
+        # With a damaged manifest nothing says how many there are, so the names are counted.
         prefix = manifest_name(self.generation, 0).removesuffix("0")
         ranks = [path.name.removeprefix(prefix) for path in self.directory.glob(f"{prefix}*")]
         return 1 + max((int(rank) for rank in ranks if rank.isdigit()), default=0)
@@ -317,6 +329,7 @@ class VerifyJob:
         """Read the rows of one file."""
         file = manifest.files[index]
         path = self.directory / file.name
+        # Rows of one file: each file has a reader of its own.
         mine = np.flatnonzero(manifest.rows["file"] == index)
         try:
             size = path.stat().st_size
@@ -330,6 +343,7 @@ class VerifyJob:
                 self._tell(path, 0, file.size_bytes, f"states of rank {manifest.rank}", reason)
             return
         sizes = _row_bytes(manifest)
+        # What lies before the cut can still be verified.
         ends = manifest.rows["file_offset"][mine] + manifest.rows["run_bytes"][mine]
         if size < file.size_bytes and len(mine) and int(ends.max()) > size:
             self._tell(
@@ -342,6 +356,7 @@ class VerifyJob:
             mine = mine[ends <= size]
         if not len(mine):
             return
+        # The reader refuses a file shorter than its entry, and the cut was told already.
         there = dataclasses.replace(file, size_bytes=min(size, file.size_bytes))
         reader = DataReader(
             self.directory,
@@ -352,6 +367,7 @@ class VerifyJob:
             algorithm=manifest.algorithm,
             backend=self._backend,
         )
+        # Threads and slots end before the next file is opened.
         with contextlib.closing(reader):
             self._rows(
                 manifest,
@@ -376,10 +392,12 @@ class VerifyJob:
         def read(item: tuple[int, int], buffer: Bytes) -> Ticket:
             in_file, row = item
             at = np.cumsum(padded[row]) - padded[row] + buffer.ctypes.data
+            # Other sections of the chunk lie in other rows, which have their own turn.
             here = np.flatnonzero(manifest.rows[row]["section_at"] >= 0)
             return reader.fetch(in_file, {int(s): int(at[s]) for s in here})
 
         def failed(item: tuple[int, int], error: AioError) -> None:
+            # The executor tells the first piece that is wrong; the user wants all of them.
             if isinstance(error, ChecksumError):
                 self._look_closer(manifest, item[1], path, error)
             else:
@@ -389,6 +407,7 @@ class VerifyJob:
         with slab_buffers(size, AHEAD) as buffers:
             pipeline = ChunkPipeline(
                 buffers,
+                # All buffers read: nothing is written that would need one.
                 ahead=AHEAD,
                 read=read,
                 transform=lambda _item, _buffer: None,  # the executor has compared the checksums
@@ -398,8 +417,8 @@ class VerifyJob:
             pipeline.run(enumerate(mine))
 
     def _look_closer(self, manifest: Manifest, row: int, path: Path, error: ChecksumError) -> None:
-        """Tell every piece of a row that is damaged; where this second read finds all well, the
-        error of the first.
+        """Report every damaged piece of a row. If this second read finds no damage, report the
+        error of the first read.
         """
         before = len(self.damage)
         # A second read, through the page cache; the executor's may have gone around it.
@@ -409,6 +428,7 @@ class VerifyJob:
                 if native.crc32c(file.read(length), seed) != expected:
                     what = ", ".join(_places(manifest, row, s, piece))
                     self._tell(path, offset, length, what, "is not what was written")
+        # Well this time: the drive gave other bytes before, and that is told, not forgotten.
         if len(self.damage) == before:
             what = ", ".join(_places(manifest, row, 0, 0, whole=True))
             self._tell(
@@ -444,7 +464,9 @@ def _pieces(manifest: Manifest, row: int) -> Iterator[tuple[int, int, int, int, 
         start = int(entry["file_offset"]) + int(entry["section_at"][s])
         whole = int(entry["padded"]) != 0
         total = int(padded[s]) if whole else section.size_bytes(int(entry["numel"]))
+        # As the executor took them: of padded rows by bytes, of a run's by elements.
         step = PIECE_BYTES if whole else section.size_bytes(PIECE_NUMEL)
+        # A padded section is a chunk of its own, so its key differs and its number is 0.
         key, number = (int(entry["key"]) + s, 0) if whole else (int(entry["key"]), s)
         for piece in range(int(counts[s])):
             seed = sum_seed(int(entry["generation"]), key, number, piece)
@@ -465,6 +487,7 @@ def _places(manifest: Manifest, row: int, s: int, piece: int, *, whole: bool = F
     numel = int(entry["numel"])
     low = 0 if whole else min(piece * step, numel)
     high = numel if whole else min(low + step, numel)
+    # From the shard to the whole flat, where parameters have their offsets.
     base = manifest.rank * flat.shard_numel + int(entry["start"])
     found = []
     for param in flat.params:

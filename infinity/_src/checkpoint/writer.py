@@ -4,7 +4,7 @@
     write_part     data-…  buffers-…  extra-…  manifest-….partial      all on the drive
     commit_part    manifest-….partial -> manifest-…                    the parts of all are written
 
-The manifest gets its name last: a part without one is nobody's.
+The manifest gets its name last: a part without one belongs to no checkpoint.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def new_rows(shards: Sequence[Chunks], key: int) -> npt.NDArray[np.void]:
         rows["flat"], rows["start"], rows["numel"] = index, starts, numels
         parts.append(rows)
     whole = np.concatenate(parts) if parts else np.zeros(0, dtype=ROW)
+    # SECTION_MAX apart: every section of every row has a key of its own, which seeds its checksums.
     whole["key"] = np.uint64(key) + np.arange(len(whole), dtype=np.uint64) * np.uint64(SECTION_MAX)
     return whole
 
@@ -74,6 +75,7 @@ class DataWriter:
         self.rows = rows
         sizes = section_bytes(rows, flats)
         before = np.cumsum(sizes, axis=1) - sizes
+        # Sections of no bytes are those that the format lacks.
         rows["section_at"], rows["padded"] = np.where(sizes > 0, before, -1), 1
         rows["run_bytes"] = sizes.sum(axis=1)
         rows["file_offset"] = np.cumsum(rows["run_bytes"]) - rows["run_bytes"]
@@ -85,10 +87,12 @@ class DataWriter:
             self._file = undo.enter_context(SwapFile.new(path))
             # All at once: a drive that is too full is known before anything is written.
             self._file.grow(self.entry.size_bytes)
+            # Of one section each: a padded row is written section by section.
             pool = PoolSpec(SLOTS, int(sizes.max(initial=4096)))
             self._executor = open_executor(
                 [self._file], small=PoolSpec(0, 0), large=pool, backend=backend
             )
+            # Goes before the file does, since its threads write there.
             undo.callback(self._executor.close, wait=False)
             self._chunks = RowChunks(self._executor, rows, flats, self.sums)
             self._undo = undo.pop_all()
@@ -110,9 +114,12 @@ class DataWriter:
         what a write met.
         """
         self._executor.wait_all()
-        self.check()  # tickets were waited for until filled only: a write may have failed since
+        # Tickets were waited for until filled only: a write may have failed since.
+        self.check()
+        # Before the manifest is written, which makes these bytes a checkpoint.
         self._file.fsync()
         for s in range(SECTION_MAX):
+            # The executor counts generations while it writes, and seeds checksums with them.
             here = self._chunks.ids[:, s] >= 0
             self.rows["generation"][here] = self._executor.look(self._chunks.ids[here, s])[
                 "generation"
@@ -165,6 +172,7 @@ def write_part(
     there.
     """
     names = {kind: file_name(kind, part.generation, part.rank) for kind in _KINDS}
+    # Data first, manifest last: a crash in between leaves files that nobody names.
     stored = stored or _written(directory / names["data"], part, fill, backend)
     attached: list[FileEntry | None] = [
         write_attachment(directory, names[kind], data) if data is not None else None
@@ -185,6 +193,7 @@ def write_part(
         rows=stored.rows,
         sums=stored.sums,
     )
+    # Under another name: only when all ranks have written does it become a manifest.
     write_attachment(directory, _partial(manifest.name), manifest.encode())
 
 
@@ -196,6 +205,7 @@ def _written(
         fill(writer)
         writer.finish()
     finally:
+        # Also after a fault: the file is removed by `remove_part`, which needs no writer.
         writer.close()
     return StoredStates((writer.entry,), writer.rows, writer.sums)
 
@@ -203,14 +213,18 @@ def _written(
 def commit_part(directory: Path, generation: int, rank: int) -> None:
     """Give a part's manifest its name, durably. Raises: AioError."""
     manifest = directory / manifest_name(generation, rank)
+    # The rename commits; the directory's flush makes that durable.
     with typed_errors(manifest, "open", 0):
         (directory / _partial(manifest.name)).rename(manifest)
     sync_directory(directory)
 
 
 def remove_part(directory: Path, generation: int, rank: int) -> None:
-    """Clear a part away after a fault; the user is told of that, not of files that stay."""
+    """Remove a part after a fault. Files that cannot be removed stay, without an error: the user is
+    told of the fault.
+    """
     manifest = directory / manifest_name(generation, rank)
+    # The first fault is on its way to the user, and must not be replaced by this one.
     with contextlib.suppress(OSError):
         mine = [
             path

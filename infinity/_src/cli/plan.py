@@ -122,8 +122,7 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
 
 
 def read_machine(options: argparse.Namespace) -> Machine:
-    """The machine that the arguments describe. Raises: ValueError naming argument, value and
-    fix.
+    """The machine that the arguments describe. Raises: ValueError naming argument, value and fix.
     """
     for name in ("flops", "flops_peak", "tbw", "link_gbps"):
         value = getattr(options, name)
@@ -458,8 +457,7 @@ def _step(found: Prediction) -> Table:
 
 
 def _seconds(value: float) -> str:
-    """Two decimals; none above a thousand, and three digits where two decimals would say
-    nothing.
+    """Two decimals; none above a thousand, and three digits where two decimals would say nothing.
     """
     if value >= 1000:
         return f"{value:,.0f}"
@@ -553,8 +551,7 @@ def as_record(
     sides: Sequence[Prediction] = (),
     ranks: Sequence[RankBytes] = (),
 ) -> dict[str, Any]:
-    """Make the record of a plan for JSON. Infinite figures are None. sides, ranks: see
-    `show_plan`.
+    """Make the record of a plan for JSON. Infinite figures are None. sides, ranks: see `show_plan`.
     """
     model = {
         name: getattr(shape, name)

@@ -23,7 +23,7 @@ from infinity.errors import AioError
 
 _STOPPED = "infinity train/stopped"  # in the group's store: the rank whose error is told
 _PATIENCE_S = 3.0
-"""How long a rank that may only have lost another one waits for that one to tell why."""
+"""Wait of a rank that may only have lost another one, for that one to tell why."""
 _JOIN_S = 300.0
 
 

@@ -219,8 +219,7 @@ class _Metrics:
 
 @dataclasses.dataclass
 class _Phase:
-    """Times of one step's passes, in seconds. `waited_s` is the part in which they waited for
-    I/O.
+    """Times of one step's passes, in seconds. `waited_s` is the part in which they waited for I/O.
     """
 
     first_forward_s: float = 0.0
@@ -230,8 +229,7 @@ class _Phase:
 
 
 class _Run:
-    """One run, phase after phase; `stack` closes what it opens, in reverse order, whatever
-    happens.
+    """One run, phase after phase; `stack` closes what it opens, in reverse order, whatever happens.
     """
 
     def __init__(

@@ -43,6 +43,7 @@ class Comm:
         self.topology = topology or Topology.alone()
         self.world, self.rank = self.topology.world, self.topology.rank
         self.watchdog: Watchdog | None = None
+        # One lane for each kind: a gather that waits for its rank's read holds no reduction up.
         self._control: Lane | None = None
         self._gather: Lane | None = None
         self._reduce: Lane | None = None
@@ -66,6 +67,8 @@ class Comm:
         if comm.world == 1:
             return comm
         comm._timeout_s = timeout_s
+        # Before the lanes: making a group waits for all ranks, and only the watchdog names a dead
+        # one.
         comm.watchdog = Watchdog(comm.topology, default_store(), timeout_s=timeout_s, name=name)
         try:
             comm.watchdog.wait_for_all_ranks()
@@ -127,11 +130,13 @@ class Comm:
         other = Comm(self.topology)
         if self.world > 1:
             assert self.watchdog is not None
+            # One watchdog for both: a rank that fails has failed for every lane.
             other.watchdog, other._timeout_s, other._owns_watchdog = (
                 self.watchdog,
                 self._timeout_s,
                 False,
             )
+            # Destroyed by the communicator that owns the watchdog.
             other._groups = self._groups
             other._control = other._open_lane("aside", "gloo", torch.device("cpu"))
             self._forks.append(other._control)
@@ -156,6 +161,8 @@ class Comm:
         exchange = self._exchanges[lane]
 
         def checked(_group: Any) -> None:
+            # First: without it, ranks that differ would take each other's data for what they
+            # expect.
             exchange.check_same_collective(what)
             work(exchange)
 
@@ -218,11 +225,12 @@ class Comm:
             )
 
     def _all_gather_rows(self, what: str, mine: torch.Tensor) -> torch.Tensor:
-        """All-gather `mine` [len], of one length and dtype on all ranks, into [world, len].
-        Blocks.
+        """All-gather `mine` [len], of one length and dtype on all ranks, into [world, len]. Blocks.
         """
         everyone = torch.empty(self.world * mine.numel(), dtype=mine.dtype)
         self._run_control(
+            # The length is in the name: ranks that differ in it would send messages that do not
+            # fit.
             f"{what} of {mine.numel()}",
             lambda group: all_gather_single(everyone, mine, group=group),
         )
@@ -260,8 +268,7 @@ class Comm:
         return whole
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Sum each value over ranks, in double. Blocks. The result has the same bits on every
-        rank.
+        """Sum each value over ranks, in double. Blocks. The result has the same bits on every rank.
         """
         if self.world == 1:
             return list(values)
@@ -294,8 +301,7 @@ class Comm:
     # -- failures and the end ----------------------------------------------------------------------
 
     def report_exception(self, where: str, error: BaseException) -> None:
-        """Tell ranks that wait for this one that its forward or backward broke off. Never
-        blocks.
+        """Tell ranks that wait for this one that its forward or backward broke off. Never blocks.
         """
         if self.watchdog is not None:
             self.watchdog.report_exception(where, error)
@@ -311,7 +317,7 @@ class Comm:
             self.watchdog.check()
 
     def close(self, *, ok: bool = True) -> None:
-        """Close the lanes and say goodbye to the other ranks. Idempotent.
+        """Close the lanes, and publish that this rank leaves. Idempotent.
 
         Blocks until what was submitted has ended, if all ranks live.
         """
@@ -324,6 +330,7 @@ class Comm:
         self._exchanges.clear()
         if self.watchdog is not None and self._owns_watchdog:
             failed = self.watchdog.failure is not None
+            # After the lanes, which still need its verdict on ranks that do not come.
             self.watchdog.close(ok)
             while self._groups:
                 group = self._groups.pop()
@@ -345,6 +352,7 @@ def digest(values: Tensor) -> int:
         xxhash.xxh3_64_intdigest(
             values.detach().to("cpu").contiguous().reshape(-1).view(uint8).numpy().data
         )
+        # Shifted by one, so that it fits the int64 in which ranks compare it.
         >> 1
     )
 

@@ -52,7 +52,7 @@ class Volume:
 
 
 class Exchange:
-    """Collectives of one lane over its process group. Methods block; one thread uses it at a time.
+    """Collectives of one lane over its process group. Methods block; one thread calls at a time.
 
     check_group: a gloo group for names of collectives, where `group` is of another backend.
     """
@@ -63,6 +63,7 @@ class Exchange:
         self.topology = topology
         self.volume = Volume()
         self._group = group
+        # NCCL moves no CPU tensors, and names of collectives are compared on the CPU.
         self._check_group = check_group or group
         self._device = device
         self._buffers: dict[str, torch.Tensor] = {}
@@ -92,6 +93,7 @@ class Exchange:
         # These are enough: where any two ranks differ, some pair that exchanges data does.
         others = sorted({*t.node_ranks, *t.counterparts} - {t.rank})
         mine, theirs = _header(what), [torch.zeros(HEADER_BYTES, dtype=torch.uint8) for _ in others]
+        # All sends and receives in one batch, so that no rank waits for another's receive.
         operations = [dist.P2POp(dist.isend, mine, rank, self._check_group) for rank in others]
         operations += [
             dist.P2POp(dist.irecv, to, rank, self._check_group)
@@ -118,6 +120,7 @@ class Exchange:
         nothing travels between nodes.
         """
         t = self.topology
+        # Across nodes first: each byte crosses once, and the node then shares what it has.
         if across and t.nodes > 1:
             others = [rank for rank in t.counterparts if rank != t.rank]
             self._send_receive(
@@ -149,6 +152,7 @@ class Exchange:
             wire.encode(
                 parts[t.rank], coded[t.rank], bits=WEIGHT_BITS, group_numel=SCALE_GROUP_NUMEL
             )
+        # The codes travel, and each rank decodes all of them, its own included.
         self.all_gather(wires)
         for parts, coded in zip(wholes, wires, strict=True):
             for part, one in zip(parts, coded, strict=True):
@@ -156,6 +160,7 @@ class Exchange:
 
     def all_reduce_or(self, flags: torch.Tensor) -> None:
         """Combine flags (uint8) in place: each is set if any rank has set it."""
+        # Level by level: flags of the whole world reach each rank without a message to every rank.
         for ranks in self._levels():
             others = [rank for rank in ranks if rank != self.topology.rank]
             found = [torch.empty_like(flags) for _ in others]
@@ -171,6 +176,7 @@ class Exchange:
         The wholes are overwritten.
         """
         t = self.topology
+        # One level is enough on one node, or with one rank on each.
         if min(t.nodes, t.local_world) == 1:
             self._reduce_level(wholes, range(t.world), means, divisor=t.world)
             return
@@ -179,6 +185,7 @@ class Exchange:
         partial = [[parts[rank] for rank in t.counterparts] for parts in wholes]
         flat = [part for parts in partial for part in parts]
         self._reduce_level(
+            # Node first, so that what crosses between nodes is one sum, not one part of each rank.
             [self._for_node(parts, rank) for parts in wholes for rank in range(t.nodes)],
             t.node_ranks,
             flat,
@@ -285,6 +292,8 @@ class Exchange:
             receives += [(rank, theirs[rank]) for rank in others]
             found.append([here if rank == me else theirs[rank] for rank in ranks])
         self._send_receive(sends, receives)
+        # All pieces are there before the first is added: their order is that of ranks, not of
+        # arrival.
         for pieces, out in zip(found, sums, strict=True):
             wire.sum_in_order(pieces, out, divisor=divisor)
 
@@ -324,6 +333,8 @@ class Exchange:
             [(rank, one) for rank in others for one in theirs[rank]],
         )
         for at, whose in enumerate(mine):
+            # This rank's own part is rounded as the others' are, or the sum would depend on who
+            # sums.
             pieces = [wires[places[whose]] if rank == me else theirs[rank][at] for rank in ranks]
             wire.decode_sum(
                 pieces, outs[at], bits=GRADIENT_BITS, group_numel=SCALE_GROUP_NUMEL, divisor=divisor
@@ -344,6 +355,7 @@ class Exchange:
         for rank, tensor in sends:
             size_bytes = tensor.numel() * tensor.element_size()
             if rank in here:
+                # Counted where they are sent: each byte once, over all ranks.
                 self.volume.inside += size_bytes
             else:
                 self.volume.across += size_bytes

@@ -40,13 +40,12 @@ class Host:
 
     @classmethod
     def this(cls) -> Host:
-        """Make the host of this process."""
+        """Read the host of this process."""
         return cls(platform.node(), _boot_id(), _namespace("net"), _namespace("pid"))
 
     @property
     def node(self) -> tuple[str, str, int]:
-        """Key that is equal for processes of one node. Without a boot id, the host's name
-        decides.
+        """Key that is equal for processes of one node. Without a boot id, the host's name decides.
         """
         return (self.boot_id or self.name, "" if self.boot_id else self.name, self.network)
 
@@ -89,6 +88,7 @@ class PeerProcess:
         """Check whether it has ended; a zombie has."""
         if self.fd >= 0:
             poll = select.poll()
+            # A zombie's pidfd is readable too.
             poll.register(self.fd, select.POLLIN)
             return bool(poll.poll(0))
         return start_time_of(self.pid) != self._start_time
@@ -196,6 +196,7 @@ class Heartbeat:
         self._stop = False
         self._begun = 0
         self._written_s = -1e9  # so that the first record is written at once
+        # Keys that have been seen: they never go, so each is checked for once.
         self._on_store: set[int] = set()
         self.beating = False
         """Whether each exchange counts `beat` up and writes it.
@@ -238,8 +239,7 @@ class Heartbeat:
             )
 
     def stop(self, limit_s: float) -> None:
-        """Write the last changes, and end the thread. After `limit_s` it is left to end by
-        itself.
+        """Write the last changes, and end the thread. After `limit_s` it is left to end by itself.
         """
         with self._changed:
             self._stop = True
@@ -250,11 +250,13 @@ class Heartbeat:
     def _run(self) -> None:
         # The store raises what its transport does: RuntimeError, DistError, OSError.
         try:
+            # `_stop` is read without the condition: a late reading costs one more exchange.
             while not self._stop:
                 self._exchange()
                 self._on_exchange()
                 with self._changed:
                     self._changed.wait_for(lambda: self._urgent or self._stop, self._interval_s)
+            # The last record, that this rank has left, must still be written.
             if self._urgent:
                 self._exchange()
         except (RuntimeError, OSError, ValueError) as error:
@@ -269,12 +271,16 @@ class Heartbeat:
     def _exchange(self) -> None:
         with self._changed:
             self._begun += 1
+            # `rounds` becomes this number: `refresh` waits for an exchange that began after it was
+            # called.
             begun = self._begun
             if self.beating:
                 self._mine = dataclasses.replace(self._mine, beat=self._mine.beat + 1)
             due = self._urgent or self.beating or time.monotonic() - self._written_s > self._quiet_s
             self._urgent = False
             mine = self._mine
+        # An unchanged record is not written again: each write is a request to one host for all
+        # ranks.
         if due and mine != self.records[self._rank]:
             self._store.set(str(self._rank), mine.json())
             self._written_s = time.monotonic()
@@ -295,6 +301,7 @@ class Heartbeat:
     def _read(self, keys: list[str]) -> list[bytes]:
         if not keys:
             return []
+        # One request for all keys, where the store knows it.
         if self._store.has_extended_api():
             return list(self._store.multi_get(keys))
         return [self._store.get(key) for key in keys]

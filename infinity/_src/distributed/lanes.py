@@ -94,11 +94,13 @@ class Op:
                 _GIVEN_UP.append(work)
             return False
         if self._event is not None:
+            # On CUDA `done` means launched: the kernel may still write.
             self._event.synchronize()
         return True
 
     def _end(self, error: BaseException | None = None) -> None:
         self._error = error
+        # Dropped here, so that an Op that is kept holds no tensors.
         self._work = None
         self._done.set()
 
@@ -126,10 +128,12 @@ class Lane:
         self._beside = beside
         self._watchdog = watchdog
         self._device = device
+        # First in, first out: the order of the program, which is the same on every rank.
         self._queue: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
         self._closed = False
         self._last: Op | None = None
         self._pid = os.getpid()
+        # The failure must reach a lane that is stuck in its backend, and cannot look at it itself.
         watchdog.on_failure.append(self._break_off)
         atexit.register(self._exits)
         self._thread = threading.Thread(target=self._run, name=f"infinity-lane-{name}", daemon=True)
@@ -143,9 +147,13 @@ class Lane:
         Raises: RankFailed after a failure.
         """
         assert not self._closed, f"lane {self.name} is closed"
+        # Nothing is queued after a failure: the other ranks would never come to it.
         self._watchdog.check()
+        # Numbered at submission, in the main thread: lanes run beside each other.
         number = self._watchdog.next_number(what) if numbered else None
         ready = (
+            # What the submitting stream holds now is the input of `work`: the lane waits for no
+            # more.
             torch.cuda.current_stream(self._device).record_event()
             if self._device.type == "cuda"
             else None
@@ -163,8 +171,10 @@ class Lane:
             return
         self._closed = True
         atexit.unregister(self._exits)
+        # The thread ends after everything that was submitted before.
         self._queue.put(None)
         left = self._last is None or self._last.finished()
+        # A stuck call would never return: its thread is given up, not joined.
         self._thread.join(GIVE_UP_S if left else 0.0)
         if self._thread.is_alive():
             # The groups' destructors would wait for the stuck call.
@@ -210,6 +220,7 @@ class Lane:
             return
         try:
             if stream is not None:
+                # The lane's stream, not its thread, waits: the thread can launch the next one.
                 stream.wait_event(op._ready)
             work(group)
             if stream is not None:
@@ -240,7 +251,10 @@ class Lane:
         if self._device.type != "cuda":
             yield None
             return
+        # The current device is the thread's own, and a new thread begins with device 0.
         torch.cuda.set_device(self._device)
+        # A stream of the lane: on the compute stream a collective would wait for all of the
+        # compute.
         stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream):
             yield stream

@@ -56,6 +56,7 @@ def make_group(
         return None  # torch returns a sentinel to ranks that are not members
     if backend != "gloo":  # descriptors that it has added are not gloo's connections
         return group
+    # Another thread may have opened an epoll set meanwhile: with several no guess is made.
     if len(added) == 1:
         _EPOLLS[group] = added.pop()
     else:
@@ -75,11 +76,13 @@ def abort_group(group: dist.ProcessGroup) -> bool:
     process.
     """
     epoll = _EPOLLS.pop(group, None)
+    # gloo fails at once when a connection closes, so this ends the calls that wait in it.
     if epoll is not None:
         for fd in _watched(epoll):
             _shut_down(fd)
         return True
     if dist.get_backend(group) == "nccl":
+        # NCCL has an abort of its own; gloo's does nothing in torch 2.13.
         group.abort()
         return True
     return False

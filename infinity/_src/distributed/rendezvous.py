@@ -50,6 +50,7 @@ class Rendezvous:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # With one rank nothing is sent; after `end`, or a failed round, no rank waits for another.
         if self._over:
             return
         if error is None:

@@ -1,4 +1,4 @@
-"""Setup of several ranks by policy: the parts of the engine that one rank does not have.
+"""Setup of the parts of the engine that only several ranks need, as the policy says.
 
     stage   parameters                 gradients                          optimizer states
     1       whole, on the device       whole sums, then this rank's shard  this rank's shard
@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 from infinity._src.config import Policy
 from infinity._src.distributed.collectives import Comm, digest
-from infinity._src.grads.buffers import GradBuffers
-from infinity._src.grads.reduce_scatter import ReduceScatter
-from infinity._src.grads.unreduced import UnreducedGrads
+from infinity._src.grads.buffers import GradBuffers, UnreducedGrads
+from infinity._src.grads.reduce import ReduceScatter
 from infinity._src.memory.device import Device
 from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.unit import Flat, Unit
@@ -41,6 +40,8 @@ class RankSetup:
 
     def __init__(self, policy: Policy, device: torch.device, undo: contextlib.ExitStack) -> None:
         self._policy = policy
+        # Counted for each default group: a second group in the process has a store without old
+        # records.
         name = (
             f"engine {next(_ENGINES.setdefault(dist.group.WORLD, itertools.count()))}"
             if dist.is_initialized()
@@ -54,11 +55,13 @@ class RankSetup:
         self._secondary_bytes = 0
         self._local: UnreducedGrads | None = None
         self._reduces: ReduceScatter | None = None
+        # Registered before anything else is made: what is made later is closed before the lanes.
         undo.callback(self.comm.close)
 
     def note(self, flat: Flat, values: torch.Tensor) -> None:
         """Note a digest of a flat's values [layout.numel] on this rank, for `check_values`."""
         if self.several:
+            # A digest, not the values: the whole model never exists in RAM.
             self._values[flat] = digest(values)
 
     def check_values(self) -> None:
@@ -68,6 +71,7 @@ class RankSetup:
         """
         flats = list(self._values)
         differing = self.comm.differing_indices(list(self._values.values()))
+        # Cleared in any case: the digests hold their flats.
         self._values.clear()
         if differing:
             unit = flats[differing[0]].unit
@@ -84,9 +88,9 @@ class RankSetup:
         return self._policy.whole_params(several=self.several)
 
     def staging_bytes(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
-        """CPU memory of the buffers that several ranks need; it grows when parameters are
-        unfrozen.
+        """CPU memory of the buffers that several ranks need; it grows when parameters are unfrozen.
         """
+        # One rank reduces nothing, so it needs none of these buffers.
         if not self.several:
             return 0
         topology, learning = self.comm.topology, [flat for flat in flats if flat.learns]
@@ -106,6 +110,7 @@ class RankSetup:
 
         Called once.
         """
+        # Without accumulation in whole gradients the shards add up, as on one rank.
         if not (self.several and self._policy.accumulates_locally):
             return None
         local = UnreducedGrads(gradients.dtype)
@@ -136,18 +141,21 @@ class RankSetup:
     def kept(self, units: Sequence[Unit], device: Device) -> SecondaryShards | None:
         """Secondary shards, which gathers read until weights change; None without. The caller
         closes them."""
+        # Below stage 3 parameters stay whole on the device: no gather would read these shards.
         if not self.several or self._policy.zero < 3:
             return None
         kept = None
         if self._policy.hpz is not None:
+            # Counterparts' shards: with them a gather stays inside the node.
             kept = SecondaryShards(units, self.comm.topology.counterparts, self._policy.hpz, device)
         elif self._policy.params == "device":
+            # With params="device" the shard that a gather reads is this rank's own.
             kept = SecondaryShards(units, (self.comm.rank,), "device", device)
         self._secondary_bytes = kept.size_bytes if kept is not None else 0
         return kept
 
     def figures(self) -> dict[str, int]:
-        """Fields of `infinity._src.stats.Stats` that several ranks have."""
+        """Return the fields of `infinity._src.stats.Stats` that only several ranks fill."""
         gather, reduce = self.comm.volume("gather"), self.comm.volume("reduce")
         return {
             "comm_gather_inside_bytes": gather.inside,

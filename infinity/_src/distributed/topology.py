@@ -57,7 +57,7 @@ class Topology:
 
     @classmethod
     def find(cls, mesh: DeviceMesh | None = None, *, timeout_s: float) -> Topology:
-        """Find the topology of the default group of torch.distributed; alone if there is none.
+        """Find the topology of the default group of torch.distributed; one rank if there is none.
 
         Collective; blocks.
         mesh: one-dimensional over all ranks (nodes are found as without a mesh), or
@@ -75,6 +75,7 @@ class Topology:
         rank, world = dist.get_rank(), dist.get_world_size()
         if mesh is not None:
             _check(mesh, world)
+            # Two dimensions say the nodes; they are not looked for.
             if mesh.ndim == 2:
                 return cls.of(rank, world, int(mesh.size(1)))
         if world == 1:
@@ -112,7 +113,9 @@ def _check(mesh: DeviceMesh, world: int) -> None:
 def _everyone(rank: int, world: int, timeout_s: float) -> list[tuple[Any, str]]:
     """Exchange, through the store, the host of each rank and its LOCAL_WORLD_SIZE. Blocks."""
     # A collective would need the backend of the default group, which may be any, on a device.
+    # A name of its own: the keys must not meet those of another library in the default store.
     store: Any = PrefixStore("infinity/host", _store())
+    # With the network namespace in it: each container of a machine counts as a host.
     mine = [*Host.this().node, os.environ.get("LOCAL_WORLD_SIZE", "")]
     store.set(str(rank), json.dumps(mine))
     deadline = time.monotonic() + timeout_s
@@ -152,7 +155,7 @@ def _local_world(everyone: list[tuple[Any, str]]) -> int:
 
 
 def _fits(hosts: list[Any], size: int) -> bool:
-    """Check that every `size` consecutive ranks share a host."""
+    """Tell whether every `size` consecutive ranks share a host."""
     world = len(hosts)
     if size < 1 or world % size:
         return False

@@ -7,7 +7,7 @@ ever.
     a waiting call   raises the failure; or finds that a rank broke off before this collective, has
                      closed, came to another one, or does not come
 
-A failure is for good: the first one found is raised by everything that follows, on every rank.
+A failure is final: every later call raises the first one that was found, on every rank.
 
 Time is counted in turns of the thread that counts it, and each turn counts for at most a second. So
 a process that was stopped, or a machine that slept, does not take its own pause for silence of
@@ -42,13 +42,17 @@ from infinity.errors import RankFailed, RanksDiverged
 
 log = logging.getLogger("infinity")
 
+# Exchanges with the store: the records of other ranks are at most this old while it answers.
 INTERVAL_S = 0.5
 SILENCE_S = 15.0
 _TURN_MAX_S = 1.0
+# A waiting call looks at the failure and the records again after this long.
 _POLL_S = 0.25
+# Time for the others to read that rank 0 left, and for the answer of a rank that has closed.
 _LINGER_S = 2.0
 # A dying process of this host is gone by then, also on a busy machine.
 _DYING_S = 10.0
+# Records travel with every exchange, so the lists in them have an end.
 _RAISED_MAX = 16
 # More than are submitted ahead of a stuck one: gathers (AHEAD_MAX), and reductions of a few units.
 _RECENT_MAX = 32
@@ -61,7 +65,7 @@ _CONNECTION = re.compile(
 
 
 class Watchdog:
-    """Watchdog over the ranks of one engine. Every rank makes one, at the same point of its
+    """Watchdog over the ranks of one engine; every rank makes one, at the same point of its
     program.
 
     store: a client of the default group's store for this watchdog alone (`Store.clone()`).
@@ -86,6 +90,7 @@ class Watchdog:
         self._name = name
         self._silence_s = silence_s
         self._number = 0
+        # Replaced, never changed in place: the watchdog and waiting threads read it meanwhile.
         self._recent: tuple[tuple[int, str], ...] = ()
         self._raised: dict[int, str] = {}
         self._unconfirmed = False
@@ -105,12 +110,17 @@ class Watchdog:
         self._heartbeat: Heartbeat | None = None
         if topology.world == 1:
             return
+        # Closed by the thread itself, under the lock: a later wake must not write to a reused
+        # descriptor.
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._heartbeat = Heartbeat(
             topology.rank,
             topology.world,
+            # An earlier engine's records stay in the store: the name keeps them apart.
             PrefixStore(f"infinity/{name}", store),
             interval_s=INTERVAL_S,
+            # Well before the timeout, so that its error can say to which collective a late rank has
+            # come.
             quiet_s=min(5.0, timeout_s / 4),
             on_exchange=self._wake_thread,
         )
@@ -119,8 +129,10 @@ class Watchdog:
         self._thread = threading.Thread(
             target=self._run, name=f"infinity-watchdog-{name}", daemon=True
         )
+        # After the first record is there to write: the others learn this rank's process from it.
         self._heartbeat.start()
         self._thread.start()
+        # A process that ends without close() would be missed by the timeout only.
         atexit.register(self._exits)
 
     @property
@@ -131,6 +143,7 @@ class Watchdog:
     def check(self) -> None:
         """Raise the failure, if there is one. Does not block."""
         if self._failure is not None:
+            # One exception object is raised many times: its traceback would grow.
             raise self._failure.with_traceback(None)
 
     def next_number(self, what: str = "") -> int:
@@ -144,6 +157,7 @@ class Watchdog:
         if self._unconfirmed:
             self._confirm_exception()
             self._unconfirmed = False
+        # Before it is submitted: the order of the program gives the number, not the lane's thread.
         self._number += 1
         what = what[-_NAME_MAX:]
         self._recent = (*self._recent[1 - _RECENT_MAX :], (self._number, what))
@@ -169,6 +183,8 @@ class Watchdog:
             self._heartbeat.refresh(INTERVAL_S)
             self._wake_thread()
             now_s = time.monotonic()
+            # A turn counts for a second at most, so that this process's own pause is not taken for
+            # silence.
             waited_s, before_s = waited_s + min(now_s - before_s, _TURN_MAX_S), now_s
 
     def report_exception(self, where: str, error: BaseException) -> None:
@@ -180,9 +196,13 @@ class Watchdog:
         """
         if self._number not in self._raised:
             self._raised[self._number] = shorten(f"{type(error).__name__} in {where}: {error}")
+            # Kept for the last few only; the others compare them with the collective that they wait
+            # for.
             for old in list(self._raised)[:-_RAISED_MAX]:
                 del self._raised[old]
         if self._heartbeat is not None:
+            # Until all broke off at the same collective, the next one could be matched with
+            # another.
             self._unconfirmed = True
             self._heartbeat.publish(raised=tuple(self._raised.items()), number=self._number)
 
@@ -227,7 +247,9 @@ class Watchdog:
                 if number is not None or closed_s > _LINGER_S:
                     self._set_failure(found)
             elif waited_s > self.timeout_s:
+                # The records are read once more first: they may say which rank it is, and why.
                 found = self._timeout_error(what, number)
+                # It may have completed while the records were read.
                 if not done.is_set():
                     self._set_failure(found)
         self.check()
@@ -244,6 +266,8 @@ class Watchdog:
         broken = bool(_CONNECTION.search(str(error)))
         limit_s = 3 * INTERVAL_S
         if broken:
+            # Silence of another host is known only after `silence_s`, so it is waited for twice
+            # that.
             limit_s = max(_DYING_S, 2 * self._silence_s if self._remote else 0.0)
         end_s = time.monotonic() + limit_s
         while (
@@ -261,8 +285,9 @@ class Watchdog:
         return self._failure
 
     def close(self, ok: bool = True) -> None:
-        """Say goodbye and end the thread. Blocks for at most a few seconds. Idempotent.
+        """Publish that this rank leaves, and end the thread. Idempotent.
 
+        Blocks for at most a few seconds.
         ok: False records a failure of this rank, unless there is one.
         """
         if self._closed:
@@ -284,6 +309,7 @@ class Watchdog:
         block."""
         if self._failure is None and not self._closed:
             rank = self.topology.rank
+            # Its last collective: a break-off long before is not why it ended.
             broke = self._raised.get(self._number)  # the last thing that it did
             why = f"; it had broken off ({broke})" if broke else ""
             self._set_failure(
@@ -293,14 +319,14 @@ class Watchdog:
             )
 
     def _confirm_exception(self) -> None:
-        """Block until every rank is known to have broken off after the same collective as this
-        one.
+        """Block until every rank is known to have broken off after the same collective as this one.
         """
         assert self._heartbeat is not None
         here, waited_s, before_s = self._number, 0.0, time.monotonic()
         text = f"this rank ({self.topology.rank}) broke off ({self._raised[here]})"
         while True:
             self.check()
+            # Every rank compares, so a rank that went on is found by all that broke off.
             records = self._others()
             for rank, record in records.items():
                 if here not in dict(record.raised) and (record.number > here or record.left):
@@ -350,6 +376,7 @@ class Watchdog:
             time.sleep(INTERVAL_S / 25)
         heartbeat.stop(_LINGER_S)
         self._wake_thread()
+        # Not for ever: the thread may be in a callback.
         self._thread.join(_LINGER_S)
 
     def _all_acknowledged(self) -> bool:
@@ -366,13 +393,16 @@ class Watchdog:
 
     def _set_failure(self, failure: RankFailed) -> None:
         with self._lock:
+            # The first failure stays: every later one follows from it.
             if self._failure is not None:
                 return
             self._failure = failure
         log.debug("%s: %s", self._name, failure)
         if self._heartbeat is not None:
+            # Outside of the lock, which `_wake_thread` takes too.
             self._heartbeat.publish(failed=(failure.rank, str(failure)))
             self._wake_thread()
+        # Last: whoever wakes by it finds the failure set and published.
         self._failed.set()
 
     def _timeout_error(self, what: str, number: int | None) -> RankFailed:
@@ -399,7 +429,7 @@ class Watchdog:
         }
 
     def _wake_thread(self) -> None:
-        """Wake the thread."""
+        """Wake the thread, which polls the eventfd. Does nothing once the thread has ended."""
         with self._lock:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
@@ -412,6 +442,7 @@ class Watchdog:
         assert self._heartbeat is not None
         while True:
             for fd, _ in poll.poll(INTERVAL_S * 1000):
+                # A pidfd that became readable stays readable: unregistered, or poll would spin.
                 if fd == self._wake:
                     os.eventfd_read(fd)
                 else:
@@ -421,10 +452,12 @@ class Watchdog:
             now_s = time.monotonic()
             turn_s, before_s = min(now_s - before_s, _TURN_MAX_S), now_s
             heard, rounds = self._heartbeat.rounds - rounds, self._heartbeat.rounds
+            # Before the ranks are checked: only ranks whose record has come can be judged.
             self._watch_new_ranks(poll)
             if self._failure is None:
                 self._check_ranks(heard > 0, turn_s)
             if self._failure is not None and not called:
+                # Once: the callbacks abort groups, and a second abort has nothing to break off.
                 called = True
                 for callback in list(self.on_failure):
                     try:
@@ -440,8 +473,7 @@ class Watchdog:
             self._wake = -1
 
     def _watch_new_ranks(self, poll: select.poll) -> None:
-        """Choose for each rank whose first record has come: watch its process, its beats, or
-        both.
+        """Start to watch each rank whose first record has come: its process, its beats, or both.
         """
         for rank, record in self._others().items():
             if rank in self._processes or rank in self._remote:
@@ -454,6 +486,8 @@ class Watchdog:
             # On another network a rank is lost with its connection, though its process may live.
             if host.node != self._host.node or not self._host.sees(host):
                 self._remote.add(rank)
+                # Beats are written only once some rank needs them: on one host they would only load
+                # the store.
                 assert self._heartbeat is not None
                 self._heartbeat.beating = True
 
@@ -473,11 +507,13 @@ class Watchdog:
             self._heartbeat.refresh(2 * INTERVAL_S)
         records = self._others()
         for rank in dead:
+            # Judged once: a rank that left in order is not looked at again.
             self._dead.add(rank)
             record = records[rank]
             if record.left != "closed" and record.failed is None:
                 self._set_failure(death_error(rank, record, f"its process {record.pid} is gone"))
                 return
+        # A published failure names its cause, which says more than the death that follows from it.
         for rank, record in records.items():
             if record.failed is not None:
                 self._set_failure(relayed_error(self.topology.rank, rank, *record.failed))
@@ -486,6 +522,7 @@ class Watchdog:
             if record.left == "ended":
                 self._set_failure(death_error(rank, record, "without closing its engine"))
                 return
+        # Once rank 0 has closed in order, a store that is lost is no failure.
         if 0 in records and records[0].left == "closed":
             if not self._acknowledged:
                 self._acknowledged = True
@@ -498,6 +535,8 @@ class Watchdog:
         self._count_silence(records, heard, turn_s)
 
     def _count_silence(self, records: dict[int, RankRecord], heard: bool, turn_s: float) -> None:
+        # The store is as far as rank 0: only where that is another host can its silence mean a cut
+        # network.
         """Count the silence of ranks on other hosts, and of the store if it is on another host."""
         self._unheard_s += turn_s
         if 0 in self._remote and self._unheard_s > self._silence_s and records[0].left != "closed":
@@ -513,6 +552,7 @@ class Watchdog:
         listened_s, self._unheard_s = min(self._unheard_s, _TURN_MAX_S), 0.0
         for rank in self._remote:
             record = records[rank]
+            # A rank that has left sends no more beats, and none is missed.
             if record.beat != self._beats.get(rank) or record.left:
                 self._beats[rank], self._silent_s[rank] = record.beat, 0.0
                 continue

@@ -1,46 +1,41 @@
-"""Where gradients wait: slabs, laid out like the shards they belong to.
+"""Buffers in RAM where gradients wait for the update.
 
-Every parameter that an optimizer holds has its place from the moment the optimizer is built, so a step allocates
-nothing. A parameter that requires a gradient and that no optimizer holds gets memory when its first gradient comes.
-Flats that spill have no slab: `infinity._src.grads.spill` has their gradients.
+    GradBuffers      this rank's shard of each gradient, where slots have their storage
+    UnreducedGrads   whole gradients of this rank, until micro-batches inside `no_sync` are over
+    DevicePrefetch   sums that go back to the device, where further gradients are added to them
+
+Every parameter that an optimizer holds has its place from the moment the optimizer is built, so a
+step allocates nothing. A parameter that requires a gradient and that no optimizer holds gets memory
+when its first gradient comes. Flats that spill have no buffer: `infinity._src.grads.spill` has
+their gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from infinity._src.grads.spill import SpilledGradients
 from infinity._src.memory.device import Device, GradOffload
+from infinity._src.params.flat_buffers import FlatBuffers, flat_bytes
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
-from infinity._src.sizes import round_up
-from infinity.aio import Slab
 
 
 class GradBuffers:
-    """Gradient storage of a model on this rank. Elements are of `grad_dtype`, or of the parameter's dtype."""
+    """Gradient storage of a model on this rank. Elements are of `grad_dtype`, or of the parameter's
+    dtype."""
 
     def __init__(
-        self,
-        rank: int,
-        grad_dtype: torch.dtype | None,
-        device: Device | None = None,
-        *,
-        grad_offload: GradOffload | None = None,
+        self, rank: int, grad_dtype: torch.dtype | None, device: Device | None = None
     ) -> None:
         self._rank = rank
         self._device = device or Device(torch.device("cpu"))
         self._grad_dtype = grad_dtype
-        self._slabs: list[Slab] = []
-        self._shards: dict[Flat, torch.Tensor] = {}
-        self._spilled: SpilledGradients | None = None
-        self._settled: set[Param] = set()  # whose slots rest in what was allocated
-        self.size_bytes = 0
-        self.grad_offload = grad_offload  # where the device has memory of its own, and adds gradients up
-        self._back: dict[Unit, bool] = {}  # whose sums were wanted back on the device, and whether a Use of the unit has ended
+        self._shards = FlatBuffers(lambda flat: flat.layout.shard_numel, self.dtype, self._device)
+        self._placed: set[Param] = set()  # slots that have their storage here, or spill
+        self.spilled: SpilledGradients | None = None
 
     def dtype(self, flat: Flat) -> torch.dtype:
         """The dtype in which gradients of this flat are accumulated and wait."""
@@ -48,138 +43,211 @@ class GradBuffers:
 
     def shard_bytes(self, flat: Flat) -> int:
         """Bytes of this rank's gradients of a flat."""
-        return round_up(flat.layout.shard_numel * self.dtype(flat).itemsize, 64)
+        return self._shards.bytes_of(flat)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all shards in RAM."""
+        return self._shards.size_bytes
 
     def allocate(self, flats: Sequence[Flat]) -> None:
-        """Make room for those of these flats that have none yet. What has memory keeps it, and what waits in it."""
-        fresh = [flat for flat in flats if flat not in self._shards and not self.spills(flat)]
-        size_bytes = sum(self.shard_bytes(flat) for flat in fresh)
-        if not size_bytes:
-            return
-        slab = Slab(size_bytes)
-        self._slabs.append(slab)
-        self._device.pin(slab)
-        self.size_bytes += size_bytes
-        # By way of numpy, whose arrays keep the slab mapped while a view lives; torch.frombuffer's do not.
-        memory = torch.from_numpy(slab.array(np.uint8))
-        start = 0
-        for flat in fresh:
-            dtype = self.dtype(flat)
-            part = memory[start : start + flat.layout.shard_numel * dtype.itemsize]
-            self._shards[flat] = part.view(dtype)
-            start += self.shard_bytes(flat)
+        """Make room for those of these flats that have none yet. Memory that exists is kept, with
+        the gradients in it."""
+        self._shards.allocate([flat for flat in flats if not self.spills(flat)])
 
-    def spill(self, flats: Sequence[Flat], rest: StateStore, *, window_count: int, window_bytes: int) -> None:
-        """Let the gradients of these flats rest on NVMe, in sections that `rest` has for them.
+    def spill(
+        self, flats: Sequence[Flat], store: StateStore, *, window_count: int, window_bytes: int
+    ) -> None:
+        """Let the gradients of these flats rest on NVMe, in sections that `store` has for them.
 
         Raises: AioError, MemoryError; before anything has changed.
         """
         dtypes = {flat: self.dtype(flat) for flat in flats}
         if not dtypes:
             return
-        if self._spilled is None:
-            self._spilled = SpilledGradients(
-                rest, self._rank, dtypes, count=window_count, size_bytes=window_bytes, device=self._device
+        if self.spilled is None:
+            self.spilled = SpilledGradients(
+                store,
+                self._rank,
+                dtypes,
+                count=window_count,
+                size_bytes=window_bytes,
+                device=self._device,
             )
         else:
-            self._spilled.extend(dtypes, count=window_count, size_bytes=window_bytes)
+            self.spilled.extend(dtypes, count=window_count, size_bytes=window_bytes)
 
     def spills(self, flat: Flat) -> bool:
         """Whether the gradients of a flat rest on NVMe."""
-        return self._spilled is not None and flat in self._spilled
+        return self.spilled is not None and flat in self.spilled
 
-    def of(self, param: Param) -> torch.Tensor:
-        """The gradient memory of this rank's part of a parameter, one-dimensional (possibly empty). Spilled: on "meta"."""
+    def shard_of(self, param: Param) -> torch.Tensor:
+        """The gradient memory of this rank's part of a parameter [part], possibly empty. Spilled:
+        on "meta"."""
         start, _, numel = param.flat.layout.shard_range(param.slot_index, self._rank)
         if self.spills(param.flat):
             return torch.empty(numel, dtype=self.dtype(param.flat), device="meta")
         shard = self._shards.get(param.flat)
         if shard is None:
+            # No optimizer holds it. The slot has memory of its own until `place_slot` moves it.
             return torch.empty(numel, dtype=self.dtype(param.flat))
         return shard[start : start + numel]
 
-    def take_in(self, param: Param) -> None:
-        """Let the slot of a parameter, which has one, rest where `of` says; its values go along. Blocks.
+    def place_slot(self, param: Param) -> None:
+        """Move the storage of a parameter's slot to where `shard_of` says, with its values. Blocks.
 
         Raises: AioError; the slot then is as it was.
         """
         assert param.grad is not None
-        if param in self._settled or not (param.flat in self._shards or self.spills(param.flat)):
+        if param in self._placed or not (param.flat in self._shards or self.spills(param.flat)):
             return
         slot = param.grad
-        home, before = slot.home, slot.tensor
+        backing, before = slot.backing, slot.tensor
         try:
-            if self._spilled is not None and param.flat in self._spilled:
-                self._spilled.adopt(param, slot)
-                slot.move_to(self.of(param), self._spilled)
+            if self.spilled is not None and param.flat in self.spilled:
+                self.spilled.add_slot(param, slot)
+                slot.move_to(self.shard_of(param), self.spilled)
             else:
-                slot.move_to(self.of(param), None)
+                slot.move_to(self.shard_of(param), None)
         except BaseException:
-            slot.stay(before, home)  # no window could be had: the values wait where they are
+            # No window could be had: the values are where they were.
+            slot.undo_move(before, backing)
             raise
-        self._settled.add(param)
+        self._placed.add(param)
 
-    # -- what backward tells, for those that spill, or that a device adds up ----------------------------------------------
+    def close(self) -> None:
+        """Free the memory; where a slot holds a view of it, with the last view."""
+        if self.spilled is not None:
+            self.spilled.close()
+        self.spilled = None
+        self._placed.clear()
+        self._shards.close()
 
-    def ahead(self, unit: Unit) -> None:
-        """Backward will come to this unit. Does not block."""
-        if self._spilled is not None:
-            self._spilled.ahead(unit)
-        if self.grad_offload is not None:
-            self._back[unit] = False
-            for param in unit.params:
-                if param.grad is not None and param.at_rest.grad is not None:  # else the loop has cleared it
-                    param.grad.prefetch_to_device(self.grad_offload)
+
+class UnreducedGrads:
+    """Whole gradients of one rank, which micro-batches inside `no_sync` add up and the last one
+    reduces over the ranks.
+
+    ZeRO stage 1 does that, and every stage with accumulate="local": one reduction for a step, for
+    the memory of the whole model's gradients. They are added in the dtype in which gradients wait,
+    as a plain loop would. One thread uses it at a time. dtype_of: that dtype, for each flat.
+    """
+
+    def __init__(self, dtype_of: Callable[[Flat], torch.dtype]) -> None:
+        self._sums = FlatBuffers(lambda flat: flat.layout.numel, dtype_of)
+        self._present: dict[Unit, set[Param]] = {}  # parameters with a sum
+        self._zeroed: dict[Unit, set[Param]] = {}  # parameters whose sum the loop set to zeros
+
+    def allocate(self, flats: Sequence[Flat]) -> None:
+        """Make room for those of these flats that have none yet. Raises: MemoryError."""
+        self._sums.allocate(flats)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all sums."""
+        return self._sums.size_bytes
+
+    @staticmethod
+    def needs_bytes(flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
+        """Bytes that the sums of these flats take."""
+        return sum(flat_bytes(flat.layout.numel, dtype_of(flat)) for flat in flats)
+
+    def add(self, param: Param, grad: torch.Tensor) -> None:
+        """Add a fresh gradient [param.shape]; the first since `pop` is copied."""
+        # A flat that was thawed, and that no optimizer holds, has no room yet.
+        self.allocate([param.flat])
+        total = self._sum_of(param)
+        present = self._present.setdefault(param.unit, set())
+        source = grad.detach().reshape(-1).to("cpu")
+        with torch.no_grad():
+            total.add_(source.to(total.dtype)) if param in present else total.copy_(source)
+        present.add(param)
+        self._zeroed.get(param.unit, set()).discard(param)
+
+    def zero(self, param: Param) -> None:
+        """Set the sum of a parameter to zeros. It goes on waiting for the reduction, even if the
+        parameter is not used again before that: other ranks expect one gradient from each rank,
+        or from none."""
+        self.drop(param)
+        self._zeroed.setdefault(param.unit, set()).add(param)
+
+    def has(self, param: Param) -> bool:
+        """Whether the parameter has a sum other than zeros."""
+        return param in self._present.get(param.unit, ())
+
+    def any(self, unit: Unit) -> bool:
+        """Whether a parameter of the unit has a sum."""
+        return bool(self._present.get(unit) or self._zeroed.get(unit))
+
+    def drop(self, param: Param) -> None:
+        """Forget the sum of a parameter."""
+        for waiting in (self._present, self._zeroed):
+            waiting.get(param.unit, set()).discard(param)
+
+    def pop(self, unit: Unit) -> dict[Param, list[torch.Tensor]]:
+        """Remove and return the sums of the unit, each [numel]; an empty list for zeros. The
+        tensors are views: the caller reads them before anything is added again."""
+        found: dict[Param, list[torch.Tensor]] = {
+            param: [] for param in self._zeroed.pop(unit, set())
+        }
+        for param in self._present.pop(unit, set()):
+            found[param] = [self._sum_of(param)]
+        return found
+
+    def clear(self) -> None:
+        """Forget all sums."""
+        self._present.clear()
+        self._zeroed.clear()
+
+    def close(self) -> None:
+        """Free the memory. Nothing may be under way."""
+        self.clear()
+        self._sums.close()
+
+    def _sum_of(self, param: Param) -> torch.Tensor:
+        return self._sums[param.flat][param.offset : param.offset + param.numel]
+
+
+class DevicePrefetch:
+    """Sums of earlier micro-batches that are copied to the device ahead of backward, which adds
+    further gradients there. One thread uses it at a time.
+
+    A unit's sums stay wanted until a use of the *next* unit ends: the last of a unit's gradients
+    may come a little after its own use has ended.
+    """
+
+    def __init__(self, offload: GradOffload) -> None:
+        self.offload = offload
+        self._use_ended: dict[Unit, bool] = {}  # units with prefetched sums
+
+    def start(self, unit: Unit) -> None:
+        """Backward comes to this unit: start copying its sums to the device. Does not block."""
+        self._use_ended[unit] = False
+        for param in unit.params:
+            # An empty `.grad` means that the loop has cleared the sum.
+            if param.grad is not None and param.at_rest.grad is not None:
+                param.grad.prefetch_to_device(self.offload)
 
     def unit_done(self, unit: Unit) -> None:
-        """A Use of the unit has ended, and its gradients are in their slots. Blocks for sums on their way to the device that no
-        gradient came for: without, experts that got no tokens would fill the device."""
-        if unit in self._back:
-            for other in [each for each, ended in self._back.items() if ended and each is not unit]:
-                self._leave_here(other)
-            self._back[unit] = True  # the last of its gradients may come a little later
-        if self._spilled is not None:
-            self._spilled.unit_done(unit)
+        """A use of the unit has ended. Blocks while sums of earlier units, for which no gradient
+        came, are still being copied: experts that got no tokens would fill the device."""
+        if unit not in self._use_ended:
+            return
+        ended = [each for each, is_ended in self._use_ended.items() if is_ended]
+        for other in ended:
+            if other is not unit:
+                self._cancel(other)
+        self._use_ended[unit] = True
 
     def backward_end(self) -> None:
-        """A backward has ended. Blocks as `unit_done` does."""
-        self._count_backward()
-        if self._spilled is not None:
-            self._spilled.backward_end()
+        """A backward has ended, or was broken off. Blocks as `unit_done` does."""
+        self.offload.backward_count += 1
+        for unit in list(self._use_ended):
+            self._cancel(unit)
 
-    def reset(self) -> None:
-        """A backward broke off. Blocks as `unit_done` does."""
-        self._count_backward()
-        if self._spilled is not None:
-            self._spilled.reset()
-
-    def _count_backward(self) -> None:
-        if self.grad_offload is not None:
-            self.grad_offload.backward_count += 1
-        for unit in list(self._back):
-            self._leave_here(unit)
-
-    def _leave_here(self, unit: Unit) -> None:
-        """No gradient comes to the unit any more: sums of it that went to the device for that go from there."""
+    def _cancel(self, unit: Unit) -> None:
+        """No more gradients for this unit: drop the partial sums that were prefetched."""
         for param in unit.params:
             if param.grad is not None:
                 param.grad.cancel_prefetch()
-        del self._back[unit]
-
-    def settle(self, unit: Unit | None = None) -> None:
-        """Return when updates (of a unit; None: of all) may read what spilled. Raises: AioError of a write that failed."""
-        if self._spilled is not None:
-            self._spilled.settle(unit)
-
-    def close(self) -> None:
-        """Forget the slabs; their memory goes with the last view of it that a slot holds."""
-        if self._spilled is not None:
-            self._spilled.close()
-        self._spilled = None
-        self._settled.clear()
-        self._shards.clear()
-        for slab in self._slabs:
-            self._device.unpin(slab)
-            slab.close()
-        self._slabs.clear()
-        self.size_bytes = 0
+        del self._use_ended[unit]

@@ -3,7 +3,7 @@
     backward -> GradSlot.accumulate(grad)           the gradient is copied (or added) into the slot
     p.grad   -> GradProxy (shape, dtype, device, no storage), one per slot, reused every step
     loop     -> clip, unscale, `p.grad *= s`        answered from a cached norm and kept as a log
-    step     -> raise to fp32, replay the log       exactly what the loop would have computed on fp32 gradients
+    step     -> raise to fp32, replay the log       the bits of the same loop on fp32 gradients
 
 A stand-in answers or raises: no operation on it is ever skipped.
 """
@@ -16,37 +16,14 @@ from typing import Any, NoReturn
 import torch
 
 from infinity._src._torch_compat import NO_TORCH_FUNCTION
-from infinity._src.grads.norms import NORM_PIECE_NUMEL, raise_unsupported
-from infinity._src.grads.registry import SlotBook
-from infinity._src.grads.slot import LOG_MAX, GradSlot, SlotState
-
-__all__ = ["LOG_MAX", "NORM_PIECE_NUMEL", "GradProxy", "GradRegistry", "GradSlot", "SlotState"]
-
-
-class GradRegistry(SlotBook):
-    """The gradient slots of one model, each with its stand-in."""
-
-    def add(
-        self,
-        name: str,
-        shape: torch.Size,
-        tensor: torch.Tensor,
-        device: torch.device,
-        *,
-        on_zero: Callable[[], None] | None = None,
-    ) -> GradSlot:
-        """Make the slot of one parameter; all ranks add the same parameters in the same order. on_zero: see `GradSlot`."""
-        slot = GradSlot(self, name, shape, tensor, on_zero=on_zero)
-        slot.stand_in = GradProxy.of(slot, device)
-        self.slots.append(slot)
-        return slot
+from infinity._src.grads.slot import GradSlot, SlotState, raise_unsupported
 
 
 class GradProxy(torch.Tensor):
-    """What `p.grad` is: shape, dtype and device of a gradient that rests in a slot.
+    """Tensor in `p.grad`: shape, dtype and device of a gradient that rests in a slot.
 
-    Answers norms and in-place scaling, zeroing and GradScaler; everything else raises RuntimeError that names the
-    parameter, the operation and what to do instead.
+    Answers norms and in-place scaling, zeroing and GradScaler; everything else raises RuntimeError
+    that names the parameter, the operation and what to do instead.
     """
 
     slot: GradSlot
@@ -55,10 +32,13 @@ class GradProxy(torch.Tensor):
 
     @staticmethod
     def of(slot: GradSlot, device: torch.device) -> GradProxy:
-        """The stand-in of a slot, with the slot's dtype; of an fp16 slot fp32: what is done to a gradient is done to it raised
-        to fp32, and GradScaler refuses to unscale what says that it is fp16."""
+        """Make a stand-in of a slot, with the slot's dtype; fp32 for an fp16 slot. Scalings apply
+        to the gradient raised to fp32, and GradScaler refuses to unscale a tensor that says it is
+        fp16."""
         dtype = torch.float32 if slot.dtype is torch.float16 else slot.dtype
-        made: GradProxy = torch.Tensor._make_wrapper_subclass(GradProxy, slot.shape, dtype=dtype, device=device)
+        made: GradProxy = torch.Tensor._make_wrapper_subclass(
+            GradProxy, slot.shape, dtype=dtype, device=device
+        )
         made.slot = slot
         return made
 
@@ -72,16 +52,18 @@ class GradProxy(torch.Tensor):
         return handler(*args, **kwargs) if kwargs else handler(*args)
 
     def materialize(self) -> torch.Tensor:
-        """A CPU copy of the gradient's values, fp32. A tensor assigned to `p.grad` takes their place."""
+        """Return a CPU copy of the gradient's values, fp32. A tensor assigned to `p.grad` takes
+        their place."""
         return self.slot.materialize()
 
     def __repr__(self) -> str:  # type: ignore[override]
         held = "empty" if self.slot.state is SlotState.EMPTY else "held"
-        return f"GradProxy({self.slot.name}, shape={tuple(self.shape)}, dtype={self.dtype}, {held}, log={self.slot.log})"
+        kind = f"shape={tuple(self.shape)}, dtype={self.dtype}, {held}, log={self.slot.log}"
+        return f"GradProxy({self.slot.name}, {kind})"
 
     @property
     def data(self) -> GradProxy:
-        """An alias of the stand-in: loops write `p.grad.data.norm()` and `p.grad.data.mul_()`."""
+        """Alias of the stand-in: loops write `p.grad.data.norm()` and `p.grad.data.mul_()`."""
         return GradProxy.of(self.slot, self.device)
 
     @data.setter
@@ -94,7 +76,7 @@ class GradProxy(torch.Tensor):
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise_unsupported(self.slot.name, "deepcopy")
 
-    # These reach the storage without passing the dispatcher: unanswered, they would hand out a null pointer.
+    # These reach the storage without passing the dispatcher, and would hand out a null pointer.
     def data_ptr(self) -> NoReturn:
         raise_unsupported(self.slot.name, "data_ptr")
 
@@ -124,7 +106,7 @@ class GradProxy(torch.Tensor):
 
 
 def _name_in(values: object) -> str:
-    """The name of the first stand-in among nested arguments."""
+    """Return the name of the first stand-in among nested arguments, for messages."""
     if isinstance(values, GradProxy):
         return values.slot.name
     children: Iterable[object] = ()
@@ -135,7 +117,7 @@ def _name_in(values: object) -> str:
     return next((name for name in map(_name_in, children) if name), "")
 
 
-# -- what the stand-in answers: aten operator -> handler -------------------------------------------------------------
+# -- what the stand-in answers: aten operator -> handler -------------------------------------------
 
 
 def _norm_tensor(
@@ -149,7 +131,8 @@ def _norm_tensor(
     partly = dim is not None and len(dim) not in (0, len(grad.shape))
     if partly or keepdim or dtype not in (None, torch.float32):
         raise_unsupported(
-            grad.slot.name, "a norm along some dimensions, with keepdim or in another dtype than fp32"
+            grad.slot.name,
+            "a norm along some dimensions, with keepdim or in another dtype than fp32",
         )
     value = grad.slot.norm(2.0 if order is None else float(order))
     return torch.scalar_tensor(value, dtype=torch.float32, device=grad.device)
@@ -163,10 +146,12 @@ def _foreach_norm(
         raise_unsupported(ours[0].slot.name, f"_foreach_norm in {dtype}")
     for grad in ours:
         grad.slot._require_held("norm")
-    values = ours[0].slot.book.norms([grad.slot for grad in ours], float(order))
+    values = ours[0].slot.registry.norms([grad.slot for grad in ours], float(order))
     norms = iter(torch.tensor(values, dtype=torch.float32, device=ours[0].device).unbind())
     return [
-        next(norms) if isinstance(grad, GradProxy) else torch.linalg.vector_norm(grad, order, dtype=dtype)
+        next(norms)
+        if isinstance(grad, GradProxy)
+        else torch.linalg.vector_norm(grad, order, dtype=dtype)
         for grad in grads
     ]
 
@@ -176,7 +161,7 @@ def _scaling(kind: str) -> Callable[..., GradProxy]:
         if not isinstance(grad, GradProxy):  # a stand-in as the factor of an ordinary tensor
             raise_unsupported(_name_in(value), "being a factor")
         _check_factor(grad, value)
-        grad.slot.scale(kind, grad.slot.book.factor(value))
+        grad.slot.scale(kind, grad.slot.registry.factor(value))
         return grad
 
     return scale
@@ -186,7 +171,9 @@ def _check_factor(grad: GradProxy, value: object) -> None:
     if isinstance(value, GradProxy) or not isinstance(value, (int, float, torch.Tensor)):
         raise_unsupported(grad.slot.name, f"scaling by a {type(value).__name__}")
     if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_complex()):
-        raise_unsupported(grad.slot.name, f"scaling by a {value.dtype} tensor of shape {tuple(value.shape)}")
+        raise_unsupported(
+            grad.slot.name, f"scaling by a {value.dtype} tensor of shape {tuple(value.shape)}"
+        )
 
 
 def _foreach_scaling(kind: str) -> Callable[..., None]:
@@ -221,8 +208,11 @@ def _foreach_zero(grads: Sequence[torch.Tensor]) -> None:
         grad.zero_()
 
 
-def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """GradScaler.unscale_: report gradients that are not finite, then multiply by the inverse scale.
+def _unscale(
+    grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """GradScaler.unscale_: report gradients that are not finite, then multiply by the inverse
+    scale.
 
     With several ranks a collective: they must agree on whether the step is skipped.
     """
@@ -230,10 +220,10 @@ def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
     slots = [grad.slot for grad in grads if isinstance(grad, GradProxy)]
-    if not slots[0].book.finite(slots):
+    if not slots[0].registry.finite(slots):
         found_inf.fill_(1.0)
     for slot in slots:
-        slot.scale("mul", slot.book.factor(inv_scale))
+        slot.scale("mul", slot.registry.factor(inv_scale))
 
 
 def _alias(grad: GradProxy) -> GradProxy:

@@ -1,16 +1,17 @@
-"""Gradient slots: where accumulated gradients rest, their norms, and the log of what the loop did to them.
+"""Gradient slots: storage of accumulated gradients, their norms, and the log of scalings.
 
-    GradSlot   one parameter's gradient in CPU memory (this rank's part), with a log of in-place scalings; or, spilled, on
-               NVMe, from where its home brings it
-    SlotBook   the slots of one model: the scratch that they share, and norms over all ranks
+    GradSlot       one parameter's gradient (this rank's part) in CPU memory, with a log of in-place
+                   scalings; or, spilled, on NVMe, from where its `GradBacking` reads it
+    GradRegistry   the slots of one model: the scratch that they share, and norms over all ranks
 
-Invariants. The log is replayed with one fp32 operation per entry, so clipping needs no pass over the gradients and
-loses no bits. A norm is that of the fp32 gradient with the log replayed, bit for bit what torch computes there, for
-parameters of up to `NORM_PIECE_NUMEL` elements; larger ones take the norm of the norms of pieces (a fixed rule, it
-bounds the scratch).
+Invariants. The log is replayed with one fp32 operation per entry, so clipping needs no pass over
+the gradients and loses no bits. A norm is that of the fp32 gradient with the log replayed, bit for
+bit what torch computes there, for parameters of up to `NORM_PIECE_NUMEL` elements; larger ones take
+the norm of the norms of pieces (a fixed rule, it bounds the scratch).
 
-The one rounding: a further drain into a slot with a log first replays the log in fp32 and rounds the result to the
-slot's dtype, because a sum cannot be scaled afterwards by a factor that was meant for its first part.
+The one rounding: a further gradient for a slot with a log first replays the log in fp32 and rounds
+the result to the slot's dtype, because a sum cannot be scaled afterwards by a factor that was meant
+for its first part.
 """
 
 from __future__ import annotations
@@ -18,19 +19,70 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn, Protocol
 
 import torch
 
-from infinity._src.grads.norms import NORM_PIECE_NUMEL, LogEntry, norm_there, replay, to_fp32
+from infinity._src.cleanup import cancel_and_wait
 from infinity._src.memory.device import GradOffload
-from infinity._src.params.quiet import quiesce
 from infinity.aio import Ticket
 from infinity.errors import AioError
 
-if TYPE_CHECKING:
-    from infinity._src.grads.registry import SlotBook
+NORM_PIECE_NUMEL = 1 << 24  # 64 MiB of fp32 scratch per model, however large its embedding is
+LogEntry = tuple[str, float]
+
+
+def replay(value: torch.Tensor, log: Sequence[LogEntry]) -> torch.Tensor:
+    """Apply the log in place to an fp32 tensor, one rounding per entry."""
+    for kind, factor in log:
+        value.mul_(factor) if kind == "mul" else value.div_(factor)
+    return value
+
+
+def norm_there(gradient: torch.Tensor) -> torch.Tensor:
+    """Compute the norm of a gradient by the rule of `GradSlot`, as a scalar on its device. Launches
+    kernels and waits for none."""
+    if gradient.numel() <= NORM_PIECE_NUMEL:
+        norm: torch.Tensor = torch.linalg.vector_norm(gradient.float())
+        return norm
+    pieces = gradient.reshape(-1).split(NORM_PIECE_NUMEL)
+    whole: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(piece.float()) for piece in pieces])
+    )
+    return whole
+
+
+def to_fp32(value: float) -> float:
+    """Round a number to fp32."""
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def raise_unsupported(name: str, operation: str) -> NoReturn:
+    """Raise the error of an operation that a stand-in cannot answer, with the way that works."""
+    if "clamp" in operation or "clip" in operation:
+        way = (
+            "clip by norm (torch.nn.utils.clip_grad_norm_), or assign "
+            "p.grad.materialize().clamp(...) to p.grad"
+        )
+    elif (
+        "addc" in operation
+        or "lerp" in operation
+        or "_fused_" in operation
+        or "foreach_add" in operation
+    ):
+        way = (
+            "step with infinity's AdamW, SGD, Lion or Elementwise, which take the gradients where "
+            "they rest"
+        )
+    else:
+        way = (
+            "it answers norms, `*=`, `/=`, zero_ and GradScaler; p.grad.materialize() returns its "
+            "values on the CPU, and a tensor assigned to p.grad takes their place"
+        )
+    raise RuntimeError(f"{name}.grad rests in CPU memory and does not support {operation}: {way}")
+
 
 _SMALL_NUMEL = 1 << 16  # up to here a norm may allocate its fp32 copy instead of taking the scratch
 LOG_MAX = 8  # entries that the update kernels replay (`hyper.log_kind` of native/infinity.h)
@@ -45,36 +97,41 @@ class SlotState(enum.Enum):
 
 
 class GradBacking(Protocol):
-    """Where the gradients of several slots rest when it is not in memory of their own (`infinity._src.grads.spill`)."""
+    """Storage of the gradients of several slots outside of memory of their own:
+    `infinity._src.grads.spill` implements it on NVMe."""
 
-    def bring(self, slot: GradSlot) -> torch.Tensor:
-        """The slot's values [this rank's part], valid until the next call. Blocks. Raises: AioError."""
+    def read(self, slot: GradSlot) -> torch.Tensor:
+        """Return the slot's values [this rank's part], valid until the next call. Blocks. Raises:
+        AioError."""
 
-    def bring_to_write(self, slot: GradSlot) -> torch.Tensor:
-        """As `bring`, before they are written; what an empty slot gets is undefined. Blocks. Raises: AioError."""
+    def read_for_write(self, slot: GradSlot) -> torch.Tensor:
+        """Return the memory that the caller is about to write. Holds the slot's values; undefined
+        bytes for an empty slot. Blocks. Raises: AioError."""
 
 
 class SlotReader(Protocol):
-    """An update that reads the storage of a slot, or stands on what lies there."""
+    """Reader of a slot's storage, to be asked before the storage is written: an update under way,
+    or one that may be taken back to what lies there."""
 
     def before_write(self, slot: GradSlot, /) -> None:
         """Return when the slot may be written. Blocks for as long as that takes."""
 
 
 class ReadByUpdate:
-    """The reader is an update under way. One of it serves all slots that the update reads."""
+    """Reader that is an update under way. One object serves all slots that the update reads."""
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
 
     def before_write(self, _slot: GradSlot) -> None:
         """Block until the update is done."""
-        if not self._ticket.done:  # it is, nearly always: no further call then
+        # Nearly always it is: no further call then.
+        if not self._ticket.done:
             wait_through(self._ticket)
 
 
 def wait_through(ticket: Ticket) -> None:
-    """Block until an update is done, well or not."""
+    """Block until an update is done, whether it succeeded or failed."""
     if not ticket.done:
         # Its fault is raised elsewhere, once: `StepPipeline.raise_fault` finds the failed ticket.
         with contextlib.suppress(AioError):
@@ -82,54 +139,59 @@ def wait_through(ticket: Ticket) -> None:
 
 
 class GradSlot:
-    """Where the accumulated gradient of one parameter rests, and what the loop did to it.
+    """Accumulated gradient of one parameter, and the log of scalings that the loop applied to it.
 
-    `tensor` is the slot's storage, 1-D CPU, of the gradient dtype: this rank's part of the parameter (all of it on
-    one rank, nothing where the shard holds none). `guard` names who reads `tensor` and is asked before it is
-    written, so that a pending update has read the gradient first. `home`, if set, has the values instead: `tensor` asks it
-    each time; pending updates of a step read elsewhere, and nobody waits for them.
+    `tensor` is the slot's storage, 1-D CPU, of the gradient dtype: this rank's part of the
+    parameter (all of it on one rank, nothing where the shard holds none). `guard` sets the reader
+    that is asked before the storage is written, so that a pending update has read the gradient
+    first. A slot with a `backing` has its values there: `tensor` asks it each time. Updates read a
+    backing by themselves, so such a slot needs no reader.
     """
 
     stand_in: torch.Tensor  # what `p.grad` is while the slot holds a gradient
 
     def __init__(
         self,
-        book: SlotBook,
+        registry: GradRegistry,
         name: str,
         shape: torch.Size,
         tensor: torch.Tensor,
         *,
         on_zero: Callable[[], None] | None = None,
     ) -> None:
-        self.book = book
+        self.registry = registry
         self.name = name
         self.shape = shape
-        self.home: GradBacking | None = None
+        self.backing: GradBacking | None = None
         self.tensor = tensor
         self.state = SlotState.EMPTY
         self.log: list[LogEntry] = []
         self._reader: SlotReader | None = None
-        self._arriving: Ticket | None = None  # the copy from the device that fills the storage
-        self._left_in = -1  # the backward in which a gradient last left the device
-        self._back: tuple[Ticket, torch.Tensor] | None = None  # on its way back to the device, to be added to there
+        self._d2h: Ticket | None = None  # the copy from the device that fills the storage
+        self._offloaded_in = -1  # number of the backward whose gradient was copied out last
+        # The sum that `prefetch_to_device` copies, and that the next gradient is added to.
+        self._h2d: tuple[Ticket, torch.Tensor] | None = None
         self._device_norm: torch.Tensor | None = None  # on the device: what `_part_norm` will be
         self._norm: float | None = None  # over all ranks; valid together with `_part_norm`
         self._part_norm: float | None = None  # this rank's part
-        self._raw_norm: float | None = None  # this rank's part before the log; valid while there is a log
-        self._drains = 0  # since the slot was last empty
-        self._drains_before = 1  # the count the slot reached when it was last emptied
-        self.unreduced = False  # this rank's whole sum waits for a reduction, besides what the slot holds
-        self._on_zero = on_zero  # sets that sum to zeros, when the loop has
-        self._lost = False  # emptied while somebody may still have the stand-in
+        # 2-norm of this rank's part before the log; valid while there is a log.
+        self._raw_norm: float | None = None
+        self._accumulations = 0  # since the slot was last empty
+        self._accumulations_before = 1  # the count the slot reached when it was last emptied
+        # Whether this rank's whole sum waits for a reduction, besides the values of the slot.
+        self.unreduced = False
+        self._on_zero = on_zero  # sets that sum to zeros
+        self._overwritten = False  # the loop may still have the stand-in of the lost values
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The storage [part of the parameter]; may be replaced by one of the same size, which takes over the values.
+        """Storage [part of the parameter]. May be set to one of the same size, which the caller has
+        filled with the values.
 
         Spilled: read back if need be, and valid until another slot's is asked for.
         """
-        self.arrive()
-        return self._tensor if self.home is None else self.home.bring(self)
+        self.wait_d2h()
+        return self._tensor if self.backing is None else self.backing.read(self)
 
     @tensor.setter
     def tensor(self, tensor: torch.Tensor) -> None:
@@ -150,73 +212,78 @@ class GradSlot:
 
     @property
     def storage(self) -> torch.Tensor:
-        """The storage of a slot that has no home, before a gradient that is on its way has arrived."""
+        """Storage of a slot without backing. A copy from the device may still be filling it."""
         return self._tensor
 
     @property
     def _shaped(self) -> torch.Tensor:
-        """The storage as torch would see it: its reductions may not order a 1-D sum as a 2-D one."""
-        self.arrive()
-        if self.home is None:
+        """Storage in the parameter's shape where the slot has all of it. Reductions of torch may
+        order a 2-D sum differently from a 1-D one, and norms must match to the bit."""
+        self.wait_d2h()
+        if self.backing is None:
             return self._own_shaped
-        tensor = self.home.bring(self)
+        tensor = self.backing.read(self)
         return tensor.view(self.shape) if self.whole else tensor
 
-    def move_to(self, tensor: torch.Tensor, home: GradBacking | None) -> None:
-        """Rest in other memory of the same size, or with a home (`tensor` then is on the meta device). Values go along."""
+    def move_to(self, tensor: torch.Tensor, backing: GradBacking | None) -> None:
+        """Change to other memory of the same size, or to a backing (`tensor` then is on the meta
+        device). Values go along."""
         values = self.tensor if self.state is SlotState.HELD else None
-        self.home, self.tensor = home, tensor
+        self.backing, self.tensor = backing, tensor
         if values is not None:
-            (tensor if home is None else home.bring_to_write(self)).copy_(values)
+            (tensor if backing is None else backing.read_for_write(self)).copy_(values)
 
-    def stay(self, tensor: torch.Tensor, home: GradBacking | None) -> None:
-        """Rest where the values still are: moving away has failed."""
-        self.home, self.tensor = home, tensor
+    def undo_move(self, tensor: torch.Tensor, backing: GradBacking | None) -> None:
+        """Return to the memory before `move_to`, which has failed. The values are still there."""
+        self.backing, self.tensor = backing, tensor
 
-    def arrive(self) -> None:
-        """Return when a gradient that is on its way from the device is here. Raises: DeviceCopyError."""
-        if self._arriving is not None:
-            self._arriving.wait_filled()
-            self._arriving = None
+    def wait_d2h(self) -> None:
+        """Block until the copy from the device has landed. Raises: DeviceCopyError."""
+        if self._d2h is not None:
+            self._d2h.wait_filled()
+            self._d2h = None
 
-    # -- filling ---------------------------------------------------------------------------------------------------
+    # -- filling -----------------------------------------------------------------------------------
 
     def reconcile(self, current: torch.Tensor | None) -> SlotState:
-        """Make the slot agree with what the user left in `p.grad`; call it before a drain and at the step.
+        """Make the slot agree with what the user left in `p.grad`. Called before a gradient is
+        accumulated, and at the step.
 
-        None empties the slot; the stand-in (or a detached alias of it) keeps it; an ordinary tensor is copied in, as
-        the gradient that the user wants.
+        None empties the slot; the stand-in (or a detached alias of it) keeps it; an ordinary tensor
+        is copied in, as the gradient that the user wants.
 
         Raises: RuntimeError if `current` is the stand-in of another parameter.
         """
-        if current is self.stand_in and not self._lost:
+        if current is self.stand_in and not self._overwritten:
             return self.state
         if current is None:
             self.empty()
         elif isinstance(other := getattr(current, "slot", None), GradSlot):
             if other is not self:
                 raise RuntimeError(
-                    f"{self.name}.grad was set to the gradient of {other.name}; assign `other.grad.materialize()`, which "
-                    "is an ordinary tensor"
+                    f"{self.name}.grad was set to the gradient of {other.name}; assign "
+                    "`other.grad.materialize()`, which is an ordinary tensor"
                 )
         else:
-            self._adopt(current)
-        if self._lost:
+            self._assign(current)
+        if self._overwritten:
             raise RuntimeError(
-                f"{self.name}.grad was taken away, and put back after other gradients came: it had spilled to NVMe, and its "
-                "values are gone; keep `p.grad.materialize()` instead, and assign that"
+                f"{self.name}.grad was taken away, and put back after other gradients came: it had "
+                "spilled to NVMe, and its values are gone; keep `p.grad.materialize()` instead, "
+                "and assign that"
             )
         return self.state
 
-    def _adopt(self, grad: torch.Tensor) -> None:
+    def _assign(self, grad: torch.Tensor) -> None:
         if grad.shape != self.shape or not self.whole:
             raise RuntimeError(
-                f"{self.name}.grad was replaced by a tensor of shape {tuple(grad.shape)}; the engine takes one of shape "
-                f"{tuple(self.shape)}, and only on one rank"
+                f"{self.name}.grad was replaced by a tensor of shape {tuple(grad.shape)}; the "
+                f"engine takes one of shape {tuple(self.shape)}, and only on one rank"
             )
         self.empty()
         self.accumulate(grad)
-        self.arrive()  # it is the loop's tensor, which may change it from here on
+        # The tensor is the loop's, which may change it from here on.
+        self.wait_d2h()
 
     def accumulate(self, grad: torch.Tensor) -> None:
         """Take one fresh gradient: the first is copied, later ones are added in the slot's dtype.
@@ -225,38 +292,41 @@ class GradSlot:
         """
         self._refuse_consumed()
         source = grad.detach() if grad.requires_grad else grad
-        self._will_mutate()
-        if self.book.grad_offload is not None and source.device == self.stand_in.device:
-            self._leave(source, self.book.grad_offload)
+        self._before_write()
+        if self.registry.grad_offload is not None and source.device == self.stand_in.device:
+            self._accumulate_on_device(source, self.registry.grad_offload)
             return
         self.cancel_prefetch()
         target = self._shaped
         if source.shape != target.shape:
             source = source.reshape(target.shape)
         if self.state is SlotState.EMPTY:
+            # Copied, not added to zeros: clearing a gradient costs no pass over memory.
             target.copy_(source)
             self.state = SlotState.HELD
-            self._drains = 1
+            self._accumulations = 1
         else:
             if self.log:
-                self._bake()
+                self._apply_log()
             target.add_(source if source.device == target.device else source.to(target.device))
-            self._drains += 1
+            self._accumulations += 1
         self._forget_norms()
-        # The last drain of this step, if it is like the previous step: the data is hot now.
-        if self._drains >= self._drains_before or self.home is not None:
+        # The last gradient of this step, if it is like the previous step: the data is hot in the
+        # caches now. A spilled one is read back from NVMe for a later norm.
+        if self._accumulations >= self._accumulations_before or self.backing is not None:
             self._part_norm = self._compute_norm(2.0)
 
     def _refuse_consumed(self) -> None:
         if self.state is SlotState.CONSUMED:
             raise RuntimeError(
-                f"a new gradient of {self.name} while the one before, which was applied in backward, is still in p.grad: "
-                "call zero_grad() after opt.step(); with update='backward' gradients cannot add up over steps"
+                f"a new gradient of {self.name} while the one before, which was applied in "
+                "backward, is still in p.grad: call zero_grad() after opt.step(); with "
+                "update='backward' gradients cannot add up over steps"
             )
 
-    def expect(self, current: torch.Tensor | None) -> bool:
-        """A gradient of this rank has come that is reduced later; current: what is in `p.grad`. Returns whether it is the first
-        since the slot was cleared, or reduced."""
+    def expect_reduction(self, current: torch.Tensor | None) -> bool:
+        """Note that a gradient of this rank has come which is reduced later. current: the value of
+        `p.grad`. Returns whether it is the first since the slot was cleared, or reduced."""
         first = not self.unreduced or current is None
         if current is None:
             self.empty()
@@ -264,48 +334,60 @@ class GradSlot:
         self.unreduced = True
         return first
 
-    def _leave(self, source: torch.Tensor, grad_offload: GradOffload) -> None:
-        """`accumulate` on a device with memory of its own: it adds, takes the norm, and what comes of it goes on its way."""
+    def _accumulate_on_device(self, source: torch.Tensor, offload: GradOffload) -> None:
+        """Accumulate on a device with memory of its own: add and take the norm there, then start
+        copying the sum to the storage."""
         if self.state is SlotState.EMPTY:
             total = source.to(self.dtype)
-            self.state, self._drains = SlotState.HELD, 1
+            self.state, self._accumulations = SlotState.HELD, 1
         else:
             if self.log:
-                self._bake()
-            total = self._summed_so_far(source.device).add_(source.reshape(-1))
-            self._drains += 1
-        self._left_in = grad_offload.backward_count
+                self._apply_log()
+            total = self._sum_on_device(source.device).add_(source.reshape(-1))
+            self._accumulations += 1
+        self._offloaded_in = offload.backward_count
         self._forget_norms()
         self._device_norm = norm_there(total.view(self.shape) if self.whole else total.reshape(-1))
-        # Of a small parameter a rank may have nothing.
-        self._arriving = grad_offload.copy_out(total, self.tensor) if total.numel() else None
+        # A rank may have no part of a small parameter.
+        self._d2h = offload.copy_out(total, self.tensor) if total.numel() else None
 
-    def _summed_so_far(self, device: torch.device) -> torch.Tensor:
-        """What the slot holds, as a new tensor on the device."""
-        if self._back is None:
+    def _sum_on_device(self, device: torch.device) -> torch.Tensor:
+        """Return the sum so far as a new tensor on the device."""
+        if self._h2d is None:
+            # Not prefetched: copy now. `copy=True`, since the caller adds in place.
             return self.tensor.to(device, copy=True, non_blocking=True)
-        ticket, there = self._back
+        ticket, there = self._h2d
         ticket.wait_filled()
-        self._back = None
+        self._h2d = None
         return there
 
-    def prefetch_to_device(self, grad_offload: GradOffload) -> None:
-        """Another gradient will come: start taking the sum so far to the device. Nothing where it has a home, or a log, or where
-        this backward has brought its gradient already."""
-        came = self._left_in == grad_offload.backward_count
-        if came or self._back is not None or self.state is not SlotState.HELD or self.home is not None or self.log:
+    def prefetch_to_device(self, offload: GradOffload) -> None:
+        """Start copying the sum so far to the device, where backward adds the next gradient. Does
+        nothing for a slot with a backing or a log, and after this backward's gradient has come."""
+        # After this backward's gradient another one is unlikely, and the copy out is under way.
+        came = self._offloaded_in == offload.backward_count
+        if (
+            came
+            or self._h2d is not None
+            or self.state is not SlotState.HELD
+            or self.backing is not None
+            or self.log
+        ):
             return
         source = self.tensor
         there = torch.empty(self.numel, dtype=self.dtype, device=self.stand_in.device)
-        ticket = grad_offload.device.copy(there.data_ptr(), source.data_ptr(), self.numel * self.dtype.itemsize, out=True)
-        self._back = (ticket, there)
+        ticket = offload.device.copy(
+            there.data_ptr(), source.data_ptr(), self.numel * self.dtype.itemsize, out=True
+        )
+        self._h2d = (ticket, there)
 
     def cancel_prefetch(self) -> None:
-        """What is on its way back to the device is not wanted. Its memory is free when nothing comes to it any more. Blocks."""
-        if self._back is None:
+        """Drop the copy that `prefetch_to_device` started. Blocks until no transfer writes to its
+        memory."""
+        if self._h2d is None:
             return
-        interrupt = quiesce([self._back[0]])
-        self._back = None
+        interrupt = cancel_and_wait([self._h2d[0]])
+        self._h2d = None
         if interrupt is not None:
             raise interrupt
 
@@ -313,23 +395,27 @@ class GradSlot:
         self._norm = self._part_norm = self._device_norm = None
 
     def empty(self) -> None:
-        """Forget the gradient, as `p.grad = None` does. The storage is left alone: an update may still read it."""
+        """Forget the gradient, as `p.grad = None` does. The storage is left alone: an update may
+        still read it."""
         if self.state is SlotState.HELD:
-            self._drains_before = max(1, self._drains)
+            self._accumulations_before = max(1, self._accumulations)
         self.cancel_prefetch()
-        self.state, self.unreduced = SlotState.EMPTY, False  # what of it waits for a reduction is dropped, too
-        self._drains = 0
+        # The unreduced sum goes, too: `GradReducer` drops it when it meets the cleared slot.
+        self.state, self.unreduced = SlotState.EMPTY, False
+        self._accumulations = 0
         self.log.clear()
         self._forget_norms()
-        self._lost = False
+        self._overwritten = False
 
-    def lose(self) -> None:
-        """Spilled, and in nobody's `p.grad`: its place is wanted for other gradients. If it comes back, that is an error."""
+    def mark_overwritten(self) -> None:
+        """Empty a spilled slot that is in no `p.grad`, because its place is taken by other
+        gradients. An old stand-in that is put back into `p.grad` is an error from then on."""
         self.empty()
-        self._lost = True
+        self._overwritten = True
 
     def consume(self) -> None:
-        """An update has taken the gradient: the stand-in stays in `p.grad`, and raises when it is asked for values."""
+        """Empty the slot for an update that has taken the gradient. The stand-in stays in `p.grad`,
+        and raises when it is asked for values."""
         self.empty()
         self.state = SlotState.CONSUMED
 
@@ -344,47 +430,50 @@ class GradSlot:
             return
         self._require_held("zero_")
         self.cancel_prefetch()
-        self._will_mutate()
+        self._before_write()
         self.tensor.zero_()
         self.log.clear()
-        self._drains_before, self._drains = max(1, self._drains), 0
+        self._accumulations_before, self._accumulations = max(1, self._accumulations), 0
         self._forget_norms()
         self._norm = self._part_norm = 0.0
 
     def scale(self, kind: str, value: float) -> None:
-        """Multiply ("mul") or divide ("div") the gradient by a number that is rounded to fp32 first."""
+        """Multiply ("mul") or divide ("div") the gradient by a number that is rounded to fp32
+        first."""
         self._require_held(kind)
         assert kind in ("mul", "div"), kind
         if value == 1.0:
             return  # exact, and the usual case of clipping: the norm stays valid
         if len(self.log) >= LOG_MAX:
             raise RuntimeError(
-                f"{self.name}.grad was scaled more than {LOG_MAX} times since it was accumulated; multiply the factors "
-                "first and scale once"
+                f"{self.name}.grad was scaled more than {LOG_MAX} times since it was accumulated; "
+                "multiply the factors first and scale once"
             )
         if not self.log:
             self._raw_norm = self._known_norm()
         self.log.append((kind, value))
         self._forget_norms()
 
-    # -- reading ---------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def norm(self, order: float = 2.0) -> float:
-        """The norm of the whole gradient, in fp32. With several ranks a collective: every rank must ask."""
+        """Return the norm of the whole gradient, in fp32. With several ranks a collective: every
+        rank must ask."""
         self._require_held("norm")
-        return self.book.norms([self], order)[0]
+        return self.registry.norms([self], order)[0]
 
     def finite(self) -> bool:
         """Whether every element of this rank's part is finite after the log. Never communicates."""
         if self.state is not SlotState.HELD or self._bounded() or math.isfinite(self.part_norm()):
             return True
         # Squares overflow from 1.8e19 on, so an infinite norm does not yet condemn the gradient.
-        with self.book.scratch_lock:
+        with self.registry.scratch_lock:
             return all(bool(piece.isfinite().all()) for piece in self._replayed())
 
     def _bounded(self) -> bool:
-        """Whether the norm before the log and the factors prove it: no element is larger than the norm, and rounding is
-        monotone, so what is finite for the norm is finite for all. Saves a pass over gradients that were clipped."""
+        """Whether the norm before the log, and the factors, prove every element finite. No element
+        is larger than the norm, and rounding is monotone: what stays finite for the norm stays
+        finite for all. Saves a pass over gradients that were clipped."""
         if not self.log or self._raw_norm is None:
             return False
         bound = self._raw_norm
@@ -397,7 +486,7 @@ class GradSlot:
         return True
 
     def part_norm(self, order: float = 2.0) -> float:
-        """The norm of this rank's part after the log, in fp32; that of order 2 is cached."""
+        """Return the norm of this rank's part after the log, in fp32. The 2-norm is cached."""
         if order != 2.0:
             return self._compute_norm(order)
         if self._known_norm() is None:
@@ -406,13 +495,13 @@ class GradSlot:
         return self._part_norm
 
     def _known_norm(self) -> float | None:
-        """The 2-norm of this rank's part, if it was taken. Blocks while the device takes it."""
+        """2-norm of this rank's part, if it was taken. Blocks while the device takes it."""
         if self._device_norm is not None:
             self._part_norm, self._device_norm = float(self._device_norm), None
         return self._part_norm
 
     def materialize(self) -> torch.Tensor:
-        """A CPU copy of the gradient with the log replayed, fp32 [shape]."""
+        """Return a CPU copy of the gradient with the log replayed, fp32 [shape]."""
         self._require_held("materialize")
         if not self.whole:
             raise RuntimeError(
@@ -421,42 +510,43 @@ class GradSlot:
         return self.part().view(self.shape)
 
     def part(self, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        """Elements [start, start + numel) of this rank's part in fp32, with the log replayed: a 1-D copy. numel None: to the
-        end. Never communicates."""
+        """Return elements [start, start + numel) of this rank's part in fp32, with the log
+        replayed: a 1-D copy. numel None: to the end. Never communicates."""
         self._require_held("reading")
         end = None if numel is None else start + numel
         return replay(self.tensor[start:end].to(torch.float32, copy=True), self.log)
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _require_held(self, operation: str) -> None:
         if self.state is SlotState.CONSUMED:
             raise RuntimeError(
-                f"{operation} on the gradient of {self.name}: with Policy(update='backward') the update took it during "
-                "backward. Clipping by norm, GradScaler and changing gradients need update='deferred'; clear gradients with "
-                "zero_grad(set_to_none=True)"
+                f"{operation} on the gradient of {self.name}: with Policy(update='backward') the "
+                "update took it during backward. Clipping by norm, GradScaler and changing "
+                "gradients need update='deferred'; clear gradients with zero_grad(set_to_none=True)"
             )
         if self.unreduced:
             raise RuntimeError(
-                f"{operation} on the gradient of {self.name}, which was added up inside handle.no_sync() and is not reduced over "
-                "the ranks yet: run the last micro-batch of a step outside of no_sync()"
+                f"{operation} on the gradient of {self.name}, which was added up inside "
+                "handle.no_sync() and is not reduced over the ranks yet: run the last micro-batch "
+                "of a step outside of no_sync()"
             )
         if self.state is SlotState.EMPTY:
             raise RuntimeError(
-                f"{operation} on a stale gradient of {self.name}: it was cleared (p.grad = None) and this stand-in is an "
-                "old reference; read p.grad again"
+                f"{operation} on a stale gradient of {self.name}: it was cleared (p.grad = None) "
+                "and this stand-in is an old reference; read p.grad again"
             )
 
-    def _will_mutate(self) -> None:
+    def _before_write(self) -> None:
         if self._reader is not None:
             self._reader.before_write(self)
-        if self.home is not None:
-            self.home.bring_to_write(self)
+        if self.backing is not None:
+            self.backing.read_for_write(self)
 
-    def _bake(self) -> None:
+    def _apply_log(self) -> None:
         """Replay the log on the storage: in fp32, then rounded to the slot's dtype."""
         self.cancel_prefetch()
-        with self.book.scratch_lock:
+        with self.registry.scratch_lock:
             start = 0
             for piece in self._replayed():
                 self.tensor[start : start + piece.numel()].copy_(piece.view(-1))
@@ -464,23 +554,139 @@ class GradSlot:
         self.log.clear()
 
     def _replayed(self) -> Iterator[torch.Tensor]:
-        """Pieces of the fp32 gradient, in order, with the log replayed. Hold `scratch_lock`; a piece is read-only
-        and valid until the next one. A piece that is the whole gradient has the parameter's shape."""
+        """Yield pieces of the fp32 gradient, in order, with the log replayed. Hold `scratch_lock`;
+        a piece is read-only and valid until the next one. A piece that is the whole gradient has
+        the parameter's shape."""
         for start in range(0, self.numel, NORM_PIECE_NUMEL):
             part = self.tensor[start : start + NORM_PIECE_NUMEL]
             if part.dtype is not torch.float32 or self.log:
-                scratch = self.book.scratch(part.numel())
+                scratch = self.registry.scratch(part.numel())
                 scratch.copy_(part)
                 part = replay(scratch, self.log)
             yield part.view(self.shape) if part.numel() == self.shape.numel() else part
 
     def _compute_norm(self, order: float) -> float:
-        if self._small and not self.log:  # one operation, which raises to fp32 on the way; the same bits
+        # One operation, which raises to fp32 on the way, with the same bits as below.
+        if self._small and not self.log:
             return float(torch.linalg.vector_norm(self._shaped, order, dtype=torch.float32))
-        with self.book.scratch_lock:
+        with self.registry.scratch_lock:
             norms = [float(torch.linalg.vector_norm(piece, order)) for piece in self._replayed()]
         if len(norms) == 1:
             return norms[0]
         return (
-            float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float32), order)) if norms else 0.0
+            float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float32), order))
+            if norms
+            else 0.0
         )
+
+
+SumReduce = Callable[[list[float]], list[float]]
+StandInOf = Callable[[GradSlot, torch.device], torch.Tensor]
+
+
+class GradRegistry:
+    """Gradient slots of one model: the fp32 scratch that they share, and their norms over all
+    ranks.
+
+    stand_in_of: makes the tensor that is `p.grad` for a slot on a device. reduce_sum: adds a list
+    of floats over the ranks in a fixed order, and is called with the same length on all; None on
+    one rank. grad_offload: copies gradients from a device with memory of its own.
+    """
+
+    def __init__(
+        self,
+        stand_in_of: StandInOf,
+        reduce_sum: SumReduce | None = None,
+        *,
+        grad_offload: GradOffload | None = None,
+    ) -> None:
+        self._stand_in_of = stand_in_of
+        self.slots: list[GradSlot] = []
+        self.scratch_lock = threading.Lock()  # autograd has one thread per device
+        self.grad_offload = grad_offload  # where the device has memory of its own
+        self._reduce_sum = reduce_sum
+        self._scratch = torch.empty(0, dtype=torch.float32)
+        self._factor: tuple[torch.Tensor, int, float] | None = None
+
+    def add(
+        self,
+        name: str,
+        shape: torch.Size,
+        tensor: torch.Tensor,
+        device: torch.device,
+        *,
+        on_zero: Callable[[], None] | None = None,
+    ) -> GradSlot:
+        """Make the slot of one parameter, with its stand-in. All ranks add the same parameters in
+        the same order. on_zero: see `GradSlot`."""
+        slot = GradSlot(self, name, shape, tensor, on_zero=on_zero)
+        slot.stand_in = self._stand_in_of(slot, device)
+        self.slots.append(slot)
+        return slot
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch that the largest slot needs; `reserve` allocates them."""
+        return 4 * min(NORM_PIECE_NUMEL, max((slot.numel for slot in self.slots), default=0))
+
+    def reserve(self) -> None:
+        """Allocate the scratch, so that no step does."""
+        self._scratch = torch.empty(self.scratch_bytes // 4, dtype=torch.float32)
+
+    def release(self) -> None:
+        """Free the scratch. A later norm allocates what it needs."""
+        with self.scratch_lock:
+            self._scratch = torch.empty(0, dtype=torch.float32)
+
+    def scratch(self, numel: int) -> torch.Tensor:
+        """Return the first `numel` elements of the scratch. Hold `scratch_lock`."""
+        if self._scratch.numel() < numel:
+            self._scratch = torch.empty(numel, dtype=torch.float32)
+        return self._scratch[:numel]
+
+    def norms(self, slots: Sequence[GradSlot], order: float = 2.0) -> list[float]:
+        """Return the norms of whole gradients, fp32 values. With several ranks the 2-norms of all
+        slots are reduced together and cached, so asking for one norm at a time costs one reduction,
+        too.
+
+        Raises: RuntimeError for orders that do not add up over pieces (0, negative; on several
+        ranks inf).
+        """
+        if not order > 0:
+            raise_unsupported(slots[0].name, f"a norm of order {order}")
+        if self._reduce_sum is None:
+            return [slot.part_norm(order) for slot in slots]
+        if math.isinf(order):
+            raise_unsupported(slots[0].name, "an inf-norm while it is split over ranks")
+        if order != 2.0:
+            sums = self._reduce_sum([slot.part_norm(order) ** order for slot in slots])
+            return [to_fp32(total ** (1.0 / order)) for total in sums]
+        if any(slot._norm is None for slot in slots):
+            # All slots, also the empty ones: the reduction then has the same length on every rank.
+            parts = [
+                slot.part_norm() if slot.state is SlotState.HELD else 0.0 for slot in self.slots
+            ]
+            for slot, total in zip(
+                self.slots, self._reduce_sum([part * part for part in parts]), strict=True
+            ):
+                slot._norm = to_fp32(math.sqrt(total)) if total >= 0 else math.nan
+        return [slot._norm for slot in slots if slot._norm is not None]
+
+    def finite(self, slots: Sequence[GradSlot]) -> bool:
+        """Whether these gradients are finite on every rank. With several ranks a collective."""
+        mine = all(slot.finite() for slot in slots)
+        if self._reduce_sum is None:
+            return mine
+        return self._reduce_sum([0.0 if mine else 1.0])[0] == 0.0
+
+    def factor(self, value: torch.Tensor | float) -> float:
+        """Return a scaling factor as the fp32 number that torch would use. Reads a device scalar
+        once, however often asked."""
+        if not isinstance(value, torch.Tensor):
+            return to_fp32(float(value))
+        cached = self._factor
+        if cached is not None and cached[0] is value and cached[1] == value._version:
+            return cached[2]
+        number = value.detach().to(torch.float32).item()
+        self._factor = (value, value._version, number)
+        return number

@@ -1,14 +1,16 @@
-"""Gradients that the budget does not hold: on NVMe, in a section of their chunks, by way of a few staging windows in RAM.
+"""Spilled gradients: on NVMe, in a section of their chunks, through a few staging windows in RAM.
 
-    backward reaches a unit     its flats' gradients are read into a window, if micro-batches before left some
-    a gradient comes            it is copied or added in the window; its norm is taken there, and kept
-    the unit is done            the window is written to the chunks' `grad` section; the next unit takes another window
-    opt.step()                  what is still in windows is written, then updates read the sections
+    backward reaches a unit   read its gradients of earlier micro-batches into a window
+    a gradient comes          copy or add it in the window; take its norm there, and cache it
+    the unit is done          write the window to the chunks' `grad` section
+    opt.step()                write the windows that are left; then updates read the sections
 
-So a micro-batch writes each gradient once, and reads it back unless it is the first. A window stays readable until another
-flat needs it, and is not given away before its write has ended well: a write that fails costs nothing that was safe.
+A micro-batch writes each gradient once, and reads it back unless it is the first. A window stays
+readable until another flat needs it. It is not given away before its write has succeeded, so a
+failed write loses no values.
 
-What needs values outside of a backward (materialize, norms that are not cached, zero_) brings them into a window.
+Reads of values outside of a backward (materialize, norms that are not cached, zero_) go through a
+window, too.
 """
 
 from __future__ import annotations
@@ -31,37 +33,50 @@ from infinity.errors import AioError
 
 @dataclasses.dataclass(eq=False)
 class _Window:
-    """A staging buffer. `flat` is whose gradients it holds; `dirty`: they are newer than what rests."""
+    """Staging buffer, and the flat whose gradients it holds. dirty: they are newer than on NVMe."""
 
     memory: torch.Tensor  # uint8
     flat: Flat | None = None
     dirty: bool = False
-    ahead: bool = False  # read for a drain that has not come yet
+    ahead: bool = False  # prefetched for a gradient that has not come yet
     reading: Ticket | None = None
     writing: Ticket | None = None
     turn: int = 0  # when it was last used
 
 
 class SpilledGradients:
-    """The gradients of the flats that spill. One thread uses it at a time; calls that need a window or values block.
+    """Gradients of the flats that spill. One thread uses it at a time; calls that need a window or
+    values block.
 
-    What moves over the drives is added to `rest.grads_read_bytes` and `grads_written_bytes`, reads by updates included.
+    Bytes moved over the drives are added to `store.grads_read_bytes` and `grads_written_bytes`,
+    reads by updates included.
     """
 
-    def __init__(self, rest: StateStore, rank: int, dtypes: dict[Flat, torch.dtype], *, count: int, size_bytes: int, device: Device):
-        """dtypes: of the gradients of each flat that spills. count, size_bytes: of the windows, as planned."""
-        self._rest = rest
+    def __init__(
+        self,
+        rest: StateStore,
+        rank: int,
+        dtypes: dict[Flat, torch.dtype],
+        *,
+        count: int,
+        size_bytes: int,
+        device: Device,
+    ):
+        """dtypes: of the gradients of each flat that spills. count, size_bytes: windows, as
+        planned."""
+        self._store = rest
         self._device = device
         self._rank = rank
         self._dtypes = dict(dtypes)
         self._params: dict[GradSlot, Param] = {}
         self._slab, self._windows = _make_windows(count, size_bytes)
         device.pin(self._slab)
-        self._at: dict[Flat, _Window] = {}
+        self._windows_of: dict[Flat, _Window] = {}
         self._turn = 0
-        self._due: list[Flat] = []  # their unit was done before all of their gradients came
-        self._drained: dict[Flat, set[Param]] = {}  # in this backward
-        self._expected: dict[Flat, int] = {}  # gradients that the last backward brought
+        # Flats whose unit was done before all of their gradients came: written at the next call.
+        self._due: list[Flat] = []
+        self._accumulated: dict[Flat, set[Param]] = {}  # in this backward
+        self._expected: dict[Flat, int] = {}  # count of gradients in the last backward
         self._fresh: set[Flat] = set()  # written since an update last read them
 
     def __contains__(self, flat: Flat) -> bool:
@@ -73,67 +88,74 @@ class SpilledGradients:
         return self._slab.size_bytes
 
     def extend(self, dtypes: dict[Flat, torch.dtype], *, count: int, size_bytes: int) -> None:
-        """Further flats that spill, and the windows that are planned now. If these are more or larger, both the old and the new
-        ones exist for a moment.
+        """Add flats that spill, and grow to the windows that are planned now. If these are more or
+        larger, the old and the new ones both exist for a moment.
 
         Raises: AioError of a write, MemoryError; before anything has changed.
         """
-        self.settle()
+        self.flush()
         if count > len(self._windows) or size_bytes > len(self._windows[0].memory):
             made = _make_windows(count, size_bytes)
             for window in self._windows:
-                self._let_go(window)
+                self._free(window)
             self._device.pin(made[0])
             before, (self._slab, self._windows) = self._slab, made
             self._device.unpin(before)
             before.close()
         self._dtypes.update(dtypes)
 
-    def adopt(self, param: Param, slot: GradSlot) -> None:
-        """The slot of a parameter of a spilled flat will ask here for its values."""
+    def add_slot(self, param: Param, slot: GradSlot) -> None:
+        """Serve the slot of a parameter of a spilled flat."""
         self._params[slot] = param
 
-    # -- what slots ask (see `grad_slot.GradBacking`) ---------------------------------------------------------------------
+    # -- what slots ask (see `grad_slot.GradBacking`) ----------------------------------------------
 
-    def bring(self, slot: GradSlot) -> torch.Tensor:
-        """The slot's values, in a window: valid until the next call. Blocks while they are read."""
+    def read(self, slot: GradSlot) -> torch.Tensor:
+        """Return the slot's values, in a window: valid until the next call. Blocks while they are
+        read."""
         param = self._params[slot]
-        window = self._enter(param.flat, slot)
+        window = self._window_of(param.flat, slot)
         window.ahead = False
         start, _, numel = param.flat.layout.shard_range(param.slot_index, self._rank)
         itemsize = self._dtypes[param.flat].itemsize
         part = window.memory[start * itemsize : (start + numel) * itemsize]
         return part.view(self._dtypes[param.flat])
 
-    def bring_to_write(self, slot: GradSlot) -> torch.Tensor:
-        """As `bring`, for writing: waits for a write of the window to NVMe."""
-        tensor = self.bring(slot)
+    def read_for_write(self, slot: GradSlot) -> torch.Tensor:
+        """Return the slot's values for writing. Waits for a write of the window to NVMe."""
+        tensor = self.read(slot)
         param = self._params[slot]
-        window = self._at[param.flat]
+        window = self._windows_of[param.flat]
         self._end_write(window)
         window.dirty = True
-        self._drained.setdefault(param.flat, set()).add(param)
+        self._accumulated.setdefault(param.flat, set()).add(param)
         return tensor
 
-    # -- what backward tells -------------------------------------------------------------------------------------------
+    # -- what backward tells -----------------------------------------------------------------------
 
-    def ahead(self, unit: Unit) -> None:
-        """Backward will come to this unit: start reading what micro-batches before left, if a window is free."""
+    def prefetch(self, unit: Unit) -> None:
+        """Start reading the unit's gradients of earlier micro-batches, if a window is free. Does
+        not block."""
         for flat in unit.flats:
-            if flat in self._dtypes and flat not in self._at and self._values_rest(flat, None):
+            if flat in self._dtypes and flat not in self._windows_of and self._on_nvme(flat, None):
                 window = self._free_window()
                 if window is not None:
                     self._assign(window, flat, read=True, priority=Priority.PREFETCH)
                     window.ahead = True
 
     def unit_done(self, unit: Unit) -> None:
-        """A Use of the unit has ended: start writing its gradients, or at the next such call if some are missing."""
+        """Start writing the gradients of a unit whose use has ended; if some are missing, at the
+        next such call."""
         due, self._due = self._due, []
+        # The last gradients of a unit may come a little after its use has ended. By the end of the
+        # next use they are here, or there are none.
         for flat in due:
             self._start_write(flat)
         for flat in unit.flats:
-            if flat in self._at:
-                missing = len(self._drained.get(flat, ())) < self._expected.get(flat, len(flat.params))
+            if flat in self._windows_of:
+                missing = len(self._accumulated.get(flat, ())) < self._expected.get(
+                    flat, len(flat.params)
+                )
                 self._due.append(flat) if missing else self._start_write(flat)
 
     def backward_end(self) -> None:
@@ -142,21 +164,26 @@ class SpilledGradients:
             if window.flat is not None:
                 self._start_write(window.flat)
         self._due.clear()
-        self._expected.update((flat, len(params)) for flat, params in self._drained.items())
-        self._drained.clear()
+        self._expected.update((flat, len(params)) for flat, params in self._accumulated.items())
+        self._accumulated.clear()
 
     def reset(self) -> None:
-        """Forget the progress of a backward that broke off. What it left in windows stays there."""
+        """Forget the progress of a backward that broke off. Gradients in windows stay there."""
         self._due.clear()
-        self._drained.clear()
+        self._accumulated.clear()
 
-    def settle(self, unit: Unit | None = None) -> None:
-        """Return when what windows hold (of a unit; None: of all) is on NVMe, so that updates may read it there. What was
-        written since the last such call is counted as read by them: once, however often a step calls.
+    def flush(self, unit: Unit | None = None) -> None:
+        """Write windows (of a unit; None: of all) to NVMe and wait for it, so that updates may read
+        there. Gradients written since the last call are counted as read by the update: once,
+        however often a step calls.
 
         Raises: AioError of a write that failed; its window keeps the values.
         """
-        windows = [each for each in self._windows if each.flat is not None and unit in (None, each.flat.unit)]
+        windows = [
+            each
+            for each in self._windows
+            if each.flat is not None and unit in (None, each.flat.unit)
+        ]
         for window in windows:
             assert window.flat is not None
             self._start_write(window.flat)
@@ -165,29 +192,29 @@ class SpilledGradients:
         for flat in [each for each in self._fresh if unit in (None, each.unit)]:
             self._fresh.remove(flat)
             if self._is_wanted(flat):
-                self._rest.grads_read_bytes += self._moved_bytes(flat)
+                self._store.grads_read_bytes += self._moved_bytes(flat)
 
     def close(self) -> None:
         """Free the windows. Nothing may be pending."""
         self._params.clear()
-        self._at.clear()
+        self._windows_of.clear()
         self._windows.clear()
         self._device.unpin(self._slab)
         self._slab.close()
 
-    # -- windows -------------------------------------------------------------------------------------------------------
+    # -- windows -----------------------------------------------------------------------------------
 
-    def _enter(self, flat: Flat, slot: GradSlot) -> _Window:
-        """The window of a flat, holding the values of `slot` if it has any."""
-        window = self._at.get(flat)
+    def _window_of(self, flat: Flat, slot: GradSlot) -> _Window:
+        """Return the window of a flat, filled with the values of `slot` if it has any. Blocks."""
+        window = self._windows_of.get(flat)
         if window is None:
-            window = self._take_window()
-            self._assign(window, flat, read=self._values_rest(flat, slot), priority=Priority.DEMAND)
+            window = self._claim_window()
+            self._assign(window, flat, read=self._on_nvme(flat, slot), priority=Priority.DEMAND)
         if window.reading is not None:
             try:
                 window.reading.wait_filled()
             except AioError as error:
-                self._let_go(window)
+                self._free(window)
                 error.args = (f"the gradients of {flat.unit.name} cannot be read back: {error}",)
                 raise
             window.reading = None
@@ -198,18 +225,20 @@ class SpilledGradients:
     def _assign(self, window: _Window, flat: Flat, *, read: bool, priority: Priority) -> None:
         """Give a free window to a flat, and start reading its gradients into it."""
         window.flat = flat
-        self._at[flat] = window
+        self._windows_of[flat] = window
         if read:
-            window.reading = self._rest.fetch(flat, self._section(flat), window.memory.data_ptr(), priority=priority)
-            self._rest.grads_read_bytes += self._moved_bytes(flat)
+            window.reading = self._store.fetch(
+                flat, self._section(flat), window.memory.data_ptr(), priority=priority
+            )
+            self._store.grads_read_bytes += self._moved_bytes(flat)
             return
         for param in flat.params:
-            # Held, but no longer any parameter's gradient: the window begins without its values.
+            # Held, but in no `p.grad` any more: the write of this window will overwrite its values.
             if param.grad is not None and param.grad.state is SlotState.HELD:
-                param.grad.lose()
+                param.grad.mark_overwritten()
 
     def _free_window(self) -> _Window | None:
-        """A window that can be had without waiting, or None."""
+        """Return a window that can be had without waiting, or None."""
         for window in self._windows:
             if window.writing is not None and window.writing.done and not window.writing.failed:
                 window.writing = None
@@ -221,67 +250,85 @@ class SpilledGradients:
         ]
         found = min(free or idle, key=lambda each: each.turn, default=None)
         if found is not None:
-            self._let_go(found)
+            self._free(found)
         return found
 
-    def _take_window(self) -> _Window:
-        """A window, whatever that costs: wait for a write, or write what another flat still gathers in one."""
+    def _claim_window(self) -> _Window:
+        """Return a window, and wait for it if need be: for a write, or by writing gradients that
+        another flat still accumulates."""
         free = self._free_window()
         if free is not None:
             return free
+        # Cheapest first: a window that no gradient is still coming to, then a clean one, then one
+        # that was not prefetched, then one without a read under way, then the oldest.
         window = min(
             self._windows,
             key=lambda each: (
-                each.dirty and each.flat not in self._due, each.dirty, each.ahead, each.reading is not None, each.turn
+                each.dirty and each.flat not in self._due,
+                each.dirty,
+                each.ahead,
+                each.reading is not None,
+                each.turn,
             ),
-        )  # fmt: skip
+        )
         if window.dirty:
             assert window.flat is not None
             self._start_write(window.flat)
         self._end_write(window)
         if window.reading is not None:
-            with contextlib.suppress(AioError):  # a read that nobody waits for any more
+            # The memory goes to another flat, so the read must have ended. Its error does not
+            # matter: the values are still on NVMe, and are read again when they are wanted.
+            with contextlib.suppress(AioError):
                 window.reading.wait()
-        self._let_go(window)
+        self._free(window)
         return window
 
-    def _let_go(self, window: _Window) -> None:
+    def _free(self, window: _Window) -> None:
         if window.flat is not None:
-            del self._at[window.flat]
+            del self._windows_of[window.flat]
         window.flat = window.reading = None
         window.dirty = window.ahead = False
 
     def _start_write(self, flat: Flat) -> None:
-        """Start writing the window of a flat, if that has something new that is anybody's gradient. Does not block."""
-        window = self._at.get(flat)
+        """Start writing the window of a flat, if it holds new values that are in some `p.grad`.
+        Does not block."""
+        window = self._windows_of.get(flat)
         if window is None or not window.dirty or window.writing is not None:
             return
         for param in flat.params:
             if param.grad is not None:
-                param.grad.arrive()  # from the device: also where nobody wants it, for the window may be another flat's next
+                # Also for a gradient that was cleared: its copy from the device writes into this
+                # window, which may be another flat's next.
+                param.grad.wait_d2h()
         window.dirty = False
+        # Gradients that the loop has cleared are not written.
         if self._is_wanted(flat):
-            window.writing = self._rest.store(flat, self._section(flat), window.memory.data_ptr())
-            self._rest.grads_written_bytes += self._moved_bytes(flat)
+            window.writing = self._store.store(flat, self._section(flat), window.memory.data_ptr())
+            self._store.grads_written_bytes += self._moved_bytes(flat)
             self._fresh.add(flat)
 
     def _end_write(self, window: _Window) -> None:
-        """Wait for a window's write. Raises: AioError; the window then keeps what could not be written."""
+        """Wait for a window's write. Raises: AioError; the window then keeps what could not be
+        written."""
         if window.writing is None:
             return
         try:
             window.writing.wait()
         except AioError as error:
-            self._take_back_failed()
-            self._rest.recover()
+            self._mark_failed_dirty()
+            self._store.recover()
             assert window.flat is not None
             name = window.flat.unit.name
-            error.args = (f"the spilled gradients of {name} cannot be written; parameters and states are sound: {error}",)
+            message = (
+                f"the spilled gradients of {name} cannot be written; parameters and states are"
+            )
+            error.args = (f"{message} sound: {error}",)
             raise
         window.writing = None
 
-    def _take_back_failed(self) -> None:
-        """Of what is being written, windows keep what fails: the drive refused it on account of the first; one error will do."""
+    def _mark_failed_dirty(self) -> None:
+        """After a failed write, mark every window whose write also failed as dirty. The first error
+        is enough: the drive refused the others because of it."""
         for window in self._windows:
             if window.writing is None:
                 continue
@@ -291,31 +338,38 @@ class SpilledGradients:
                 window.dirty = True
             window.writing = None
 
-    # -- which values there are ------------------------------------------------------------------------------------------
+    # -- which values there are --------------------------------------------------------------------
 
     def _section(self, flat: Flat) -> int:
-        return len(self._rest[flat].sections) - 1
+        return len(self._store[flat].sections) - 1
 
     def _moved_bytes(self, flat: Flat) -> int:
-        """Bytes that drives move for the gradients of a flat, in one direction: of each chunk, whole blocks."""
+        """Bytes that drives move for the gradients of a flat, in one direction: whole blocks of
+        each chunk."""
         itemsize = self._dtypes[flat].itemsize
-        return sum(round_up(chunk.numel * itemsize, ALIGNMENT_BYTES) for chunk in flat.layout.chunks)
+        return sum(
+            round_up(chunk.numel * itemsize, ALIGNMENT_BYTES) for chunk in flat.layout.chunks
+        )
 
     @staticmethod
     def _is_wanted(flat: Flat) -> bool:
-        """Whether some parameter's `.grad` is a gradient that this flat holds."""
+        """Whether a gradient of this flat is in some `p.grad`."""
         return any(
-            param.grad is not None and param.grad.state is SlotState.HELD and param.at_rest.grad is not None
+            param.grad is not None
+            and param.grad.state is SlotState.HELD
+            and param.at_rest.grad is not None
             for param in flat.params
         )
 
-    def _values_rest(self, flat: Flat, slot: GradSlot | None) -> bool:
-        """Whether NVMe holds values of the flat that somebody wants; `slot` asks for its own."""
+    def _on_nvme(self, flat: Flat, slot: GradSlot | None) -> bool:
+        """Whether NVMe holds values of the flat that are wanted: by some `p.grad`, or by `slot`,
+        which asks for its own."""
         return self._is_wanted(flat) or (slot is not None and slot.state is SlotState.HELD)
 
 
 def _make_windows(count: int, size_bytes: int) -> tuple[Slab, list[_Window]]:
     slab = Slab(count * size_bytes)
-    # By way of numpy, whose arrays keep the slab mapped while a view lives; torch.frombuffer's do not.
+    # By way of numpy, whose arrays keep the slab mapped while a view lives; torch.frombuffer's do
+    # not.
     memory = torch.from_numpy(slab.array(np.uint8))
     return slab, [_Window(memory[at * size_bytes : (at + 1) * size_bytes]) for at in range(count)]

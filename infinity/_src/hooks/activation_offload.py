@@ -1,14 +1,21 @@
-"""Boundary activations, the inputs of checkpointed calls: away during forward, back ahead of need in backward.
+"""Activation offload: inputs of checkpointed calls leave memory in forward and return ahead of
+backward.
 
-    forward    call n saves its inputs -> those of call n - HELD_CALLS start for the shelf, and go when they are there
-    backward   call n asks for its inputs -> those of calls n - 1 ... n - AHEAD_CALLS start coming back -> wait for n's
+    forward    call n saves its inputs -> those of call n - HELD_CALLS start for the store, and are
+               freed when they are there
+    backward   call n asks for its inputs -> those of calls n - 1 ... n - PREFETCH_CALLS start
+               coming back -> wait for n's
 
-The last HELD_CALLS calls of a forward are the first of its backward: they stay, and are never written. What several calls
-take (a mask, the output of an encoder) stays too: it is one tensor, however many calls there are.
+The last HELD_CALLS calls of a forward are the first of its backward: their inputs stay, and are
+never written. Inputs of several calls (a mask, the output of an encoder) stay too: each is one
+tensor, however many calls there are.
 
-torch.utils.checkpoint keeps inputs as SavedTensors. Exactly those that move get hooks, so nothing else that autograd saves is
-touched. Torch checks no versions of what has hooks, so here it is done: a witness shares the counter, not the memory.
-A Boundary belongs to the graphs that saved it (`runtime.boundary`).
+torch.utils.checkpoint keeps inputs as SavedTensors. Exactly those that move get hooks, so nothing
+else that autograd saves is touched. Torch checks no versions of tensors with such hooks, so it is
+done here: a witness shares the counter, not the memory.
+
+A `Boundary` belongs to the graphs that saved it. When the last of them is gone, it leaves `Remains`
+in a queue, from which the engine frees its bytes.
 """
 
 from __future__ import annotations
@@ -31,22 +38,134 @@ from infinity._src._torch_compat import (
     graph_task_id,
     queue_callback,
     version_of,
+    version_witness,
     watch_checkpoints,
 )
 from infinity._src.hooks import tensors
-from infinity._src.hooks.activation_store import Shelf, Shelved
-from infinity._src.hooks.boundary import Boundary, Call, Remains, span_numel
-from infinity._src.memory.constants import HELD_CALLS, LEAVING_BYTES
+from infinity._src.hooks.activation_store import ActivationStore, StoredBytes
+from infinity._src.memory.constants import HELD_CALLS, STORING_BYTES_MAX
 from infinity._src.params.unit import Unit
 from infinity._src.sizes import format_size
 from infinity._src.telemetry import Timeline
 from infinity.aio import Priority, Ticket
 from infinity.errors import AioError, EngineClosed
 
+
+class Call:
+    """Checkpointed call, and the boundaries that it was the first to save. Held by them."""
+
+    __slots__ = ("__weakref__", "boundaries", "number", "saved")
+
+    def __init__(self, number: int, saved: CheckpointCall) -> None:
+        self.number = number
+        self.saved = saved
+        self.boundaries: list[weakref.ref[Boundary]] = []
+
+    @property
+    def label(self) -> str:
+        """Name of the called module, for messages."""
+        return self.saved.label or "a checkpointed call"
+
+
+class Boundary:
+    """Tensor that checkpoints saved, wherever it is now. Its graphs hold it.
+
+    Any of `source` (the tensor itself), `stored` and `target` (memory into which it comes back) may
+    be set.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "call",
+        "dtype",
+        "fetch",
+        "given",
+        "lead",
+        "original",
+        "shape",
+        "shared",
+        "source",
+        "span",
+        "stored",
+        "stride",
+        "target",
+        "trash",
+        "unwanted",
+        "version",
+        "witness",
+    )
+
+    def __init__(self, tensor: torch.Tensor, call: Call, trash: deque[Remains]) -> None:
+        self.call = call
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.span = span_numel(tensor)
+        # Kernels may sum in another order at another alignment.
+        self.lead = tensor.data_ptr() % 64 // tensor.element_size()
+        self.original = weakref.ref(tensor)
+        self.version = version_of(tensor)
+        self.witness = version_witness(tensor)
+        self.source: torch.Tensor | None = tensor.detach()
+        self.stored: StoredBytes | None = None
+        self.target: torch.Tensor | None = None  # [lead + span] of dtype
+        self.fetch: Ticket | None = None
+        self.given = False  # the target was given to backward
+        self.unwanted = False  # the target is freed as soon as no transfer writes to it
+        self.shared = False
+        self.trash = trash
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from its first element to its last."""
+        return self.span * self.dtype.itemsize
+
+    def view(self) -> torch.Tensor:
+        """Return the tensor, as it was laid out, in the target."""
+        assert self.target is not None
+        with torch.no_grad():
+            return torch.empty(0, dtype=self.dtype, device=self.target.device).set_(
+                self.target.untyped_storage(), self.lead, self.shape, self.stride
+            )
+
+    def check_version(self) -> None:
+        """Raise RuntimeError, as torch does, when the tensor was modified after it was saved."""
+        now = version_of(self.witness)
+        if now != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{self.dtype} {list(self.shape)}], an input of "
+                f"{self.call.label}, is at version {now}; expected version {self.version} instead"
+            )
+
+    def __del__(self) -> None:
+        # The last reference may go in any thread, at any moment: taking the lock here could block,
+        # so the work is only queued for `_collect`.
+        self.trash.append(
+            Remains(
+                self.stored,
+                self.span_bytes * ((self.source is not None) + (self.target is not None)),
+            )
+        )
+
+
+@dataclasses.dataclass(eq=False, frozen=True)
+class Remains:
+    """Bytes of a boundary that no graph holds any more."""
+
+    stored: StoredBytes | None
+    memory_bytes: int
+
+
+def span_numel(tensor: torch.Tensor) -> int:
+    """Count elements from the first of a non-empty tensor to its last, gaps included."""
+    return 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 SMALLEST_BYTES = 64 << 10
 """Smaller tensors stay where they are."""
 
-AHEAD_CALLS = 2
+PREFETCH_CALLS = 2
 """Calls whose inputs come back ahead of the one that backward is at."""
 
 _SEARCH_CALLS = 64  # micro-batches may lie between one call and the next in backward
@@ -54,11 +173,12 @@ _SEARCH_CALLS = 64  # micro-batches may lie between one call and the next in bac
 
 @dataclasses.dataclass(frozen=True)
 class ActivationFigures:
-    """What was done with boundary activations. Bytes are bytes, times seconds.
+    """Counters of boundary activations. Bytes are bytes, times seconds.
 
-    stored_bytes: sent to their tier; fetched_bytes: brought back; rest_bytes_peak: the most that lay there; held_bytes_peak:
-    the most that was in memory at once: turning points, on their way out, come back ahead; wait_s: time that forward waited
-    for room and backward for bytes; calls: checkpointed calls seen; kept: tensors of theirs that stay where they are.
+    stored_bytes: sent to their tier; fetched_bytes: brought back; rest_bytes_peak: the most that
+    lay there; held_bytes_peak: the most in memory at once (inputs at the turning point, on their
+    way out, prefetched); wait_s: time that forward waited for room and backward for bytes; calls:
+    checkpointed calls seen; kept: tensors of theirs that stay where they are.
     """
 
     stored_bytes: int = 0
@@ -72,13 +192,15 @@ class ActivationFigures:
     def __str__(self) -> str:
         """One line for people."""
         return (
-            f"activations: {format_size(self.stored_bytes)} put away, {format_size(self.fetched_bytes)} brought back; at most "
-            f"{format_size(self.rest_bytes_peak)} away and {format_size(self.held_bytes_peak)} here; waited {self.wait_s:.2f} s"
+            f"activations: {format_size(self.stored_bytes)} put away, "
+            f"{format_size(self.fetched_bytes)} brought back; at most "
+            f"{format_size(self.rest_bytes_peak)} away and {format_size(self.held_bytes_peak)} "
+            f"here; waited {self.wait_s:.2f} s"
         )
 
 
 class RunningForward(Protocol):
-    """The forwards of one model (`infinity._src.hooks.frames`)."""
+    """Running forwards of one model (`infinity._src.hooks.forward.FrameStack`)."""
 
     @property
     def running_here(self) -> bool:
@@ -86,15 +208,16 @@ class RunningForward(Protocol):
 
 
 class Activations:
-    """The boundary activations of one model.
+    """Boundary activations of one model.
 
-    shelf: where they rest. units: what `model` was taken apart into. frames: tells whether a forward of it runs.
+    store: keeps them. units: of `model`. frames: tell whether a forward of it runs.
+
     Raises: ValueError when this torch keeps the inputs of checkpoints in a way that is not known.
     """
 
     def __init__(
         self,
-        shelf: Shelf,
+        store: ActivationStore,
         model: torch.nn.Module,
         units: Sequence[Unit],
         timeline: Timeline,
@@ -104,20 +227,22 @@ class Activations:
     ) -> None:
         self._device = device or torch.device("cpu")
         self._frames = frames
-        self._mark = object()  # in calls whose inputs these activations take
-        self._shelf = shelf
+        self._mark = object()  # owner of the calls whose inputs are offloaded here
+        self._store = store
         self._names = {module: name for name, module in model.named_modules()}
         self._flats = [flat for unit in units for flat in unit.flats]
         self._timeline = timeline
         self._lock = threading.RLock()
-        self._here = threading.local()  # .call: the checkpointed call that began last in this thread
+        # Attribute `call`: the checkpointed call that began last in this thread.
+        self._here = threading.local()
         self._numbers = 0
         self._calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
-        self._by_tensor: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()  # by id()
+        # By id(), so that an input of several calls is found again.
+        self._by_tensor: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()
         self._recent: deque[list[weakref.ref[Boundary]]] = deque()
-        self._leaving: list[Boundary] = []  # their sources are being copied
-        self._storing: list[tuple[Shelved, str]] = []  # until they are written, or have failed
-        self._back: dict[int, Boundary] = {}  # with a target, by id()
+        self._storing: list[Boundary] = []  # their sources are being copied
+        self._stores: list[tuple[StoredBytes, str]] = []  # until they are written, or have failed
+        self._fetched: dict[int, Boundary] = {}  # with a target, by id()
         self._trash: deque[Remains] = deque()
         self._tasks: set[int] = set()
         self._fault: tuple[Ticket, str] | None = None
@@ -129,21 +254,25 @@ class Activations:
         self._said = False
         self._unwatch = watch_checkpoints(self)
 
-    # -- what checkpoints tell -------------------------------------------------------------------------------------------
+    # -- what checkpoints tell ---------------------------------------------------------------------
 
     def checkpoint_begins(self, call: CheckpointCall) -> None:
-        """See `CheckpointWatcher`."""
+        """Implement `CheckpointWatcher`: note the call, whose module is entered next."""
         self._here.call = call
         if call.owner is None and self._frames.running_here:
             call.owner = self._mark
 
     def checkpoint_saved(self, call: CheckpointCall) -> None:
-        """See `CheckpointWatcher`. Outside of a forward, a module of the model must have been entered, or be next."""
+        """Implement `CheckpointWatcher`: offload the inputs of a call of this model. Outside of a
+        forward, a module of the model must have been entered, or be next."""
         if call.owner is self._mark:
-            self._take(call)
+            self._offload_inputs(call)
 
-    def entered(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A hooked module's forward begins: whose inputs a checkpoint has saved, or is about to."""
+    def module_entered(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A hooked module's forward begins: claim the checkpoint call around it, if the call has
+        its inputs."""
         call = getattr(self._here, "call", None)
         if call is None:
             return
@@ -153,19 +282,19 @@ class Activations:
             if here.isdisjoint(map(id, call.inputs())):
                 return
             call.owner, call.label = self._mark, self._names.get(module, "")
-            self._take(call)  # nothing yet, if it is a reentrant one
+            self._offload_inputs(call)  # a reentrant one has saved nothing yet
         elif call.owner is self._mark:
             call.label = self._names.get(module, "")
 
-    # -- forward -----------------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
-    def _take(self, saved: CheckpointCall) -> None:
+    def _offload_inputs(self, saved: CheckpointCall) -> None:
         pairs = saved.pairs()
         if not pairs:
             return
         with self._lock:
             self._collect()
-            self._let_go()
+            self._drop_fetched()
             self._raise_fault()
             self._seen += 1
             self._numbers += 1
@@ -181,11 +310,17 @@ class Activations:
             while len(self._recent) > HELD_CALLS:
                 for ref in self._recent.popleft():
                     gone = ref()
-                    if gone is not None and not gone.shared and gone.shelved is None and gone.source is not None:
-                        self._store(gone)
+                    if (
+                        gone is not None
+                        and not gone.shared
+                        and gone.stored is None
+                        and gone.source is not None
+                    ):
+                        self._start_store(gone)
 
     def _boundary(self, tensor: torch.Tensor, call: Call) -> Boundary | None:
-        """The boundary for a tensor that `call` saved; None for one that stays as torch keeps it."""
+        """Return the boundary of a tensor that `call` saved; None for one that stays as torch keeps
+        it."""
         known = self._by_tensor.get(id(tensor))
         if known is not None and known.original() is tensor and known.version == version_of(tensor):
             if known.call is not call and not known.shared:
@@ -194,7 +329,7 @@ class Activations:
                     known.source = tensor.detach()
                     self._hold(known.span_bytes)
             return known
-        if not self._moves(tensor):
+        if not self._is_offloaded(tensor):
             self._kept += 1
             return None
         boundary = Boundary(tensor, call, self._trash)
@@ -203,67 +338,80 @@ class Activations:
         call.boundaries.append(weakref.ref(boundary))
         return boundary
 
-    def _moves(self, tensor: torch.Tensor) -> bool:
-        """Whether taking the tensor away frees memory worth the way, and its bytes are all there is to it."""
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
+    def _is_offloaded(self, tensor: torch.Tensor) -> bool:
+        """Whether offloading the tensor frees enough memory, and its bytes are all of it."""
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.layout is not torch.strided
+            or tensor.device != self._device
+        ):
             return False
-        if tensor.numel() * tensor.element_size() < SMALLEST_BYTES or span_numel(tensor) > 2 * tensor.numel():
+        if (
+            tensor.numel() * tensor.element_size() < SMALLEST_BYTES
+            or span_numel(tensor) > 2 * tensor.numel()
+        ):
             return False
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference():
             return False
-        if tensor.is_leaf and tensor.requires_grad:  # its gradient's place keeps it
+        if tensor.is_leaf and tensor.requires_grad:  # its AccumulateGrad node keeps it in memory
             return False
-        # Parameters come and go by themselves.
+        # A view of a gathered unit: the engine evicts and gathers that by itself.
         address = address_of(tensor)
-        return not any(0 <= address - address_of(flat.tensor) < flat.size_bytes for flat in self._flats)
+        return not any(
+            0 <= address - address_of(flat.tensor) < flat.size_bytes for flat in self._flats
+        )
 
-    def _store(self, boundary: Boundary) -> None:
-        """Start a boundary's way to the shelf; waits while too many bytes are on it."""
+    def _start_store(self, boundary: Boundary) -> None:
+        """Start copying a boundary to the store. Waits while too many bytes are under way."""
         size = boundary.span_bytes
-        while self._leaving and sum(b.span_bytes for b in self._leaving) + size > max(LEAVING_BYTES, 2 * size):
-            oldest = self._leaving[0]
-            assert oldest.shelved is not None
-            self._wait(oldest.shelved.stored, f"the input of {oldest.call.label}", faults=False)
+        while self._storing and sum(b.span_bytes for b in self._storing) + size > max(
+            STORING_BYTES_MAX, 2 * size
+        ):
+            oldest = self._storing[0]
+            assert oldest.stored is not None
+            self._wait(oldest.stored.written, f"the input of {oldest.call.label}", faults=False)
             self._collect()
             self._raise_fault()
         label = f"the input of {boundary.call.label}"
-        self._leaving.append(boundary)  # holds the memory that is copied from, whatever happens
+        self._storing.append(boundary)  # holds the memory that is copied from, whatever happens
         try:
             if self._broken:
-                self._shelf.mend()
+                self._store.recover()
                 self._broken = False
             assert boundary.source is not None
-            boundary.shelved = self._shelf.put(boundary.source.data_ptr(), size)
-            self._storing.append((boundary.shelved, label))
+            boundary.stored = self._store.store(boundary.source.data_ptr(), size)
+            self._stores.append((boundary.stored, label))
         except BaseException as error:
-            if boundary.shelved is None:
+            if boundary.stored is None:
                 if not isinstance(error, AioError):
-                    self._shelf.settle()  # interrupted: it may be on its way all the same
-                self._leaving.remove(boundary)
+                    self._store.wait_all()  # interrupted: the transfer may have begun all the same
+                self._storing.remove(boundary)
             if isinstance(error, AioError):
                 error.args = (f"{label} cannot be put away: {error}",)
             raise
         self._moved += 1
 
-    # -- backward ------------------------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     def _unpack(self, boundary: Boundary) -> torch.Tensor:
-        """The tensor of a boundary, for autograd. Blocks until it is there."""
+        """Return the tensor of a boundary, for autograd. Blocks until it is there."""
         with self._lock:
-            self._enter_task()
+            self._watch_task()
             self._collect()
             boundary.check_version()
-            for other in list(self._back.values()):
-                if other.handed and other.call is not boundary.call:
+            for other in list(self._fetched.values()):
+                if other.given and other.call is not boundary.call:
                     self._drop_target(other)
             if self._closed:
                 if boundary.source is None:
-                    raise EngineClosed("backward: the engine of this model was closed, and its activations with it")
+                    raise EngineClosed(
+                        "backward: the engine of this model was closed, and its activations with it"
+                    )
                 return boundary.source
             self._raise_fault()
             if boundary.source is None:
-                self._bring(boundary, Priority.DEMAND)
-            self._bring_ahead(boundary.call)
+                self._start_fetch(boundary, Priority.DEMAND)
+            self._prefetch(boundary.call)
             if boundary.source is not None:
                 return boundary.source
             assert boundary.fetch is not None
@@ -273,48 +421,50 @@ class Activations:
             except AioError:
                 self._drop_target(boundary)  # the next who wants it reads again
                 raise
-            boundary.handed = True
+            boundary.given = True
             return boundary.view()
 
-    def _bring(self, boundary: Boundary, priority: Priority) -> None:
-        """Start bringing a boundary's bytes back, if nobody has. Does not block."""
+    def _start_fetch(self, boundary: Boundary, priority: Priority) -> None:
+        """Start bringing a boundary's bytes back, unless that has begun. Does not block."""
         if boundary.unwanted and boundary.fetch is not None:  # given up, and not ended yet
             self._wait(boundary.fetch, f"the input of {boundary.call.label}", faults=False)
             self._drop_target(boundary)
         if boundary.target is not None:
             return
-        assert boundary.shelved is not None
+        assert boundary.stored is not None
         with torch.inference_mode(False):
-            target = torch.empty(boundary.lead + boundary.span, dtype=boundary.dtype, device=self._device)
-        boundary.target, boundary.handed = target, False
-        self._back[id(boundary)] = boundary
+            target = torch.empty(
+                boundary.lead + boundary.span, dtype=boundary.dtype, device=self._device
+            )
+        boundary.target, boundary.given = target, False
+        self._fetched[id(boundary)] = boundary
         self._hold(boundary.span_bytes)
         try:
             start = target.data_ptr() + boundary.lead * boundary.dtype.itemsize
-            boundary.fetch = self._shelf.fetch(boundary.shelved, start, priority)
+            boundary.fetch = self._store.fetch(boundary.stored, start, priority)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
-                self._shelf.settle()
+                self._store.wait_all()
             self._drop_target(boundary)
             raise
 
-    def _bring_ahead(self, call: Call) -> None:
-        """Start bringing back what the calls before `call` saved: backward comes to them next."""
+    def _prefetch(self, call: Call) -> None:
+        """Start bringing back the inputs of earlier calls: backward comes to them next."""
         found = 0
         for number in range(call.number, max(call.number - _SEARCH_CALLS, 0), -1):
             earlier = self._calls.get(number)
             if earlier is None:
                 continue
             found += earlier is not call
-            if found > AHEAD_CALLS:
+            if found > PREFETCH_CALLS:
                 return
             for ref in earlier.boundaries:
                 boundary = ref()
                 if boundary is not None and boundary.source is None:
-                    self._bring(boundary, Priority.PREFETCH)
+                    self._start_fetch(boundary, Priority.PREFETCH)
 
-    def _enter_task(self) -> None:
-        """See to it that nothing stays that a backward brought back and did not use."""
+    def _watch_task(self) -> None:
+        """Free prefetched inputs that the running backward does not use when it ends."""
         task = graph_task_id()
         if task != NO_TASK and task not in self._tasks:
             self._tasks.add(task)
@@ -324,54 +474,58 @@ class Activations:
         with self._lock:
             self._tasks.discard(task)
             if not self._tasks:
-                self._let_go()
+                self._drop_fetched()
 
-    # -- memory --------------------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
-    def _let_go(self) -> None:
-        """No backward runs: what came back goes."""
+    def _drop_fetched(self) -> None:
+        """Free all fetched inputs: no backward runs."""
         self._tasks.clear()
-        for boundary in list(self._back.values()):
+        for boundary in list(self._fetched.values()):
             self._drop_target(boundary)
 
     def _drop_target(self, boundary: Boundary) -> None:
-        """Free what a boundary came back to, now or when nothing comes to it any more."""
+        """Free the memory that a boundary came back to, now or when no transfer writes to it any
+        more."""
         if boundary.fetch is not None:
             boundary.fetch.cancel()
             if not boundary.fetch.filled:
                 boundary.unwanted = True
                 return
         boundary.target = boundary.fetch = None
-        boundary.handed = boundary.unwanted = False
-        if self._back.pop(id(boundary), None) is not None:
+        boundary.given = boundary.unwanted = False
+        if self._fetched.pop(id(boundary), None) is not None:
             self._held_bytes -= boundary.span_bytes
 
     def _collect(self) -> None:
-        """Free what has arrived, and what no graph holds. Does not block."""
-        for boundary in [b for b in self._leaving if b.shelved is not None and b.shelved.stored.filled]:
-            self._leaving.remove(boundary)
-            assert boundary.shelved is not None
-            if not boundary.shelved.stored.failed and not boundary.shared:
+        """Free sources that are stored, and boundaries that no graph holds. Does not block."""
+        for boundary in [
+            b for b in self._storing if b.stored is not None and b.stored.written.filled
+        ]:
+            self._storing.remove(boundary)
+            assert boundary.stored is not None
+            if not boundary.stored.written.failed and not boundary.shared:
                 boundary.source = None
                 self._held_bytes -= boundary.span_bytes
-        for boundary in [b for b in self._back.values() if b.unwanted]:
+        for boundary in [b for b in self._fetched.values() if b.unwanted]:
             self._drop_target(boundary)
-        for shelved, label in [of for of in self._storing if of[0].stored.done]:
-            self._storing.remove((shelved, label))
-            if shelved.stored.failed and self._fault is None:
-                self._fault = (shelved.stored, label)
+        for stored, label in [of for of in self._stores if of[0].written.done]:
+            self._stores.remove((stored, label))
+            if stored.written.failed and self._fault is None:
+                self._fault = (stored.written, label)
         while self._trash:
             remains = self._trash.popleft()
             self._held_bytes -= remains.memory_bytes
-            if remains.shelved is not None:
-                self._shelf.give_back(remains.shelved)
+            if remains.stored is not None:
+                self._store.free(remains.stored)
 
     def _hold(self, size_bytes: int) -> None:
         self._held_bytes += size_bytes
         self._held_peak = max(self._held_peak, self._held_bytes)
 
     def _wait(self, ticket: Ticket, label: str, *, faults: bool) -> None:
-        """Block until the memory of a ticket may be used. faults: raise what went wrong; else `_collect` finds it."""
+        """Block until the memory of a ticket may be used. faults: raise its error here; else
+        `_collect` finds it."""
         start_ns, was_filled = time.monotonic_ns(), ticket.filled
         try:
             ticket.wait_filled()
@@ -386,7 +540,8 @@ class Activations:
                 self._timeline.add("wait", label, start_ns, end_ns)
 
     def _raise_fault(self) -> None:
-        """Raise, once, what a store met since it was started. The next store tries whether the drive works again."""
+        """Raise, once, the error of an earlier store. The next store tries whether the drive works
+        again."""
         if self._fault is None:
             return
         (ticket, label), self._fault = self._fault, None
@@ -397,34 +552,36 @@ class Activations:
             error.args = (f"{label} cannot be put away: {error}",)
             raise
 
-    # -- for the engine --------------------------------------------------------------------------------------------------------
+    # -- for the engine ----------------------------------------------------------------------------
 
     def step_ended(self) -> None:
-        """A training step has ended: say once that it had nothing to take away, if so."""
+        """End a training step: warn once if it had nothing to offload."""
         if self._said or self._moved or self._recent:
             return
         self._said = True
         if not self._seen:
             warnings.warn(
-                "activations= has nothing to take away: no checkpointed call was seen in this training step. Call "
-                "model.gradient_checkpointing_enable(), or torch.utils.checkpoint.checkpoint in forward",
+                "activations= has nothing to take away: no checkpointed call was seen in this "
+                "training step. Call model.gradient_checkpointing_enable(), or "
+                "torch.utils.checkpoint.checkpoint in forward",
                 stacklevel=2,
             )
         else:
             warnings.warn(
-                f"activations= has nothing to take away: the inputs of the {self._seen} checkpointed calls of this training "
-                f"step are smaller than {SMALLEST_BYTES >> 10} KiB, or held by the model besides, and stay in memory",
+                f"activations= has nothing to take away: the inputs of the {self._seen} "
+                f"checkpointed calls of this training step are smaller than {SMALLEST_BYTES >> 10} "
+                "KiB, or held by the model besides, and stay in memory",
                 stacklevel=2,
             )
 
     def figures(self) -> ActivationFigures:
-        """Counters since `inf.offload`."""
+        """Return counters since `inf.offload`."""
         with self._lock:
             self._collect()
             return ActivationFigures(
-                self._shelf.stored_bytes,
-                self._shelf.fetched_bytes,
-                self._shelf.rest_bytes_peak,
+                self._store.stored_bytes,
+                self._store.fetched_bytes,
+                self._store.rest_bytes_peak,
                 self._held_peak,
                 self._wait_s,
                 self._seen,
@@ -432,14 +589,16 @@ class Activations:
             )
 
     def close(self) -> None:
-        """End the watch. Nothing must be on its way. Graphs that live can run backward no further than memory goes."""
+        """End the watch. No transfer may be under way. Graphs that live can run backward only as
+        far as their inputs are in memory."""
         self._unwatch()
         with self._lock:
-            self._collect()  # what is on the shelf leaves memory, whether or not a call has come by since it arrived
+            # Sources that are stored by now leave memory, also if no call came by since.
+            self._collect()
             self._closed = True
-            self._leaving.clear()
             self._storing.clear()
+            self._stores.clear()
             self._recent.clear()
-            for boundary in self._back.values():
+            for boundary in self._fetched.values():
                 boundary.target = boundary.fetch = None
-            self._back.clear()
+            self._fetched.clear()

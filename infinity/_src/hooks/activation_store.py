@@ -1,9 +1,10 @@
-"""Where boundary activations rest: plain bytes in chunks of the swap files, or in pinned CPU memory, moved by the executor.
+"""Storage of boundary activations: bytes in chunks of the swap files, or in pinned CPU memory.
 
-    put(address, bytes) -> Shelved      fetch(shelved, address) -> Ticket      give_back(shelved)
+    store(address, bytes) -> StoredBytes     fetch(stored, address) -> Ticket     free(stored)
 
-Checksums, priorities, faults and statistics are the executor's, as for states. Places are used again: what is given back
-waits, by size, for the next of the same size, and goes back to the swap files when others are wanted.
+The executor moves them, with its checksums, priorities, faults and statistics, as it moves states.
+Places are used again: a place that was freed waits, by size, for the next store of the same size,
+and is dropped when other sizes need room.
 """
 
 from __future__ import annotations
@@ -25,34 +26,36 @@ from infinity.aio._records import ALIGNMENT_BYTES, CHUNK_NUMEL
 from infinity.errors import AioError
 
 CHUNK_BYTES = 2 * CHUNK_NUMEL
-"""Bytes per chunk at most (768 KiB): what a slot for the parameters of one chunk holds, and drives like."""
+"""Bytes per chunk at most (768 KiB): what a slot for the parameters of one chunk holds, and drives
+like."""
 
 _SUM_BYTES = 16 << 10
 _FIRST_KEY = 1 << 62  # chunks of states count from 0
 
 
 @dataclasses.dataclass(eq=False)
-class Shelved:
-    """`size_bytes` bytes at rest, or on their way there. `stored`: tells when their source may go."""
+class StoredBytes:
+    """Stored copy of `size_bytes` bytes, or one on its way. written: tells when the source may be
+    freed."""
 
     size_bytes: int
-    stored: Ticket
+    written: Ticket
     fetches: list[Ticket] = dataclasses.field(default_factory=list)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing moves from or to it."""
-        return self.stored.done and all(ticket.done for ticket in self.fetches)
+        """Whether no transfer reads or writes it."""
+        return self.written.done and all(ticket.done for ticket in self.fetches)
 
     @property
     def broken(self) -> bool:
-        """Whether something that moved from or to it failed."""
-        return self.stored.failed or any(ticket.failed for ticket in self.fetches)
+        """Whether one of its transfers failed."""
+        return self.written.failed or any(ticket.failed for ticket in self.fetches)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class OnDrives(Shelved):
-    """Shelved on NVMe."""
+class StoredOnNvme(StoredBytes):
+    """Bytes stored on NVMe."""
 
     ids: npt.NDArray[np.int32]  # [chunks]
     starts: npt.NDArray[np.uint64]  # [chunks] byte at which each chunk starts
@@ -61,135 +64,152 @@ class OnDrives(Shelved):
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class InMemory(Shelved):
-    """Shelved in pinned CPU memory."""
+class StoredInHostMemory(StoredBytes):
+    """Bytes stored in pinned CPU memory."""
 
     slab: Slab
 
 
-class Shelf(Protocol):
-    """Somewhere off the compute device where bytes can lie until backward. Calls do not block."""
+class ActivationStore(Protocol):
+    """Storage off the compute device, for bytes that backward needs again. Calls do not block."""
 
     stored_bytes: int
     fetched_bytes: int
     rest_bytes_peak: int
 
-    def put(self, address: int, size_bytes: int) -> Any:
-        """Start taking `size_bytes` at `address`, which must live until `stored.filled`. Returns its `Shelved`."""
+    def store(self, address: int, size_bytes: int) -> Any:
+        """Start copying `size_bytes` from `address`, which must live until `written.filled`.
+        Returns the `StoredBytes`."""
 
-    def fetch(self, shelved: Any, address: int, priority: Priority) -> Ticket:
-        """Start bringing the bytes to `address`."""
+    def fetch(self, stored: Any, address: int, priority: Priority) -> Ticket:
+        """Start copying the bytes to `address`."""
 
-    def give_back(self, shelved: Any) -> None:
-        """The bytes are wanted no more."""
+    def free(self, stored: Any) -> None:
+        """Free the bytes, as soon as no transfer uses them."""
 
-    def mend(self) -> None:
-        """After a fault: try whether the place can be written again. Blocks. Raises: the AioError when it cannot."""
+    def recover(self) -> None:
+        """Try after a fault whether the place can be written again. Blocks. Raises: the AioError
+        when it cannot."""
 
-    def settle(self) -> None:
-        """Block until nothing moves, whatever becomes of it."""
+    def wait_all(self) -> None:
+        """Block until all transfers have ended, failed or not."""
 
 
-class DriveShelf:
-    """A shelf on NVMe. Not safe from several threads at once. sums_on: keep checksums, which the executor then verifies.
+class NvmeActivationStore:
+    """Activation store on NVMe. Not safe from several threads at once. sums_on: keep checksums,
+    which the executor then verifies.
 
-    device: where the bytes come from and go to.
+    device: the device that computes.
     """
 
-    def __init__(self, executor: Executor, space: SwapSpace, *, sums_on: bool, device: Device | None = None) -> None:
+    def __init__(
+        self, executor: Executor, space: SwapSpace, *, sums_on: bool, device: Device | None = None
+    ) -> None:
         self._executor = executor
         self._device = device or Device(torch.device("cpu"))
         self._space = space
         self._sums_on = sums_on
-        self._free: dict[int, list[OnDrives]] = {}  # idle, by size, the size that was last used last
-        self._leaving: list[OnDrives] = []  # given back while something still moved
+        # Free places by size. The size that was used last comes last.
+        self._free: dict[int, list[StoredOnNvme]] = {}
+        self._freed: list[StoredOnNvme] = []  # freed while a transfer still used them
         self._key = _FIRST_KEY
         self._rest_bytes = 0
         self.stored_bytes = 0
         self.fetched_bytes = 0
         self.rest_bytes_peak = 0
 
-    def put(self, address: int, size_bytes: int) -> OnDrives:
-        """See `Shelf.put`. Raises: SwapFullError when the drives have no room."""
+    def store(self, address: int, size_bytes: int) -> StoredOnNvme:
+        """Start copying; see `ActivationStore.store`. Raises: SwapFullError when the drives have no
+        room."""
         self._collect()
         if size_bytes in self._free:
-            shelved = self._take_free(size_bytes)
-            shelved.fetches.clear()
-            ids, starts = shelved.ids, shelved.starts
-            shelved.stored = self._move(JobKind.STORE, ids, starts, address, Priority.WRITEBACK)
+            stored = self._reuse(size_bytes)
+            stored.fetches.clear()
+            ids, starts = stored.ids, stored.starts
+            stored.written = self._move(JobKind.STORE, ids, starts, address, Priority.WRITEBACK)
         else:
-            self._make_room(size_bytes)
+            self._drop_idle(size_bytes)
             ids, starts, places, sums = self._define(size_bytes)
-            stored = self._move(JobKind.STORE, ids, starts, address, Priority.WRITEBACK)
-            shelved = OnDrives(size_bytes, stored, ids=ids, starts=starts, places=places, sums=sums)
+            written = self._move(JobKind.STORE, ids, starts, address, Priority.WRITEBACK)
+            stored = StoredOnNvme(
+                size_bytes, written, ids=ids, starts=starts, places=places, sums=sums
+            )
         self.stored_bytes += size_bytes
-        return shelved
+        return stored
 
-    def fetch(self, shelved: OnDrives, address: int, priority: Priority) -> Ticket:
-        """See `Shelf.fetch`. What is still being stored is read after that."""
-        ticket = self._move(JobKind.FETCH, shelved.ids, shelved.starts, address, priority)
-        shelved.fetches.append(ticket)
-        self.fetched_bytes += shelved.size_bytes
+    def fetch(self, stored: StoredOnNvme, address: int, priority: Priority) -> Ticket:
+        """Start copying back; see `ActivationStore.fetch`. The read of bytes that are still being
+        stored waits for that."""
+        ticket = self._move(JobKind.FETCH, stored.ids, stored.starts, address, priority)
+        stored.fetches.append(ticket)
+        self.fetched_bytes += stored.size_bytes
         return ticket
 
-    def give_back(self, shelved: OnDrives) -> None:
-        """See `Shelf.give_back`."""
-        self._leaving.append(shelved)
+    def free(self, stored: StoredOnNvme) -> None:
+        """Free; see `ActivationStore.free`."""
+        self._freed.append(stored)
 
-    def mend(self) -> None:
-        """See `Shelf.mend`."""
+    def recover(self) -> None:
+        """Let the executor try its drives again; see `ActivationStore.recover`."""
         self._collect()
         self._executor.recover().wait()
 
-    def settle(self) -> None:
-        """See `Shelf.settle`."""
+    def wait_all(self) -> None:
+        """Block until all transfers have ended; see `ActivationStore.wait_all`."""
         self._executor.wait_all()
 
     def _collect(self) -> None:
-        """Take what was given back and no longer moves: into the free list, or out of the books after a fault."""
-        leaving, self._leaving = self._leaving, []
-        for shelved in leaving:
-            if not shelved.idle:
-                self._leaving.append(shelved)
-            elif shelved.broken:
-                self._forget(shelved)
+        """Move freed places that no transfer uses to the free list; drop them after a fault."""
+        freed, self._freed = self._freed, []
+        for stored in freed:
+            if not stored.idle:
+                self._freed.append(stored)
+            elif stored.broken:
+                self._drop(stored)
             else:
-                # Newest size last: what is forgotten first is what was not wanted for longest.
-                kept = self._free.pop(shelved.size_bytes, [])
-                self._free[shelved.size_bytes] = [*kept, shelved]
+                # Newest size last: `_drop_idle` begins with the size unused for longest.
+                kept = self._free.pop(stored.size_bytes, [])
+                self._free[stored.size_bytes] = [*kept, stored]
 
-    def _make_room(self, size_bytes: int) -> None:
-        """Forget idle ones of other sizes until `size_bytes` of them are given back: with lengths that change from step
-        to step the files would else grow by all of them."""
+    def _drop_idle(self, size_bytes: int) -> None:
+        """Drop free places of other sizes until `size_bytes` are given back. Sequence lengths that
+        change from step to step would else grow the files by all of them."""
         while size_bytes > 0 and self._free:
-            shelved = self._take_free(next(iter(self._free)))
-            self._forget(shelved)
-            size_bytes -= shelved.size_bytes
+            stored = self._reuse(next(iter(self._free)))
+            self._drop(stored)
+            size_bytes -= stored.size_bytes
 
-    def _take_free(self, size_bytes: int) -> OnDrives:
+    def _reuse(self, size_bytes: int) -> StoredOnNvme:
         free = self._free[size_bytes]
-        shelved = free.pop()
+        stored = free.pop()
         if not free:
             del self._free[size_bytes]
-        return shelved
+        return stored
 
-    def _forget(self, shelved: OnDrives) -> None:
-        self._executor.drop(shelved.ids)
-        for place in shelved.places:
+    def _drop(self, stored: StoredOnNvme) -> None:
+        self._executor.drop(stored.ids)
+        for place in stored.places:
             self._space.free(place)
             self._rest_bytes -= place.size_bytes
 
     def _define(
         self, size_bytes: int
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], list[SwapExtent], npt.NDArray[np.uint32]]:
-        """Chunks for `size_bytes` bytes: their ids, where each starts, their places and their checksums."""
+    ) -> tuple[
+        npt.NDArray[np.int32], npt.NDArray[np.uint64], list[SwapExtent], npt.NDArray[np.uint32]
+    ]:
+        """Define chunks for `size_bytes` bytes. Returns their ids, start bytes, places and
+        checksums."""
         starts = range(0, size_bytes, CHUNK_BYTES)
         sizes = [min(CHUNK_BYTES, size_bytes - start) for start in starts]
         records = _records(sizes, self._key)
         self._key += len(sizes)
-        sums: npt.NDArray[np.uint32] = np.zeros((len(sizes), -(-sizes[0] // _SUM_BYTES)), dtype=np.uint32)
+        sums: npt.NDArray[np.uint32] = np.zeros(
+            (len(sizes), -(-sizes[0] // _SUM_BYTES)), dtype=np.uint32
+        )
         if self._sums_on:
-            records["sums_ptr"] = sums.ctypes.data + np.arange(len(sizes), dtype=np.uint64) * np.uint64(sums.strides[0])
+            records["sums_ptr"] = sums.ctypes.data + np.arange(
+                len(sizes), dtype=np.uint64
+            ) * np.uint64(sums.strides[0])
         places = self._space.reserve([int(run) for run in records["run_bytes"]])
         try:
             for record, place in zip(records, places, strict=True):
@@ -221,66 +241,75 @@ class DriveShelf:
         return self._executor.submit(jobs, priority=priority)
 
 
-class HostShelf:
-    """A shelf in pinned CPU memory, for a device with memory of its own. Not safe from several threads at once.
+class HostActivationStore:
+    """Activation store in pinned CPU memory, for a device with memory of its own. Not safe from
+    several threads at once.
 
-    It grows in the first steps, to what they need: how much that is depends on the batch. Places are used again, by size; those
-    of sizes that are not wanted any more go when others are.
+    It grows in the first steps to the size that they need, which depends on the batch. Slabs are
+    used again, by size; slabs of sizes that nobody wants any more go when others are needed.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._free: dict[int, list[InMemory]] = {}  # idle, by size, the size that was last used last
-        self._used: set[InMemory] = set()
-        self._leaving: list[InMemory] = []
+        # Free slabs by size. The size that was used last comes last.
+        self._free: dict[int, list[StoredInHostMemory]] = {}
+        self._used: set[StoredInHostMemory] = set()
+        self._freed: list[StoredInHostMemory] = []
         self._rest_bytes = 0
         self.stored_bytes = 0
         self.fetched_bytes = 0
         self.rest_bytes_peak = 0
 
-    def put(self, address: int, size_bytes: int) -> InMemory:
-        """See `Shelf.put`. Raises: MemoryError when the machine has no room, DeviceCopyError when it cannot be pinned."""
+    def store(self, address: int, size_bytes: int) -> StoredInHostMemory:
+        """Start copying; see `ActivationStore.store`. Raises: MemoryError when the machine has no
+        room, DeviceCopyError when it cannot be pinned."""
         self._collect()
-        slab = self._place(size_bytes)
-        stored = self._device.copy(slab.address, address, size_bytes, out=False)
-        shelved = InMemory(size_bytes, stored, slab=slab)
-        self._used.add(shelved)
+        slab = self._slab_of(size_bytes)
+        written = self._device.copy(slab.address, address, size_bytes, out=False)
+        stored = StoredInHostMemory(size_bytes, written, slab=slab)
+        self._used.add(stored)
         self.stored_bytes += size_bytes
-        return shelved
+        return stored
 
-    def fetch(self, shelved: InMemory, address: int, priority: Priority) -> Ticket:  # noqa: ARG002 - there is no queue
-        """See `Shelf.fetch`."""
-        while not shelved.stored.filled:  # the two directions do not wait for each other
-            shelved.stored.wait_filled()
-        ticket = self._device.copy(address, shelved.slab.address, shelved.size_bytes, out=True)
-        shelved.fetches.append(ticket)
-        self.fetched_bytes += shelved.size_bytes
+    def fetch(self, stored: StoredInHostMemory, address: int, priority: Priority) -> Ticket:
+        """Start copying back; see `ActivationStore.fetch`. There is no queue with priorities."""
+        del priority
+        # D2H and H2D have streams of their own, which do not wait for each other.
+        while not stored.written.filled:
+            stored.written.wait_filled()
+        ticket = self._device.copy(address, stored.slab.address, stored.size_bytes, out=True)
+        stored.fetches.append(ticket)
+        self.fetched_bytes += stored.size_bytes
         return ticket
 
-    def give_back(self, shelved: InMemory) -> None:
-        """See `Shelf.give_back`."""
-        self._used.discard(shelved)
-        self._leaving.append(shelved)
+    def free(self, stored: StoredInHostMemory) -> None:
+        """Free; see `ActivationStore.free`."""
+        self._used.discard(stored)
+        self._freed.append(stored)
 
-    def mend(self) -> None:
-        """See `Shelf.mend`. There is nothing to try: the next copy tells."""
+    def recover(self) -> None:
+        """Do nothing: the next copy tells whether the device works."""
 
-    def settle(self) -> None:
-        """See `Shelf.settle`."""
-        for shelved in (*self._used, *self._leaving):
-            for ticket in (shelved.stored, *shelved.fetches):
+    def wait_all(self) -> None:
+        """Block until all transfers have ended; see `ActivationStore.wait_all`."""
+        for stored in (*self._used, *self._freed):
+            for ticket in (stored.written, *stored.fetches):
                 with contextlib.suppress(AioError):
                     ticket.wait()
 
     def close(self) -> None:
-        """Free all of it. Nothing may be under way."""
-        for shelved in (*self._used, *self._leaving, *(one for kept in self._free.values() for one in kept)):
-            self._drop(shelved)
+        """Free all slabs. Nothing may be under way."""
+        for stored in (
+            *self._used,
+            *self._freed,
+            *(one for kept in self._free.values() for one in kept),
+        ):
+            self._drop(stored)
         self._used.clear()
-        self._leaving.clear()
+        self._freed.clear()
         self._free.clear()
 
-    def _place(self, size_bytes: int) -> Slab:
+    def _slab_of(self, size_bytes: int) -> Slab:
         free = self._free.get(size_bytes)
         if free:
             found = free.pop()
@@ -288,8 +317,8 @@ class HostShelf:
                 del self._free[size_bytes]
             return found.slab
         while self._free:
-            for shelved in self._free.pop(next(iter(self._free))):
-                self._drop(shelved)
+            for stored in self._free.pop(next(iter(self._free))):
+                self._drop(stored)
         slab = Slab(size_bytes)
         try:
             self._device.pin(slab)
@@ -301,22 +330,22 @@ class HostShelf:
         return slab
 
     def _collect(self) -> None:
-        leaving, self._leaving = self._leaving, []
-        for shelved in leaving:
-            if not shelved.idle:
-                self._leaving.append(shelved)
+        freed, self._freed = self._freed, []
+        for stored in freed:
+            if not stored.idle:
+                self._freed.append(stored)
                 continue
-            kept = self._free.pop(shelved.size_bytes, [])
-            self._free[shelved.size_bytes] = [*kept, shelved]
+            kept = self._free.pop(stored.size_bytes, [])
+            self._free[stored.size_bytes] = [*kept, stored]
 
-    def _drop(self, shelved: InMemory) -> None:
-        self._device.unpin(shelved.slab)
-        shelved.slab.close()
-        self._rest_bytes -= shelved.slab.size_bytes
+    def _drop(self, stored: StoredInHostMemory) -> None:
+        self._device.unpin(stored.slab)
+        stored.slab.close()
+        self._rest_bytes -= stored.slab.size_bytes
 
 
 def _records(sizes: Sequence[int], key: int) -> npt.NDArray[Any]:
-    """CHUNK records of one section of bytes each, without their places."""
+    """Make CHUNK records of one section of bytes each, without their places."""
     records = np.zeros(len(sizes), dtype=CHUNK)
     records["key"] = np.arange(key, key + len(sizes), dtype=np.uint64)
     records["numel"] = sizes

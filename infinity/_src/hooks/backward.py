@@ -1,13 +1,14 @@
-"""Backward: which units each hooked forward call needs again, from when, and until when.
+"""Backward: gather and release the units that each hooked forward call needs again.
 
-A hooked call that made a graph leaves a Use. It *starts* when backward reaches the node that made one of the call's
-outputs (a prehook on the node: a hook on the tensor is lost when the output is modified in place). It *finishes* when
-the gradient of one of the call's inputs is complete (a hook on that tensor): the engine runs nodes made later first,
-so by then every node of the call has run. What never finishes (a call without such inputs) ends with the backward.
+A hooked call that made a graph leaves a `BackwardUse`. It *starts* when backward reaches the node
+that made one of the call's outputs (a prehook on the node: a hook on the tensor is lost when the
+output is modified in place). It *finishes* when the gradient of one of the call's inputs is
+complete (a hook on that tensor): the engine runs nodes made later first, so by then every node of
+the call has run. A use without such inputs never finishes by itself, and ends with the backward.
 
-Node prehooks run after tensor hooks, so block i is released before block i-1 is gathered.
-Uses are keyed by graph task: nested backwards (reentrant checkpointing) have their own, and their own end. The recomputing
-forward makes the outer task known, so that these are all parts of one backward.
+Node prehooks run after tensor hooks, so block i is released before block i-1 is gathered. Uses are
+keyed by graph task: nested backwards (reentrant checkpointing) have their own, and their own end.
+The recomputing forward makes the outer task known, so that these are all parts of one backward.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import torch
 
 from infinity._src._torch_compat import graph_task_id, node_sequence_number, queue_callback
 from infinity._src.hooks.unit_refs import UnitRefs
-from infinity._src.params.unit import Param, Residency
+from infinity._src.params.unit import Param, UnsharderInterface
 from infinity.errors import EngineClosed, SecondOrderUnsupported
 
 
 class BackwardUse:
-    """The units that one hooked forward call needs again in backward. Holds no tensors, so it makes no cycles."""
+    """Units that one hooked forward call needs again in backward. Holds no tensors, so it makes no
+    cycles."""
 
     __slots__ = ("active", "backward", "held", "task")
 
@@ -44,18 +46,21 @@ class BackwardUse:
         if self.active and self.task == graph_task_id():
             self.backward.finish(self)
 
-    def listen(self, inputs: list[torch.Tensor], device: torch.device) -> None:
-        """Finish when the gradient of the first of `inputs` is complete. Called before forward modifies them.
+    def hook_inputs(self, inputs: list[torch.Tensor], device: torch.device) -> None:
+        """Finish when the gradient of the first of `inputs` is complete. Called before forward
+        modifies them.
 
-        device: that of the units. Nodes of other devices have their own queue, and no order against these.
+        device: of the units. Nodes of other devices have their own queue, and no order against
+        these.
         """
         for tensor in inputs:
             if tensor.requires_grad and tensor.grad_fn is not None and tensor.device == device:
                 tensor.register_hook(self.finish)
 
-    def bind(self, outputs: list[torch.Tensor], first_node: int) -> None:
-        """Start when backward reaches one of `outputs`. first_node: sequence number when the call began; what was
-        made before it was only passed through, and would gather the units again after they are done."""
+    def hook_outputs(self, outputs: list[torch.Tensor], first_node: int) -> None:
+        """Start when backward reaches one of `outputs`. first_node: sequence number when the call
+        began. Nodes made before it were only passed through: starting at them would gather the
+        units again after they are done."""
         for tensor in outputs:
             node = tensor.grad_fn
             if node is None:
@@ -65,15 +70,19 @@ class BackwardUse:
             # Modifying a view in place takes its node out of the graph, but not that of its base.
             base = tensor._base
             base_node = base.grad_fn if base is not None else None
-            if base_node is not None and base_node is not node and node_sequence_number(base_node) >= first_node:
+            if (
+                base_node is not None
+                and base_node is not node
+                and node_sequence_number(base_node) >= first_node
+            ):
                 base_node.register_prehook(self.start)  # type: ignore[arg-type]
 
 
 class Backward:
-    """The backwards that run now over the graphs of one model."""
+    """Running backwards over the graphs of one model."""
 
-    def __init__(self, residency: Residency, lock: threading.RLock) -> None:
-        self._residency = residency
+    def __init__(self, unsharder: UnsharderInterface, lock: threading.RLock) -> None:
+        self._unsharder = unsharder
         self._lock = lock
         self._tasks: dict[int, list[BackwardUse]] = {}
         self.closed = False
@@ -84,30 +93,38 @@ class Backward:
         return bool(self._tasks)
 
     def start(self, use: BackwardUse) -> None:
-        """Hold the units of `use` until it finishes, in the graph task that runs now. Blocks until gathered."""
+        """Hold the units of `use` until it finishes, in the graph task that runs now. Blocks until
+        gathered."""
         with self._lock:
             if self.closed:
-                raise EngineClosed("backward: the engine of this model was closed, and its parameters' values with it")
+                raise EngineClosed(
+                    "backward: the engine of this model was closed, and its parameters' values "
+                    "with it"
+                )
+            # Autograd enables gradients inside of nodes exactly when create_graph=True.
             if torch.is_grad_enabled():
                 names = ", ".join(slots.unit.name for slots in use.held)
                 raise SecondOrderUnsupported(
-                    f"backward with create_graph=True through {names}: gradients of gradients are not possible with "
-                    "offloaded parameters, which are released as soon as backward has passed them"
+                    f"backward with create_graph=True through {names}: gradients of gradients are "
+                    "not possible with offloaded parameters, which are released as soon as "
+                    "backward has passed them"
                 )
             uses = self.task()
             if use.active:  # left by a backward that raised: it still holds its units
                 stale = self._tasks.get(use.task)
                 if stale is not None:
+                    # Moved, not released: this task needs the same units.
                     stale.remove(use)
             else:
                 held = 0
                 try:
                     for slots in use.held:
-                        slots.enter()
+                        slots.acquire()
                         held += 1
                 except BaseException:
+                    # The use stays inactive, so nobody else would give these references back.
                     for slots in use.held[:held]:
-                        slots.leave(check=False)
+                        slots.release(check=False)
                     raise
                 use.active = True
             use.task = graph_task_id()
@@ -122,15 +139,16 @@ class Backward:
             self._end_use(use)
 
     def task(self) -> list[BackwardUse]:
-        """The active Uses of the graph task that runs now; made when it is first met."""
+        """Active uses of the graph task that runs now; made when it is first met."""
         task = graph_task_id()
         uses = self._tasks.get(task)
         if uses is None:
+            # Nested tasks are parts of one backward, which begins with the first.
             first = not self._tasks
             uses = self._tasks[task] = []
             queue_callback(lambda: self._end_task(task))
             if first:
-                self._residency.backward_start()
+                self._unsharder.backward_start()
         return uses
 
     def reset(self) -> None:
@@ -141,47 +159,53 @@ class Backward:
                 for use in uses:
                     use.active = False
                     for slots in use.held:
-                        slots.leave(check=False)
+                        slots.release(check=False)
 
     def _end_task(self, task: int) -> None:
-        """The graph task has ended. It is forgotten last: where something here raises, the backward has broken off, and `reset`
-        is to find the Uses that are left."""
+        """End the uses that are left in a graph task, then forget the task. In this order: if
+        something raises, the backward has broken off, and `reset` must find the uses that are left.
+        """
         with self._lock:
             uses = self._tasks.get(task, [])
             while uses:
                 self._end_use(uses.pop())
             if not self._tasks.keys() - {task}:
-                self._residency.backward_end()
+                self._unsharder.backward_end()
             self._tasks.pop(task, None)
 
     def _end_use(self, use: BackwardUse) -> None:
         use.active = False
         try:
             for slots in use.held:
-                self._residency.unit_done(slots.unit)
-        except BaseException:  # a drive, or another rank, has failed: no reset will find this Use
+                self._unsharder.unit_done(slots.unit)
+        except BaseException:  # a drive or another rank failed: no reset will find this use
             for slots in use.held:
-                slots.leave(check=False)
+                slots.release(check=False)
             raise
         failure: Exception | None = None
         for slots in use.held:
             try:
-                slots.leave()
-            except Exception as error:  # noqa: BLE001  raised below, when the other units are released
+                slots.release()
+            except Exception as error:  # noqa: BLE001  raised below, after the others
                 failure = failure or error
         if failure is not None:
             raise failure
 
-    def drain_hook(self, param: Param) -> Callable[[torch.Tensor], None]:
-        """A post-accumulate hook that hands the gradient of a gathered parameter to the residency."""
+    def grad_hook(self, param: Param) -> Callable[[torch.Tensor], None]:
+        """Make a post-accumulate hook that hands the gradient of a gathered parameter to the
+        residency."""
 
-        def drain(tensor: torch.Tensor) -> None:
+        def accumulate(tensor: torch.Tensor) -> None:
             grad = tensor.grad
-            if grad is None or type(grad) is not torch.Tensor:  # a stand-in that took the gradient itself
+            # A stand-in here means that another hook has taken the gradient already.
+            if grad is None or type(grad) is not torch.Tensor:
                 return
+            # The gathered leaf never keeps a gradient: slots do, and the memory is freed at once.
             tensor.grad = None
             with self._lock:
                 self.task()
-                self._residency.drain(param, grad if grad.layout is torch.strided else grad.to_dense())
+                self._unsharder.accumulate_grad(
+                    param, grad if grad.layout is torch.strided else grad.to_dense()
+                )
 
-        return drain
+        return accumulate

@@ -1,19 +1,24 @@
-"""The life cycle of offloaded parameters: hooks on the modules, frames for running forwards, Uses for backward.
+"""Forward: hooks on the modules that gather units before a call and release them after it.
 
-    forward   pre hook: push a frame, gather the module's units | post hook: leave a Use on the graph, release
-    lookup    `self.wte.weight` of a unit that no frame holds: gathered at once, held by the innermost frame
-    backward  see `runtime.backward`
-    between   `gather()` opens windows, `state_dict` copies, everything else raises `ParameterReleased`
+    forward   pre hook: push a frame, gather the module's units
+              post hook: leave a BackwardUse on the graph, release
+    lookup    `self.wte.weight` of a unit that no frame holds: gathered at once, held by the
+              innermost frame
+    backward  see `infinity._src.hooks.backward`
+    between   `gather()` opens windows, `state_dict` copies, all else raises `ParameterReleased`
 
-The life cycle decides when a unit must be gathered; the residency decides what else is. References to a unit are
-active Uses, active frames and open windows.
+The life cycle decides when a unit must be gathered; the residency decides which others are.
+References to a unit are active uses, active frames and open windows.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,24 +30,66 @@ from infinity._src._torch_compat import (
     calling_module_frame,
     dynamo_disable,
     graph_task_id,
+    is_running,
     register_post_accumulate,
     sequence_number,
 )
 from infinity._src.hooks import tensors
 from infinity._src.hooks.activation_offload import Activations
 from infinity._src.hooks.backward import Backward, BackwardUse
-from infinity._src.hooks.frames import Frame, FrameStack
 from infinity._src.hooks.gather_window import Gatherable, open_windows
-from infinity._src.hooks.install import Installed, install, uninstall
+from infinity._src.hooks.module_params import Installed, install, uninstall
 from infinity._src.hooks.state_dict import Check, hook_state_dict
 from infinity._src.hooks.unit_refs import UnitRefs, Window
 from infinity._src.kernels.tiling.tiled_module import keep_uncompiled
-from infinity._src.params.unit import Param, Residency, Unit
+from infinity._src.params.unit import Param, Unit, UnsharderInterface
 from infinity.errors import EngineClosed, ParameterReleased
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class Frame:
+    """A hooked module whose forward is running."""
+
+    module: torch.nn.Module
+    caller: FrameType | None  # the Python frame of its __call__; tells whether it still runs
+    thread: int
+    first_node: int  # sequence number of the first autograd node that it can make
+    outermost: bool
+    held: list[UnitRefs] = dataclasses.field(default_factory=list)
+    use: BackwardUse | None = None
+    # Handled when it began: an exception that leaves the frame is another one.
+    handled: BaseException | None = dataclasses.field(default_factory=lambda: sys.exc_info()[1])
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs, in any thread. KeyboardInterrupt leaves dead frames behind."""
+        return self.caller is None or is_running(self.caller, self.thread)
+
+    @property
+    def raised(self) -> BaseException | None:
+        """Exception that leaves the frame now, in its post hook."""
+        error = sys.exc_info()[1]
+        return None if error is self.handled else error
+
+    @property
+    def running_here(self) -> bool:
+        """Whether it still runs, in this thread."""
+        return self.thread == threading.get_ident() and self.alive
+
+
+class FrameStack(list[Frame]):
+    """Running forwards of one model, innermost last. The life cycle pushes and pops them;
+    activations ask whether one runs."""
+
+    @property
+    def running_here(self) -> bool:
+        """Whether a forward of the model runs in this thread."""
+        return bool(self) and self[-1].running_here
+
+
 class Hook:
-    """A hook that torch.compile does not trace, and that says why a hooked module cannot be pickled."""
+    """Module hook that torch.compile does not trace. Pickling a hooked module raises, with the
+    reason."""
 
     def __init__(self, function: Callable[..., None], units: list[Unit]) -> None:
         self._function = dynamo_disable(function)
@@ -59,13 +106,13 @@ class Hook:
 
 
 class Lifecycle:
-    """The life cycle of one model's offloaded parameters. Made by `attach`."""
+    """Life cycle of one model's offloaded parameters. Made by `attach`."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         units: list[Unit],
-        residency: Residency,
+        unsharder: UnsharderInterface,
         *,
         where: Callable[[Param], str] | None = None,
         check_state_dict: Check | None = None,
@@ -74,28 +121,37 @@ class Lifecycle:
     ) -> None:
         self.model = model
         self.units = units
-        self.residency = residency
+        self.unsharder = unsharder
         self.closed = False
         self.windows: dict[Param, Window] = {}
         self._activations = activations
         self._where = where
-        self._device = next((flat.tensor.device for unit in units for flat in unit.flats), torch.device("cpu"))
+        self._device = next(
+            (flat.tensor.device for unit in units for flat in unit.flats), torch.device("cpu")
+        )
+        # Autograd runs hooks of a device in a thread of its own.
         self._lock = threading.RLock()
         self._frames = frames if frames is not None else FrameStack()
-        self._backward = Backward(residency, self._lock)
-        self._drained: set[Param] = set()
-        self._installed: Installed = install(model, units, self)
-        self._slots: dict[Unit, UnitRefs] = {
+        self._backward = Backward(unsharder, self._lock)
+        self._grad_hooked: set[Param] = set()
+        self._installed: Installed = install(
+            model, units, owner=self, on_demand=self.in_forward, read=unsharder.read
+        )
+        self._refs: dict[Unit, UnitRefs] = {
             unit: UnitRefs(
                 unit,
-                residency,
-                [(module, self._installed.owned[module]) for module in self._installed.modules_of[unit]],
+                unsharder,
+                [
+                    (module, self._installed.owned[module])
+                    for module in self._installed.modules_of[unit]
+                ],
             )
             for unit in units
         }
         for unit in units:
             for param in unit.params:
-                self._drain(param)
+                # Users' hooks come after the engine's: they find the stand-in in `p.grad`.
+                self._hook_grad(param)
                 for hook in self._installed.post_accumulate.get(param, ()):
                     param.at_rest.register_post_accumulate_grad_hook(hook)
         self._hooked: dict[torch.nn.Module, list[UnitRefs]] = {}
@@ -103,13 +159,17 @@ class Lifecycle:
         keep_uncompiled(model)
         self._handles: list[RemovableHandle] = self._hook_modules()
         self._handles += hook_state_dict(
-            model, self._installed.owned, (param for unit in units for param in unit.params), check_state_dict
+            model,
+            self._installed.owned,
+            (param for unit in units for param in unit.params),
+            check_state_dict,
         )
 
-    # -- what the engine and users call --------------------------------------------------------------------------------
+    # -- what the engine and users call ------------------------------------------------------------
 
     def gather(self, params: Gatherable) -> AbstractContextManager[None]:
-        """Inside, `params` (a module, a parameter, or parameters) are readable and writable; writes are kept.
+        """Open windows: inside, `params` (a module, a parameter, or parameters) are readable and
+        writable; writes are kept.
 
         Blocks until they are gathered. Views kept past the end are undefined.
         """
@@ -118,18 +178,21 @@ class Lifecycle:
         return open_windows(self, params)
 
     def reset(self) -> None:
-        """Release everything that interrupted forwards and backwards left. Not to be called while one runs."""
+        """Release everything that interrupted forwards and backwards left. Not to be called while
+        one runs."""
         with self._lock:
             self._reset()
 
     def recover(self) -> None:
-        """Release what a forward or backward that broke off has left; nothing if one runs."""
+        """Release the units that a broken-off forward or backward has left. Does nothing while one
+        runs."""
         left = not self._frames[-1].alive if self._frames else self._backward.running
         if left and graph_task_id() == NO_TASK:
             self.reset()
 
     def detach(self) -> None:
-        """Remove the hooks. The module keeps its at-rest parameters, which raise EngineClosed from now on."""
+        """Remove the hooks. The module keeps its at-rest parameters, which raise EngineClosed from
+        now on."""
         if self.closed:
             return
         with self._lock:
@@ -142,26 +205,28 @@ class Lifecycle:
                 uninstall(self._installed)
                 self.closed = self._backward.closed = True
 
-    def slots_of(self, unit: Unit) -> UnitRefs:
-        """The references to `unit`."""
-        return self._slots[unit]
+    def refs_of(self, unit: Unit) -> UnitRefs:
+        """References to `unit`."""
+        return self._refs[unit]
 
-    def drain_into(self, window: Window) -> None:
-        """Drain the gradients that reach an open window; refuse them where training computes with other values than it shows."""
-        slots = self._slots[window.param.unit]
+    def hook_window(self, window: Window) -> None:
+        """Accumulate gradients that reach an open window; refuse them where training computes with
+        other values than the window shows."""
+        refs = self._refs[window.param.unit]
 
         def check(_grad: torch.Tensor) -> None:
             with self._lock:
                 self._backward.task()  # a backward runs, also where it has met no unit yet
-                slots.check_age(window=False)
+                refs.check_version(window=False)
 
         window.tensor.register_hook(check)
-        window.tensor.register_post_accumulate_grad_hook(self._backward.drain_hook(window.param))
+        window.tensor.register_post_accumulate_grad_hook(self._backward.grad_hook(window.param))
 
-    # -- Owner of the at-rest parameters ---------------------------------------------------------------------------------
+    # -- Owner of the at-rest parameters -----------------------------------------------------------
 
     def readable(self, param: Param) -> torch.Tensor | None:
-        """The gathered parameter inside forward, its window inside `gather()`, None elsewhere."""
+        """Return the gathered parameter inside forward, its window inside `gather()`, None
+        elsewhere."""
         inside = self.in_forward(param)
         if inside is not None:
             return inside
@@ -169,29 +234,31 @@ class Lifecycle:
         return window.tensor if window is not None else None
 
     def in_forward(self, param: Param) -> torch.Tensor | None:
-        """The gathered parameter if a forward runs, gathered at once and held by the innermost frame if need be.
+        """Return the gathered parameter if a forward runs; gathered at once and held by the
+        innermost frame if need be.
 
-        Recompute inside backward may run without a frame: the Use of the call is active then, and holds the unit.
+        Recompute inside backward may run without a frame: the use of the call is active then, and
+        holds the unit.
         """
-        slots = self._slots[param.unit]
+        refs = self._refs[param.unit]
         if not self._frames:
-            return param.gathered if slots.entered and graph_task_id() != NO_TASK else None
+            return param.gathered if refs.acquired and graph_task_id() != NO_TASK else None
         frame = self._frames[-1]
         if not frame.running_here:
             return None
-        if not slots.entered:
+        if not refs.acquired:
             with self._lock:
-                slots.enter()
-                frame.held.append(slots)
+                refs.acquire()
+                frame.held.append(refs)
         return param.gathered
 
     def where(self, param: Param) -> str:
-        """Where the values rest, for messages."""
+        """Name the tier of the values, for messages."""
         return self._where(param) if self._where is not None else "its tier"
 
     def take_gradient(self, param: Param, grad: torch.Tensor) -> None:
         """`parameter.grad = tensor`: the tensor becomes the whole gradient."""
-        self.residency.assign_gradient(param, grad.detach())
+        self.unsharder.assign_gradient(param, grad.detach())
 
     def set_requires_grad(self, param: Param, flag: bool) -> None:
         """Mirror `requires_grad` on the gathered parameter and its window."""
@@ -199,20 +266,22 @@ class Lifecycle:
         window = self.windows.get(param)
         if window is not None:
             window.tensor.requires_grad_(flag)
-        self._drain(param)
+        self._hook_grad(param)
 
     def load(self, param: Param, value: torch.Tensor) -> None:
-        """Set the values from a state dict. value: the shape is checked, the dtype is cast as `copy_` does."""
+        """Set the values from a state dict. value: the shape is checked, the dtype is cast as
+        `copy_` does."""
         with torch.no_grad():
-            self.residency.write_alike(param, value.detach().expand(param.shape))
+            self.unsharder.write_alike(param, value.detach().expand(param.shape))
 
-    # -- forward -----------------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     def _hook_modules(self) -> list[RemovableHandle]:
-        """Hook the modules of units, and all above them: those hold what they look up themselves."""
+        """Hook the modules of units, and all above them: a parent's frame holds the parameters that
+        the parent looks up itself."""
         for unit in self.units:
             for module in unit.modules:
-                self._hooked.setdefault(module, []).append(self._slots[unit])
+                self._hooked.setdefault(module, []).append(self._refs[unit])
         for module in self._hooked:
             self._attributes[module] = tensors.AttributeWatch(module)
         named = dict(self.model.named_modules(remove_duplicate=False))
@@ -230,39 +299,49 @@ class Lifecycle:
             handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         return handles
 
-    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         with self._lock:
             outermost = self._find_place()
-            frame = Frame(module, calling_module_frame(), threading.get_ident(), sequence_number(), outermost)
-            self._frames.append(frame)  # before anything can raise: the post hook is always called, and pops it
+            frame = Frame(
+                module, calling_module_frame(), threading.get_ident(), sequence_number(), outermost
+            )
+            # Before anything can raise: the post hook is always called, and pops it.
+            self._frames.append(frame)
             if self._activations is not None:
-                self._activations.entered(module, args, kwargs)
-            for slots in self._hooked[module]:
-                slots.enter()
-                frame.held.append(slots)
+                self._activations.module_entered(module, args, kwargs)
+            for refs in self._hooked[module]:
+                refs.acquire()
+                # One by one: if a later unit fails, the post hook releases those before it.
+                frame.held.append(refs)
             if torch.is_grad_enabled():
                 frame.use = BackwardUse(self._backward)
-                frame.use.listen(tensors.in_arguments(args, kwargs), self._device)
+                frame.use.hook_inputs(tensors.in_arguments(args, kwargs), self._device)
 
     def _find_place(self) -> bool:
-        """Whether this forward is the outermost one; clears what an interrupted one left, if so."""
+        """Return whether this forward is the outermost one. If so, clear the frames that an
+        interrupted one left."""
         in_backward = graph_task_id() != NO_TASK
         # KeyboardInterrupt leaves frames behind; looking up the stack costs a microsecond or two.
         if self._frames and (in_backward or self._frames[-1].alive):
             self._check_thread(in_backward)
             return False
         if in_backward:  # recompute
-            self._backward.task()  # also of a reentrant checkpoint, whose backward inside is only a part of this one
+            # Also of a reentrant checkpoint, whose backward inside is only a part of this one.
+            self._backward.task()
             return False
         if self._frames or self._backward.running:
+            # All frames are dead, and no graph task runs here: an exception left them.
             self._reset()
-        self.residency.forward_start()
+        self.unsharder.forward_start()
         return True
 
     def _check_thread(self, in_backward: bool) -> None:
         if not in_backward and threading.get_ident() != self._frames[-1].thread:
             raise RuntimeError(
-                "two threads run forward of one offloaded model; its units are gathered for one forward at a time"
+                "two threads run forward of one offloaded model; its units are gathered for one "
+                "forward at a time"
             )
 
     def _after_forward(
@@ -273,74 +352,84 @@ class Lifecycle:
             if frame is None:
                 return
             try:
+                # No output, when forward raised: there is no graph to hook.
                 if frame.held and output is not None:
-                    self._leave_use(frame, output)
+                    self._hook_backward(frame, output)
             finally:
                 try:
-                    self._leave_units(frame, check=True)
+                    self._release_units(frame, check=True)
                 finally:
+                    # Last, also after an error: the phase of the clock must end.
                     if frame.outermost:
                         if (error := frame.raised) is not None:
-                            self.residency.broke("forward", error)
-                        self.residency.forward_end()
+                            self.unsharder.broke("forward", error)
+                        self.unsharder.forward_end()
 
     def _pop(self, module: torch.nn.Module) -> Frame | None:
-        """The frame of this call, and off the stack what an exception left above it. None: it never got one."""
+        """Return the frame of this call, and remove frames above it that an exception left. None:
+        the call never got one."""
         caller = calling_module_frame()
         for index in range(len(self._frames) - 1, -1, -1):
             frame = self._frames[index]
-            if frame.module is module and (frame.caller is None or caller is None or frame.caller is caller):
+            if frame.module is module and (
+                frame.caller is None or caller is None or frame.caller is caller
+            ):
                 for stale in reversed(self._frames[index + 1 :]):
-                    self._leave_units(stale, check=False)
+                    self._release_units(stale, check=False)
                 del self._frames[index:]
                 return frame
         return None
 
-    def _leave_use(self, frame: Frame, output: Any) -> None:
-        """Let backward gather the frame's units again; keep gathered what the output still shows."""
+    def _hook_backward(self, frame: Frame, output: Any) -> None:
+        """Let backward gather the frame's units again. Units that the output still shows stay
+        gathered for the frame above."""
         found = tensors.in_output(output)
+        # Outputs that forward leaves in attributes, as MoE layers do with `self.aux_loss`.
         watch = self._attributes.get(frame.module)
         if watch is not None:
             found += watch.found()
         use = frame.use or BackwardUse(self._backward)
         use.held = tuple(frame.held)
-        for slots in use.held:
-            self.residency.use_left(slots.unit)
-        use.bind(found, frame.first_node)
+        for refs in use.held:
+            self.unsharder.use_left(refs.unit)
+        use.hook_outputs(found, frame.first_node)
         for tensor in found:
             param = self._param_shown_by(tensor, frame)
             if param is None:
                 continue
             if not self._frames:
                 raise ParameterReleased(
-                    f"the output of {type(frame.module).__name__} is {param.name}, or a view of it, whose values are "
-                    "released when forward ends; return a copy (`.clone()`)"
+                    f"the output of {type(frame.module).__name__} is {param.name}, or a view of "
+                    "it, whose values are released when forward ends; return a copy (`.clone()`)"
                 )
-            slots = self._slots[param.unit]
+            refs = self._refs[param.unit]
             above = self._frames[-1]
-            if slots not in above.held:
-                slots.enter()
-                above.held.append(slots)
+            if refs not in above.held:
+                refs.acquire()
+                above.held.append(refs)
 
     def _param_shown_by(self, tensor: torch.Tensor, frame: Frame) -> Param | None:
-        """The parameter of the frame's units whose storage `tensor` shares."""
+        """Return the parameter of the frame's units whose storage `tensor` shares, or None."""
         address = address_of(tensor)
-        if address == 0:
+        if address == 0:  # no storage: a meta tensor, or one that is released
             return None
-        for slots in frame.held:
-            for flat in slots.unit.flats:
+        for refs in frame.held:
+            for flat in refs.unit.flats:
                 offset = address - address_of(flat.tensor)
                 if 0 <= offset < flat.size_bytes:
                     start = offset // flat.layout.itemsize
-                    return next((p for p in reversed(flat.params) if p.offset <= start), flat.params[0])
+                    return next(
+                        (p for p in reversed(flat.params) if p.offset <= start), flat.params[0]
+                    )
         return None
 
-    def _leave_units(self, frame: Frame, *, check: bool) -> None:
-        """Release what the frame holds. All are released even when a check raises; the first error is raised."""
+    def _release_units(self, frame: Frame, *, check: bool) -> None:
+        """Release the units of a frame. All are released even when a check raises; the first error
+        is raised."""
         failure: Exception | None = None
         while frame.held:
             try:
-                frame.held.pop().leave(check=check)
+                frame.held.pop().release(check=check)
             except Exception as error:  # noqa: BLE001  raised below, when the others are released
                 failure = failure or error
         if failure is not None:
@@ -348,50 +437,56 @@ class Lifecycle:
 
     def _reset(self) -> None:
         if self._frames or self._backward.running:
-            self.residency.broke("forward or backward", RuntimeError("it was interrupted"))
+            self.unsharder.broke("forward or backward", RuntimeError("it was interrupted"))
         frames = list(self._frames)
-        self._frames.clear()  # the same list: activations look at it
+        self._frames.clear()  # not a new list: activations look at this one
         for frame in reversed(frames):
-            self._leave_units(frame, check=False)
+            self._release_units(frame, check=False)
         self._backward.reset()
-        self.residency.reset()
+        self.unsharder.reset()
 
-    def _drain(self, param: Param) -> None:
-        """Drain the parameter's gradients from now on, if it can have some."""
-        if param.gathered.requires_grad and param not in self._drained:
-            self._drained.add(param)
+    def _hook_grad(self, param: Param) -> None:
+        """Hook the parameter's gradients from now on, if it requires one."""
+        if param.gathered.requires_grad and param not in self._grad_hooked:
+            self._grad_hooked.add(param)
             param.flat.learns = True
-            hook = self._backward.drain_hook(param)
+            hook = self._backward.grad_hook(param)
             param.gathered.register_post_accumulate_grad_hook(hook)
-            # A custom autograd Function that was handed the parameter at rest gives its gradient to that leaf.
+            # A custom autograd Function that was handed the sharded parameter gives its gradient to
+            # that leaf.
             register_post_accumulate(param.at_rest, hook)
 
     def _require_open(self, what: str) -> None:
         if self.closed:
-            raise EngineClosed(f"{what}: the engine of this model was closed, and its parameters' values with it")
+            raise EngineClosed(
+                f"{what}: the engine of this model was closed, and its parameters' values with it"
+            )
 
 
 def attach(
     model: torch.nn.Module,
     units: list[Unit],
-    residency: Residency,
+    unsharder: UnsharderInterface,
     *,
     where: Callable[[Param], str] | None = None,
     check_state_dict: Check | None = None,
     activations: Activations | None = None,
     frames: FrameStack | None = None,
 ) -> Lifecycle:
-    """Replace the parameters of `units` in `model` by parameters at rest, and run their life cycle with hooks.
+    """Replace the parameters of `units` in `model` by sharded parameters, and run their life cycle
+    with hooks.
 
-    The residency must already hold the values: the original parameters are dropped here. Sets `at_rest` and `gathered`
-    of every Param. where: names the tier of a parameter in errors. check_state_dict: see `runtime.state_dict.Check`.
-    activations: is told of every hooked module's forward, and looks at the same `frames`.
+    The residency must already hold the values: the original parameters are dropped here. Sets
+    `at_rest` and `gathered` of every Param. where: names the tier of a parameter in errors.
+    check_state_dict: see `infinity._src.hooks.state_dict.Check`. activations: is told of every
+    hooked module's forward, and looks at the same `frames`.
+
     Raises: ValueError when a parameter already has a gradient.
     """
     return Lifecycle(
         model,
         units,
-        residency,
+        unsharder,
         where=where,
         check_state_dict=check_state_dict,
         activations=activations,

@@ -21,10 +21,10 @@ Gatherable = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
 
 def chosen_params(lifecycle: Lifecycle, what: Gatherable) -> list[Param]:
-    """The offloaded parameters that `what` names: a module, a parameter, or an iterable of parameters.
+    """Return the offloaded parameters of a module, a parameter, or an iterable of parameters.
 
     Parameters that are not offloaded (adapters added later) are readable anyway and are left out.
-    Raises: ValueError when a parameter belongs to another model, or is none of this.
+    Raises: ValueError for a parameter of another model, and for anything but parameters.
     """
     if isinstance(what, torch.nn.Module):
         what = what.parameters()
@@ -34,38 +34,43 @@ def chosen_params(lifecycle: Lifecycle, what: Gatherable) -> list[Param]:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(
                 f"gather() takes a module, a parameter or an iterable of parameters; this holds a "
-                f"{type(tensor).__name__}. Named parameters: gather(p for _, p in model.named_parameters())"
+                f"{type(tensor).__name__}. Named parameters: gather(p for _, p in "
+                "model.named_parameters())"
             )
         if not isinstance(tensor, ShardedParameter):
             continue
         link = tensor.infinity_link
         if link.owner is not lifecycle:
-            raise ValueError(f"{link.param.name} belongs to another model; gather it with that model's handle")
+            raise ValueError(
+                f"{link.param.name} belongs to another model; gather it with that model's handle"
+            )
         chosen[link.param] = None
     return list(chosen)
 
 
 @contextmanager
 def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
-    """Inside, the chosen parameters are readable and writable; writes are kept, also when the body raises."""
+    """Open windows on the chosen parameters: inside, they are readable and writable. Writes are
+    kept, also when the body raises."""
     params = [param for param in chosen_params(lifecycle, what) if param not in lifecycle.windows]
-    params.sort(key=lambda param: (param.unit.index, param.flat.index, param.slot_index))  # the same on all ranks
+    # In one order on all ranks: gathering is a collective.
+    params.sort(key=lambda param: (param.unit.index, param.flat.index, param.slot_index))
     units = list({param.unit: None for param in params})
     held = []
     opened: list[Window] = []
     well = False
     try:
         for unit in units:
-            slots = lifecycle.slots_of(unit)
-            slots.hold()
-            held.append(slots)
-            slots.check_age(window=True)
+            refs = lifecycle.refs_of(unit)
+            refs.add_ref()
+            held.append(refs)
+            refs.check_version(window=True)
         for param in params:
             window = Window(param)
             if window.tensor.requires_grad:
-                lifecycle.drain_into(window)
+                lifecycle.hook_window(window)
             lifecycle.windows[param] = window
-            lifecycle.slots_of(param.unit).windows.append(window)
+            lifecycle.refs_of(param.unit).windows.append(window)
             opened.append(window)
         yield
         well = True
@@ -73,33 +78,34 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
         try:
             _close(lifecycle, opened, together=well)
         finally:
-            for slots in reversed(held):
-                slots.release()
+            for refs in reversed(held):
+                refs.drop_ref()
 
 
 def _close(lifecycle: Lifecycle, opened: list[Window], *, together: bool) -> None:
-    """Keep what was written through the windows. All are closed even if a write fails; the first failure is raised. Nothing is
-    kept when the step before was undone: the windows showed what it had made; nor from where on ranks differ in what they wrote.
+    """Close windows and keep the writes made through them. All are closed even if a write fails;
+    the first failure is raised. After StepUndone nothing is kept: the windows showed values of the
+    step that was undone. After RankFailed nothing more is kept: ranks would differ.
 
-    together: all ranks close these windows now. What one of them has written is then kept by all: a collective that fills the
-    others' (`dist.broadcast`) is no write that torch counts.
+    together: all ranks close these windows now. A write of one rank is then kept by all: a
+    collective that fills the others' windows (`dist.broadcast`) is no write that torch counts.
     """
     for window in opened:
-        slots = lifecycle.slots_of(window.param.unit)
-        slots.note_window_writes()
-        slots.windows.remove(window)
+        refs = lifecycle.refs_of(window.param.unit)
+        refs.note_window_writes()
+        refs.windows.remove(window)
         del lifecycle.windows[window.param]
         bump_version(window.tensor)
     failure: Exception | None = None
     written = [window.written for window in opened]
     try:
-        written = lifecycle.residency.written(written) if together else written
+        written = lifecycle.unsharder.written(written) if together else written
     except Exception as error:  # noqa: BLE001  raised below
         failure = error
     for window, is_written in zip(opened, written, strict=True):
         if is_written and not isinstance(failure, StepUndone | RankFailed):
             try:
-                lifecycle.residency.write_alike(window.param, window.tensor.detach())
+                lifecycle.unsharder.write_alike(window.param, window.tensor.detach())
             except Exception as error:  # noqa: BLE001  raised below, when the others are written
                 failure = failure or error
     if failure is not None:

@@ -1,9 +1,10 @@
 """`state_dict` and `load_state_dict` of a model whose parameters are offloaded.
 
-`model.state_dict()`, and everything that calls it (`save_pretrained`, `torch.save(model.state_dict(), ...)`), gets an
-ordinary CPU copy of every parameter, read one by one; tied names share one copy. With `keep_vars=True` it gets the
-parameters at rest themselves. `load_state_dict` writes every parameter to where it rests, with torch's own checks of
-names and shapes; `assign=True` is refused, as it would replace the parameters outside the engine.
+`model.state_dict()`, and everything that calls it (`save_pretrained`,
+`torch.save(model.state_dict(), ...)`), gets an ordinary CPU copy of every parameter, read one by
+one; tied names share one copy. With `keep_vars=True` it gets the parameters at rest themselves.
+`load_state_dict` writes every parameter to where it rests, with torch's own checks of names and
+shapes; `assign=True` is refused, as it would replace the parameters outside the engine.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from infinity._src.params.unit import Param
 from infinity._src.sizes import format_size
 
 Check = Callable[[int], None]
-"""Called with the bytes of the CPU copies before any is made; raises when they are too many, and names the way out."""
+"""Called with the bytes of the CPU copies before any is made; raises when they are too many, and
+names the way out."""
 
 
 def check_copies(size_bytes: int) -> None:
-    """Raises MemoryError when the CPU copies of a `state_dict()` do not fit into what memory is left."""
+    """Raise MemoryError when the CPU copies of a `state_dict()` do not fit into the memory that is
+    left."""
     left = memory_left_bytes()
     if size_bytes > left:
         raise MemoryError(
-            f"state_dict() would copy {format_size(size_bytes)} of parameters into memory and {format_size(left)} are "
-            "left; inf.export_safetensors(model, directory) streams them to files"
+            f"state_dict() would copy {format_size(size_bytes)} of parameters into memory and "
+            f"{format_size(left)} are left; inf.export_safetensors(model, directory) streams them "
+            "to files"
         )
 
 
@@ -60,8 +64,8 @@ def hook_state_dict(
 def _refuse_assign(local_metadata: dict[str, Any]) -> None:
     if local_metadata.get("assign_to_params_buffers", False):
         raise ValueError(
-            "load_state_dict(assign=True) would replace the offloaded parameters outside the engine; "
-            "leave `assign` out: the values are written to where the parameters rest"
+            "load_state_dict(assign=True) would replace the offloaded parameters outside the "
+            "engine; leave `assign` out: the values are written to where the parameters rest"
         )
 
 
@@ -69,7 +73,8 @@ def _hook_module(
     module: torch.nn.Module, parameters: ModuleParameters, check: Check | None
 ) -> list[RemovableHandle]:
     own_bytes = sum(
-        value.infinity_link.param.numel * value.dtype.itemsize for value in parameters.at_rest.values()
+        value.infinity_link.param.numel * value.dtype.itemsize
+        for value in parameters.at_rest.values()
     )
     tied = {
         name: value.infinity_link.param
@@ -84,7 +89,9 @@ def _hook_module(
             check(own_bytes)
         parameters.save_next = True
 
-    def after_save(_module: torch.nn.Module, destination: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    def after_save(
+        _module: torch.nn.Module, destination: dict[str, Any], prefix: str, _metadata: Any
+    ) -> None:
         for name, param in tied.items():
             _share_copy(destination, prefix + name, param)
 
@@ -108,7 +115,8 @@ def _hook_module(
 
 
 def _share_copy(destination: dict[str, Any], key: str, param: Param) -> None:
-    """Tied names share one tensor, as in any state dict: put the copy saved under another name at `key`."""
+    """Put the copy that was saved under another name at `key`: tied names share one tensor, as in
+    any state dict."""
     for own in param.names:
         if not key.endswith(own):
             continue

@@ -1,4 +1,4 @@
-"""Finding the tensors in what a module takes and gives back."""
+"""Search for the tensors in a module's arguments, output and attributes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 
-_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type})
+_ATOMS = frozenset(
+    {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type}
+)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 _OBJECTS_MAX = 10_000  # an output that is a whole object graph is not searched further
 
 
 def in_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Tensors among the arguments and in their tuples, lists and dicts.
+    """Return tensors among the arguments and in their tuples, lists and dicts.
 
-    Not in other objects: a KV cache would be searched by every block, and a missed input only delays a release.
+    Other objects are not searched: every block would search the KV cache, and a missed input only
+    delays a release.
     """
     found: list[torch.Tensor] = []
     pending: list[Any] = [*args, *kwargs.values()]
@@ -30,7 +33,8 @@ def in_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Te
 
 
 def in_output(output: Any) -> list[torch.Tensor]:
-    """Every tensor in a module's output: containers, dataclasses and objects with a `__dict__` are searched.
+    """Return every tensor in a module's output: containers, dataclasses and objects with a
+    `__dict__` are searched.
 
     None may be missed: backward gathers the unit when it reaches one of them.
     """
@@ -41,7 +45,8 @@ def in_output(output: Any) -> list[torch.Tensor]:
     pending: list[Any] = [output]
     for value in pending:
         if isinstance(value, torch.Tensor):
-            found.extend(getattr(value, "infinity_inputs", (value,)))  # of logits that are not computed: the way to their graph
+            # Of logits that are not computed: the way to their graph.
+            found.extend(getattr(value, "infinity_inputs", (value,)))
             continue
         if type(value) in _ATOMS or id(value) in seen or len(seen) > _OBJECTS_MAX:
             continue
@@ -51,7 +56,8 @@ def in_output(output: Any) -> list[torch.Tensor]:
 
 
 def _parts(value: Any) -> list[Any]:
-    """What an object holds: items of a container, attributes of anything but modules, classes and functions."""
+    """Return the parts of an object: items of a container, attributes of anything but modules,
+    classes and functions."""
     if isinstance(value, (tuple, list, set, frozenset)):
         return list(value)
     parts: list[Any] = []
@@ -70,10 +76,12 @@ def _parts(value: Any) -> list[Any]:
 
 
 class AttributeWatch:
-    """Finds tensors with a graph that modules keep as attributes (`self.aux_loss = ...`): outputs by another door.
+    """Finder of tensors with a graph that modules keep as attributes (`self.aux_loss = ...`):
+    outputs that forward does not return.
 
-    Reading every attribute of every module at each call would cost more than the rest of the hooks. Looked at are
-    those that held None or a tensor when a module was last listed; a module is listed anew when it has more attributes.
+    Reading every attribute of every module at each call would cost more than the rest of the hooks.
+    Only attributes that held None or a tensor when a module was last listed are read; a module is
+    listed anew when it has more attributes.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -89,7 +97,7 @@ class AttributeWatch:
         return attributes, len(attributes), names
 
     def found(self) -> list[torch.Tensor]:
-        """The tensors with a graph that lie there now."""
+        """Return the tensors with a graph that the attributes hold now."""
         found = []
         for index, (attributes, count, names) in enumerate(self._watched):
             if len(attributes) != count:

@@ -1,11 +1,13 @@
-"""One unit as the life cycle holds it: reference count, the slots of its modules, and the checks on both.
+"""References to one unit: its count, the `_parameters` of its modules, and the checks on both.
 
-    hold / release   count a reference; the first makes the residency gather the unit, the last lets it evict
-    enter / leave    the same for a running forward or an active Use, and the gathered parameters lie in the slots:
-                     recompute may call `forward` itself, past all hooks, and finds them there
+    add_ref / drop_ref   count a reference; the first gathers the unit, the last lets it be evicted
+    acquire / release    the same for a running forward or an active use; meanwhile the gathered
+                         parameters lie in the modules' `_parameters`, where recompute, which may
+                         call `forward` past all hooks, finds them
 
-Checks: on the way in, every slot still has the at-rest parameter that the engine put there. On the way out, no
-version counter has moved: a weight written in forward would be lost at the next eviction.
+Checks: on the way in, every module still has the sharded parameter that the engine put there. On
+the way out, no version counter has moved: a weight written in forward would be lost at the next
+eviction.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ from infinity._src._torch_compat import bump_version, separate_version, version_
 from infinity._src.hooks.module_params import ModuleParameters, look, put
 from infinity._src.params import unsharded_param as gathered
 from infinity._src.params.sharded_param import ShardedParameter
-from infinity._src.params.unit import Param, Residency, Unit
+from infinity._src.params.unit import UNSHARDED, Param, Unit, UnsharderInterface
 from infinity.errors import ReplacedOutsideEngine, WeightWritten
 
 
 class Window:
-    """A parameter while `gather()` has it open: a leaf on the gathered storage with a version counter of its own.
+    """Parameter inside of `gather()`: a leaf on the gathered storage with a version counter of its
+    own.
 
-    Its counter tells what was written. It is bumped on closing, so that a graph made from it, which needs values that
-    are released by then, raises in backward.
+    The counter tells of writes. It is bumped on closing, so that backward raises for a graph made
+    from the window: the values that it saved are released by then.
     """
 
     def __init__(self, param: Param) -> None:
@@ -36,8 +39,8 @@ class Window:
         self.written = False
         self._seen_version = version_of(self.tensor)
 
-    def take_write(self) -> bool:
-        """Whether it was written to since the last call."""
+    def poll_write(self) -> bool:
+        """Return whether it was written to since the last call."""
         version = version_of(self.tensor)
         changed = version != self._seen_version
         self._seen_version = version
@@ -46,13 +49,19 @@ class Window:
 
 
 class UnitRefs:
-    """The references to one unit, and the module slots of its parameters (see the module's docstring)."""
+    """References to one unit, and the places of its parameters in modules (see the module's
+    docstring)."""
 
-    def __init__(self, unit: Unit, residency: Residency, modules: list[tuple[torch.nn.Module, ModuleParameters]]) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        unsharder: UnsharderInterface,
+        modules: list[tuple[torch.nn.Module, ModuleParameters]],
+    ) -> None:
         self.unit = unit
         self.windows: list[Window] = []
-        self._residency = residency
-        self._entered = 0  # the frames and Uses among the references
+        self._unsharder = unsharder
+        self._acquired = 0  # frames and uses among the references
         self._versions: list[int] = []
         self._stamped_generation: int | None = None
         self._spoilt = False
@@ -66,18 +75,18 @@ class UnitRefs:
         ]
 
     @property
-    def entered(self) -> bool:
-        """Whether the gathered parameters lie in the slots."""
-        return self._entered > 0
+    def acquired(self) -> bool:
+        """Whether the gathered parameters lie in the modules' `_parameters`."""
+        return self._acquired > 0
 
-    def hold(self) -> None:
+    def add_ref(self) -> None:
         """Count a reference; blocks until the unit is gathered."""
         unit = self.unit
         if unit.refs == 0:
-            self._residency.demand(unit)
-            assert unit.gathered, f"{unit.name} was demanded and is not gathered"
+            self._unsharder.unshard(unit)
+            assert unit.state is UNSHARDED, f"{unit.name} was unsharded and is {unit.state}"
         else:
-            self.check_age(window=False)
+            self.check_version(window=False)
         if self._stamped_generation != unit.generation:
             self._versions = gathered.stamp(unit)
             self._stamped_generation = unit.generation
@@ -85,72 +94,82 @@ class UnitRefs:
             self.note_window_writes()
         unit.refs += 1
 
-    def check_age(self, *, window: bool) -> None:
-        """Raise if a training pass would take what `gather()` shows; or, with `window`, the reverse."""
-        if self._residency.mixes(self.unit, window=window):
+    def check_version(self, *, window: bool) -> None:
+        """Raise if a training pass would take what `gather()` shows; or, with `window`, the
+        reverse."""
+        if self._unsharder.mixes(self.unit, window=window):
             raise RuntimeError(
-                f"a training forward or backward beside handle.gather() of {self.unit.name}: gather() shows the newest "
-                "parameters as they are, and training computes with those before the update (update='delayed'), or as they "
-                "travel (qwz=True); run forward and backward outside of gather(), and gather outside of them (evaluation "
+                f"a training forward or backward beside handle.gather() of {self.unit.name}: "
+                "gather() shows the newest parameters as they are, and training computes with "
+                "those before the update (update='delayed'), or as they travel (qwz=True); run "
+                "forward and backward outside of gather(), and gather outside of them (evaluation "
                 "without gradients may be inside)"
             )
 
-    def release(self) -> None:
-        """Give a reference back."""
+    def drop_ref(self) -> None:
+        """Drop a reference; at the last one the unit may be evicted."""
         unit = self.unit
         assert unit.refs > 0, f"{unit.name} was released more often than it was held"
         unit.refs -= 1
         if unit.refs == 0:
             if self._spoilt:
                 self._spoilt = False
-                self._residency.discard(unit)
-            self._residency.idle(unit)
+                self._unsharder.invalidate(unit)
+            self._unsharder.release(unit)
 
-    def enter(self) -> None:
-        """Hold, and put the gathered parameters into the slots."""
-        if self._entered == 0:
-            self._check_slots()
-            self.hold()
+    def acquire(self) -> None:
+        """Add a reference, and put the gathered parameters into the modules."""
+        if self._acquired == 0:
+            self._check_modules()
+            self.add_ref()
             for parameters, attr, _, tensor in self._sites:
                 put(parameters, attr, tensor)
         else:
-            self.hold()
-        self._entered += 1
+            self.add_ref()
+        self._acquired += 1
 
-    def leave(self, *, check: bool = True) -> None:
-        """Undo `enter`. check: raise WeightWritten if forward wrote to a parameter; the unit is released first."""
-        self._entered -= 1
+    def release(self, *, check: bool = True) -> None:
+        """Undo `acquire`. check: raise WeightWritten if forward wrote to a parameter; the unit is
+        released first."""
+        self._acquired -= 1
         written: list[str] = []
-        if self._entered == 0:
+        if self._acquired == 0:
             for parameters, attr, at_rest, _ in self._sites:
                 put(parameters, attr, at_rest)
             versions = [tensor._version for tensor in self._gathered]
+            # A write bumps the version counter of the tensor, and would be lost when it is evicted.
             if versions != self._versions:
                 written = [
                     param.name
-                    for param, now, then in zip(self.unit.params, versions, self._versions, strict=True)
+                    for param, now, then in zip(
+                        self.unit.params, versions, self._versions, strict=True
+                    )
                     if now != then
                 ]
                 self._spoilt = True
                 self._stamped_generation = None
-        self.release()
+        self.drop_ref()
         if written and check:
             raise WeightWritten(
-                f"forward wrote to {', '.join(written)}: a write to an offloaded parameter inside forward is lost. Write "
-                "between steps, with `with torch.no_grad(), inf.handle(model).gather(parameter): parameter.clamp_(...)`"
+                f"forward wrote to {', '.join(written)}: a write to an offloaded parameter inside "
+                "forward is lost. Write between steps, with `with torch.no_grad(), "
+                "inf.handle(model).gather(parameter): parameter.clamp_(...)`"
             )
 
     def note_window_writes(self) -> None:
-        """What was written through a window modifies the gathered parameter too, for the graphs that saved it."""
+        """Bump the version of gathered parameters that were written through windows: autograd must
+        find out if their old values were saved."""
         for window in self.windows:
-            if window.take_write():
+            if window.poll_write():
                 bump_version(window.param.gathered)
         self._versions = [version_of(tensor) for tensor in self._gathered]
 
-    def _check_slots(self) -> None:
+    def _check_modules(self) -> None:
         for attributes, parameters in self._modules:
             if attributes.get("_parameters") is not parameters:
-                raise ReplacedOutsideEngine(f"the parameters of a module of {self.unit.name} {_REPLACED}")
+                raise ReplacedOutsideEngine(
+                    f"the parameters of a module of {self.unit.name} {_REPLACED}"
+                )
         for parameters, attr, at_rest, _ in self._sites:
             if look(parameters, attr) is not at_rest or type(at_rest) is not ShardedParameter:
                 raise ReplacedOutsideEngine(f"{self._name(parameters, attr)} {_REPLACED}")
@@ -162,6 +181,7 @@ class UnitRefs:
 
 
 _REPLACED = (
-    "was replaced outside the engine, which would go on training the old one; change the module before `inf.offload`, "
-    "or write values with `with inf.handle(model).gather(parameter): parameter.copy_(...)`"
+    "was replaced outside the engine, which would go on training the old one; change the module "
+    "before `inf.offload`, or write values with `with inf.handle(model).gather(parameter): "
+    "parameter.copy_(...)`"
 )

@@ -29,7 +29,7 @@ IMPLEMENTATIONS = ("torch", "triton")
 class Op:
     """An operation with two implementations.
 
-    about: what it does, in half a line; bitwise: the two give the same bits.
+    about: its purpose, in half a line; bitwise: the two give the same bits.
     """
 
     name: str
@@ -66,13 +66,15 @@ MEASURED: Mapping[tuple[str, tuple[int, int]], float] = {}
 Above 1, Triton is the default there.
 """
 
+# Innermost last: the latest `forced` block decides.
 _forced: list[dict[str, str]] = []
 
 
 @contextlib.contextmanager
 def forced(**choices: str) -> Iterator[None]:
-    """Inside, these operations run as said, in every thread: `forced(group_quantize="triton")`. For
-    tests and benchmarks.
+    """Force implementations in this context, in every thread: `forced(group_quantize="triton")`.
+
+    For tests and benchmarks.
 
     Raises: ValueError for an operation or implementation that is not known.
     """
@@ -85,7 +87,7 @@ def forced(**choices: str) -> Iterator[None]:
 
 
 def implementation(name: str, device: torch.device) -> str:
-    """ "torch" or "triton": what runs this operation on this device.
+    """Choose "torch" or "triton" for this operation on this device.
 
     Raises: ValueError where Triton is forced and cannot run.
     """
@@ -99,8 +101,10 @@ def implementation(name: str, device: torch.device) -> str:
         )
     if chosen is not None:
         return chosen
+    # On the CPU Triton runs in its interpreter only, for tests.
     if device.type != "cuda":
         return "torch"
+    # Never a measurement of the moment: where the two round differently, a run must repeat.
     return (
         "triton"
         if MEASURED.get((name, torch.cuda.get_device_capability(device)), 0.0) > 1.0

@@ -94,13 +94,13 @@ def encode(
     element: int = 0,
     error: torch.Tensor | None = None,
 ) -> None:
-    """`values` as codes and scales into `wire`.
+    """Encode `values` as codes and scales into `wire`.
 
     values: bf16, fp16 or fp32 [numel]. wire: uint8 [wire_bytes(numel)]. bits: 8 or 4. group_numel:
     a power of two, 64 to 1024. key: of random rounding, element: the parameter's index of the first
     value then; without a key to nearest, ties to even. error: bf16 or fp32 [numel], is added to the
-    values and becomes what the wire does not say of the sum. Raises: ValueError for what is none of
-    these.
+    values, and receives the part of the sum that rounding took.
+    Raises: ValueError for other arguments.
     """
     _check_groups(bits, group_numel)
     _check_values("values", values, DTYPES)
@@ -113,6 +113,7 @@ def encode(
         raise ValueError(f"element={element}: the index of the first value is not negative")
     if key is not None and not 0 <= key < 1 << 64:
         raise ValueError(f"key={key}: use what rounding.rounding_key returns, 0 to 2^64 - 1")
+    # Chosen by a fixed rule, never by a measurement of the moment: all give the same bits.
     which = _implementation("wire_encode", values.device)
     if which == "native":
         lib, cast = native.lib, native.ffi.cast
@@ -134,7 +135,7 @@ def encode(
 
 
 def decode(wire: torch.Tensor, out: torch.Tensor, *, bits: int, group_numel: int) -> None:
-    """The values of a wire, rounded once to the dtype of `out`: bf16, fp16 or fp32 [numel].
+    """Decode a wire into `out`, rounded once to its dtype: bf16, fp16 or fp32 [numel].
 
     Raises: ValueError for another dtype, or a wire of another size.
     """
@@ -149,7 +150,7 @@ def decode_sum(
     group_numel: int,
     divisor: int = 1,
 ) -> None:
-    """The sum of wires in their order, in fp32, / divisor, rounded once to the dtype of `out`.
+    """Sum wires in their order, in fp32, divide, and round once to the dtype of `out`.
 
     wires: uint8 [wire_bytes(numel)] each, at least one. out: bf16, fp16 or fp32 [numel]. divisor: 1
     to 2^24. Raises: ValueError for what is none of these.
@@ -161,6 +162,7 @@ def decode_sum(
         _check_wire(wire, out, bits, group_numel)
     which = _implementation("wire_decode", out.device)
     if which == "native":
+        # Addresses, not one buffer: the pieces come from receive buffers that lie anywhere.
         addresses = native.ffi.new("uint64_t[]", [wire.data_ptr() for wire in wires])
         native.lib.inf_wire_decode_sum(
             addresses, len(wires), native.ffi.cast("void *", out.data_ptr()),
@@ -178,7 +180,7 @@ def decode_sum(
 
 
 def sum_in_order(pieces: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int = 1) -> None:
-    """The sum of tensors in their order, in fp32, / divisor, rounded once to the dtype of `out`.
+    """Sum tensors in their order, in fp32, divide, and round once to the dtype of `out`.
 
     pieces: [numel] each, all bf16, all fp16 or all fp32, at least one. out: bf16, fp16 or fp32
     [numel]; may be one of the pieces, but no part of one. divisor: 1 to 2^24. Raises: ValueError
@@ -227,17 +229,20 @@ def encode_torch(
     element: int,
     error: torch.Tensor | None,
 ) -> None:
-    """`encode` by `quantize`."""
+    """Encode as `encode` does, by `quantize`."""
+    # Summed in fp32: the sum of two bf16 numbers is no bf16 number.
     x = values.to(torch.float32)
     if error is not None:
         x = x + error.to(torch.float32)
     q = quantize(x, bits=bits, group_numel=group_numel, key=key, element=element)
+    # Padding is zero, so that the same values are the same bytes.
     wire.zero_()
     wire[: q.codes.numel()].copy_(q.codes.view(torch.uint8))
     scales = wire[codes_bytes(x.numel(), bits) :]
     scales[: 2 * q.scales.numel()].copy_(q.scales.view(torch.uint8))
     if error is not None:
         said = dequantize(q, dtype=torch.float32)
+        # A group that is not finite decodes to NaN, and has nothing to carry on.
         error.copy_(torch.where(torch.isnan(said), torch.zeros_like(x), x - said))
 
 
@@ -260,12 +265,15 @@ def decode_sum_torch(
 
 def sum_in_order_torch(pieces: Sequence[torch.Tensor], out: torch.Tensor, divisor: int) -> None:
     """`sum_in_order`, addition by addition."""
+    # From the first piece on, not from zero: one piece comes back as it is, -0.0 included.
     total = pieces[0].to(torch.float32)
     for piece in pieces[1:]:
         total = total + piece.to(torch.float32)
+    # Divided once, after the sum: each division would round.
     if divisor != 1:
         # A tensor: on a GPU torch divides by a number through its reciprocal, which rounds twice.
         total = total / torch.full((), divisor, dtype=torch.float32, device=total.device)
+    # Every NaN is written with the same bits, whatever the pieces' payloads were.
     missing = torch.isnan(total)
     out.copy_(total)
     out.masked_fill_(missing, float("nan"))
@@ -275,8 +283,9 @@ def sum_in_order_torch(pieces: Sequence[torch.Tensor], out: torch.Tensor, diviso
 
 
 def _implementation(name: str, device: torch.device) -> str:
-    """ "native", "torch" or "triton": what choice.py leaves to torch on the CPU is the extension's,
-    if there is one.
+    """Choose "native", "torch" or "triton".
+
+    On the CPU the extension, where it is built, computes in place of torch.
     """
     which = choice.implementation(name, device)
     if which != "torch" or device.type != "cpu":
@@ -330,6 +339,7 @@ def _check_wire(wire: torch.Tensor, values: torch.Tensor, bits: int, group_numel
             f"a wire is {_of(wire)}, but {values.numel()} values on {values.device} take "
             f"{size_bytes} bytes there"
         )
+    # Scales are read as 2-byte words, and follow the codes in the same buffer.
     if wire.data_ptr() % 2:
         raise ValueError(
             "a wire starts at an odd address, and holds 2-byte scales: cut buffers at multiples of "

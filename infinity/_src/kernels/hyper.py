@@ -51,6 +51,7 @@ def hyper_row_adamw(
         raise ValueError(f"step={step}: the first update is step 1")
     beta1, beta2 = betas
     row = _blank_row(Algorithm.ADAMW, log, key)
+    # A learning rate beyond fp32 becomes inf, as in torch: no warning.
     with np.errstate(over="ignore"):
         row["decay"] = 1.0 - lr * weight_decay
         row["beta1"] = beta1
@@ -58,6 +59,7 @@ def hyper_row_adamw(
         row["beta2"] = beta2
         row["one_minus_beta2"] = 1.0 - beta2
         row["eps"] = eps
+        # In double, and rounded to fp32 once, as torch rounds a Python float.
         row["bc2_sqrt"] = math.sqrt(1.0 - beta2**step)
         row["step_size"] = lr / (1.0 - beta1**step)
     return row
@@ -82,6 +84,7 @@ def hyper_row_sgd(
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError("nesterov needs a momentum and no dampening")
     row = _blank_row(Algorithm.SGD, log, key)
+    # In the fields of Lion's and AdamW's first moment: one record serves all three.
     row["beta1"], row["one_minus_beta1"] = momentum, 1.0 - dampening
     row["step_size"], row["weight_decay"] = lr, weight_decay
     row["flags"] = HyperFlag.NESTEROV * nesterov | HyperFlag.FIRST * first
@@ -108,10 +111,11 @@ def hyper_row_lion(
 
 
 def _blank_row(algorithm: Algorithm, log: Log, key: int) -> npt.NDArray[np.void]:
-    """A HYPER record, shape (), with everything but the algorithm's own scalars.
+    """Make a HYPER record, shape (), with all fields but the algorithm's own scalars.
 
     Raises: ValueError for a log longer than the kernels replay.
     """
+    # The record has room for so many; replaying a part would be a wrong gradient.
     if len(log) > LOG_MAX:
         raise ValueError(
             f"{len(log)} operations were done to one gradient between two steps; at most {LOG_MAX} "

@@ -110,8 +110,9 @@ def tile_dlogits(
     label_smoothing: float,
     vocabulary: int,
 ) -> torch.Tensor:
-    """The gradient of the loss by one tile of the logits: [rows, tile], rounded to the dtype of
-    `hidden`. Records no graph.
+    """Compute the gradient of the loss by one tile of the logits. Records no graph.
+
+    Returns [rows, tile], rounded to the dtype of `hidden`:
 
         (exp(logit - lse) - (1 - label_smoothing) * [index is target]
          - label_smoothing / vocabulary) * scale
@@ -144,10 +145,11 @@ def reference_partials(
     *,
     start: int,
 ) -> Partials:
-    """`tile_partials` with torch."""
+    """Compute `tile_partials` with torch."""
     logits = _logits(hidden, weight, bias)
     row_max = logits.amax(1)
     logit_sum = logits.sum(1)
+    # Before the exponentials, which overwrite the logits in place.
     inside, index = _place(target, start, weight.shape[0])
     target_logit = torch.where(inside, logits.gather(1, index[:, None])[:, 0], 0.0)
     row_sum_exp = logits.sub_(_shift(row_max)[:, None]).exp_().sum(1)
@@ -166,7 +168,7 @@ def reference_dlogits(
     label_smoothing: float,
     vocabulary: int,
 ) -> torch.Tensor:
-    """`tile_dlogits` with torch."""
+    """Compute `tile_dlogits` with torch."""
     found = _logits(hidden, weight, bias).sub_(lse[:, None]).exp_()
     inside, index = _place(target, start, weight.shape[0])
     taken = inside.to(found.dtype) * (label_smoothing - 1.0)
@@ -178,7 +180,7 @@ def reference_dlogits(
 
 
 def merge(first: Partials, second: Partials) -> Partials:
-    """The partials of two parts of the vocabulary together."""
+    """Merge the partials of two parts of the vocabulary."""
     row_max = torch.maximum(first.row_max, second.row_max)
     shift = _shift(row_max)
     row_sum_exp = (
@@ -208,6 +210,7 @@ def row_losses(
     if smoothing:
         losses -= smoothing / settings.vocabulary * found.logit_sum
     losses.masked_fill_((target < 0) | (target >= settings.vocabulary), float("nan"))
+    # An ignored row gets 0 last, whatever number its target is.
     return losses.masked_fill_(target == settings.ignore_index, 0.0), lse
 
 

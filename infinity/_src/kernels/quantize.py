@@ -54,6 +54,7 @@ GROUP_NUMEL_LEAST, GROUP_NUMEL_MOST = 64, 1024
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 VALUE_MOST = float.fromhex("0x1.fep127")
 """The largest bf16: no dequantized value is larger."""
+# 2^-126, the least normal fp32: no group has a smaller scale.
 _SCALE_LEAST_BITS = 0x00800000
 _NAN_BITS = 0x7FC00000
 
@@ -78,7 +79,7 @@ class Quantized:
 
     @property
     def symmetric(self) -> bool:
-        """True when zero is the code 0 of every group."""
+        """Whether zero is the code 0 of every group."""
         return self.zeros is None
 
     @property
@@ -88,7 +89,7 @@ class Quantized:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of codes, scales and zeros: what travels."""
+        """Bytes of codes, scales and zeros, which travel together."""
         tensors = [self.codes, self.scales] + ([] if self.zeros is None else [self.zeros])
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -102,7 +103,7 @@ def quantize(
     key: int | None = None,
     element: int = 0,
 ) -> Quantized:
-    """`values` in groups of int8 or int4.
+    """Quantize `values` in groups of int8 or int4.
 
     values: bf16, fp16 or fp32, any shape and strides. bits: 8 or 4. group_numel: a power of two, 64
     to 1024. key: of random rounding (`rounding.rounding_key`), element: the parameter's index of
@@ -138,7 +139,7 @@ def quantize(
 def dequantize(
     quantized: Quantized, *, dtype: torch.dtype | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The values, in `out` or in a new tensor of `quantized.shape`.
+    """Dequantize into `out`, or into a new tensor of `quantized.shape`.
 
     dtype: bf16, fp16 or fp32; None: that of `out`, else what was quantized. out: any strides
     without overlap, on the same device. Raises: ValueError for another dtype or shape.
@@ -167,7 +168,7 @@ def dequantize(
 
 
 def levels_of(bits: int, symmetric: bool) -> int:
-    """The largest code: 127 or 7, and asymmetric 255 or 15."""
+    """Return the largest code: 127 or 7, and asymmetric 255 or 15."""
     return (1 << bits - symmetric) - 1
 
 
@@ -185,10 +186,12 @@ def _quantize_torch(
     """Codes, scales, zeros; see `Quantized`."""
     numel, levels = values.numel(), float(levels_of(bits, symmetric))
     groups = -(-numel // group_numel)
+    # Zeros fill the last group: they raise no maximum, and have no code of their own.
     x = torch.zeros(groups * group_numel, dtype=torch.float32, device=values.device)
     x[:numel] = values.reshape(-1)
     x = x.view(groups, group_numel)
     finite = torch.isfinite(x).all(dim=1)
+    # A group that is not finite is computed as zeros, and becomes NaN by its scale.
     x = torch.where(finite[:, None], x, torch.zeros_like(x))
     # Divisors are tensors: on a GPU torch divides by a number through its reciprocal, which rounds
     # twice.
@@ -197,6 +200,7 @@ def _quantize_torch(
         exact = x.abs().amax(dim=1) / divisor
     else:
         exact = x.amax(dim=1).clamp(min=0) / divisor - x.amin(dim=1).clamp(max=0) / divisor
+    # Rounded up where codes must span the range, or nothing may be clipped.
     scale = _rounded_scale(exact, up=not symmetric or key is not None)
     y = x / scale[:, None]
     zeros = None
@@ -204,6 +208,8 @@ def _quantize_torch(
         code = _rounded(y, key, element).clamp(-levels, levels)
     else:
         exact = x.amin(dim=1).clamp(max=0).neg() / scale
+        # At random the zero is rounded up, or the lowest value could be clipped, and the mean be
+        # wrong.
         zero = torch.round(exact) if key is None else torch.ceil(exact)
         code = (_rounded(y, key, element) + zero[:, None]).clamp(0, levels)
         code = torch.where(finite[:, None], code, torch.zeros_like(code))
@@ -219,7 +225,10 @@ def _quantize_torch(
 def _rounded_scale(exact: torch.Tensor, *, up: bool) -> torch.Tensor:
     """fp32 scales that are bf16 numbers: `exact` to nearest or up, and at least 2^-126."""
     bits = exact.view(torch.int32)
+    # Half of the last kept bit less one, plus that bit: to nearest, ties to even, by integers
+    # alone.
     bits = bits + (0xFFFF if up else 0x7FFF + (bits >> 16 & 1))
+    # At least 2^-126: a group of zeros would divide by zero.
     return (bits & -0x10000).clamp(min=_SCALE_LEAST_BITS).view(torch.float32)
 
 
@@ -228,6 +237,7 @@ def _rounded(y: torch.Tensor, key: int | None, element: int) -> torch.Tensor:
     if key is None:
         return torch.round(y)
     below = torch.floor(y)
+    # 23 bits and a half: u lies strictly between 0 and 1, so whole numbers stay as they are.
     u = (
         shift_right(random_bits(key, element, y.numel(), y.device), 9).to(torch.float32) + 0.5
     ) * 2.0**-23
@@ -249,9 +259,12 @@ def _dequantize_torch(quantized: Quantized) -> torch.Tensor:
     if quantized.bits == 4:
         code = torch.stack([code & 15, code >> 4], dim=1).reshape(-1)[: quantized.numel]
         if quantized.symmetric:
+            # Sign of a nibble: two's complement of four bits.
             code = code - (code >> 3 << 4)
+    # By index, not by a reshape: the last group may be short.
     group = torch.arange(code.numel(), device=code.device) // quantized.group_numel
     if quantized.zeros is not None:
         code = code - quantized.zeros.to(torch.int32)[group]
     values = code.to(torch.float32) * quantized.scales.to(torch.float32)[group]
+    # The largest code times a rounded-up scale may leave bf16's range.
     return values.clamp(-VALUE_MOST, VALUE_MOST)

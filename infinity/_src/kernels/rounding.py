@@ -43,6 +43,7 @@ def random_bits(key: int, element: int, numel: int, device: torch.device) -> tor
     parts = []
     while numel > 0:
         low = element & _MASK32
+        # Up to the next multiple of 2^32 the upper half of the element's number is the same.
         count = min(numel, (1 << 32) - low, _PART_NUMEL)
         # The upper half of an element's number enters the key; the lower half is what the loop
         # hashes.

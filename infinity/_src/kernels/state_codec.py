@@ -39,8 +39,11 @@ from infinity._src.kernels.rounding import random_bits, shift_right, sqrt_exact
 from infinity.aio._records import QUANT_GROUP, Format, GradSection, Master, Moments
 
 _NAN_BITS, _INFINITY_BITS = 0x7FC00000, 0x7F800000
+# 2^-94, so that code 1 of moment 1 is not zero; and the largest finite bf16.
 _SCALE_LEAST, _SCALE_MOST = 0x1080, 0x7F7F
+# 127^2 and 255^4: codes are companded, so that small numbers in a group with a large one survive.
 _LEVELS = (16129.0, 4228250625.0)
+# Rounded to fp32 as the kernels hold it: decoding multiplies, and never divides.
 _STEPS = tuple(float(np.float32(1) / np.float32(levels)) for levels in _LEVELS)
 _THIRD_MOMENT_KEY = 0x5555555555555555
 """Added to the key (by xor) for the bits of a third moment: 32 bits serve a master and two moments.
@@ -69,6 +72,7 @@ def encode_sections(
         raise ValueError(
             f"{state_format} has {state_format.count} moments, {len(moments)} were given"
         )
+    # fp32 masters and moments keep every bit: nothing is rounded, and no random bits are drawn.
     rounds = state_format.master is Master.SPLIT8 or state_format.moments is not Moments.FP32
     random = (
         random_bits(key, element, master.numel(), master.device)
@@ -81,6 +85,7 @@ def encode_sections(
         if state_format.moments is Moments.FP32:
             sections.append(values)
             continue
+        # Its bits must be other ones: master and two moments have taken all 32.
         if index == 2 and key is not None:
             random = random_bits(key ^ _THIRD_MOMENT_KEY, element, master.numel(), master.device)
         drawn = None if random is None else _draw(state_format, index, random)
@@ -91,6 +96,7 @@ def encode_sections(
             sections.append(codes)
             scales.append(scale)
     if scales:
+        # Interleaved: the scales of a group are neighbours.
         sections.append(torch.stack(scales, dim=1).reshape(-1))
     return sections
 
@@ -141,7 +147,9 @@ def _encode_master(
         if random is None:
             bits = bits + (bits >> 8 & 1).add_(0x7F)  # to nearest, ties to even
         else:
+            # The upper 8 of the 32 bits; moments take others, so that roundings are independent.
             bits = bits + shift_right(random, 24)
+        # The low 8 bits are dropped last: the noise above decides whether bit 8 rises.
         bits &= -0x100
     # NaN is 0x7FC00000: 0x7FFFFFFF would round up into the sign and come back as -0.0. `hi` rounds
     # ties away from zero.
@@ -212,10 +220,12 @@ def _grouped(values: torch.Tensor) -> torch.Tensor:
 def _scales(groups: torch.Tensor, moment: int) -> torch.Tensor:
     """int32 [groups]: the bits of a bf16 each."""
     bits = groups.view(torch.int32)
+    # Of moment 0 the magnitude counts; bits of positive floats are in the order of their values.
     most = (bits & 0x7FFFFFFF if moment == 0 else bits).amax(dim=1)
     bad = most >= _INFINITY_BITS
     if moment == 1:
         bad |= (bits < 0).any(dim=1)  # `groups` has no -0.0: what has a sign is negative, or a NaN
+    # Rounded up to bf16, so that no code would have to stand for more than the scale.
     up = (most.clamp(max=_INFINITY_BITS) + 0xFFFF >> 16).clamp(_SCALE_LEAST, _SCALE_MOST)
     return up.masked_fill_(most == 0, 0).masked_fill_(bad, 0x7FC0)
 
@@ -227,9 +237,11 @@ def _encode_q8(
     x = _grouped(values + 0.0)  # -0.0 has no code
     scale = _scales(x, moment)
     plain = (scale > 0) & (scale <= _SCALE_MOST)  # finite groups that are not zero
+    # 1.0 in place of a scale that is zero or NaN: the division below stays quiet, x is 0 there.
     scales = (scale << 16).masked_fill_(~plain, 0x3F800000).view(torch.float32)
     x = x.masked_fill(~plain[:, None], 0.0)
     factor = (torch.full_like(scales, _LEVELS[moment]) / scales)[:, None]
+    # Without random bits: the middle of [1, 2), which rounds to nearest.
     u: torch.Tensor | float = 1.5
     # one, the random bits in the mantissa, and half of the last of them: in [1, 2)
     if drawn is not None:
@@ -250,12 +262,15 @@ def _encode_q8(
         below, above = c * c, above * above
         base = below * below
         step = above * above - base
+    # u in [1, 2) against 1 plus the fraction: up with the probability that keeps the expected
+    # value.
     number = c.to(torch.int32) + (step * u < (y - base) + step)
     if moment == 0:
         number.clamp_(max=127)
         code = torch.where(x < 0, -number, number).to(torch.int8).view(torch.uint8)
     else:
         number.clamp_(max=255)
+        # A square root divides by moment 1: above zero it never becomes zero.
         code = number.masked_fill_((number == 0) & (x > 0), 1).to(torch.uint8)
     return code.reshape(-1)[: values.numel()], scale.to(torch.int16)
 

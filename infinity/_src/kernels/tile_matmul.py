@@ -23,7 +23,7 @@ NAME = "tile_matmul"
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which tiles of operands of `dtype` are summed: fp64 for fp64, else fp32."""
+    """Return the dtype in which tiles of `dtype` operands are summed: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -50,6 +50,7 @@ def tile_matmul(
     assert out.dtype in (a.dtype, sum_dtype(a.dtype)), (a.dtype, out.dtype)
     assert accumulator is None or accumulator.dtype == sum_dtype(a.dtype), accumulator.dtype
     with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
+        # Triton has no fp64 product here.
         if choice.implementation(NAME, a.device) == "triton" and a.dtype != torch.float64:
             from infinity._src.kernels.triton import tile_matmul as tile_matmul_triton
 
@@ -70,6 +71,7 @@ def reference(
 
     On the CPU half-precision operands of a sum are raised to fp32, one tile at a time.
     """
+    # One tile alone is torch's own matmul, with its rounding.
     if accumulator is None and out.dtype == a.dtype:
         if bias is None:
             torch.mm(a, b, out=out)
@@ -85,6 +87,7 @@ def reference(
         total.add_(wide_product(a, b))
     if bias is not None:
         total.add_(bias)
+    # Rounded here, once, after the bias.
     if total is not out:
         out.copy_(total)
 
@@ -94,6 +97,7 @@ def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     wide = sum_dtype(a.dtype)
     if a.dtype == wide:
         return torch.mm(a, b)
+    # cuBLAS writes fp32 sums of 16-bit operands itself; on the CPU they are widened first.
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=wide)
     return torch.mm(a.to(wide), b.to(wide))

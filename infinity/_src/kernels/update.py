@@ -86,6 +86,7 @@ def check_update(state_format: Format, row: Any) -> None:
     algorithm = Algorithm(int(row["algorithm"]))
     if state_format is Format.RAW or state_format.grad:
         raise ValueError(f"{state_format} has no optimizer states to update")
+    # Without a section for the moment there is nowhere to keep it.
     bare_momentum = algorithm is Algorithm.SGD and state_format.count == 0 and row["beta1"] != 0
     if state_format.count not in _MOMENT_COUNTS[algorithm] or bare_momentum:
         raise ValueError(
@@ -116,15 +117,18 @@ class UpdatePlan:
         ValueError for what the kernels do not know.
         """
         self.format = Format.of(state_format)
+        # Spilled gradients are read by the update, and never written by it.
         self.states = self.format.with_grad(GradSection.NONE)
         self.device, self.grad_dtype = torch.device(device), grad_dtype
         if grad_dtype not in (None, *GRAD_DTYPES.values()):
             raise ValueError(f"gradients are {grad_dtype}: use bfloat16, float16 or float32")
         _check(self.states, chunks, hypers)
         self._hypers = hypers
+        # Resolved once: `run` only adds the base address.
         self._chunks = [self._resolved(segs) for segs in chunks]
         self._ends = [
             int((segs["start"] + segs["numel"]).max()) if len(segs) else 0 for segs in self._chunks
+        # Checked before each run: a segment past the end would write into another section.
         ]
         self._launches = None
         if choice.implementation("update", self.device) == "triton":
@@ -146,6 +150,8 @@ class UpdatePlan:
         end = self._ends[index]
         _check_sections(self.format, sections, self.device, end)
         self._check_grad(grad, end)
+        # Relative gradients count from the tensor that is given, or from the chunk's `grad`
+        # section.
         base = 0 if grad is None else grad.data_ptr()
         if grad is None and self.format.grad is not GradSection.NONE:
             base = sections[-1].data_ptr()
@@ -168,6 +174,7 @@ class UpdatePlan:
         """
         out: npt.NDArray[np.void] = np.zeros(int((segs["numel"] > 0).sum()), RESOLVED)
         for name in SEG.names or ():
+            # Segments without elements would be launches of no program.
             out[name] = segs[name][segs["numel"] > 0]
         inside = out["grad_dtype"] == GradDtype.SECTION
         if self.grad_dtype is not None:
@@ -258,6 +265,7 @@ def _parts(
     parts = []
     # a section `grad` is left out
     for section, what in zip(sections, states.sections, strict=False):
+        # Sections count in groups: 8-bit moments have one scale for each.
         low = start // what.group_numel * what.itemsize
         parts.append(section[low : low + what.size_bytes(numel)])
     return parts
@@ -277,6 +285,7 @@ def _gradient(seg: Any, base: int, device: torch.device) -> torch.Tensor:
         int(seg["grad"]) + base * int(seg["relative"]),
         int(seg["numel"]) * dtype.itemsize,
     )
+    # An address, not a tensor, so torch is told by the interface that describes foreign memory.
     if device.type == "cuda":
         described = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
         return torch.as_tensor(_Memory(described), device=device).view(dtype)
@@ -299,6 +308,7 @@ def _update_torch(
     sections: the segment's bytes of each, uint8. grad: bf16, fp16 or fp32 [numel]. row: a HYPER
     record. element: the parameter's, at the first.
     """
+    # Clipping and the like, done to the gradient since it was drained, oldest first.
     g = _replayed(grad, row)
     p, m = decode_sections(state_format, sections)
     algorithm = Algorithm(int(row["algorithm"]))
@@ -320,6 +330,7 @@ def _scalar(value: Any, like: torch.Tensor) -> torch.Tensor:
 def _replayed(grad: torch.Tensor, row: Any) -> torch.Tensor:
     g = grad.to(torch.float32)
     for index in range(int(row["log_count"])):
+        # A tensor, so that a division rounds once (see the module's docstring).
         value = _scalar(row["log_value"][index], g)
         g = g * value if int(row["log_kind"][index]) == LogKind.MUL else g / value
     return g
@@ -328,6 +339,7 @@ def _replayed(grad: torch.Tensor, row: Any) -> torch.Tensor:
 def _adamw(
     p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, row: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    # Products and their sum apart: `addcmul_` may contract to an FMA, which rounds once.
     m = m * float(row["beta1"]) + g * float(row["one_minus_beta1"])
     v = v * float(row["beta2"]) + (g * g) * float(row["one_minus_beta2"])
     denom = sqrt_exact(v) / _scalar(row["bc2_sqrt"], v) + float(row["eps"])
@@ -339,10 +351,12 @@ def _sgd(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     flags, momentum = int(row["flags"]), float(row["beta1"])
     if row["weight_decay"]:
+        # Tested as in torch: adding p * 0 would turn -0.0 into 0.0, and infinity into NaN.
         g = g + p * float(row["weight_decay"])
     if moments:
         b = (
             g
+            # The first step copies the gradient, as torch does: dampening does not enter.
             if flags & HyperFlag.FIRST
             else moments[0] * momentum + g * float(row["one_minus_beta1"])
         )

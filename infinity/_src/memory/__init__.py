@@ -1,3 +1,2 @@
-"""Memory: tiers, placement, layout, budget, pools and swap space. Planning is pure and
-tensor-free.
+"""Memory: tiers, placement, layout, budget, pools and swap space. Planning is pure and tensor-free.
 """

@@ -35,5 +35,5 @@ HELD_CALLS = 2
 """Checkpointed calls at the end of a forward whose inputs stay: the one that runs and the last."""
 
 # They are still in memory until they have arrived.
-LEAVING_BYTES = 32 << 20
+STORING_BYTES_MAX = 32 << 20
 """Bytes of activations on their way to their tier; or two of the largest tensors, if more."""

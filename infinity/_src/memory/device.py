@@ -52,6 +52,8 @@ class Device:
         self._told = 0
         self._pool: Any = None
         if torch_device.type == "cuda":
+            # A pool of its own: among activations the buffers would leave holes that nothing else
+            # fits.
             self._pool = torch.cuda.MemPool()
 
     @property
@@ -72,6 +74,7 @@ class Device:
         self._executor = executor
         if self.driver is not None:
             executor.attach_device(self.driver)
+            # The executor is a new one: it has not been told of a stream yet.
             self._told = 0
 
     def behind(self) -> None:
@@ -113,9 +116,11 @@ class Device:
         Source and target must live until the ticket is `filled`.
         """
         assert self._executor is not None
+        # Copies order themselves behind the kernels that made the source, or use the target.
         self.behind()
         job = np.zeros(1, dtype=JOB)
         job["kind"], job["chunk"], job["base"] = JobKind.COPY, -1, -1
+        # D2H and H2D are named from the executor's side: "out" is to the device.
         job["mask"] = MASK_DEVICE | (MASK_COPY_OUT if out else 0)
         job["ptr"][0, :3] = to, source, size_bytes
         return self._executor.submit(job, priority=Priority.DEMAND)
@@ -125,11 +130,6 @@ class Device:
         if self.driver is not None:
             self.driver.close()
         self._pool = None
-
-
-OFFLOAD_UNITS = 2
-"""Limit of fresh gradients under way from the device, in sizes of the largest unit; then backward
-waits."""
 
 
 class GradOffload:
@@ -152,12 +152,14 @@ class GradOffload:
 
         Blocks while more than `bytes_max` is under way. `source` must not change from here on.
         """
+        # The copy moves bytes: shape and strides must be those of the flat target.
         source = source.detach().reshape(-1).contiguous()
         assert source.dtype is target.dtype
         assert source.numel() == target.numel()
         size_bytes = source.numel() * source.element_size()
         self._make_room(size_bytes)
         ticket = self.device.copy(target.data_ptr(), source.data_ptr(), size_bytes, out=False)
+        # The source is held until its copy has arrived: autograd may drop it before.
         self._flights.append((ticket, source))
         self._bytes += size_bytes
         self.bytes_peak = max(self.bytes_peak, self._bytes)
@@ -165,8 +167,10 @@ class GradOffload:
 
     def _make_room(self, size_bytes: int) -> None:
         self.free_done()
+        # The oldest first, which has been under way longest.
         while self._flights and self._bytes + size_bytes > self._bytes_max:
             ticket, source = self._flights[0]
+            # Not `wait`: only the source must be free again.
             ticket.wait_filled()
             self._flights.popleft()
             self._free(source)
@@ -218,6 +222,7 @@ def compute_device(model: torch.nn.Module, wanted: Any) -> torch.device:
             f"device={str(device)!r}: torch finds no CUDA device here; use device='cpu', or see "
             "`infinity doctor`"
         )
+    # With the index, so that two names of one device compare equal.
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device

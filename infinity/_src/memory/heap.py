@@ -4,10 +4,10 @@ When the CPU computes, gathered flats and fresh gradients are ordinary heap memo
 freed once per use of a unit. Both ways in which glibc can treat them are bad:
 
 - A mapping for each large block: every page of every flat is faulted in and zeroed anew, on two
-  cores a seventh of the step of a 171 M model whose states rest in RAM. - Blocks on the heap, which
-  glibc ends with by itself (it raises the size from which it maps, up to 32 MiB, each time such a
-  block is freed): flats lie among small blocks that outlive them, and the holes they leave grow
-  with the number of layers, 125 MiB for 24 more layers of 10 MiB.
+  cores a seventh of the step of a 171 M model whose states rest in RAM.
+- Blocks on the heap, which glibc ends with by itself (it raises the size from which it maps, up to
+  32 MiB, each time such a block is freed): flats lie among small blocks that outlive them, and the
+  holes they leave grow with the number of layers, 125 MiB for 24 more layers of 10 MiB.
 
 So they stay on the heap, and it gives its holes back when too much lies in them.
 """
@@ -61,10 +61,12 @@ class _Mallinfo(ctypes.Structure):
 
 def _library() -> ctypes.CDLL | None:
     """Load the C library, if it reports its heap (glibc 2.33) and the user did not tune malloc."""
+    # A user who tuned malloc has chosen, and the limit stays out of the way.
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
         "GLIBC_TUNABLES", ""
     ):
         return None
+    # The process's own malloc: the C library that is loaded already.
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2") or not hasattr(library, "malloc_trim"):
         return None
@@ -97,6 +99,7 @@ class Heap:
         self.spare_bytes = spare_bytes
         self._not_before_s = 0.0
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        # The descriptor is the object's: it must not leak with each model.
         weakref.finalize(self, os.close, self._statm)
         self._restart(self._library)
 
@@ -116,19 +119,22 @@ class Heap:
             self._restart(self._library)
 
     def freed(self) -> None:
-        """Give free memory back if it is too much; call this after freeing large blocks.
+        """Give free memory back if malloc keeps too much; call this after freeing large blocks.
 
-        Takes tens of microseconds if it is not too much.
+        Takes tens of microseconds if nothing is to be given back.
         """
         if self._library is None or time.monotonic() < self._not_before_s:
             return
         began_s = time.thread_time()
+        # Growth of the process beyond that of memory in use: glibc's own free bytes include pages
+        # that went back to the system.
         excess = self._resident() - self._used(self._library) - self._base
         self._rest_after(began_s)
         if excess > self.spare_bytes:
             self._restart(self._library)
 
     def _restart(self, library: ctypes.CDLL) -> None:
+        # First, so that the base is measured with nothing kept.
         library.malloc_trim(ctypes.c_size_t(0))
         began_s = time.thread_time()
         self._base = self._resident() - self._used(library)
@@ -155,6 +161,7 @@ def give_back(address: int, size_bytes: int) -> int:
     kernel refuses, and the memory stays as it is.
     """
     page = mmap.PAGESIZE
+    # Whole pages only: the bytes beside the range on its first and last page are someone else's.
     start = -(-address // page) * page
     size = (address + size_bytes) // page * page - start
     library = ctypes.CDLL(None)

@@ -96,6 +96,7 @@ class FlatLayout:
         Returns (start in the shard, start in the parameter, elements); zeros where they do not
         meet.
         """
+        # Clipped to the shard: a parameter may lie in several ranks' shards.
         low = max(self.offsets[index], rank * self.shard_numel)
         high = min(self.offsets[index] + self.numels[index], (rank + 1) * self.shard_numel)
         if high <= low:
@@ -111,6 +112,7 @@ class FlatLayout:
         at, end = start, start + numel
         while at < end:
             chunk = at // self.chunk_numel
+            # Up to the end of the chunk: a chunk is one contiguous read, so a span lies within one.
             count = min((chunk + 1) * self.chunk_numel, end) - at
             yield chunk, at - chunk * self.chunk_numel, element + at - start, count
             at += count
@@ -119,8 +121,7 @@ class FlatLayout:
 def plan_flat(
     numels: tuple[int, ...], itemsize: int, world: int = 1, chunk_numel: int = CHUNK_NUMEL
 ) -> FlatLayout:
-    """Lay out parameters of `numels` elements, in order, and split them evenly over `world`
-    ranks.
+    """Lay out parameters of `numels` elements, in order, and split them evenly over `world` ranks.
     """
     # No quantization group holds two parameters, and each starts at a multiple of 256 bytes.
     align = max(QUANT_GROUP, ALIGN_BYTES // itemsize)

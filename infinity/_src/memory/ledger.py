@@ -37,6 +37,7 @@ class RamLedger:
 
         Replaces its former entry.
         """
+        # Replaced, not added: a plan states the whole of what its model holds.
         self._reserved[owner] = (
             size_bytes,
             size_bytes if least_bytes is None else min(least_bytes, size_bytes),
@@ -70,11 +71,13 @@ def budget_bytes(ram: int | str | None, owner: int, default_bytes: int) -> int |
     if ram is None:
         return default_bytes
     assert isinstance(ram, int)
+    # Not below zero: others may hold more than a smaller `ram` given later.
     return max(ram - LEDGER.others_bytes(owner), 0)
 
 
 def ranks_of_node() -> int:
     """Count the ranks of this machine, as torchrun says."""
+    # LOCAL_WORLD_SIZE counts also ranks that share no model with this one; they take memory, too.
     return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
@@ -93,6 +96,7 @@ def memory_seen() -> dict[str, int]:
 
     The keys are the same in all processes under the same limit.
     """
+    # By boot id: two "nodes" of a mesh on one machine have one memory.
     found = {f"{machine()} the machine": int(psutil.virtual_memory().available)}
     for limit in cgroup_limits():
         # The path of a cgroup means something in its namespace only.
@@ -114,7 +118,9 @@ def fair_share(mine: Mapping[str, int], everyone: Sequence[Mapping[str, int]]) -
     """
     parts = []
     for limit in mine:
+        # Ranks read a limit at different times: the least value counts.
         seen = [row[limit] for row in everyone if limit in row]
+        # torchrun's count, too: ranks that share no model still share the memory.
         parts.append(min(seen) // max(len(seen), ranks_of_node()))
     return min(parts)
 
@@ -127,8 +133,7 @@ def describe_budget(ram: int | str | None) -> str:
 
 
 def describe_others(ram: int | str | None, owner: int) -> str:
-    """Say what other models hold of an explicit budget, and what to do about it; empty if
-    nothing.
+    """Describe the part of an explicit budget that other models hold, and the remedy; else empty.
     """
     held, spare = LEDGER.others_bytes(owner), LEDGER.others_spare_bytes(owner)
     if not isinstance(ram, int) or not held:

@@ -51,6 +51,7 @@ def open_node_resources(comm: Comm, policy: Policy) -> Iterator[NodeResources]:
         try:
             yield found
         finally:
+            # From here on nothing is communicated: the other ranks may never come.
             found.closed = True
 
 
@@ -72,19 +73,26 @@ class NodeResources:
         everyone = rendezvous.all_gather_object(
             {"machine": machine(), "memory": seen, "rules": policy.rules}
         )
+        # First: ranks with other rules would plan other things, and then meet in rounds that
+        # differ.
         _check_rules([told["rules"] for told in everyone])
         self._neighbours = [
+            # By the kernel's boot id, not by the mesh: "nodes" on one machine have one memory and
+            # its drives.
             rank for rank, told in enumerate(everyone) if told["machine"] == machine()
         ]
         self.number, self.ranks = self._neighbours.index(comm.rank), len(self._neighbours)
         self.default_bytes = int(
             RAM_SHARE * fair_share(seen, [told["memory"] for told in everyone])
         )
+        # A pattern stands for one directory of each rank; from here on the policy has this rank's
+        # own.
         if any(is_directory_pattern(path) for path in policy.directories):
             found = resolve_directories(
                 policy.directories, rank=comm.rank, local_rank=self._local_rank()
             )
             policy = dataclasses.replace(policy, nvme=found)
+        # By drive, not by path: directories on one drive share its bandwidth.
         drives = {path.resolve(): _drive(path) for path in policy.directories if path.is_dir()}
         everyone = rendezvous.all_gather_object({"drives": sorted(set(drives.values()))})
         self._sharers = {
@@ -106,6 +114,7 @@ class NodeResources:
         settings, found = self.policy.io_settings, []
         for file in files:
             taken = limits_of(file).fit(settings.block_bytes or BLOCK_BYTES, settings.depth)[1]
+            # A fair part, but never so few that the drive idles between two requests.
             found.append(max(taken // self.sharers(file.directory), min(taken, DEPTH_MIN)))
         return found
 
@@ -118,9 +127,11 @@ class NodeResources:
             return
         assert self._rendezvous is not None
         everyone = self._rendezvous.all_gather_object({"size": size_bytes, "memory": memory_seen()})
+        # By limit: each cgroup's, and the machine's, bounds the ranks that see it.
         for limit in {limit: None for told in everyone for limit in told["memory"]}:
             ranks = [rank for rank, told in enumerate(everyone) if limit in told["memory"]]
             wanted = sum(everyone[rank]["size"] for rank in ranks)
+            # Of a limit that several ranks have read the least value counts.
             left = min(everyone[rank]["memory"][limit] for rank in ranks)
             if wanted > left:
                 raise MemoryError(
@@ -150,6 +161,7 @@ class NodeResources:
         everyone = self._rendezvous.all_gather_object(
             {"machine": machine(), "wants": wants, "free": free}
         )
+        # A device number means a file system within its machine only.
         systems = {(told["machine"], system): None for told in everyone for system in told["wants"]}
         for where, system in systems:
             ranks = [
@@ -158,6 +170,7 @@ class NodeResources:
                 if told["machine"] == where and system in told["wants"]
             ]
             wanted = sum(everyone[rank]["wants"][system] for rank in ranks)
+            # The file systems are the same: the least free room that any rank saw is safe.
             left, path = min(everyone[rank]["free"][system] for rank in ranks)
             if wanted > left:
                 raise SwapFullError(
@@ -173,6 +186,7 @@ class NodeResources:
     def end_rendezvous(self) -> None:
         """End the rendezvous, if all ranks came here without an error. Collective. Raises:
         PeerFailed."""
+        # A round like any other: a rank that failed before it takes part with its error.
         if self._rendezvous is not None and self._comm.world > 1:
             self._rendezvous.end()
         self._rendezvous = None
@@ -181,8 +195,8 @@ class NodeResources:
     def open_rendezvous(self, what: str, alike: Sequence[str] = ()) -> Iterator[Callable[[], None]]:
         """Open a rendezvous in which ranks do the same, and call no collective but `check_room`.
 
-        Yields a function that says that all went well here, and raises PeerFailed unless it did
-        everywhere. Collective. what: named in errors.
+        Yields a function that reports success of this rank, and raises PeerFailed unless all
+        ranks succeeded. Collective. what: named in errors.
         Raises: ValueError where `alike` is not the same on all ranks.
         """
         if self.closed:  # the other ranks may never come
@@ -225,6 +239,7 @@ def _check_alike(what: str, everyone: Sequence[Sequence[str]]) -> None:
     """Raise ValueError for the first line that some rank has, and rank 0 has not, or the other way
     round."""
     for rank, lines in enumerate(everyone):
+        # Longest of both: a rank with one more line has something that the others have not.
         for mine, theirs in itertools.zip_longest(everyone[0], lines, fillvalue="nothing more"):
             if mine != theirs:
                 raise ValueError(
@@ -246,8 +261,7 @@ def _check_rules(everyone: Sequence[dict[str, str]]) -> None:
 
 
 def _drive(directory: Path) -> str:
-    """Name the drive under a directory for all processes of its machine: by device, or file
-    system.
+    """Name the drive under a directory for all processes of its machine: by device, or file system.
     """
     return limits_of(directory).device or f"file system {directory.stat().st_dev}"
 

@@ -38,6 +38,7 @@ def read_nodes(root: Path = _ROOT) -> tuple[Place, ...]:
     """
     folder = root / "sys" / "devices" / "system" / "node"
     found = []
+    # No such file on a kernel without NUMA: the list is empty, and nothing is bound.
     for node in parse_list(_text(folder / "online")):
         cpus = tuple(
             cpu for cpu in parse_list(_text(folder / f"node{node}" / "cpulist")) if cpu < CPU_MAX
@@ -64,6 +65,7 @@ def node_of_pci(address: str, root: Path = _ROOT) -> int | None:
     It says -1 then, as in many virtual machines.
     """
     text = _text(root / "sys" / "bus" / "pci" / "devices" / address.lower() / "numa_node").strip()
+    # "-1" is no decimal number: the kernel does not know the node.
     return int(text) if text.isdecimal() else None
 
 
@@ -80,6 +82,7 @@ def choose_node(pci: str | None, *, number: int, ranks: int, root: Path = _ROOT)
     machine's `ranks` ranks.
     """
     nodes = read_nodes(root)
+    # With one node there is nothing to choose, and nothing is called.
     if len(nodes) < 2:
         return NumaChoice(None, "one node: nothing is bound")
     if pci is not None:
@@ -91,12 +94,14 @@ def choose_node(pci: str | None, *, number: int, ranks: int, root: Path = _ROOT)
             else f"node {node}" + ("" if place else ", which has no CPUs")
         )
         return NumaChoice(place, f"{len(nodes)} nodes, {pci} is on {where}")
+    # Fewer ranks than nodes: bound to one, a rank would leave the others' cores and memory idle.
     if ranks < len(nodes):
         return NumaChoice(
             None,
             f"{len(nodes)} nodes, and {ranks} rank{'s' if ranks > 1 else ''} on the CPU: each may "
             "use all",
         )
+    # Consecutive ranks share a node, in equal parts.
     place = nodes[number * len(nodes) // ranks]
     return NumaChoice(
         place, f"{len(nodes)} nodes, rank {number} of {ranks} on the CPU has node {place.node}"

@@ -81,10 +81,11 @@ class FlatNeed:
     @property
     def held(self) -> bool:
         """Whether an optimizer holds it, and so writes its sections every step."""
+        # RAW is the format of a flat that no optimizer holds: its parameter alone.
         return self.format != Format.RAW
 
     def kind(self, section: int) -> str:
-        """Name a section as `Policy.resident` does: "params", "optim"; or "grad"."""
+        """Name the kind of a section as `Policy.resident` does: "params", "optim"; or "grad"."""
         # With parameters on a device, section 0 is read and written by the update alone.
         if section >= self.format.written_count:
             return "grad"
@@ -101,6 +102,7 @@ class FlatNeed:
 
     def nvme_mask(self) -> int:
         """Mask of the sections that may rest on NVMe."""
+        # `versions` does not enter: all copies of a state rest on the same tier.
         return sum(1 << index for index in range(len(self.sections)) if self.tier(index) == "nvme")
 
     def grad_mask(self) -> int:
@@ -126,8 +128,7 @@ def chunk_bytes(need: FlatNeed, chunk: int, mask: int) -> int:
 
 
 def aligned_chunk_bytes(need: FlatNeed, chunk: int, mask: int) -> int:
-    """Add up the bytes of these sections on a drive or in a slot, where each starts
-    4096-aligned.
+    """Add up the bytes of these sections on a drive or in a slot, where each starts 4096-aligned.
     """
     return _run_bytes_of(need.sections, need.numels[chunk], mask)
 
@@ -154,8 +155,10 @@ def traffic(need: FlatNeed, section: int, load: StepLoad) -> tuple[int, int]:
     count = move_counts(load.update, load.micro_batches)
     if need.kind(section) == "grad":
         return count.grads_read, count.grads_written
+    # The first section is the parameter: gathers read it, beside the update.
     if section:
         return count.optim_read, count.states_written
+    # Frozen parameters are read by gathers, and never written.
     return (count.params_read, count.states_written) if need.held else (count.frozen_read, 0)
 
 
@@ -190,7 +193,9 @@ def choose_spill(
         ram = sum(sizes[flat][0] for flat in members if sizes[flat][1] > window)
         best = None
         for kept in range(len(order)):  # not len(order): with all of them in RAM nothing spills
+            # The kept flats grow one by one along the order, so the sets of two budgets are nested.
             ram += sizes[order[kept - 1]][0] if kept else 0
+            # Fewer flats that spill than windows: no window without a flat.
             total = ram + window * min(WINDOW_COUNT, len(order) - kept)
             if ram_bytes is None:
                 best = kept
@@ -293,6 +298,7 @@ def step_bytes(
     """
     read = written = 0
     for need, state_format, row in zip(needs, plan.formats, plan.nvme_masks, strict=True):
+        # The plan's format, not the need's: it has a `grad` section where gradients spill.
         placed = dataclasses.replace(need, format=state_format)
         for section, spec in enumerate(placed.sections):
             reads, writes = traffic(placed, section, load)
@@ -336,6 +342,7 @@ def plan_placement(
 
     Raises: BudgetError stating the smallest budget that works and what takes it.
     """
+    # A multiple of 4096, as O_DIRECT wants it.
     smallest = round_up(small_bytes, 4096)
     given = _Inputs(
         tuple(needs),
@@ -349,6 +356,7 @@ def plan_placement(
     )
     unspilled = _SpillChoice(given, (False,) * len(needs))
     if spill is not None:
+        # Chosen once, by the first plan of the model: the budget no longer enters.
         chosen = _SpillChoice(given, tuple(spill))
         return chosen.finish(ram_bytes, unspilled.least, advice)
     if (
@@ -419,20 +427,25 @@ class _SpillChoice:
         self._slots = self._slot_bytes()
         if given.pools is not None:
             self._slots = (max(self._slots[0], given.pools[0]), max(self._slots[1], given.pools[1]))
+        # Per drive: drives that shared slots would wait for each other.
         drives = max(given.drive_count, 1)
         self._counts = (SMALL_COUNT * drives, LARGE_COUNT * drives)
         windows = [
             need.window_bytes for need, gone in zip(given.needs, spilled, strict=True) if gone
         ]
+        # One window size, that of the largest flat that spills, so that any window serves any flat.
         self._windows = (min(WINDOW_COUNT, len(windows)), max(windows, default=0))
         self._spilled_bytes = sum(
             chunk_bytes(need, chunk, need.grad_mask())
             for need in self._needs
             for chunk in range(len(need.numels))
         )
+        # Before the fixed bytes are added up: what the user asked to be resident is part of the
+        # least.
         self._keep_given()
         self.staging_bytes = self._windows[0] * self._windows[1]
         self._fixed = self._fixed_bytes()
+        # Below this nothing works: pools, gradients, checksums and what the tiers rest in RAM.
         self.least = sum(self._fixed.values())
 
     def _slot_bytes(self) -> tuple[int, int]:
@@ -448,6 +461,7 @@ class _SpillChoice:
             for chunk in range(len(need.numels)):
                 small = max(small, aligned_chunk_bytes(need, chunk, mask & 1))
                 large = max(large, aligned_chunk_bytes(need, chunk, mask))
+        # One pool serves both where a chunk has no more than its parameter section on NVMe.
         return (small, large if large > small else 0)
 
     def _keep_given(self) -> None:
@@ -455,6 +469,7 @@ class _SpillChoice:
         for kind, wanted in self._given.resident.items():
             candidates = self._candidates(self._masks, _of_kind(kind))
             total = sum(size for _, _, _, size in candidates)
+            # A float is a share of the candidates, an int bytes, as Policy.resident says.
             limit = int(wanted * total) if isinstance(wanted, float) else wanted
             self._take(self._masks, candidates, limit)
 
@@ -469,6 +484,7 @@ class _SpillChoice:
             )
             for chunk, mask in enumerate(row):
                 if mask & bits:
+                    # Every version is held: two generations make a resident section twice as dear.
                     size = need.versions * chunk_bytes(need, chunk, mask & bits)
                     found.append((flat, chunk, mask & bits, size))
         return found
@@ -477,8 +493,7 @@ class _SpillChoice:
     def _take(
         masks: list[list[int]], candidates: list[tuple[int, int, int, int]], limit: int
     ) -> tuple[int, bool]:
-        """Make candidates resident while they fit. Returns the bytes taken, and whether all
-        were.
+        """Make candidates resident while they fit. Returns the bytes taken, and whether all were.
         """
         # In the van der Corput order, and up to the first that does not fit: taking a smaller one
         # that comes later would make a larger budget choose other chunks, and budgets not nested.
@@ -507,6 +522,7 @@ class _SpillChoice:
 
     def _resident_bytes(self, masks: list[list[int]]) -> int:
         return sum(
+            # The inverse mask: what is not on NVMe is resident.
             need.versions * chunk_bytes(need, chunk, ~mask)
             for need, row in zip(self._needs, masks, strict=True)
             for chunk, mask in enumerate(row)
@@ -516,6 +532,7 @@ class _SpillChoice:
         """Time per step that a byte of RAM saves if it holds a section, in all its versions."""
         reads, writes = traffic(need, section, self._given.load)
         read, write = self._given.load.bandwidths
+        # A byte in RAM serves one version only.
         return (reads / read + writes / write) / need.versions
 
     def _grad_worth(self) -> float:
@@ -532,9 +549,11 @@ class _SpillChoice:
         masks = [list(row) for row in self._masks]
         for flat, row in enumerate(masks):
             for chunk, mask in enumerate(row):
+                # Up to 8 sections, the bits of a mask.
                 kinds = {
                     self._needs[flat].kind(section) for section in range(8) if mask >> section & 1
                 }
+                # A share given with `resident` is a bound, too: everything in RAM would pass it.
                 if kinds & {*self._given.resident, "grad"}:
                     return None
                 masks[flat][chunk] = 0
@@ -552,6 +571,7 @@ class _SpillChoice:
             return self._plan(self._masks, self._slots, unspilled_least)
         whole = self.everything()
         if whole is not None and whole.ram_bytes <= ram_bytes:
+            # Everything fits: that beats any plan with pools, whose bytes would rest idle.
             return dataclasses.replace(whole, min_bytes=unspilled_least)
         if ram_bytes < self.least:
             parts = ", ".join(
@@ -571,13 +591,13 @@ class _SpillChoice:
                 f"{parts}. {advice}".rstrip(),
                 smallest_bytes=least,
             )
+        # A copy: `_masks` serve the plans of other budgets.
         masks = [list(row) for row in self._masks]
         self._fill(masks, ram_bytes - self.least)
         return self._plan(masks, self._slots, unspilled_least)
 
     def saved(self, plan: PlacementPlan) -> float:
-        """Score a plan by the time of its traffic, negated: compares plans that spill other
-        flats.
+        """Score a plan by the time of its traffic, negated: compares plans that spill other flats.
         """
         read, write = step_bytes(self._given.needs, plan, self._given.load)
         speeds = self._given.load.bandwidths
@@ -591,6 +611,7 @@ class _SpillChoice:
         fixed = {*self._given.resident, "grad"}
 
         def worth(need: FlatNeed, section: int) -> float:
+            # 0 leaves a section out: its place was given, or it spills.
             return 0.0 if need.kind(section) in fixed else self._worth(need, section)
 
         values = {
@@ -598,6 +619,7 @@ class _SpillChoice:
         }
         for value in sorted(values - {0.0}, reverse=True):
             if value > limit:
+                # Not a return: a later class may fit the limit.
                 continue
             # The lambda is called before `value` changes.
             candidates = self._candidates(
@@ -607,6 +629,8 @@ class _SpillChoice:
             used, all_taken = self._take(masks, candidates, spare_bytes)
             spare_bytes -= used
             if not all_taken:
+                # Stops at the first that does not fit, or a larger budget might choose other
+                # chunks.
                 return
 
     def _plan(

@@ -19,7 +19,7 @@ import torch
 
 from infinity._src.config import Policy
 from infinity._src.grads.buffers import GradBuffers
-from infinity._src.grads.proxy import NORM_PIECE_NUMEL
+from infinity._src.grads.slot import NORM_PIECE_NUMEL
 from infinity._src.hooks.activation_store import CHUNK_BYTES
 from infinity._src.memory.ledger import LEDGER, budget_bytes, describe_budget, describe_others
 from infinity._src.memory.placement import FlatNeed, PlacementPlan, StepLoad, plan_placement
@@ -87,12 +87,15 @@ class PlacementPlanner:
         self._flats = list(flats)
         self._gradients = gradients
         self._staging_bytes = staging_bytes
+        # Compared at `restore`: the buffers that were made since a plan count beside it.
         self._staged = 0  # bytes of that in the plan in force
         self._owner = ledger_owner
         # Once: what is left shrinks as this model takes its share, and must not be halved again for
         # the optimizer.
         self._default_bytes = default_bytes
+        # Chosen by the first plan, and never again: pools are allocated once.
         self._pools: tuple[int, int] | None = None
+        # Chosen once, for all parameters that require a gradient when the model is offloaded.
         self._spilled: frozenset[Flat] | None = None
         self._plan: PlacementPlan | None = None
         self.scratch_bytes = 0  # of optimizers in Python; counted from the next plan on
@@ -109,8 +112,7 @@ class PlacementPlanner:
         return [flat for flat, gone in zip(self._flats, self.plan.spilled, strict=True) if gone]
 
     def state_format(self, flat: Flat, moments: int = 2) -> Format:
-        """Choose the format of a flat's states with so many moments; RAW for a dtype that has
-        none.
+        """Choose the format of a flat's states with so many moments; RAW for a dtype that has none.
         """
         return state_format(self._policy.state, flat.dtype, moments) or Format.RAW
 
@@ -123,19 +125,24 @@ class PlacementPlanner:
         """
         trainable = {flat: self.state_format(flat) for flat in self._flats if flat.trainable}
         formats = {flat: found for flat, found in trainable.items() if found is not Format.RAW}
+        # Gradients that wait for the step are in RAM, or spill; they are part of what training
+        # needs.
         try:
             plan = self._settle_first(formats)
+        # Inference needs the parameters alone, so a budget too small for training is no error yet.
         except BudgetError as error:
             try:
                 plan = self._make({}, stores_gradients=True)
             except BudgetError:
                 raise error from None  # which says what training needs
             log.warning("this budget does not allow training: %s", error)
+        # Before it is enforced: every later plan must fit these pools.
         self._pools = (plan.small_bytes, plan.large_bytes)
         return self._enforce(plan)
 
     def _settle_first(self, formats: Mapping[Flat, Format]) -> PlacementPlan:
         """Choose the gradients that spill, and the size of the pools."""
+        # Speculation stores gradients under update="backward", too: it may have to redo a step.
         if self._policy.update != "backward" or self._policy.speculates:
             plan = self._make(formats, stores_gradients=True)
             self._spilled = self._spilled_of(plan)
@@ -144,6 +151,7 @@ class PlacementPlanner:
         # Micro-batches may accumulate one day: pools are large enough for that, if the budget is.
         try:
             later = self._make(formats, stores_gradients=True)
+        # The budget does not hold gradients beside the rest: this model never accumulates, then.
         except BudgetError:
             return plan
         self._spilled = self._spilled_of(later)
@@ -151,6 +159,7 @@ class PlacementPlanner:
             max(plan.small_bytes, later.small_bytes),
             max(plan.large_bytes, later.large_bytes),
         )
+        # Once more, with the pools that both need.
         return self._make(formats, stores_gradients=False)
 
     def replan(
@@ -165,6 +174,7 @@ class PlacementPlanner:
             force stays.
         """
         plan = self._make(formats, stores_gradients=stores_gradients)
+        # Pools are not allocated anew: slots that are too small are an error here, not in a step.
         if (plan.small_bytes, plan.large_bytes) != self._pools:
             raise ValueError(
                 "the optimizer holds parameters that required no gradient when the model was "
@@ -189,6 +199,7 @@ class PlacementPlanner:
         reserved, too.
         """
         plan, self._spilled, self.scratch_bytes, self._staged = saved
+        # Reserved beyond the plan: bytes that exist now are not given to other models.
         more = max(resident_bytes - plan.resident_bytes, 0)
         more += max(gradient_bytes - plan.grad_bytes - plan.shadow_bytes, 0)
         # Buffers of parameters unfrozen since: they exist, or will with the first gradient.
@@ -209,6 +220,7 @@ class PlacementPlanner:
         policy = self._policy
         needs = [self._need(flat, formats.get(flat), stores_gradients) for flat in self._flats]
         largest = max((param.numel for flat in formats for param in flat.params), default=0)
+        # Later plans keep the choice of the first.
         spill = None
         if self._spilled is not None and stores_gradients:
             spill = [flat in self._spilled and flat in formats for flat in self._flats]
@@ -216,6 +228,7 @@ class PlacementPlanner:
             needs,
             budget_bytes(policy.ram, self._owner, self._default_bytes),
             drive_count=len(policy.directories),
+            # A norm is taken in pieces, each widened to fp32.
             scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL)
             + self.scratch_bytes
             + self._staging_bytes(),
@@ -239,6 +252,7 @@ class PlacementPlanner:
     def _need(self, flat: Flat, held_format: Format | None, stores_gradients: bool) -> FlatNeed:
         tiers = (self._policy.params, self._policy.optim)
         if held_format is None:
+            # Frozen: no optimizer states; a durable model keeps a second copy of its parameters.
             return FlatNeed(
                 flat.layout, Format.RAW, *tiers, versions=2 if self._policy.durable else 1
             )
@@ -260,6 +274,7 @@ class PlacementPlanner:
             flat.layout,
             held_format,
             *tiers,
+            # Delayed updates read one set of gradients while backward fills another.
             grad_bytes=2 * grads if delayed else grads,
             shadow_bytes=shadow,
             spill_format=held_format.with_grad(_GRADS[self._gradients.dtype(flat)])
@@ -270,7 +285,7 @@ class PlacementPlanner:
         )
 
     def _spill_advice(self) -> str:
-        """Say how gradients could spill, where they do not."""
+        """Return the advice how to let gradients spill, where they do not."""
         if self._policy.grads != "nvme":
             return ", let gradients spill with Policy(grads='nvme') and a size for ram"
         return (

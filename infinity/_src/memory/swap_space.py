@@ -65,6 +65,7 @@ class WeightedRoundRobin:
         if not shares or not all(share > 0 for share in shares) or not math.isfinite(total):
             raise ValueError(f"shares={list(shares)}: one positive number for each drive")
         # In whole numbers, so that equal shares stay equal however many chunks there were.
+        # At least 1: a drive of next to no bandwidth still takes chunks, and must pay for them.
         self._weights = [max(round(share / total * _UNIT), 1) for share in shares]
         self.credits = [0] * len(self._weights)
 
@@ -75,8 +76,11 @@ class WeightedRoundRobin:
 
     def next_drive(self, size_bytes: int) -> int:
         """Choose the drive for the next chunk, and charge it."""
+        # Every drive earns before one pays, so the sum of all credits stays what it was.
         for drive, weight in enumerate(self._weights):
             self.credits[drive] += weight * size_bytes
+        # Of equal credits the first drive, so that the same sizes go to the same drives in every
+        # run.
         drive = max(range(len(self.credits)), key=lambda index: (self.credits[index], -index))
         self.credits[drive] -= sum(self._weights) * size_bytes
         return drive
@@ -113,6 +117,7 @@ class SwapSpace:
         try:
             for directory in directories:
                 self.files.append(SwapFile.create(directory))
+            # 1 without drives: a model whose states all rest in RAM has a space without files.
             self._turns = WeightedRoundRobin([1.0] * max(len(self.files), 1))
             if shares is not None:
                 self.shares = tuple(shares)
@@ -130,6 +135,7 @@ class SwapSpace:
         """Add a layer of empty files, one on each drive. Returns its number; `close` closes the
         files."""
         assert len(files) == len(self.files)
+        # A number that was given back comes first: it is that of the files in an executor.
         layer = next(
             (index for index, held in enumerate(self.layers) if index and not held),
             len(self.layers),
@@ -139,9 +145,7 @@ class SwapSpace:
         return layer
 
     def freeze_layer(self, layer: int) -> None:
-        """Reserve and shrink nothing in a layer any more: its files are also those of a saved
-        run.
-        """
+        """Reserve and shrink nothing in a layer any more: a checkpoint has links to its files."""
         self._frozen.add(layer)
 
     def remove_layer(self, layer: int) -> None:
@@ -164,6 +168,7 @@ class SwapSpace:
 
     @property
     def size_bytes(self) -> int:
+        # All layers: a saved run's files are on the same drives.
         """Bytes preallocated on all drives."""
         return sum(file.size_bytes for layer in self.layers for file in layer)
 
@@ -190,14 +195,17 @@ class SwapSpace:
         no room for: they would be the slower for it.
         """
         found: list[list[SwapExtent | None]] = []
+        # Taken back on any error: a reservation that fails leaves neither credits nor longer files.
         credits_before = list(self._turns.credits)
         lengths_before = [[file.size_bytes for file in files] for files in self.layers]
         try:
             for wants in groups:
+                # By the largest of the group, which lies on one drive whole.
                 drive = self._turns.next_drive(max(want.size_bytes for want in wants))
                 found.append([])
                 for want in wants:
                     found[-1].append(self._allocate(drive, want))
+            # Once for all groups: files grow in few large steps.
             self._grow()
         except BaseException:
             for place in (place for group in found for place in group if place):
@@ -237,6 +245,7 @@ class SwapSpace:
         cannot grow, the extents stay reserved, and the caller gives them back.
         Raises: SwapFullError.
         """
+        # Reservations inside leave the lengths alone: all growth, or none, happens at the end.
         self._grows_later = True
         try:
             yield
@@ -247,6 +256,7 @@ class SwapSpace:
         for files, extents in zip(self.layers, self._extents, strict=True):
             for drive, file in enumerate(files):
                 more[drive] += max(extents.file_bytes(drive) - file.size_bytes, 0)
+        # Before any file grows: it is collective, and raises on all ranks together.
         if self._room is not None:
             self._room(self.files, more)
         try:
@@ -256,6 +266,7 @@ class SwapSpace:
             raise
 
     def _grow(self) -> None:
+        # `grow_together` does it at the end of its context.
         if self._grows_later:
             return
         for files, extents in zip(self.layers, self._extents, strict=True):
@@ -265,6 +276,7 @@ class SwapSpace:
     def _shrink(self, lengths: Sequence[Sequence[int]]) -> None:
         for layer, (files, before) in enumerate(zip(self.layers, lengths, strict=True)):
             for file, length in zip(files, before, strict=True):
+                # A frozen layer's files are also those of a saved run: their lengths stay.
                 if layer not in self._frozen:
                     file.shrink(length)
 
@@ -277,6 +289,7 @@ class SwapSpace:
 
     def free(self, place: SwapExtent) -> None:
         """Give an extent back; its file keeps its length for the next one."""
+        # A saved run may still hold the extents of a frozen layer.
         if place.layer not in self._frozen:
             self._extents[place.layer].free(place.drive, place.offset)
 
@@ -329,8 +342,10 @@ def choose_shares(
     MiB to each.
     Raises: SwapFullError, AioError that names the path that fails.
     """
+    # One drive gets everything: nothing is measured.
     if len(files) < 2:
         return (1.0,) * len(files)
+    # Resolved, so that a link and its target are one directory.
     by_place = {Path(directory).resolve(): pair for directory, pair in bandwidths.items()}
     known = [
         by_place[place] for file in files if (place := Path(file.directory).resolve()) in by_place
@@ -371,6 +386,7 @@ def measure_shares(
     Blocks as `choose_shares` does. The files' contents are lost; their lengths stay.
     Raises: SwapFullError, AioError that names the path that fails.
     """
+    # The files are the space's own: they are given back as long as they were.
     lengths = [file.size_bytes for file in files]
     slots = aio.PoolSpec(_WAVE * _WAVES * len(files), _CHUNK_BYTES)
     try:
@@ -387,6 +403,7 @@ def measure_shares(
         try:
             return _Measurement(executor, files).run()
         finally:
+            # Without waiting: after an error a dead drive may never answer.
             executor.close(wait=False)
     finally:
         for file, length in zip(files, lengths, strict=True):
@@ -421,8 +438,10 @@ class _Measurement:
         for drive in range(len(self._files)):
             for _ in range(_WAVES):
                 self._send(drive)
+        # Untimed: the first waves meet an idle drive.
         self._feed(_WARM_UP_S)
         for seen in self._seen:
+            # The last observation stays: measuring goes on from it.
             del seen[:-1]
         start = time.monotonic()
         while True:
@@ -463,6 +482,7 @@ class _Measurement:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for drive, flying in enumerate(self._flying):
+                # One queue for each drive: a slow one does not hold up what is sent to a fast one.
                 while flying[0].done:
                     flying.popleft().wait()  # raises what failed
                     self._send(drive)
@@ -475,11 +495,14 @@ class _Measurement:
     def _send(self, drive: int) -> None:
         """Submit a wave to a drive: reads from one half of its chunks, writes to the other."""
         half = _CHUNKS // 2
+        # Reads and writes have halves of their own: no chunk is read while it is written.
         picks = (np.arange(_WAVE // 2) + self._turn[drive]) % half
         self._turn[drive] += _WAVE // 2
+        # Bytes move, nothing is converted: the drive is measured, not the kernels.
         mask = 1 | aio.MASK_MOVE_ONLY
         reads = self._jobs(self._ids[drive, picks], aio.JobKind.FETCH, mask)
         writes = self._jobs(self._ids[drive, half + picks], aio.JobKind.STORE, mask)
+        # Alternating, so that reads and writes are under way together, as in training.
         jobs = np.stack([reads, writes], axis=1).reshape(-1)
         self._flying[drive].append(self._executor.submit(jobs, priority=aio.Priority.DEMAND))
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from infinity._src._torch_compat import NO_TASK, graph_task_id
-from infinity._src.grads.proxy import SlotState
+from infinity._src.grads.slot import SlotState
 from infinity._src.kernels.update import all_finite
 from infinity._src.memory.constants import LAG_UNITS, UNITS_AHEAD
 from infinity._src.memory.device import Device
@@ -88,7 +88,7 @@ class BackwardUpdate(DeferredUpdate):
     def no_sync(self) -> Iterator[None]:
         # Where sums wait for a reduction none is taken here before, and they have memory of their
         # own.
-        if not (self._accumulated or self._grads.waits_local):
+        if not (self._accumulated or self._grads.reduces_later):
             self._accumulated = True
             try:
                 self._make_gradients()
@@ -159,7 +159,7 @@ class BackwardUpdate(DeferredUpdate):
         # The sum of the micro-batches before goes on in the slot, and the update reads it there.
         if state is SlotState.HELD:
             slot.accumulate(grad)
-            ready[param] = slot.storage if slot.home is None else None
+            ready[param] = slot.storage if slot.backing is None else None
         else:
             # Autograd's own tensor, if its dtype is right already: no copy, no memory of the
             # engine.
@@ -223,14 +223,14 @@ class BackwardUpdate(DeferredUpdate):
         ready = self._ready[unit]
         for param in ready:
             assert param.grad is not None
-            param.grad.arrive()
+            param.grad.wait_d2h()
         # Before the counts advance and before the first write: a refused unit leaves no trace.
         self._check_finite(ready)
         self._capture(ready)
         del self._ready[unit]
         # A spilled sum must be on NVMe, whole, before the update reads it there.
         if None in ready.values():
-            self._grads.settle(unit)
+            self._grads.flush_spilled(unit)
         gradients = {param: grad for param, grad in ready.items() if grad is not None}
         self._updated.update(ready)  # from here on a step that breaks off is half done
         work = {item.param: item for item in self._work(list(ready))}

@@ -17,14 +17,14 @@ import numpy.typing as npt
 import torch
 
 from infinity._src.config import Policy
-from infinity._src.grads.proxy import SlotState
+from infinity._src.grads.slot import SlotState
 from infinity._src.kernels.rounding import rounding_key
 from infinity._src.optim.state_access import States
 from infinity._src.optim.step import StepPipeline, refuse_nonfinite
 from infinity._src.optim.update_jobs import Work
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Flat, Param
+from infinity._src.params.unshard import Unsharder
 from infinity.aio import Format
 
 MANIFEST_VERSION = 1
@@ -37,7 +37,7 @@ class StepEngine(Protocol):
 
     policy: Policy
     pipeline: StepPipeline
-    residency: Unsharder
+    unsharder: Unsharder
     states: States
     on_nonfinite: str
 
@@ -305,7 +305,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     def _has_gradient(self, engine: StepEngine, param: Param) -> bool:
         if param.grad is None and param.at_rest.grad is None:
             return False
-        slot = engine.residency.slot(param)
+        slot = engine.unsharder.slot(param)
         # The loop may have assigned or cleared `p.grad` since backward; the slot follows it here.
         return slot.reconcile(param.at_rest.grad) is SlotState.HELD
 

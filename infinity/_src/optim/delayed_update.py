@@ -114,7 +114,7 @@ class DelayedUpdate(DeferredUpdate):
             self._delayed.outdated(unit)
             for param in work:
                 assert param.grad is not None
-                param.grad.guard(_Swap(self, param) if param.grad.home is None else None)
+                param.grad.guard(_Swap(self, param) if param.grad.backing is None else None)
 
     def swap(self, param: Param, slot: GradSlot) -> None:
         """Give the parameter's slot the other memory: the update reads the present one."""
@@ -122,7 +122,8 @@ class DelayedUpdate(DeferredUpdate):
         read = slot.tensor
         # The first swap of a slot takes memory of the second set; later ones take back the memory
         # of the swap before.
-        written = self._spare.pop(param) if param in self._spare else self._gradients.of(param)
+        spare = param in self._spare
+        written = self._spare.pop(param) if spare else self._gradients.shard_of(param)
         # The loop adds to a gradient that it has kept: the sum goes on in the other memory.
         if slot.state is SlotState.HELD:
             written.copy_(read)

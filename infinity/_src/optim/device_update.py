@@ -55,8 +55,7 @@ class _Window:
         self.stored: Ticket | None = None
 
     def wait(self) -> None:
-        """Block until it is free. A failed write reads it no more; the pipeline raises its
-        fault.
+        """Block until it is free. A failed write reads it no more; the pipeline raises its fault.
         """
         if self.stored is not None and not self.stored.failed:
             self.stored.wait_filled()

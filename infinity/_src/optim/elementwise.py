@@ -32,7 +32,7 @@ from infinity._src.params.chunk_pipeline import (
     Span,
     spans_of,
 )
-from infinity._src.params.shard_records import ShardRecords
+from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat, Param
 from infinity.aio import Format
 from infinity.errors import AioError
@@ -213,7 +213,7 @@ class Elementwise(Optimizer):
             unit.generation += 1
             # Updated below in its tier, chunk by chunk: gathered values would be half old, half
             # new.
-            engine.residency.discard(unit)
+            engine.unsharder.invalidate(unit)
         engine.pipeline.step_begins()
         try:
             self._run(engine, turns, numbers)
@@ -236,7 +236,7 @@ class Elementwise(Optimizer):
                 )
             state["numbers"] = number.after
         engine.pipeline.count_step()
-        engine.residency.prefetch_ahead()
+        engine.unsharder.prefetch_ahead()
 
     def _run(self, engine: StepEngine, turns: list[_Turn], numbers: dict[Param, _Numbers]) -> None:
         """Update all chunks, with reads ahead and writes behind."""

@@ -153,8 +153,7 @@ class GradWindows:
             self._memory = torch.from_numpy(self._slab.array(np.uint8))
 
     def _window(self, index: int) -> torch.Tensor:
-        """Return the memory of a window, free for new gradients. Blocks while an update reads
-        it.
+        """Return the memory of a window, free for new gradients. Blocks while an update reads it.
         """
         self.allocate()
         ticket, self._reads[index] = self._reads[index], None

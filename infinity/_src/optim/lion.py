@@ -48,7 +48,7 @@ class Lion(Optimizer):
     def hyper(
         self,
         param: Param,
-        state: dict[str, Any],  # noqa: ARG002
+        state: dict[str, Any],  # noqa: ARG002 - it has one moment, and no step count
         log: Sequence[LogEntry],
     ) -> npt.NDArray[Any]:
         """Return the scalars of one update."""

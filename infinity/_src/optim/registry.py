@@ -18,14 +18,14 @@ from typing import Any
 
 from infinity._src.config import Policy
 from infinity._src.grads.buffers import GradBuffers
-from infinity._src.grads.proxy import GradRegistry
+from infinity._src.grads.slot import GradRegistry
 from infinity._src.memory.planner import PlacementPlanner
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.step_consensus import describe_registration
 from infinity._src.optim.update_mode import UpdateMode
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param
+from infinity._src.params.unshard import Unsharder
 from infinity.aio import Executor, Format
 
 
@@ -47,7 +47,7 @@ class OptimizerRegistry:
         executor: Executor,
         gradients: GradBuffers,
         book: GradRegistry,
-        residency: Unsharder,
+        unsharder: Unsharder,
         pipeline: StepPipeline,
         mode: UpdateMode,
         rank: int,
@@ -61,7 +61,7 @@ class OptimizerRegistry:
         self._executor = executor
         self._gradients = gradients
         self._book = book
-        self._residency = residency
+        self._unsharder = unsharder
         self._pipeline = pipeline
         self._mode = mode
         self._rank = rank
@@ -151,7 +151,7 @@ class OptimizerRegistry:
         """
         # Chunks move, so no update, write or read may be in flight.
         self._pipeline.wait()
-        self._gradients.settle()
+        self._unsharder.gradients.flush_spilled()
         # Reads ahead have no ticket that the pipeline knows.
         self._executor.wait_all()
         before, formats_before = self._planner.saved(), self._formats
@@ -170,8 +170,7 @@ class OptimizerRegistry:
             )  # what moved has other chunks, also where the rest did not
 
     def _check(self, optimizer: object, params: list[Param]) -> None:
-        """Raise ValueError if a parameter has another optimizer, or a dtype without a state
-        format.
+        """Raise ValueError if a parameter has another optimizer, or a dtype without a state format.
         """
         others = [holder() for holder in self._optimizers.values()]
         if self._policy.update == "delayed" and any(
@@ -249,7 +248,7 @@ class OptimizerRegistry:
         # The mode first: its windows and copies have a fixed size, and a shortage shows before NVMe
         # is written.
         self._mode.allocate(self._registered, spilled)
-        self._residency.gradients.allocate()
+        self._unsharder.gradients.allocate()
         if self._stores_gradients:
             self._gradients.allocate([flat for flat in self._registered if flat not in spilled])
             # The last that may fail: from here on these flats must have the section.
@@ -265,8 +264,8 @@ class OptimizerRegistry:
         for flat in self._registered:
             for param in flat.params:
                 if param.grad is not None:
-                    self._gradients.take_in(param)
+                    self._gradients.place_slot(param)
                 elif param in self._optimizers:
-                    self._residency.slot(param)
+                    self._unsharder.slot(param)
         # The scratch of norms is made here, so that no step allocates it.
         self._book.reserve()

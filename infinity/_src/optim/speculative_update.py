@@ -184,8 +184,8 @@ class SpeculativeUpdate(DeferredUpdate):
             return
         # The step before is committed here, so that the withdrawal goes back to it.
         self._pipeline.begin()
-        if any(param.grad is not None and param.grad.home is not None for param in params):
-            self._grads.settle(unit)
+        if any(param.grad is not None and param.grad.backing is not None for param in params):
+            self._grads.flush_spilled(unit)
         holder.refresh_groups()
         # A preview: counts advance only when the step asks for this update.
         work = {item.param: item for item in holder.preview(params)[0]}
@@ -205,8 +205,7 @@ class SpeculativeUpdate(DeferredUpdate):
     # -- back --------------------------------------------------------------------------------------
 
     def withdraw_unit(self, unit: Unit) -> None:
-        """Undo the unit's update: its gradients are about to change, or a caller reads its
-        values.
+        """Undo the unit's update: its gradients are about to change, or a caller reads its values.
         """
         self._states_seen = True
         self._withdraw([unit])

@@ -17,12 +17,12 @@ import numpy.typing as npt
 import torch
 
 from infinity._src.distributed.collectives import Comm, digest, fingerprinted
-from infinity._src.grads.proxy import SlotState
+from infinity._src.grads.slot import SlotState
 from infinity._src.kernels.state_codec import decode_sections, encode_sections
 from infinity._src.params.chunk_pipeline import ChunkBuffer, Span, spans_of
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Param
+from infinity._src.params.unshard import Unsharder
 from infinity.aio import Format
 from infinity.aio._records import GradSection, Moments
 
@@ -53,18 +53,17 @@ class States:
     """
 
     def __init__(
-        self, rest: StateStore, residency: Unsharder, comm: Comm, *, wait: Callable[[], None]
+        self, rest: StateStore, unsharder: Unsharder, comm: Comm, *, wait: Callable[[], None]
     ) -> None:
         self.rest = rest
         self.rank = comm.rank
-        self._residency = residency
+        self._unsharder = unsharder
         self._comm = comm
         self._wait = wait
         self._buffers: list[ChunkBuffer] = []
 
     def chunk_buffers(self, count: int) -> list[ChunkBuffer]:
-        """Return memory for `count` chunks, kept for the next time. Nothing may be in flight in
-        it.
+        """Return memory for `count` chunks, kept for the next time. Nothing may be in flight in it.
         """
         while len(self._buffers) < count:
             self._buffers.append(ChunkBuffer(self.rest))
@@ -134,11 +133,11 @@ class States:
             buffer.store(sections).wait()
             # With update="delayed" forwards compute with a second copy, which must show the written
             # value too.
-            if value == 0 and self._residency.shadow is not None:
+            if value == 0 and self._unsharder.delayed_params is not None:
                 written = torch.from_numpy(buffer.section(0, span.start, span.numel)).view(
                     param.dtype
                 )
-                self._residency.shadow.write(
+                self._unsharder.delayed_params.write(
                     param.flat, int(rest.starts[span.chunk]) + span.start, written
                 )
 
@@ -146,7 +145,7 @@ class States:
         """Mark the parameter's gathered unit as outdated, since its values at rest are about to
         change.
         """
-        self._residency.touched(param.unit)
+        self._unsharder.touched(param.unit)
 
     # -- gradients ---------------------------------------------------------------------------------
 
@@ -158,7 +157,7 @@ class States:
         if param.grad is None and param.at_rest.grad is None:
             return None
         # Made on demand: the loop may have assigned `p.grad` before any backward.
-        slot = self._residency.slot(param)
+        slot = self._unsharder.slot(param)
         if slot.reconcile(param.at_rest.grad) is SlotState.EMPTY and not slot.unreduced:
             return None
         return self._whole(param, [slot.part()])
@@ -175,13 +174,13 @@ class States:
             self.check_ranks_agree(f"setting the gradient of {param.name}", tensor)
         self._wait()
         if tensor is None:
-            self._residency.slot(param).empty()
+            self._unsharder.slot(param).empty()
             param.at_rest.grad = None
             return
         # Each rank stores the part that it would have got from a reduce_scatter.
         _, element, numel = param.flat.layout.shard_range(param.slot_index, self.rank)
         part = tensor.detach().to("cpu").reshape(-1)[element : element + numel]
-        self._residency.gradients.replace(param, part)
+        self._unsharder.gradients.replace(param, part)
 
     def _whole(self, param: Param, part: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the whole tensor of which the ranks have parts, fp32 [param.shape]."""
@@ -277,8 +276,7 @@ def sections_with(form: Format, value: int) -> list[int]:
 
 
 def span_sections(buffer: ChunkBuffer, span: Span) -> list[Bytes]:
-    """Return the span's part of every section of the buffer's chunk, but `grad`, as writable
-    bytes.
+    """Return the span's part of every section of the buffer's chunk, but `grad`, as writable bytes.
     """
     return [
         buffer.section(index, span.start, span.numel)

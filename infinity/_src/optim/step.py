@@ -35,9 +35,9 @@ from infinity._src.optim.step_consensus import Grouped, describe_step
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import FlatJobs, Submission, Work, jobs_of_flat, jobs_of_unit
 from infinity._src.params.prefetch_schedule import Phase
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.unshard import Unsharder
 from infinity.aio import Executor, Gate, JobKind, Priority, Ticket
 from infinity.aio._records import MASK_PARAM_IN_MEMORY
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid, StepUndone
@@ -84,7 +84,7 @@ class StepPipeline:
         *,
         rest: StateStore,
         executor: Executor,
-        residency: Unsharder,
+        unsharder: Unsharder,
         comm: Comm,
         mode: StepHooks,
         transaction: Transaction | None,
@@ -94,7 +94,7 @@ class StepPipeline:
         self._units = list(units)
         self._rest = rest
         self._executor = executor
-        self._residency = residency
+        self._unsharder = unsharder
         self._comm = comm
         self._mode = mode
         self._heap = heap
@@ -141,7 +141,7 @@ class StepPipeline:
             self._pending.clear()
             self._mode.undone()
             fault = self.transaction.undo(fault.__cause__ or fault)
-            self._residency.updates_ended()
+            self._unsharder.updates_ended()
         if fault is not None:
             # Peers wait in collectives for this rank; without a word they would run into their
             # timeout.
@@ -215,10 +215,10 @@ class StepPipeline:
                 self._record_fault(ticket)
         self.update_wait_s += time.perf_counter() - start
         # The unsharder's marks count these waits as waits of the loop.
-        self._residency.update_wait_s = self.update_wait_s
+        self._unsharder.update_wait_s = self.update_wait_s
         if self._pending:
             self._pending.clear()
-            self._residency.updates_ended()
+            self._unsharder.updates_ended()
         self.raise_fault()
 
     # -- the step ----------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class StepPipeline:
         # The mode first: a backward that broke off explains a busy unit better than the check
         # below.
         self._mode.before_step()
-        self._residency.gradients.check_reduced()
+        self._unsharder.gradients.check_reduced()
         busy = next((param.unit for param in params if param.unit.refs), None)
         if busy is not None:
             raise RuntimeError(
@@ -267,7 +267,7 @@ class StepPipeline:
                 "outside handle.gather()"
             )
         # A failed write of a gradient must surface before the first state changes.
-        self._residency.gradients.settle()
+        self._unsharder.gradients.flush_spilled()
 
     def submit(self, work: Sequence[Work], *, optimizer: Any) -> None:
         """Start the update of these parameters, and count a step of `optimizer`.
@@ -283,7 +283,7 @@ class StepPipeline:
         for item in work:
             by_unit.setdefault(item.param.unit, {})[item.param] = item
         self.check_idle([item.param for item in work])
-        self._residency.clock.enter("step")
+        self._unsharder.clock.enter("step")
         # An empty step waits for nothing: GradScaler skips steps, and a skipped one should cost no
         # stall.
         if by_unit:
@@ -305,8 +305,8 @@ class StepPipeline:
             self.stepping = None
         self.count_step()
         # The next forward starts with reads, and Python has time between the steps.
-        self._residency.prefetch_ahead()
-        self._residency.clock.enter("idle")
+        self._unsharder.prefetch_ahead()
+        self._unsharder.clock.enter("idle")
 
     def step_begins(self) -> None:
         """Note the end of the step's forwards and backwards; its update begins."""
@@ -316,7 +316,7 @@ class StepPipeline:
     def count_step(self) -> None:
         """Count a step that was taken."""
         self.begun = False
-        self._residency.passes.step_taken()
+        self._unsharder.passes.step_taken()
         if self.transaction is not None:
             # Registered before the count changes, so that an interrupt between the two is undone
             # right.
@@ -335,12 +335,11 @@ class StepPipeline:
         self.steps -= 1
 
     def next_order(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return units in the order of the next training forward, then those that it does not
-        use.
+        """Return units in the order of the next training forward, then those that it does not use.
         """
         # The first use of a unit that runs twice in a forward decides.
         place: dict[int, int] = {}
-        for index in self._residency.schedule.order(Phase.TRAIN):
+        for index in self._unsharder.schedule.order(Phase.TRAIN):
             place.setdefault(index, len(place))
         return sorted(units, key=lambda unit: (place.get(unit.index, len(self._units)), unit.index))
 
@@ -363,7 +362,7 @@ class StepPipeline:
         # Only the executor's idle slots read ahead. A byte of budget that keeps a section resident
         # saves its read and its write in every step; a byte of read-ahead only hides a read.
         ids: list[int] = []
-        for index in self._residency.schedule.order(phase):
+        for index in self._unsharder.schedule.order(phase):
             for flat in self._units[index].flats:
                 plan = self._jobs[flat]
                 ids.extend(plan.jobs["chunk"][np.unique(plan.chunk)].tolist())
@@ -421,7 +420,7 @@ class StepPipeline:
         # Behind a gate the whole unit is handed over, so its other chunks are fetched too. The gate
         # knows the addresses once the unit has memory.
         if gate is not None:
-            jobs["mask"] |= self._residency.device.mask
+            jobs["mask"] |= self._unsharder.device.mask
         else:
             # Without a hand-over nobody waits for the chunks that have no work.
             jobs = jobs[jobs["kind"] == JobKind.UPDATE]
@@ -430,12 +429,12 @@ class StepPipeline:
                 # In and out are the same memory: the update reads the gathered parameters and
                 # replaces them, which saves their read from NVMe.
                 jobs["ptr"][:, 1] = jobs["ptr"][:, 0]
-                jobs["mask"] |= MASK_PARAM_IN_MEMORY | self._residency.device.mask
+                jobs["mask"] |= MASK_PARAM_IN_MEMORY | self._unsharder.device.mask
             else:
                 jobs["ptr"][:, 0] = 0
             jobs["base"] = -1
         # The device may still use the unit's memory or write gradients; the update comes behind it.
-        self._residency.device.behind()
+        self._unsharder.device.behind()
         # Nothing may raise once it is submitted: only the caller keeps what threads then read and
         # write.
         self._forget_done()
@@ -451,7 +450,7 @@ def slot_gradients(work: Mapping[Param, Work]) -> dict[Param, torch.Tensor]:
     gradients = {}
     for param in work:
         assert param.grad is not None
-        if param.grad.home is None:
+        if param.grad.backing is None:
             gradients[param] = param.grad.tensor
     return gradients
 
@@ -463,7 +462,7 @@ def guard(params: Iterable[Param], ticket: Ticket) -> None:
     reader = ReadByUpdate(ticket)
     for param in params:
         assert param.grad is not None
-        param.grad.guard(reader if param.grad.home is None else None)
+        param.grad.guard(reader if param.grad.backing is None else None)
 
 
 def half_done(error: BaseException) -> StateInvalid:

@@ -32,8 +32,7 @@ class Grouped(Protocol):
 
 
 class StepDescription(NamedTuple):
-    """Description of a step, which ranks exchange. names: one for each of `numbers`, for
-    messages.
+    """Description of a step, which ranks exchange. names: one for each of `numbers`, for messages.
     """
 
     what: str

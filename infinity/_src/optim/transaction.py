@@ -16,9 +16,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
+from infinity._src.params.unshard import Unsharder
 from infinity.aio import Executor
 from infinity.errors import AioError, StepUndone
 
@@ -62,12 +62,12 @@ class Transaction:
     """The versions of one model's states. One thread uses it at a time."""
 
     def __init__(
-        self, units: Sequence[Unit], *, rest: StateStore, executor: Executor, residency: Unsharder
+        self, units: Sequence[Unit], *, rest: StateStore, executor: Executor, unsharder: Unsharder
     ) -> None:
         self._units = list(units)
         self._rest = rest
         self._executor = executor
-        self._residency = residency
+        self._unsharder = unsharder
         self._durable: Durable | None = None
         # In the order of the counts; an undo runs them backwards.
         self._undo_callbacks: list[Callable[[], None]] = []
@@ -145,7 +145,7 @@ class Transaction:
         from before the commit cannot be brought to them either.
         """
         # Gathered units may hold parameters of the undone step. They are read anew.
-        self._residency.stale(self._units)
+        self._unsharder.mark_stale(self._units)
         # A write that is still in flight would land in a place that is written next.
         self._executor.wait_all()
         self._executor.rollback(self._ids(flat for unit in self._units for flat in unit.flats))
@@ -177,7 +177,7 @@ class Transaction:
         """Undo the writes to these units since the last commit. None of their updates may be
         pending. Blocks while others read the units.
         """
-        self._residency.stale(units)
+        self._unsharder.mark_stale(units)
         ids = self._ids(flat for unit in units for flat in unit.flats)
         self._executor.wait_all()
         self._executor.rollback(ids)

@@ -23,7 +23,7 @@ _GRAD_DTYPES = {
 
 
 _GRAD = np.dtype([("address", "<u8"), ("itemsize", "<u8"), ("dtype", "<i4")])
-"""Where a parameter's gradient lies; for one in the chunks' `grad` sections the address stays 0."""
+"""Place of a parameter's gradient; for one in the chunks' `grad` sections the address stays 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,7 @@ class FlatJobs:
 
 
 def jobs_of_flat(rest: StateStore, flat: Flat, rank: int) -> FlatJobs:
-    """Return the jobs of one flat as it rests now. Make them anew when its format or place
-    changed.
+    """Return the jobs of one flat as it rests now. Make them anew when its format or place changed.
     """
     at_rest = rest[flat]
     spans = flat.layout.chunks

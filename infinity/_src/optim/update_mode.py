@@ -35,13 +35,13 @@ from typing import Any, Protocol
 
 import torch
 
-from infinity._src.grads.reducer import GradReducer
+from infinity._src.grads.reduce import GradReducer
 from infinity._src.optim.step import StepPipeline, guard, slot_gradients
 from infinity._src.optim.step_consensus import Grouped
 from infinity._src.optim.update_jobs import Work
 from infinity._src.params.prefetch_schedule import Phase
-from infinity._src.params.residency import Unsharder
 from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.unshard import Unsharder
 from infinity._src.params.update_hooks import UpdateHooks
 
 

@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity._src.params.shard_records import ShardRecords
-from infinity._src.params.state_store import StateStore
+from infinity._src.params.state_store import ShardRecords, StateStore
 from infinity._src.params.unit import Param
 from infinity._src.sizes import round_up
 from infinity.aio import JobKind, Priority, Slab, Ticket
@@ -72,6 +71,7 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         reusable: Callable[[Ticket], None] = lambda ticket: ticket.wait(),
         read_failed: Callable[[ItemT, AioError], object] | None = None,
     ) -> None:
+        # With nothing ahead `run` would end before its first item.
         assert ahead > 0, ahead
         self._ahead = ahead
         self._transform = transform
@@ -83,6 +83,8 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         self._read_failed = read_failed
         self._free = deque(buffers)
         assert self._free, "a pipeline has a buffer"
+        # Queues of what is under way, oldest first. What is in one is waited for, however `run`
+        # ends.
         self._waiting: deque[ItemT] = deque()  # known to `look_ahead`
         self._reading: deque[tuple[ItemT, BufferT, Ticket]] = deque()
         self._writing: deque[tuple[BufferT, Ticket]] = deque()
@@ -105,22 +107,28 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
                     self._writing.append((buffer, self._write(item, buffer)))
                 else:
                     self._free.append(buffer)
+                # After the write was begun: progress and checks cost the drive nothing.
                 self._finish(item, buffer)
             while self._writing:
                 self._reclaim()
         finally:
+            # Also after a fault or Ctrl-C: transfers still write into buffers that the caller frees
+            # next.
             self._wait_for_all()
 
     def _next(self, source: Iterator[ItemT]) -> tuple[ItemT, BufferT, bool] | None:
         """The coming item, its buffer, and whether its read went well; None at the end."""
         if self._read is None:
+            # No more than `ahead` are taken, so the iterator decides late what comes next.
             self._waiting.extend(itertools.islice(source, self._ahead - len(self._waiting)))
             if not self._waiting:
                 return None
+            # Before the buffer is acquired, which may wait for a write: reads go on meanwhile.
             self._look_ahead(tuple(self._waiting))
             return self._waiting.popleft(), self._acquire(), True
         # A buffer must be in sight before an item is taken: what was taken has to be read.
         while len(self._reading) < self._ahead and (self._free or self._writing):
+            # A loop over one item: at the end of the source it takes the `else`.
             for item in itertools.islice(source, 1):
                 buffer = self._acquire()
                 self._reading.append((item, buffer, self._read(item, buffer)))
@@ -130,11 +138,13 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         return self._await_read() if self._reading else None
 
     def _await_read(self) -> tuple[ItemT, BufferT, bool]:
+        # Looked at, not taken out: see below.
         item, buffer, ticket = self._reading[0]
         well = True
         try:
             ticket.wait()
         except AioError as error:
+            # A verification tells all damage and goes on; everything else stops at the first fault.
             if self._read_failed is None:
                 raise
             self._read_failed(item, error)
@@ -146,20 +156,23 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
 
     def _acquire(self) -> BufferT:
         """A buffer that is free, or that of the oldest write, as soon as its bytes are taken."""
+        # Only when none is free: waiting for a write earlier would hold up the reads.
         if not self._free:
             self._reclaim()
         return self._free.popleft()
 
     def _reclaim(self) -> None:
+        # Taken out after the wait, for the reason in `_await_read`.
         buffer, ticket = self._writing[0]
         self._reusable(ticket)
         self._writing.popleft()
         self._free.append(buffer)
 
     def _wait_for_all(self) -> None:
-        """Return when no transfer is in flight. Their errors are of no interest: a first one is on
-        its way to the caller.
+        """Return when no transfer is in flight. Errors are dropped: the first one is on its way to
+        the caller.
         """
+        # `wait`, not `reusable`: nothing may be in flight, the write-back included.
         for ticket in [each[-1] for each in self._reading] + [each[-1] for each in self._writing]:
             with contextlib.suppress(AioError):
                 ticket.wait()
@@ -170,7 +183,9 @@ def slab_buffers(size_bytes: int, count: int = BUFFERS) -> Iterator[list[Bytes]]
     """Allocate buffers in one slab, each a multiple of 4096 bytes. At the end nothing may be in
     flight in them.
     """
+    # So that every buffer begins at a multiple of 4096, as the slab does.
     size = round_up(size_bytes, 4096)
+    # One slab: huge pages, which decide a drive's speed, and one check of the memory that is left.
     with Slab(count * size) as slab:
         buffers: list[Bytes] = [
             slab.array(np.uint8, offset=k * size, count=size) for k in range(count)
@@ -178,7 +193,8 @@ def slab_buffers(size_bytes: int, count: int = BUFFERS) -> Iterator[list[Bytes]]
         try:
             yield buffers
         finally:
-            buffers.clear()  # a view that lives would keep the slab's memory
+            # A view that lives would keep the slab's memory.
+            buffers.clear()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +246,9 @@ class ChunkBuffer:
         self._at, size = [], 0
         for section in records.sections:
             self._at.append(size)
+            # Sections begin at multiples of 64, so they are aligned for every dtype.
             size += round_up(section.size_bytes(numel), 64)
+        # Kept, and grown to the largest chunk only: later ones allocate nothing.
         if self._memory.numel() < size:
             self._memory = torch.empty(size, dtype=torch.uint8)
 
@@ -256,4 +274,5 @@ class ChunkBuffer:
         base = self._memory.data_ptr()
         addresses = {section: base + self._at[section] for section in sections}
         flat = self.records.flat
+        # DEMAND: a thread waits for it.
         return self._store.move_chunk(flat, self._chunk, kind, addresses, priority=Priority.DEMAND)

@@ -1,35 +1,36 @@
-"""The parameters that compute while the update of the step before is still on its way: update="delayed".
+"""Delayed parameters: the step computes with them while the update before it is still on its way.
 
-    opt.step() t     waits for update t-1, then for each unit:  read hi -> shadow     (what step t+1 computes with)
-                                                                update t in place     (what step t+2 computes with)
-    step t+1         gathers from the shadow, in RAM
+    opt.step() t     waits for update t-1, then for each unit
+                         reads hi into its delayed parameters   (step t+1 computes with these)
+                         updates t in place                     (step t+2 computes with the result)
+    step t+1         gathers from the delayed parameters, in RAM
 
-Source: Ren et al., "ZeRO-Offload" (arXiv 2101.06840), section 5.2, one-step delayed parameter update.
+Source: Ren et al., "ZeRO-Offload" (arXiv 2101.06840), section 5.2, one-step delayed parameter
+update (update="delayed").
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
+from infinity._src.params.flat_buffers import FlatBuffers, flat_bytes
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
-from infinity._src.sizes import round_up
-from infinity.aio import Priority, Slab, Ticket
+from infinity.aio import Priority, Ticket
 
 
 class DelayedParams:
-    """A second copy in RAM of the parameters that an optimizer holds; this rank's shards. One thread uses it at a time.
+    """A second copy in RAM of this rank's shards of the parameters that an optimizer holds.
 
-    active: whether computing takes the parameters from here; until then it only has the memory.
+    active: training computes with them; until then they only have the memory. One thread uses it at
+    a time.
     """
 
     def __init__(self, rest: StateStore) -> None:
         self._rest = rest
-        self._slabs: list[Slab] = []
-        self._shards: dict[Flat, torch.Tensor] = {}
+        self._shards = FlatBuffers(lambda flat: flat.layout.shard_numel, lambda flat: flat.dtype)
         self._tickets: dict[Flat, Ticket] = {}
         self._stale: set[Flat] = set()
         self.active = False
@@ -37,42 +38,34 @@ class DelayedParams:
     @staticmethod
     def shard_bytes(flat: Flat) -> int:
         """Bytes that one flat takes."""
-        return round_up(flat.layout.shard_numel * flat.layout.itemsize, 64)
+        return flat_bytes(flat.layout.shard_numel, flat.dtype)
 
     def allocate(self, flats: Sequence[Flat]) -> None:
         """Make room for those of these flats that have none yet."""
-        fresh = [flat for flat in flats if flat not in self._shards]
-        size_bytes = sum(self.shard_bytes(flat) for flat in fresh)
-        if not size_bytes:
-            return
-        slab = Slab(size_bytes)
-        self._slabs.append(slab)
-        memory = torch.from_numpy(slab.array(np.uint8))
-        start = 0
-        for flat in fresh:
-            part = memory[start : start + flat.layout.shard_numel * flat.layout.itemsize]
-            self._shards[flat] = part.view(flat.dtype)
-            self._stale.add(flat)
-            start += self.shard_bytes(flat)
+        self._stale.update(self._shards.allocate(flats))
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of the copy."""
-        return sum(slab.size_bytes for slab in self._slabs)
+        return self._shards.size_bytes
 
     def __contains__(self, flat: Flat) -> bool:
-        """Whether computing takes the flat from here. What an optimizer took since the last step is not here yet, nor updated."""
+        """Whether training computes with delayed values of the flat. A flat that an optimizer took
+        since the last step has none yet, and no update either.
+        """
         return flat in self._tickets
 
     def computes(self, unit: Unit) -> bool:
-        """Whether passes take some of the unit from here, which may be older than what rests."""
+        """Whether training computes with delayed values of some of the unit."""
         return self.active and any(flat in self._tickets for flat in unit.flats)
 
     def refresh(self, unit: Unit) -> bool:
-        """Start reading what rests of the unit now, before an update that is submitted later. Returns whether it had changed.
+        """Start reading the unit's values at rest, before the update that is submitted next.
+        Returns whether they had changed.
 
         The updates before must have been waited for. Does not block.
         """
+        # Reads are submitted before the update, and the executor keeps the order of a chunk's jobs.
         stale = [flat for flat in unit.flats if flat in self._stale]
         for flat in stale:
             address = self._shards[flat].data_ptr()
@@ -81,11 +74,14 @@ class DelayedParams:
         return bool(stale)
 
     def outdated(self, unit: Unit) -> None:
-        """An update of the unit was submitted: what rests is newer from the next step on."""
+        """Note that an update of the unit was submitted: values at rest are newer from the next
+        step.
+        """
         self._stale.update(flat for flat in unit.flats if flat in self._shards)
 
     def copy_to(self, unit: Unit, rank: int) -> None:
-        """Copy the shards of a unit into its gathered flats, which are allocated. Blocks until they have been read.
+        """Copy the shards of a unit into its gathered flats, which are allocated. Blocks until they
+        have been read.
 
         Raises: the AioError of the read.
         """
@@ -97,8 +93,9 @@ class DelayedParams:
                     flat.tensor[start : start + flat.layout.shard_numel].copy_(self._shards[flat])
 
     def write(self, flat: Flat, start: int, values: torch.Tensor) -> None:
-        """Replace elements [start, start + len) of a shard, which rests so already; nothing if computing does not take the flat
-        from here. Blocks until a read has ended."""
+        """Replace elements [start, start + len) of a shard, as was done at rest already. Blocks
+        until a read has ended. Does nothing where training does not compute with delayed values.
+        """
         if not self.active or flat not in self._tickets:
             return
         self._tickets[flat].wait()
@@ -107,10 +104,7 @@ class DelayedParams:
 
     def close(self) -> None:
         """Free the memory. Pending reads must have been waited for."""
-        self._shards.clear()
         self._tickets.clear()
         self._stale.clear()
-        for slab in self._slabs:
-            slab.close()
-        self._slabs.clear()
+        self._shards.close()
         self.active = False

@@ -1,47 +1,65 @@
-"""Finding units: from a module tree to the groups of parameters that are gathered together.
+"""Finding units: from a module tree to the groups of parameters that are unsharded together.
 
-    blocks     the classes of `_no_split_modules` (Hugging Face); else the children of the outermost ModuleLists;
-               else none. `units=` names them instead.
-    the rest   every largest subtree without a block that fits `unit_bytes_max`: an embedding, a norm, a head.
-               Parameters that a module holds itself beside blocks (`cls_token`) are a unit of that module.
-    too large  a block of more than `unit_bytes_max` gives up the children of the ModuleLists inside it (the experts of a
-               ModuleList MoE, so that only routed ones are gathered), then, if it is still too large, its children.
-               A module that cannot be split is one unit, however large: it streams in chunks.
-    tiles      every tile of a tiled linear or embedding is a unit of its own, whatever its size and wherever it is.
+    blocks     the classes of `_no_split_modules` (Hugging Face); else the children of the outermost
+               ModuleLists; else none. `units=` names them instead.
+    the rest   every largest subtree without a block that fits `unit_bytes_max`: an embedding, a
+               norm, a head. Parameters that a module holds itself beside blocks (`cls_token`) are a
+               unit of that module.
+    too large  a block of more than `unit_bytes_max` gives up the children of the ModuleLists inside
+               it (the experts of a ModuleList MoE, so that only routed ones are unsharded), then,
+               if it is still too large, its children. A module that cannot be split is one unit,
+               however large: it streams in chunks.
+    tiles      every tile of a tiled linear or embedding is a unit of its own, whatever its size.
 
-A parameter belongs to one unit: that of the first module, in registration order, that holds it. Other modules that hold
-it too (tied weights) are served by the same unit, which is gathered for each of them.
+A parameter belongs to one unit: that of the first module, in registration order, that holds it.
+Other modules that hold it too (tied weights) are served by the same unit, which is unsharded for
+each of them. The module tree is read, never changed.
 
-Everything here is pure: the module tree is read, never changed.
+A parameter that is too large for one unit cannot be split by the module tree; `inf.tile_linears`
+splits it. `check_gatherable` refuses or names linears that are too large to be unsharded whole, and
+says in how many tiles they would fit.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
-from infinity._src.kernels.tiling.tiled_module import tile_modules
+from infinity._src.kernels.tiling.tiled_module import Grid, tile_modules, whole_name
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params.unit import Flat, Param, Unit, keys_of, place_at
 from infinity._src.params.unsharded_param import empty_flat
+from infinity._src.sizes import format_size
+from infinity.aio._memory_limits import cgroup_limit_bytes
 from infinity.aio._records import CHUNK_NUMEL
+
+log = logging.getLogger("infinity")
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are never called: hooks on them never run, so no unit can belong to one."""
 
 
 def _is_list(module: nn.Module) -> bool:
-    """A ModuleList, or a ModuleDict of several (a dict of one holds a LoRA adapter, not a list of experts)."""
-    return isinstance(module, nn.ModuleList) or (isinstance(module, nn.ModuleDict) and len(module) > 1)
+    """A ModuleList, or a ModuleDict of several (a dict of one holds a LoRA adapter, not a list of
+    experts).
+    """
+    return isinstance(module, nn.ModuleList) or (
+        isinstance(module, nn.ModuleDict) and len(module) > 1
+    )
 
 
 @dataclasses.dataclass(eq=False)
 class ParamEntry:
-    """One distinct parameter: every name and every (module, attribute) that holds it, in registration order."""
+    """One distinct parameter: every name and every (module, attribute) that holds it, in
+    registration order.
+    """
 
     parameter: nn.Parameter
     names: list[str] = dataclasses.field(default_factory=list)
@@ -66,7 +84,9 @@ class ParamEntry:
 
 @dataclasses.dataclass(eq=False)
 class UnitSpec:
-    """A unit to be: the modules whose forward it must be gathered for, and its parameters in registration order."""
+    """A unit to be: the modules whose forward it must be gathered for, and its parameters in
+    registration order.
+    """
 
     name: str
     modules: list[nn.Module]
@@ -82,12 +102,13 @@ def find_units(
 ) -> list[UnitSpec]:
     """Partition the parameters of `model` into units (the module's docstring has the rules).
 
-    units: the blocks, as modules, classes, class names or qualified names. nested: whether blocks that are too large
-    may be split at the ModuleLists inside them; with several ranks they may not, because ranks route tokens to
-    different experts and must gather the same units in the same order.
+    units: the blocks, as modules, classes, class names or qualified names. nested: whether blocks
+    that are too large may be split at the ModuleLists inside them; with several ranks they may not,
+    because ranks route tokens to different experts and must gather the same units in the same
+    order.
 
-    Raises: ValueError if `units` names something that the model does not have, and for parameters that a flat cannot
-    hold.
+    Raises: ValueError if `units` names something that the model does not have, and for parameters
+    that a flat cannot hold.
     """
     entries = find_parameters(model)
     for entry in entries:
@@ -96,8 +117,9 @@ def find_units(
 
 
 def find_parameters(model: nn.Module) -> list[ParamEntry]:
-    """The distinct parameters of a model in registration order. Tied weights are one entry: found by identity, and by
-    what a Hugging Face model declares tied, which holds on the meta device too."""
+    """The distinct parameters of a model in registration order. Tied weights are one entry: found
+    by identity, and by what a Hugging Face model declares tied, which holds on the meta device too.
+    """
     by_id: dict[int, ParamEntry] = {}
     by_name: dict[str, ParamEntry] = {}
     seen_sites: set[tuple[int, str]] = set()
@@ -118,7 +140,9 @@ def find_parameters(model: nn.Module) -> list[ParamEntry]:
 
 
 def _merge_declared_ties(model: nn.Module, by_name: dict[str, ParamEntry]) -> None:
-    """Make entries that `all_tied_weights_keys` (target name -> source name) declares tied one entry."""
+    """Make entries that `all_tied_weights_keys` (target name -> source name) declares tied one
+    entry.
+    """
     for prefix, module in model.named_modules():
         declared = getattr(module, "all_tied_weights_keys", None)
         if not isinstance(declared, dict):
@@ -127,7 +151,8 @@ def _merge_declared_ties(model: nn.Module, by_name: dict[str, ParamEntry]) -> No
         for target, source in declared.items():
             kept, dropped = by_name.get(f"{start}{source}"), by_name.get(f"{start}{target}")
             if kept is None or dropped is None or kept is dropped or not dropped.parameter.is_meta:
-                continue  # with real values, two objects are two parameters, whatever the configuration says
+                # With real values, two objects are two parameters, whatever the configuration says.
+                continue
             if kept.parameter.shape != dropped.parameter.shape:
                 continue
             kept.sites.extend(dropped.sites)
@@ -145,7 +170,9 @@ class _Finder:
         self._model = model
         self._unit_bytes_max = unit_bytes_max
         self._nested = nested
-        self._entry_at = {(id(module), attr): entry for entry in entries for module, attr in entry.sites}
+        self._entry_at = {
+            (id(module), attr): entry for entry in entries for module, attr in entry.sites
+        }
         self._order = {id(entry): index for index, entry in enumerate(entries)}
         self._claimed: set[int] = set()
         self._names: dict[int, str] = {}
@@ -166,7 +193,7 @@ class _Finder:
         self._specs.sort(key=lambda spec: order[id(spec.entries[0])])
         return self._specs
 
-    # -- blocks ------------------------------------------------------------------------------------------------------
+    # -- blocks ------------------------------------------------------------------------------------
 
     def _no_split_blocks(self) -> list[nn.Module]:
         names: set[str] = set()
@@ -189,7 +216,8 @@ class _Finder:
             if not found:
                 text = type(wanted).__name__ if isinstance(wanted, nn.Module) else repr(wanted)
                 raise ValueError(
-                    f"units: the model has no {text}; give modules of this model, their classes, the classes' names, or "
+                    f"units: the model has no {text}; give modules of this model, their classes, "
+                    "the classes' names, or "
                     "qualified names as model.named_modules() lists them"
                 )
             if any(isinstance(module, _CONTAINERS) for module in found):
@@ -216,10 +244,12 @@ class _Finder:
             elif any(True for _ in member.parameters()):
                 yield member
 
-    # -- the walk ----------------------------------------------------------------------------------------------------
+    # -- the walk ----------------------------------------------------------------------------------
 
     def _visit(self, module: nn.Module, caller: nn.Module) -> None:
-        """Make units of what is below `module`. `caller`: the nearest module around it that is called."""
+        """Make units of what is below `module`. `caller`: the nearest module around it that is
+        called.
+        """
         if not isinstance(module, _CONTAINERS):
             caller = module
             if id(module) in self._blocks or not self._has_block(module):
@@ -234,11 +264,15 @@ class _Finder:
         if not self._nested:
             for block in blocks:
                 for inner in block.modules():
-                    tile = next(tile_modules(inner), None) if isinstance(inner, _CONTAINERS) else None
+                    tile = (
+                        next(tile_modules(inner), None) if isinstance(inner, _CONTAINERS) else None
+                    )
                     if tile is not None:
                         raise ValueError(
-                            f"{self._names[id(tile)]} is a tile of one of several modules in a list (an expert): ranks may call "
-                            "them in different orders, and would wait for each other; leave those out of "
+                            f"{self._names[id(tile)]} is a tile of one of several modules in a "
+                            "list (an expert): ranks may call "
+                            "them in different orders, and would wait for each other; leave those "
+                            "out of "
                             "inf.tile_linears(names=...), or train on one rank"
                         )
         for tile in tile_modules(self._model):
@@ -264,8 +298,10 @@ class _Finder:
             self._visit(child, module)
 
     def _may_split(self, module: nn.Module) -> bool:
-        """Whether what is inside is called in an order that all ranks share."""
-        return self._nested or not any(isinstance(child, _CONTAINERS) for child in module.children())
+        """Whether all ranks call its submodules in the same order."""
+        return self._nested or not any(
+            isinstance(child, _CONTAINERS) for child in module.children()
+        )
 
     def _claim(self, module: nn.Module, caller: nn.Module, entries: list[ParamEntry]) -> None:
         """Make a unit of those entries that no unit has yet."""
@@ -290,10 +326,12 @@ class _Finder:
     def _bytes(self, entries: list[ParamEntry]) -> int:
         return sum(entry.size_bytes for entry in entries if id(entry) not in self._claimed)
 
-    # -- tied weights ------------------------------------------------------------------------------------------------
+    # -- tied weights ------------------------------------------------------------------------------
 
     def _serve_other_sites(self) -> None:
-        """Let every unit serve also those modules that hold one of its parameters outside of the unit's own module."""
+        """Let every unit serve also those modules that hold one of its parameters outside of the
+        unit's own module.
+        """
         parents: dict[int, nn.Module] = {}
         for module in self._model.modules():
             for child in module.children():
@@ -304,7 +342,9 @@ class _Finder:
                 for module, _ in entry.sites:
                     while isinstance(module, _CONTAINERS) and id(module) in parents:
                         module = parents[id(module)]
-                    if id(module) not in inside and all(module is not known for known in spec.modules):
+                    if id(module) not in inside and all(
+                        module is not known for known in spec.modules
+                    ):
                         spec.modules.append(module)
 
 
@@ -317,10 +357,11 @@ def build(
     *,
     engine: Any = None,
 ) -> list[Unit]:
-    """Make the units of `specs`: their flats (one per dtype and `requires_grad`, evicted, on `device`) and parameters.
+    """Make the units of `specs`: their flats (one per dtype and `requires_grad`, evicted, on
+    `device`) and parameters.
 
-    chunk_numel: elements per chunk of a trainable flat of a dtype. engine: see `Unit`. The at-rest and gathered parameters are not made here, and
-    the model is left as it is.
+    chunk_numel: elements per chunk of a trainable flat of a dtype. engine: see `Unit`. The at-rest
+    and gathered parameters are not made here, and the model is left as it is.
     """
     assert sum(len(spec.entries) for spec in specs) == len(find_parameters(model))
     units: list[Unit] = []
@@ -333,8 +374,12 @@ def build(
         groups = {kind: _entries_of(spec, kind) for kind in kinds}
         for (dtype, trainable), entries in groups.items():
             numels = tuple(entry.parameter.numel() for entry in entries)
-            layout = plan_flat(numels, dtype.itemsize, world, chunk_numel(dtype) if trainable else CHUNK_NUMEL)
-            flat = Flat(unit, len(unit.flats), dtype, trainable, layout, empty_flat(layout, dtype, device))
+            layout = plan_flat(
+                numels, dtype.itemsize, world, chunk_numel(dtype) if trainable else CHUNK_NUMEL
+            )
+            flat = Flat(
+                unit, len(unit.flats), dtype, trainable, layout, empty_flat(layout, dtype, device)
+            )
             unit.flats.append(flat)
             for slot_index, entry in enumerate(entries):
                 flat.params.append(_make_param(entry, flat, slot_index))
@@ -349,7 +394,11 @@ def build(
 
 
 def _entries_of(spec: UnitSpec, kind: tuple[torch.dtype, bool]) -> list[ParamEntry]:
-    return [entry for entry in spec.entries if (entry.parameter.dtype, entry.parameter.requires_grad) == kind]
+    return [
+        entry
+        for entry in spec.entries
+        if (entry.parameter.dtype, entry.parameter.requires_grad) == kind
+    ]
 
 
 def _make_param(entry: ParamEntry, flat: Flat, slot_index: int) -> Param:
@@ -374,6 +423,121 @@ def _check_holdable(model: nn.Module, entry: ParamEntry) -> None:
         raise ValueError(f"{name} is lazy and has no shape yet; run one forward before inf.offload")
     if parameter.layout is not torch.strided or type(parameter) not in (nn.Parameter, torch.Tensor):
         raise ValueError(
-            f"{name} is a {type(parameter).__name__} of layout {parameter.layout}; the engine offloads ordinary dense "
+            f"{name} is a {type(parameter).__name__} of layout {parameter.layout}; the engine "
+            "offloads ordinary dense "
             "parameters (quantized and distributed tensor subclasses are not built yet)"
         )
+
+
+GATHERED_AT_ONCE = 4
+"""Tiles for which there must be room: the one in use, two ahead of it, and the fresh gradient of
+one.
+"""
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """All memory that the device has; of the CPU, what the machine and this process's cgroups
+    allow.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    total = int(psutil.virtual_memory().total)
+    return min(total, cgroup_limit_bytes() or total)
+
+
+def check_gatherable(
+    model: nn.Module,
+    specs: Sequence[UnitSpec],
+    unit_bytes_max: int,
+    device: torch.device,
+    device_bytes: int,
+) -> None:
+    """Refuse a unit that the device can never hold, and name linears that are larger than
+    `unit_bytes_max`.
+
+    device_bytes: all memory of the device that computes. A linear larger than `unit_bytes_max` is
+    logged: it works, and takes that much memory. Raises: ValueError naming what is largest, its
+    size and the fix.
+    """
+    for spec in specs:
+        if sum(entry.size_bytes for entry in spec.entries) > device_bytes:
+            raise ValueError(_refusal(model, spec, device_bytes, f"the device ({device.type})"))
+    large = [
+        (entry, name)
+        for spec in specs
+        for entry in spec.entries
+        if (name := _linear_name(model, entry)) is not None
+    ]
+    large = [(entry, name) for entry, name in large if entry.size_bytes > unit_bytes_max]
+    if large:
+        names = [name for _, name in large]
+        log.warning(
+            "%s: larger than unit_bytes_max (%s; the largest has %s), and gathered whole; "
+            "inf.tile_linears(model, tiles=%d, "
+            "names=%r) before inf.offload gathers a tile at a time",
+            ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+            format_size(unit_bytes_max),
+            format_size(max(entry.size_bytes for entry, _ in large)),
+            max(
+                tiles_needed(entry.parameter.shape, entry.size_bytes, unit_bytes_max)
+                for entry, _ in large
+            ),
+            names,
+        )
+
+
+def tiles_needed(shape: Sequence[int], size_bytes: int, tile_bytes_max: int) -> int:
+    """The smallest number of tiles along the output features, of a weight [out, in], that makes
+    none larger than that.
+
+    size_bytes: of the weight. As many as it has rows where even one row is larger.
+    """
+    rows, columns = shape
+    tiles = max(1, -(-size_bytes // max(tile_bytes_max, 1)))
+    while tiles < rows:
+        ends = Grid.of(rows, columns, tiles).row_ends
+        largest = max(last - first for first, last in itertools.pairwise(ends))
+        if largest * (size_bytes // rows) <= tile_bytes_max:
+            return tiles
+        tiles += 1
+    return rows
+
+
+def _refusal(model: nn.Module, spec: UnitSpec, device_bytes: int, device: str) -> str:
+    entry = max(spec.entries, key=lambda each: each.size_bytes)
+    room_bytes = device_bytes // GATHERED_AT_ONCE
+    has = f"{device} has {format_size(device_bytes)}"
+    if entry.size_bytes <= room_bytes:
+        return (
+            f"the unit {spec.name} takes "
+            f"{format_size(sum(each.size_bytes for each in spec.entries))} gathered, and {has}: "
+            "set "
+            f"unit_bytes_max='{format_size(room_bytes)}' or less, or name smaller modules in units="
+        )
+    name = _linear_name(model, entry)
+    largest = f"{entry.names[0]} takes {format_size(entry.size_bytes)} gathered whole, and {has}"
+    if whole_name(entry.names[0]) is not None:
+        times = -(-entry.size_bytes // max(room_bytes, 1))
+        return (
+            f"{largest}: it is a tile already; give inf.tile_linears {times} times as many tiles, "
+            "or more"
+        )
+    if name is None:
+        return (
+            f"{largest}: only a torch.nn.Linear (and an embedding tied to one) can be gathered in "
+            "tiles; make it smaller"
+        )
+    tiles = tiles_needed(entry.parameter.shape, entry.size_bytes, room_bytes)
+    return (
+        f"{largest}: inf.tile_linears(model, tiles={tiles}, names=[{name!r}]) before inf.offload "
+        "gathers a tile at a time"
+    )
+
+
+def _linear_name(model: nn.Module, entry: ParamEntry) -> str | None:
+    """The qualified name of the torch.nn.Linear whose weight it is, if one is."""
+    for name in entry.names:
+        module, _, attr = name.rpartition(".")
+        if attr == "weight" and type(model.get_submodule(module)) is nn.Linear:
+            return module
+    return None

@@ -1,4 +1,4 @@
-"""Filling: where the values of a model come from when it is offloaded.
+"""Sources of a model's values, which fill it when it is offloaded.
 
     load=None                 the module holds them
     load=callable             `load(name, tensor)` fills the tensor (an initialiser, say)
@@ -26,7 +26,7 @@ from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.wording import listed_are
 
 Source = Callable[[str, torch.Tensor], object] | Mapping[str, torch.Tensor] | str | os.PathLike[str]
-"""What `inf.offload(load=...)` takes."""
+"""Type of `inf.offload(load=...)`."""
 
 
 class NamedTensors(abc.ABC):
@@ -120,6 +120,7 @@ def fill_unit(unit: Unit, source: OpenSource, store: Callable[[Flat, torch.Tenso
     """
     for flat in unit.flats:
         with torch.inference_mode(False), torch.no_grad():
+            # Zeros: padding between parameters is stored and checked like all else.
             values = torch.zeros(flat.layout.numel, dtype=flat.dtype)
             for param in flat.params:
                 source.fill(
@@ -164,9 +165,8 @@ class _CallableSource(OpenSource):
     def __init__(self, model: nn.Module, load: Callable[[str, torch.Tensor], object]) -> None:
         super().__init__(model)
         self._load = load
-        self._whole: tuple[str, torch.Tensor] | None = (
-            None  # the weight whose tiles are being filled
-        )
+        # The weight whose tiles are being filled: the user's function is asked for it once.
+        self._whole: tuple[str, torch.Tensor] | None = None
 
     def fill(self, param: Param, out: torch.Tensor) -> None:
         place, key = param.place, param.keys[0]
@@ -175,7 +175,8 @@ class _CallableSource(OpenSource):
             self._call(key, out)
             return
         if self._whole is None or self._whole[0] != key:
-            self._whole = None  # the one before goes first
+            # The one before goes first, so that two are never in memory.
+            self._whole = None
             whole = torch.empty(place.whole_shape, dtype=out.dtype)
             self._call(key, whole)
             self._whole = key, whole
@@ -204,6 +205,7 @@ class _NamedSource(OpenSource):
         super().__init__(model)
         self._tensors = tensors
         self._known = set(tensors.names())
+        # All names and shapes at once: a model is never half filled for a wrong name.
         self._check()
 
     def fill(self, param: Param, out: torch.Tensor) -> None:
@@ -219,6 +221,7 @@ class _NamedSource(OpenSource):
 
     def _copy(self, name: str, out: torch.Tensor, place: Place | None = None) -> None:
         value = self._tensors.read(name)
+        # A cast between floating dtypes is wanted; from whole numbers it is a mistake.
         if value.is_floating_point() != out.is_floating_point():
             raise ValueError(
                 f"{self._tensors.label} has {name} as {value.dtype}; the model wants {out.dtype}"
@@ -323,6 +326,7 @@ def find_buffers(model: nn.Module) -> Iterator[Buffer]:
     """
     names: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
+    # Duplicates too: a shared module's buffers have a name under each parent.
     for prefix, module in model.named_modules(remove_duplicate=False):
         modules[id(module)] = module
         names.setdefault(id(module), []).append(f"{prefix}." if prefix else "")
@@ -349,7 +353,10 @@ def _recompute(model: nn.Module, lost: list[Buffer], device: torch.device) -> No
             for value in module._parameters.values()
             if value is not None and not value.is_meta
         ]
+        # A module with real parameters would get them initialised anew.
         if owner is not None and not held:
+            # It may draw random numbers, and the user's sequence must not depend on how buffers
+            # came.
             with torch.random.fork_rng(devices=[]):
                 owner(module)
     for buffer in lost:
@@ -378,7 +385,7 @@ def _owner(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], object]
 
 
 def _poison(out: torch.Tensor) -> None:
-    """Fill with what no initialiser writes, to see afterwards whether it was written."""
+    """Fill with a value that no initialiser writes, so that a tensor left alone can be found."""
     if out.is_floating_point():
         out.fill_(float("nan"))
     elif out.dtype != torch.bool:
@@ -389,5 +396,6 @@ def _is_poisoned(out: torch.Tensor) -> bool:
     if out.numel() == 0 or out.dtype == torch.bool:
         return False
     if out.is_floating_point() or out.is_complex():
+        # The first element first: for a filled tensor that is enough.
         return bool(out.reshape(-1)[0].isnan()) and bool(out.isnan().all())
     return bool((out == torch.iinfo(out.dtype).min).all()) and torch.iinfo(out.dtype).min != 0

@@ -1,22 +1,31 @@
-"""The order of units: traced while it happens, followed afterwards. Pure bookkeeping, no tensors.
+"""The order in which passes use units: traced while it happens, followed afterwards. No tensors.
 
-A step has phases: a training forward, a backward, a forward without gradients. The schedule remembers the last few orders
-(traces) that each phase has had, and which trace came after which. So the distance to the next use of a unit is known over
-the end of a phase, and the first demand of a phase is foreseen even where two kinds of forward take turns:
+A step has phases: a training forward, a backward, a forward without gradients. The schedule
+remembers the last few orders (traces) that each phase has had, and which trace came after which. So
+the distance to the next use of a unit is known over the end of a phase, and the first demand of a
+phase is foreseen even where two kinds of forward take turns:
 
     forward  0 1 2 3      after it comes  backward  3 2 1 0      after it comes  forward ...
 
-what is used last in forward is used first in backward, and needs no second read.
+A unit that is used last in forward is used first in backward, and needs no second read.
 
-While a phase runs, a cursor follows one trace. A demand that does not come next is a deviation. If another trace begins as
-this phase has begun, that one is followed from here. Else the demand takes the unit's first free place in the trace, behind
-the cursor (it was left out before) or ahead. Then the phase may go on from there (what lies between is left out) or where it
-was (the unit came early): both are foreseen until the next demand decides. Every place is taken once.
+While a phase runs, a cursor follows one trace. A demand that does not come next is a deviation. If
+another trace begins as this phase has begun, that one is followed from here. Else the demand takes
+the unit's first free place in the trace, behind the cursor (it was left out before) or ahead. Then
+the phase may go on from there (the places between are left out) or from the cursor (the unit came
+early): both are foreseen until the next demand decides. Every place is taken once.
 
-A phase that strayed from its trace is remembered as it was. Where it yet followed most of the trace, what is expected next
-time has all its units, and those it left out (a layer dropped at random), unless they were left out the time before, too.
+A phase that strayed from its trace is remembered as it was. Where it yet followed most of the
+trace, the order expected next time has all its units, and those it left out (a layer dropped at
+random), unless they were left out the time before, too.
 
 All of this depends on nothing but the demands, so ranks that demand the same units decide the same.
+
+`PassTracker` knows which phase runs, and whether a backward is done with a unit. A forward call
+that needs a unit leaves a use of it, which ends when backward has gone past the call. Several
+forwards may leave theirs for one backward, so they are counted until a backward has ended all of
+them and freed its graph, or a step is taken (which makes graphs of before useless). A count that is
+too high makes a gradient late and never early: that of a use that no backward comes for, say.
 """
 
 from __future__ import annotations
@@ -26,10 +35,14 @@ import dataclasses
 import enum
 import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from infinity._src.params.unit import Unit
 
 
 class Phase(enum.Enum):
-    """What kind of pass demands units."""
+    """The kind of pass that demands units."""
 
     TRAIN = "train"
     BACKWARD = "backward"
@@ -42,28 +55,30 @@ NEVER = 1 << 60
 """The distance of a unit that the schedule does not use again."""
 
 AHEAD_MAX = 16
-"""So many of the units to come are worth looking at: no more are gathered ahead, however small."""
+"""The most units that are prefetched, however small."""
 
 LOOK_MAX = 16 * AHEAD_MAX
+"""The most uses ahead that a search for these units looks at."""
 
 TRACES_MAX = 8
-"""So many traces of each phase are remembered."""
+"""The most traces of each phase that are remembered."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Trace:
     """An order that a phase has had.
 
-    then: the trace that is expected after it, for each phase that may follow; doubted: of which phases something else came
-    the last time, or nothing has come yet. What comes once does not unsettle what is not doubted. missed: the places that
-    were left out the last time.
+    then: the trace that is expected after it, for each phase that may follow; doubted: of which
+    phases something else came the last time, or nothing has come yet. What comes once does not
+    unsettle what is not doubted. missed: the places that were left out the last time.
     """
 
     order: list[int] = dataclasses.field(default_factory=list)
     then: dict[Phase, _Trace] = dataclasses.field(default_factory=dict)
     doubted: set[Phase] = dataclasses.field(default_factory=set)
     missed: set[int] = dataclasses.field(default_factory=set)
-    places: dict[int, list[int]] = dataclasses.field(default_factory=dict)  # of each unit, ascending
+    # Of each unit, ascending.
+    places: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for place, unit in enumerate(self.order):
@@ -84,8 +99,10 @@ class Schedule:
     """Units are named by their index. Distances count demands from now."""
 
     def __init__(self) -> None:
-        self._traces: dict[Phase, list[_Trace]] = {phase: [] for phase in Phase}  # the last that came is last
-        self._ended: dict[bool, _Trace | None] = {}  # the last that came to its end; apart for evaluation, which only visits
+        # The last that came is last.
+        self._traces: dict[Phase, list[_Trace]] = {phase: [] for phase in Phase}
+        # The last that came to its end; apart for evaluation, which only visits.
+        self._ended: dict[bool, _Trace | None] = {}
         self._phase = Phase.TRAIN
         self._trace = _Trace()  # that is followed
         self._cursor = 0  # the place that comes next
@@ -143,15 +160,22 @@ class Schedule:
         return foreseen
 
     def upcoming(self) -> Iterator[int]:
-        """The units to come, each once, over the end of the phase, soonest first; of the next LOOK_MAX uses."""
+        """The units to come, each once, over the end of the phase, soonest first; of the next
+        LOOK_MAX uses.
+        """
         found: set[int] = set()
         here = self._trace.order
         # Until it is known which way the phase goes on, the two ways take turns.
         ways = [range(way, len(here)) for way in self._ways()]
-        places = (place for row in itertools.zip_longest(*ways) for place in row if place is not None)
+        places = (
+            place for row in itertools.zip_longest(*ways) for place in row if place is not None
+        )
         rest = (here[place] for place in places if place not in self._taken)
-        # Few units used very often would else be looked through to the end of the trace by every demand.
-        for unit in itertools.islice(itertools.chain(rest, self._expected(self._trace, _NEXT[self._phase]).order), LOOK_MAX):
+        # Few units used very often would else be looked through to the end of the trace by every
+        # demand.
+        for unit in itertools.islice(
+            itertools.chain(rest, self._expected(self._trace, _NEXT[self._phase]).order), LOOK_MAX
+        ):
             if unit not in found:
                 found.add(unit)
                 yield unit
@@ -165,13 +189,17 @@ class Schedule:
         then = self._expected(self._trace, _NEXT[self._phase]).places.get(unit)
         return len(self._trace.order) - self._cursor + then[0] if then else NEVER
 
-    # -- following a trace -----------------------------------------------------------------------------------------------
+    # -- following a trace -------------------------------------------------------------------------
 
     def _follow(self, unit: int, record: list[int]) -> bool:
         """Move the cursor past a place of the unit. Returns whether that place came next."""
         record.append(unit)
         count = len(record)
-        self._matching = [one for one in self._matching if len(one.order) >= count and one.order[count - 1] == unit]
+        self._matching = [
+            one
+            for one in self._matching
+            if len(one.order) >= count and one.order[count - 1] == unit
+        ]
         order = self._trace.order
         for way in sorted(self._ways()):  # where both ways agree, the one that leaves nothing out
             if way < len(order) and order[way] == unit:
@@ -195,7 +223,7 @@ class Schedule:
         return False
 
     def _ways(self) -> tuple[int, ...]:
-        """Where the phase may go on, the likelier first."""
+        """The places from which the phase may go on, the likelier first."""
         return (self._cursor,) if self._left is None else (self._cursor, self._left)
 
     def _go_to(self, place: int) -> None:
@@ -221,17 +249,19 @@ class Schedule:
                 return places[at]
         return None
 
-    # -- remembering traces ------------------------------------------------------------------------------------------------
+    # -- remembering traces ------------------------------------------------------------------------
 
     def _expected(self, before: _Trace | None, phase: Phase) -> _Trace:
-        """The trace that `phase` is expected to have after `before`: what came then, or came last."""
+        """The trace that `phase` is expected to have after `before`."""
         then = before.then.get(phase) if before is not None else None
         if then is not None:
             return then
         return self._traces[phase][-1] if self._traces[phase] else _Trace()
 
     def _completed(self, record: list[int]) -> tuple[list[int], set[int]]:
-        """The record with what was left out of the trace, but not the time before; and the places of that."""
+        """The record with what was left out of the trace, but not the time before; and the places
+        of that.
+        """
         order: list[int] = []
         missed: set[int] = set()
 
@@ -250,7 +280,8 @@ class Schedule:
         return order, missed
 
     def _remembered(self, order: list[int], missed: set[int]) -> _Trace:
-        """The trace with this order, as the last that came in this phase; the one that came longest ago is forgotten.
+        """The trace with this order, as the last that came in this phase; the one that came longest
+        ago is forgotten.
 
         A new one is taken to go on as the one does that the phase has strayed from.
         """
@@ -268,3 +299,97 @@ class Schedule:
                 if one.then.get(self._phase) is forgotten:
                     del one.then[self._phase]
         return trace
+
+
+class PassTracker:
+    """The passes that have begun and not ended. A backward may run inside a forward, and forwards
+    (recompute) inside a backward.
+
+    in_backward: also when one broke off and nothing has begun since.
+    """
+
+    def __init__(self) -> None:
+        self._forward: Phase | None = None
+        self.in_backward = False
+        self._left: dict[Unit, int] = {}  # Uses
+        # Of those, by forwards without gradients: no backward comes for them, or that of a
+        # checkpoint of the whole model.
+        self._idle_left: dict[Unit, int] = {}
+        self._ended: dict[Unit, int] = {}  # of those, for good: in backwards that freed their graph
+        self._ended_now: dict[Unit, int] = {}  # in this backward
+        self._retains_graph = False  # the graph of this backward may run again
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether a forward without gradients runs, with whatever backward is inside."""
+        return self._forward is Phase.EVAL
+
+    @property
+    def trains(self) -> bool:
+        """Whether a training forward or backward runs."""
+        return self._forward is Phase.TRAIN or (self.in_backward and not self.evaluates)
+
+    def forward_start(self, *, trains: bool) -> None:
+        """Begin an outermost forward; trains: with gradients.
+
+        Forwards without gradients before it were evaluation: their uses never end, and on one rank
+        perhaps alone.
+        """
+        if trains:
+            for unit, count in self._idle_left.items():
+                self._left[unit] = max(self._left.get(unit, 0) - count, 0)
+            self._idle_left.clear()
+        self._forward = Phase.TRAIN if trains else Phase.EVAL
+
+    def backward_start(self, *, retain_graph: bool) -> None:
+        """Begin a backward, with `retain_graph` or without."""
+        self.in_backward = True
+        self._retains_graph = retain_graph
+        self._ended_now.clear()
+
+    def backward_end(self) -> None:
+        """End a backward."""
+        self.in_backward = False
+        if self._retains_graph:
+            return
+        for unit, count in self._ended_now.items():
+            self._ended[unit] = self._ended.get(unit, 0) + count
+        for unit in [
+            unit for unit, count in self._left.items() if self._ended.get(unit, 0) >= count
+        ]:
+            del self._left[unit]
+            self._ended.pop(unit, None)
+            self._idle_left.pop(unit, None)
+
+    def forward_end(self) -> None:
+        """End the outermost forward."""
+        self._forward = None
+
+    def reset(self) -> None:
+        """Note that nothing runs any more."""
+        self._forward = None
+        self.in_backward = False
+        self.step_taken()
+
+    def step_taken(self) -> None:
+        """Note that no use of before will be wanted."""
+        self._left.clear()
+        self._idle_left.clear()
+        self._ended.clear()
+
+    def use_left(self, unit: Unit) -> None:
+        """Count a use of the unit that a forward call left for backward."""
+        if not self.in_backward:
+            self._left[unit] = self._left.get(unit, 0) + 1
+            if self.evaluates:
+                self._idle_left[unit] = self._idle_left.get(unit, 0) + 1
+
+    def use_ended(self, unit: Unit) -> None:
+        """Count a use of the unit that has ended."""
+        self._ended_now[unit] = self._ended_now.get(unit, 0) + 1
+
+    def all_ended(self, unit: Unit) -> bool:
+        """Whether this backward is done with the unit: as many uses have ended as forwards have
+        left.
+        """
+        return self._ended_now.get(unit, 0) >= max(self._left.get(unit, 0), 1)

@@ -1,69 +1,68 @@
-"""Shards of gathered weights that are kept until the weights change: where the next gather takes them from.
+"""Secondary shards: copies of gathered weights from which the next all_gather takes them.
 
-    params="device", stage 3     this rank's own shard, on the device             the others' come from the other ranks
-    hpz (ZeRO++, section 3.2)    the shards of this rank and its counterparts     the others' come from this node
+    params="device", stage 3    this rank's own shard, on the device; others' from the other ranks
+    hpz (ZeRO++, section 3.2)   shards of this rank and its counterparts; others' from this node
 
-What is kept has the bits that were gathered, quantized ones included, so nobody can tell where weights came from. Whether
-something is kept follows the program alone: all ranks must gather from the same place.
+They hold the bits that were gathered, quantized ones included, so nobody can tell where weights
+came from. Whether a unit is stored follows the program alone: all ranks must gather from the same
+place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
-import numpy as np
 import torch
 
 from infinity._src.memory.device import Device
+from infinity._src.params.flat_buffers import FlatBuffers, flat_bytes
 from infinity._src.params.unit import Flat, Unit
-from infinity._src.sizes import round_up
-from infinity.aio import Slab
 
 
 class SecondaryShards:
-    """One thread uses it at a time, but for what `keep` and `put` return, which the gather lane calls in its order.
+    """The secondary shards of one model, on the device or in RAM (where: "device" or "cpu").
 
-    ranks: whose shards are kept. where: "device" or "cpu".
+    ranks: the ranks whose shards this one stores. One thread uses it at a time, except that the
+    gather lane calls the functions that `store` and `load` return, in its order.
     """
 
-    def __init__(self, units: Sequence[Unit], ranks: Sequence[int], where: str, device: Device) -> None:
+    def __init__(
+        self, units: Sequence[Unit], ranks: Sequence[int], where: str, device: Device
+    ) -> None:
         self.ranks = tuple(ranks)
-        self._age: dict[Unit, Hashable] = {}  # of what is kept, or will be when the lane has come so far
-        self._slab: Slab | None = None
-        self._device = device
-        flats = [flat for unit in units for flat in unit.flats]
+        # Pinned memory, since the gather lane copies from it to the device.
+        self._buffers = FlatBuffers(
+            lambda flat: len(self.ranks) * flat.layout.shard_numel, lambda flat: flat.dtype, device
+        )
+        self._stored: dict[Unit, Hashable] = {}  # version; perhaps still to be copied by the lane
         self._parts: dict[Flat, torch.Tensor] = {}  # [ranks, shard]
+        flats = [flat for unit in units for flat in unit.flats]
         if where == "device":
             for flat in flats:
                 shape = (len(self.ranks), flat.layout.shard_numel)
                 self._parts[flat] = torch.empty(shape, dtype=flat.dtype, device=device.torch_device)
             return
-        self._slab = Slab(max(self.needs_bytes(flats, len(self.ranks)), 1))
-        memory = torch.from_numpy(self._slab.array(np.uint8))
-        start = 0
+        self._buffers.allocate(flats)
         for flat in flats:
-            size_bytes = len(self.ranks) * flat.layout.shard_numel * flat.layout.itemsize
-            self._parts[flat] = memory[start : start + size_bytes].view(flat.dtype).view(len(self.ranks), -1)
-            start += round_up(size_bytes, 64)
-        device.pin(self._slab)
+            self._parts[flat] = self._buffers[flat].view(len(self.ranks), -1)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all shards that can be kept."""
+        """Bytes of all shards that can be stored."""
         return sum(part.numel() * part.element_size() for part in self._parts.values())
 
     @staticmethod
     def needs_bytes(flats: Sequence[Flat], rank_count: int) -> int:
         """Bytes that the shards of so many ranks take."""
-        return sum(round_up(rank_count * flat.layout.shard_numel * flat.layout.itemsize, 64) for flat in flats)
+        return sum(flat_bytes(rank_count * flat.layout.shard_numel, flat.dtype) for flat in flats)
 
-    def has(self, unit: Unit, age: Hashable) -> bool:
-        """Whether the weights of this age are kept."""
-        return unit in self._age and self._age[unit] == age
+    def has(self, unit: Unit, version: Hashable) -> bool:
+        """Whether this version of the unit is stored."""
+        return unit in self._stored and self._stored[unit] == version
 
-    def keep(self, unit: Unit, age: Hashable) -> Callable[[], None]:
-        """What keeps the unit's weights once they are gathered."""
-        self._age[unit] = age
+    def store(self, unit: Unit, version: Hashable) -> Callable[[], None]:
+        """Return the function that stores the unit's weights once they are gathered."""
+        self._stored[unit] = version
 
         def work() -> None:
             for flat in unit.flats:
@@ -71,29 +70,32 @@ class SecondaryShards:
 
         return work
 
-    def put(self, unit: Unit) -> Callable[[], None]:
-        """What puts the weights that are kept into the unit's flats, which are allocated."""
+    def load(self, unit: Unit) -> Callable[[], None]:
+        """Return the function that copies stored shards into the unit's flats."""
 
         def work() -> None:
             for flat in unit.flats:
                 for place, rank in enumerate(self.ranks):
-                    flat.tensor.view(-1, flat.layout.shard_numel)[rank].copy_(self._parts[flat][place])
+                    flat.tensor.view(-1, flat.layout.shard_numel)[rank].copy_(
+                        self._parts[flat][place]
+                    )
 
         return work
 
     def _of(self, flat: Flat) -> torch.Tensor:
         shards = flat.tensor.view(-1, flat.layout.shard_numel)
-        return shards[list(self.ranks)] if len(self.ranks) > 1 else shards[self.ranks[0] : self.ranks[0] + 1]
+        return (
+            shards[list(self.ranks)]
+            if len(self.ranks) > 1
+            else shards[self.ranks[0] : self.ranks[0] + 1]
+        )
 
     def forget(self, unit: Unit) -> None:
-        """The unit's weights have changed."""
-        self._age.pop(unit, None)
+        """Forget the shards of the unit, whose weights have changed."""
+        self._stored.pop(unit, None)
 
     def close(self) -> None:
         """Free the memory. Nothing may be under way."""
-        self._age.clear()
+        self._stored.clear()
         self._parts.clear()
-        if self._slab is not None:
-            self._device.unpin(self._slab)
-            self._slab.close()
-            self._slab = None
+        self._buffers.close()

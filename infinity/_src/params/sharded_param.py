@@ -1,10 +1,11 @@
 """Parameters at rest: what the module and the optimizer hold while the values are elsewhere.
 
-An at-rest parameter is an nn.Parameter with shape, dtype, device and `requires_grad`, and no storage. What asks for
-metadata works. What asks for values is answered by the tensor that the owner (the life cycle) has for it at that
-moment: the gathered parameter inside forward, a window on it inside `gather()`; otherwise it raises
-`ParameterReleased` with the name. What would part the parameter from the engine (`.data =`, `share_memory_`, pickle,
-deepcopy, `autograd.grad`) always raises: each was a silent loss or a segfault.
+An at-rest parameter is an nn.Parameter with shape, dtype, device and `requires_grad`, and no
+storage. What asks for metadata works. What asks for values is answered by the tensor that the owner
+(the life cycle) has for it at that moment: the gathered parameter inside forward, a window on it
+inside `gather()`; otherwise it raises `ParameterReleased` with the name. What would part the
+parameter from the engine (`.data =`, `share_memory_`, pickle, deepcopy, `autograd.grad`) always
+raises: each was a silent loss or a segfault.
 """
 
 from __future__ import annotations
@@ -15,27 +16,35 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
-from infinity._src._torch_compat import METADATA, DisableTorchFunctionSubclass, make_wrapper, parse_to
+from infinity._src._torch_compat import (
+    METADATA,
+    DisableTorchFunctionSubclass,
+    make_wrapper,
+    parse_to,
+)
 from infinity.errors import EngineClosed, ParameterReleased
 
 if TYPE_CHECKING:
     from infinity._src.params.unit import Param
 
 Tensor = torch.Tensor
-_TENSOR: Any = torch.Tensor  # attributes looked up on the class are descriptors, which its stubs do not say
+# Attributes looked up on the class are descriptors, which its stubs do not say.
+_TENSOR: Any = torch.Tensor
 _GRAD: Any = _TENSOR.grad
 
 
 class Owner(Protocol):
-    """Who answers for at-rest parameters: the life cycle of their model."""
+    """The life cycle of a model, which answers for its at-rest parameters."""
 
     closed: bool
 
     def readable(self, param: Param) -> Tensor | None:
-        """The tensor that stands for the parameter here and now, gathering it if need be; None when released."""
+        """The tensor that stands for the parameter here and now, gathering it if need be; None when
+        released.
+        """
 
     def where(self, param: Param) -> str:
-        """Where the values rest, for messages: "nvme"."""
+        """The tier of the values, for messages: "nvme"."""
 
     def take_gradient(self, param: Param, grad: Tensor) -> None:
         """Make `grad` the parameter's whole gradient."""
@@ -49,7 +58,7 @@ class Owner(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class Link:
-    """What an at-rest parameter knows about its place in the engine."""
+    """An at-rest parameter's place in the engine."""
 
     param: Param
     owner: Owner
@@ -71,7 +80,9 @@ class ShardedParameter(torch.nn.Parameter):
         made.infinity_link = Link(param, owner)
         return made
 
-    def __init__(self, param: Param, device: torch.device, requires_grad: bool, owner: Owner) -> None:
+    def __init__(
+        self, param: Param, device: torch.device, requires_grad: bool, owner: Owner
+    ) -> None:
         pass
 
     @property
@@ -79,7 +90,8 @@ class ShardedParameter(torch.nn.Parameter):
         """Counts the changes of its values: optimizer steps and writes."""
         return self.infinity_link.param.unit.generation
 
-    # `.grad` of every parameter is read and set several times a step (clip, step, zero_grad): straight to C, 0.7 us
+    # `.grad` of every parameter is read and set several times a step (clip, step, zero_grad):
+    # straight to C, 0.7 us
     # instead of 4 by way of `__torch_function__`.
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -127,7 +139,8 @@ class ShardedParameter(torch.nn.Parameter):
         link = self.infinity_link
         where = link.owner.where(link.param)
         return (
-            f"ShardedParameter({link.param.name}, shape={tuple(link.param.shape)}, dtype={link.param.dtype}, "
+            f"ShardedParameter({link.param.name}, shape={tuple(link.param.shape)}, "
+            f"dtype={link.param.dtype}, "
             f"device='{self.device}', requires_grad={self.requires_grad}, on {where})"
         )
 
@@ -138,7 +151,9 @@ class ShardedParameter(torch.nn.Parameter):
         return id(self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise_forbidden(self, "pickling (torch.save, multiprocessing)", "save `model.state_dict()` instead")
+        raise_forbidden(
+            self, "pickling (torch.save, multiprocessing)", "save `model.state_dict()` instead"
+        )
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise_forbidden(
@@ -158,8 +173,10 @@ def raise_released(parameter: ShardedParameter, operation: str) -> NoReturn:
             f"{operation} on {name}: the engine of its model was closed, and the values with it"
         )
     raise ParameterReleased(
-        f"{name} is on {link.owner.where(link.param)}, and {operation} wants its values outside of the model's "
-        f"forward. Gather it: `with inf.handle(model).gather(parameter): ...` (writes inside are kept)"
+        f"{name} is on {link.owner.where(link.param)}, and {operation} wants its values outside of "
+        "the model's "
+        "forward. Gather it: `with inf.handle(model).gather(parameter): ...` (writes inside are "
+        "kept)"
     )
 
 
@@ -227,7 +244,7 @@ def _at_rest_in(value: Any) -> list[ShardedParameter]:
     return []
 
 
-# -- special cases ---------------------------------------------------------------------------------------------------
+# -- special cases ---------------------------------------------------------------------------------
 
 Handler = Callable[[Any, "tuple[Any, ...]", "dict[str, Any]"], Any]
 
@@ -243,7 +260,8 @@ def _requires_grad_set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _data_get(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    # detach(), not .data: it shares the version counter, so that a write through it is seen and kept
+    # detach(), not .data: it shares the version counter, so that a write through it is seen and
+    # kept
     return _require_readable(args[0], ".data").detach()
 
 
@@ -275,7 +293,8 @@ def _grad_set(func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     if type(value) is Tensor and not link.owner.closed:
         if value.shape != parameter.shape:
             raise ValueError(
-                f"a gradient of shape {tuple(value.shape)} does not fit {link.param.name} {tuple(parameter.shape)}"
+                f"a gradient of shape {tuple(value.shape)} does not fit {link.param.name} "
+                f"{tuple(parameter.shape)}"
             )
         link.owner.take_gradient(link.param, value)
         return None
@@ -293,7 +312,9 @@ def _register_post_accumulate(func: Any, args: tuple[Any, ...], kwargs: dict[str
     hook = args[1] if len(args) > 1 else kwargs["hook"]
 
     def forwarded(_gathered: Tensor) -> None:
-        """Called after the gradient was drained: `.grad` of the at-rest parameter is its stand-in by then."""
+        """Called after the gradient was drained: `.grad` of the at-rest parameter is its stand-in
+        by then.
+        """
         hook(parameter)
 
     return func(parameter.infinity_link.param.gathered, forwarded)
@@ -306,7 +327,9 @@ def _conversion(dtype: torch.dtype | None, device: str | None) -> Handler:
             wanted_device: torch.device | None = (
                 torch.device("cuda", args[1]) if isinstance(args[1], int) else None
             )
-            same_device = wanted_device == parameter.device or torch.device(str(args[1])) == parameter.device
+            same_device = (
+                wanted_device == parameter.device or torch.device(str(args[1])) == parameter.device
+            )
         else:
             same_device = device is None or parameter.device.type == device
         same = (dtype is None or dtype == parameter.dtype) and same_device
@@ -332,7 +355,8 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise_forbidden(
                 parameter,
                 f"`.to({wanted})`",
-                f"its device ({here}) and dtype ({parameter.dtype}) were fixed when the model was offloaded; convert "
+                f"its device ({here}) and dtype ({parameter.dtype}) were fixed when the model was "
+                "offloaded; convert "
                 "the model before `inf.offload`",
             )
     return _on_values(func, args, kwargs)
@@ -357,7 +381,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         link = parameter.infinity_link
         link.loading = False
         source = args[1]
-        if isinstance(source, ShardedParameter):  # loading the model's own state_dict(keep_vars=True)
+        # Loading the model's own state_dict(keep_vars=True).
+        if isinstance(source, ShardedParameter):
             source = _require_readable(source, "loading from it")
         link.owner.load(link.param, source)
         return parameter
@@ -404,7 +429,11 @@ SPECIAL: dict[Any, Handler] = {
     _TENSOR.resize_: _forbid("resize_", "the shape was fixed when the model was offloaded"),
     _TENSOR.resize_as_: _forbid("resize_as_", "the shape was fixed when the model was offloaded"),
     _TENSOR.backward: _forbid("backward", "call it on a loss"),
-    _TENSOR.retain_grad: _forbid("retain_grad", "it is a leaf: its gradient is in `.grad` after backward"),
-    torch.autograd.grad: _forbid("torch.autograd.grad", "use `loss.backward()` and read `parameter.grad`"),
+    _TENSOR.retain_grad: _forbid(
+        "retain_grad", "it is a leaf: its gradient is in `.grad` after backward"
+    ),
+    torch.autograd.grad: _forbid(
+        "torch.autograd.grad", "use `loss.backward()` and read `parameter.grad`"
+    ),
     torch.autograd.backward: _forbid("torch.autograd.backward", "call `loss.backward()`"),
 }

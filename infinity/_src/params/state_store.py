@@ -1,13 +1,17 @@
-"""States at rest: the chunks of every flat, where their sections lie, and how they are read and written whole.
+"""State store: the chunks of every flat at rest, read and written by sections.
 
-Before an optimizer exists a flat has one section, the parameter (`Format.RAW`). Building an optimizer gives the flats
-that it holds their state sections: `convert` moves what must move and zeroes what is new. What rests where is the
-placement plan's decision (infinity._src.memory.placement); here it is only carried out.
+`ShardRecords` has the chunk records of one flat: the places of its sections in RAM and on NVMe.
+
+Before an optimizer exists a flat has one section, the parameter (`Format.RAW`). Building an
+optimizer gives the flats that it holds their state sections: `convert` moves what must move and
+zeroes what is new. What rests where is the placement plan's decision
+(infinity._src.memory.placement); here it is only carried out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,21 +21,169 @@ import torch
 
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import give_back
-from infinity._src.memory.swap_space import SwapExtent, SwapSpace
-from infinity._src.params.shard_records import ShardRecords, sections_carried, sections_in_common, unplaced
+from infinity._src.memory.layout import Section, aligned_section_bytes, sections_of
+from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
 from infinity._src.params.unit import Flat
 from infinity._src.sizes import round_up
-from infinity.aio import JOB, Executor, Format, JobKind, Priority, Slab, Ticket
-from infinity.aio._records import Master
+from infinity.aio import CHUNK, JOB, Executor, Format, JobKind, Priority, Slab, Ticket
+from infinity.aio._records import PIECE_NUMEL, GradSection, Master, piece_count
 from infinity.errors import AioError
 
+PLACES = (("file_offset", "file"), ("other_offset", "other_file"), ("grad_offset", "grad_file"))
+"""The fields of a record that say where its run lies, its second run, and its gradients."""
+
+
+def sections_in_common(before: Format, now: Format) -> int:
+    """The number of sections that keep their contents when a flat changes its format: the
+    parameter's, or all states'.
+    """
+    none = GradSection.NONE
+    if before.master is Master.RAW or before.with_grad(none) != now.with_grad(none):
+        return 1
+    return min(before.written_count, now.written_count)
+
+
+def sections_carried(before: Format, now: Format) -> dict[int, int]:
+    """The sections that keep their contents, each with the section of the old format that has them.
+
+    They are those in common, and spilled gradients, which are no part of the states and wait for a
+    step whatever becomes of these.
+    """
+    carried = {section: section for section in range(sections_in_common(before, now))}
+    if now.grad and now.grad is before.grad:
+        carried[now.written_count] = before.written_count
+    return carried
+
+
+@dataclasses.dataclass(eq=False)
+class ShardRecords:
+    """One rank's shard of a flat at rest: chunk records, their ids in the executor, their places on
+    NVMe.
+
+    `sections` and `records["section_*"]` agree; a section of a chunk is resident (an address) or in
+    the chunk's run. Of versioned chunks `records` are what they were made with; which place is the
+    live one only the executor knows.
+    """
+
+    flat: Flat
+    format: Format
+    sections: tuple[Section, ...]
+    records: npt.NDArray[Any]  # CHUNK [chunks]
+    ids: npt.NDArray[np.int32]  # [chunks]
+    places: list[SwapExtent]  # of its runs, first and second ones
+    sums: npt.NDArray[np.uint32]  # [places, chunks, sections * pieces]
+    versioned: bool  # each chunk has a second place
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Element of the shard at which each chunk starts."""
+        starts: npt.NDArray[np.int64] = np.array(
+            [span.start for span in self.flat.layout.chunks], dtype=np.int64
+        )
+        return starts
+
+    @property
+    def first_sums(self) -> npt.NDArray[np.uint64]:
+        """Addresses of the checksums of each chunk's first place."""
+        row_bytes = self.sums.strides[1]
+        addresses: npt.NDArray[np.uint64] = self.sums.ctypes.data + row_bytes * np.arange(
+            len(self.records), dtype=np.uint64
+        )
+        return addresses
+
+    def pieces(self, numel: int) -> int:
+        """Checksums of one section of a chunk with so many elements."""
+        return piece_count(numel)
+
+    def grad_bytes(self, record: Any) -> int:
+        """Bytes of a chunk's spilled gradients, at the end of its run."""
+        return (
+            aligned_section_bytes(self.sections[-1], int(record["numel"]))
+            if self.format.grad
+            else 0
+        )
+
+    def wants(self, record: Any, layers: tuple[int, int]) -> list[ExtentRequest]:
+        """The extents that a chunk wants of the swap space, in the order of `PLACES`; its first and
+        second run in these layers.
+        """
+        if not self.versioned:
+            return [ExtentRequest(int(record["run_bytes"]), layers[0])]
+        states = int(record["other_bytes"])
+        return [
+            ExtentRequest(states, layers[0]),
+            ExtentRequest(states, layers[1]),
+            ExtentRequest(self.grad_bytes(record)),
+        ]
+
+    def put(self, record: Any, places: Sequence[SwapExtent | None]) -> None:
+        """Note the extents that a chunk got."""
+        self.places.extend(place for place in places if place is not None)
+        record["drive"] = next(place.drive for place in places if place is not None)
+        for place, (offset, file) in zip(places, PLACES, strict=False):
+            if place is not None:
+                record[offset], record[file] = place.offset, place.layer
+        if record["file_offset"] < 0:  # gradients alone
+            record["file_offset"], record["file"] = record["grad_offset"], record["grad_file"]
+
+
+def unplaced(
+    flat: Flat,
+    state_format: Format,
+    masks: Sequence[int],
+    *,
+    key: int,
+    versioned: bool,
+    sums_on: bool,
+) -> ShardRecords:
+    """Make the records of a flat's chunks, without places yet. Sections in `masks[chunk]` are to
+    lie in runs.
+
+    key: of the first chunk; others follow.
+    """
+    sections = sections_of(state_format, flat.layout.itemsize)
+    spans = flat.layout.chunks
+    records = np.zeros(len(spans), dtype=CHUNK)
+    pieces = piece_count(max(span.numel for span in spans))
+    sums: npt.NDArray[np.uint32] = np.zeros(
+        (1 + versioned, len(spans), len(sections) * pieces), dtype=np.uint32
+    )
+    records["key"] = key + np.arange(len(spans), dtype=np.uint64)
+    records["drive"] = records["file_offset"] = records["section_at"] = -1
+    records["format"], records["section_count"], records["piece_numel"] = (
+        state_format,
+        len(sections),
+        PIECE_NUMEL,
+    )
+    for index, (span, mask, record) in enumerate(zip(spans, masks, records, strict=True)):
+        record["numel"] = span.numel
+        for s, section in enumerate(sections):
+            record["itemsize"][s], record["group_numel"][s] = section.itemsize, section.group_numel
+            if mask >> s & 1:
+                record["section_at"][s] = record["run_bytes"]
+                record["run_bytes"] += aligned_section_bytes(section, span.numel)
+        if sums_on:
+            record["sums_ptr"] = sums[0, index].ctypes.data
+            record["other_sums_ptr"] = sums[1, index].ctypes.data if versioned else 0
+    rest = ShardRecords(
+        flat, state_format, sections, records, np.zeros(0, np.int32), [], sums, versioned
+    )
+    if versioned:
+        records["other_bytes"] = [
+            record["run_bytes"] - rest.grad_bytes(record) for record in records
+        ]
+    return rest
+
+
 _SECOND_DTYPES = {Master.SPLIT: torch.int16, Master.SPLIT8: torch.int8, Master.FP16: torch.float32}
-"""What lies beside the parameter in its master's second section: 0 in `lo`, the same value in fp32."""
+"""Dtypes of the second section of a master: 0 in `lo`, the same value in fp32."""
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
     """The same memory as integers: NaNs are equal if their bits are."""
-    return values.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+    return values.view(
+        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    )
 
 
 class StateReader(Protocol):
@@ -44,8 +196,9 @@ class StateReader(Protocol):
 class StateStore:
     """All flats of a model at rest. Not safe from several threads at once.
 
-    sums_on: keep checksums, which the executor then verifies. generations: of what optimizers hold, 1 or 2; layers: those of the
-    swap space where first and second places lie. In layers of their own everything has two.
+    sums_on: keep checksums, which the executor then verifies. generations: of what optimizers hold,
+    1 or 2; layers: those of the swap space where first and second places lie. In layers of their
+    own everything has two.
     """
 
     def __init__(
@@ -72,16 +225,20 @@ class StateStore:
         self.resident_bytes = 0
         self._reader: StateReader | None = None
         self.writes = 0  # how often something was about to be written
-        self._dropped: list[SwapExtent] = []  # places that a durable run's last commit names, and that are nobody's
+        # Places that a durable run's last commit names, and that are nobody's.
+        self._dropped: list[SwapExtent] = []
         self._named = False
-        self.params_read_bytes = 0  # of parameters on NVMe, since the beginning, whose reading alone has begun
-        self.grads_read_bytes = self.grads_written_bytes = 0  # of spilled gradients; `SpilledGradients` counts them
+        # Of parameters on NVMe, since the beginning, whose reading alone has begun.
+        self.params_read_bytes = 0
+        # Of spilled gradients; `SpilledGradients` counts them.
+        self.grads_read_bytes = self.grads_written_bytes = 0
 
     def __getitem__(self, flat: Flat) -> ShardRecords:
         return self._flats[flat]
 
     def create(self, flats: Sequence[Flat], masks: Sequence[Sequence[int]]) -> None:
-        """Give each flat its parameter section. `masks[flat][chunk] & 1` puts it on NVMe; else it is resident.
+        """Give each flat its parameter section. `masks[flat][chunk] & 1` puts it on NVMe; else it
+        is resident.
 
         Contents are undefined until written. Raises: SwapFullError; then nothing was created.
         """
@@ -92,16 +249,18 @@ class StateStore:
     def convert(
         self, flats: Sequence[Flat], formats: Sequence[Format], masks: Sequence[Sequence[int]]
     ) -> None:
-        """Change formats and places. Parameters and spilled gradients keep their values, and all sections do where the format
-        stays; those of a new format start as zeros. Blocks.
+        """Change formats and places. Parameters and spilled gradients keep their values, and all
+        sections do where the format stays; those of a new format start as zeros. Blocks.
 
-        Raises: SwapFullError before anything changed; AioError when moving fails: each flat is then as it was, or done. Memory
-        that is no longer anybody's goes back to the system at once, flat by flat, also then.
+        Raises: SwapFullError before anything changed; AioError when moving fails: each flat is then
+        as it was, or done. Memory that is no longer anybody's goes back to the system at once, flat
+        by flat, also then.
         """
         changed = [
             index
             for index, flat in enumerate(flats)
-            if self._flats[flat].format is not formats[index] or self._masks_of(flat) != list(masks[index])
+            if self._flats[flat].format is not formats[index]
+            or self._masks_of(flat) != list(masks[index])
         ]
         self.will_write([flats[index] for index in changed])
         for index in changed:
@@ -109,7 +268,10 @@ class StateStore:
         old = {flats[index]: self._flats[flats[index]] for index in changed}
         # What is resident and stays so keeps its memory: nothing is held twice.
         keep = {
-            flats[index]: (old[flats[index]].records, sections_in_common(old[flats[index]].format, formats[index]))
+            flats[index]: (
+                old[flats[index]].records,
+                sections_in_common(old[flats[index]].format, formats[index]),
+            )
             for index in changed
         }
         made = self._define(
@@ -131,34 +293,48 @@ class StateStore:
             self._drop(old[now.flat], stays=now)
 
     def will_write(self, flats: Sequence[Flat]) -> None:
-        """States of these flats are about to be written. Blocks while somebody has yet to read them."""
+        """Announce that states of these flats will be written. Blocks while a reader has yet to
+        read them.
+        """
         self.writes += 1
         reader = self._reader
         if reader is not None:
             reader.before_write(flats)
 
     def guard(self, reader: StateReader | None) -> None:
-        """Ask `reader` before states are written, from now on; None: nobody. Any thread may call it."""
+        """Ask `reader` before states are written, from now on; None: nobody. Any thread may call
+        it.
+        """
         self._reader = reader
 
     def pin(self) -> None:
-        """Pin what rests in RAM, for copies to the device; not what has lost parts of itself to the system. Blocks, once."""
+        """Pin what rests in RAM, for copies to the device; not what has lost parts of itself to the
+        system. Blocks, once.
+        """
         while self._unpinned:
             slab = self._unpinned[-1]
             if self._slabs.get(slab) == slab.size_bytes:
                 self._device.pin(slab)
-            self._unpinned.pop()  # one by one: what is pinned cannot be pinned again, if another one fails
+            # One by one: what is pinned cannot be pinned again, if another one fails.
+            self._unpinned.pop()
 
-    def fetch(self, flat: Flat, section: int, address: int, *, priority: Priority, there: bool = False) -> Ticket:
-        """Start copying one section of the shard to `address`, which holds shard_numel elements; there: on the device. Does not
-        block."""
+    def fetch(
+        self, flat: Flat, section: int, address: int, *, priority: Priority, there: bool = False
+    ) -> Ticket:
+        """Start copying one section of the shard to `address`, which holds shard_numel elements;
+        there: on the device. Does not block.
+        """
         rest = self._flats[flat]
         if section == 0:
             on_nvme = rest.records["section_at"][:, 0] >= 0
-            self.params_read_bytes += int(rest.records["numel"][on_nvme].sum()) * rest.sections[0].itemsize
+            self.params_read_bytes += (
+                int(rest.records["numel"][on_nvme].sum()) * rest.sections[0].itemsize
+            )
         if there:
             self._device.behind()
-        return self._move(rest, JobKind.FETCH, section, address, priority, self._device.mask if there else 0)
+        return self._move(
+            rest, JobKind.FETCH, section, address, priority, self._device.mask if there else 0
+        )
 
     def store(self, flat: Flat, section: int, address: int) -> Ticket:
         """Start writing one section of the shard from `address` (0: zeros). Does not block."""
@@ -167,10 +343,12 @@ class StateStore:
         return self._move(self._flats[flat], JobKind.STORE, section, address, Priority.DEMAND)
 
     def overwrite(self, flat: Flat, start: int, values: torch.Tensor) -> None:
-        """Replace elements [start, start + len) of the shard's parameter, and its master with the same values. Blocks.
+        """Replace elements [start, start + len) of the shard's parameter, and its master with the
+        same values. Blocks.
 
-        values: 1-D CPU tensor of the parameter's dtype. An element whose bits stay keeps its master, which may be finer. Other
-        elements of the chunks it touches stay as they are; in an optimizer's chunk the moments do, too.
+        values: 1-D CPU tensor of the parameter's dtype. An element whose bits stay keeps its
+        master, which may be finer. Other elements of the chunks it touches stay as they are; in an
+        optimizer's chunk the moments do, too.
         """
         self.will_write((flat,))
         rest = self._flats[flat]
@@ -201,12 +379,18 @@ class StateStore:
                 old, *second = [buffer[start - first : end - first] for buffer in buffers]
                 same = _bits(old) == _bits(values)
                 for buffer in second:
-                    fresh = values.to(buffer.dtype) if buffer.is_floating_point() else torch.zeros_like(buffer)
+                    fresh = (
+                        values.to(buffer.dtype)
+                        if buffer.is_floating_point()
+                        else torch.zeros_like(buffer)
+                    )
                     buffer.copy_(torch.where(same, buffer, fresh))
                 old.copy_(values)
 
     def forget(self, flat: Flat, start: int, numel: int) -> None:
-        """Zero what an optimizer left of elements [start, start + numel): all but the parameter and spilled gradients. Blocks."""
+        """Zero what an optimizer left of elements [start, start + numel): all but the parameter and
+        spilled gradients. Blocks.
+        """
         self.will_write((flat,))
         rest = self._flats[flat]
         left = rest.sections[1 : rest.format.written_count]
@@ -224,14 +408,18 @@ class StateStore:
             job["kind"] = JobKind.FETCH
             self._executor.submit(job, priority=Priority.DEMAND).wait()
             for buffer, kind in zip(buffers, left, strict=True):
-                # A parameter starts where a group does, so no other one has a part in its last group.
+                # A parameter starts where a group does, so no other one has a part in its last
+                # group.
                 first = (low - span.start) // kind.group_numel * kind.itemsize
                 buffer[first : kind.size_bytes(high - span.start)] = 0
-            if rest.format.master is Master.FP16:  # the master of a parameter that nobody has updated is its value
+            # The master of a parameter that nobody has updated is its value.
+            if rest.format.master is Master.FP16:
                 param = torch.empty(span.numel, dtype=flat.dtype)
                 self.move_chunk(flat, index, JobKind.FETCH, {0: param.data_ptr()}).wait()
                 master = torch.from_numpy(buffers[0].view(np.float32))
-                master[low - span.start : high - span.start] = param[low - span.start : high - span.start].float()
+                master[low - span.start : high - span.start] = param[
+                    low - span.start : high - span.start
+                ].float()
             job["kind"] = JobKind.STORE
             self._executor.submit(job, priority=Priority.DEMAND).wait()
 
@@ -244,7 +432,9 @@ class StateStore:
         *,
         priority: Priority = Priority.DEMAND,
     ) -> Ticket:
-        """Start a FETCH or STORE of some sections of one chunk; `addresses` says where each lies in memory. Does not block."""
+        """Start a FETCH or STORE of some sections of one chunk; `addresses` says where each lies in
+        memory. Does not block.
+        """
         if kind is JobKind.STORE:
             self.will_write((flat,))
         job = np.zeros(1, dtype=JOB)
@@ -255,8 +445,10 @@ class StateStore:
         return self._executor.submit(job, priority=priority)
 
     def recover(self) -> None:
-        """After a write that failed: let drives that refuse writes try again. Blocks. One that fails still refuses as before, and
-        whoever writes next is told."""
+        """Let drives that refuse writes, after one that failed, try again. Blocks.
+
+        A drive that fails still refuses as before, and the next writer is told.
+        """
         with contextlib.suppress(AioError):
             self._executor.recover().wait()
 
@@ -266,13 +458,16 @@ class StateStore:
         return np.concatenate(ids) if ids else np.zeros(0, np.int32)
 
     def _look(self, rest: ShardRecords) -> None:
-        """Make the records of versioned chunks tell which place is the live one now. Nothing may be pending."""
+        """Make the records of versioned chunks tell which place is the live one now. Nothing may be
+        pending.
+        """
         if rest.versioned:
             rest.records[:] = self._executor.look(rest.ids)
 
     def named(self) -> None:
-        """All places in use were named by a commit that outlives the process: from now on places that are given up stay as they
-        are until the next one. Those of before are free."""
+        """All places in use were named by a commit that outlives the process: from now on places
+        that are given up stay as they are until the next one. Those of before are free.
+        """
         self._named = True
         for place in self._dropped:
             assert self._space is not None
@@ -288,7 +483,13 @@ class StateStore:
         self._slabs.clear()
 
     def _move(
-        self, rest: ShardRecords, kind: JobKind, section: int, address: int, priority: Priority, flags: int = 0
+        self,
+        rest: ShardRecords,
+        kind: JobKind,
+        section: int,
+        address: int,
+        priority: Priority,
+        flags: int = 0,
     ) -> Ticket:
         jobs = np.zeros(len(rest.ids), dtype=JOB)
         jobs["chunk"] = rest.ids
@@ -304,7 +505,10 @@ class StateStore:
     def _masks_of(self, flat: Flat) -> list[int]:
         rest = self._flats[flat]
         count = len(rest.sections)
-        return [sum(1 << s for s in range(count) if record["section_at"][s] >= 0) for record in rest.records]
+        return [
+            sum(1 << s for s in range(count) if record["section_at"][s] >= 0)
+            for record in rest.records
+        ]
 
     def _define(
         self,
@@ -313,10 +517,15 @@ class StateStore:
         masks: Sequence[Sequence[int]],
         keep: Mapping[Flat, tuple[npt.NDArray[Any], int]],
     ) -> list[ShardRecords]:
-        """Make chunk records for `flats`, reserve their space, and make them known to the executor."""
-        made = [self._unplaced(flat, fmt, row) for flat, fmt, row in zip(flats, formats, masks, strict=True)]
+        """Make chunk records for `flats`, reserve their space, and tell the executor."""
+        made = [
+            self._unplaced(flat, fmt, row)
+            for flat, fmt, row in zip(flats, formats, masks, strict=True)
+        ]
         with contextlib.ExitStack() as undo:
-            with self._space.grow_together() if self._space is not None else contextlib.nullcontext():
+            with (
+                self._space.grow_together() if self._space is not None else contextlib.nullcontext()
+            ):
                 places = [place for rest in made for place in self._reserve(rest, undo)]
             slab = self._place_resident(made, keep)
             if slab is not None:
@@ -337,7 +546,9 @@ class StateStore:
         runs = np.flatnonzero(rest.records["run_bytes"])
         if self._space is None or not runs.size:
             return []
-        groups = self._space.reserve_together([rest.wants(rest.records[index], self.layers) for index in runs])
+        groups = self._space.reserve_together(
+            [rest.wants(rest.records[index], self.layers) for index in runs]
+        )
         for index, group in zip(runs, groups, strict=True):
             rest.put(rest.records[index], group)
         undo.callback(self._space.release, rest.places)
@@ -345,14 +556,19 @@ class StateStore:
 
     def _unplaced(self, flat: Flat, state_format: Format, masks: Sequence[int]) -> ShardRecords:
         # What outlives the run is never overwritten, also where no optimizer holds it.
-        versioned = self._generations > 1 and (state_format is not Format.RAW or self.layers != (0, 0))
+        versioned = self._generations > 1 and (
+            state_format is not Format.RAW or self.layers != (0, 0)
+        )
         key, self._key = self._key + 1, self._key + len(masks)
-        return unplaced(flat, state_format, masks, key=key, versioned=versioned, sums_on=self._sums_on)
+        return unplaced(
+            flat, state_format, masks, key=key, versioned=versioned, sums_on=self._sums_on
+        )
 
     def _place_resident(
         self, made: list[ShardRecords], keep: Mapping[Flat, tuple[npt.NDArray[Any], int]]
     ) -> Slab | None:
-        """Give every resident section an address: the kept one, or one in a new slab for all of `made`, which is returned.
+        """Give every resident section an address: the kept one, or one in a new slab for all of
+        `made`, which is returned.
 
         keep: of a flat, the records whose memory its first so many sections go on with.
         """
@@ -367,7 +583,9 @@ class StateStore:
                         if kept is not None and s < common and kept[index][field][s]:
                             record[field][s] = kept[index][field][s]
                         else:
-                            wanted.append((record[field], s, section.size_bytes(int(record["numel"]))))
+                            wanted.append(
+                                (record[field], s, section.size_bytes(int(record["numel"])))
+                            )
         size_bytes = sum(round_up(size, 64) for _, _, size in wanted)
         if not size_bytes:
             return None
@@ -379,7 +597,9 @@ class StateStore:
         return slab
 
     def _carry_over(self, before: ShardRecords, now: ShardRecords) -> None:
-        """Move what stays from the old chunks of a flat to the new ones, and zero the other sections."""
+        """Move what stays from the old chunks of a flat to the new ones, and zero the other
+        sections.
+        """
         flat = now.flat
         carried = sections_carried(before.format, now.format)
         for section in range(len(now.sections)):
@@ -387,10 +607,17 @@ class StateStore:
             if source is None:
                 self._move(now, JobKind.STORE, section, 0, Priority.DEMAND).wait()
                 continue
-            here, there = now.records["section_ptr"][:, section], before.records["section_ptr"][:, source]
+            here, there = (
+                now.records["section_ptr"][:, section],
+                before.records["section_ptr"][:, source],
+            )
             if np.any((here != there) | (here == 0)):
-                buffer = np.empty(now.sections[section].size_bytes(flat.layout.shard_numel), dtype=np.uint8)
-                self._move(before, JobKind.FETCH, source, buffer.ctypes.data, Priority.DEMAND).wait()
+                buffer = np.empty(
+                    now.sections[section].size_bytes(flat.layout.shard_numel), dtype=np.uint8
+                )
+                self._move(
+                    before, JobKind.FETCH, source, buffer.ctypes.data, Priority.DEMAND
+                ).wait()
                 self._move(now, JobKind.STORE, section, buffer.ctypes.data, Priority.DEMAND).wait()
         if 1 not in carried and now.format.master is Master.FP16:
             param = torch.empty(flat.layout.shard_numel, dtype=flat.dtype)
@@ -399,7 +626,9 @@ class StateStore:
             self._move(now, JobKind.STORE, 1, master.data_ptr(), Priority.DEMAND).wait()
 
     def _drop(self, rest: ShardRecords, *, stays: ShardRecords) -> None:
-        """Free the chunks of a flat; `stays`, other chunks of the same flat, keeps the memory that it has in common with it."""
+        """Free the chunks of a flat; `stays`, other chunks of the same flat, keeps the memory that
+        it has in common with it.
+        """
         self._executor.drop(rest.ids)
         for place in rest.places:
             assert self._space is not None
@@ -408,16 +637,26 @@ class StateStore:
                 self._dropped.append(place)
             else:
                 self._space.free(place)
-        kept = {int(address) for field in ("section_ptr", "other_ptr") for address in stays.records[field].flat}
+        kept = {
+            int(address)
+            for field in ("section_ptr", "other_ptr")
+            for address in stays.records[field].flat
+        }
         for record in rest.records:
-            for section, *addresses in zip(rest.sections, record["section_ptr"], record["other_ptr"], strict=False):
+            for section, *addresses in zip(
+                rest.sections, record["section_ptr"], record["other_ptr"], strict=False
+            ):
                 for address in addresses:
                     if address and int(address) not in kept:
-                        self._free(int(address), round_up(section.size_bytes(int(record["numel"])), 64))
+                        self._free(
+                            int(address), round_up(section.size_bytes(int(record["numel"])), 64)
+                        )
 
     def _free(self, address: int, size_bytes: int) -> None:
         """Give resident memory back: its pages, and the slab with the last of its bytes."""
-        slab = next(slab for slab in self._slabs if slab.address <= address < slab.address + slab.size_bytes)
+        slab = next(
+            slab for slab in self._slabs if slab.address <= address < slab.address + slab.size_bytes
+        )
         self.resident_bytes -= size_bytes
         self._slabs[slab] -= size_bytes
         self._device.unpin(slab)

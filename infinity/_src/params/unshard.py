@@ -1,47 +1,68 @@
-"""What is gathered: units that have memory and are filled, or being filled; what is fetched ahead, and what goes for it.
+"""Unsharder: when a unit has memory on the device, and what fills it.
 
-    demand(u)  -> start reading u if nobody has -> start reading what the schedule wants next -> wait for u
+    unshard(u)   begin to fill u if nobody has -> begin what the schedule wants next -> wait for u
+    release(u)   nobody uses u: it stays, until its memory is wanted
 
-A released unit stays gathered until its buffer is wanted, so the units at a turning point (last in forward, first in
-backward; last in backward, first in the next forward) are not read twice. When room is wanted, the idle unit whose
-next use is farthest goes; a prefetch never evicts a unit that is needed sooner than what it brings.
+`UnitState` (`params.unit`) names the states that a unit goes through here, and draws the ways
+between them. A released unit keeps its memory as long as there is room, so the units at a turning
+point (last in forward, first in backward; last in backward, first in the next forward) are not read
+twice. When room is wanted, the idle unit whose next use is farthest is evicted; a prefetch never
+evicts a unit that is needed sooner than the one it brings.
 
-On several ranks all of this follows the program alone, never what has arrived by when: what is gathered, and given up, is
-so on all of them.
+A unit is filled by reads of this rank's shards, then by an all_gather of the others:
+
+    one rank        tickets                                           ready when they are filled
+    several ranks   tickets -> gather lane: wait, all_gather, store   ready when the lane is done
+
+On several ranks all of this follows the program alone, never the times at which reads end: every
+rank unshards and evicts the same units in the same order, and a collective that has begun is never
+broken off, since the others count on it.
+
+Between `opt.step()` and the next forward the new values of a unit are still being computed: its
+update was submitted behind a *gate*. Filling such a unit opens the gate with the unit's buffers as
+targets, and the update hands the new parameters over as it computes them. A gate that escaped (no
+forward came in time) has updated the states at rest, and the unit is read as ever.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from infinity._src._torch_compat import profiled
-from infinity._src.distributed.collectives import Comm
-from infinity._src.grads.reducer import GradReducer
+from infinity._src._torch_compat import graph_is_kept, profiled
+from infinity._src.cleanup import cancel_and_wait
+from infinity._src.distributed.collectives import Comm, digest, fingerprinted
+from infinity._src.distributed.exchange import Exchange
+from infinity._src.distributed.lanes import Op
+from infinity._src.grads.reduce import GradReducer
+from infinity._src.kernels.quantize import DTYPES
 from infinity._src.memory.constants import AHEAD
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
-from infinity._src.params import unsharded_param as gathered
-from infinity._src.params.pass_tracker import Passes
-from infinity._src.params.pending_unshards import PendingUnshards
-from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, Schedule
+from infinity._src.params import unsharded_param
+from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, PassTracker, Phase, Schedule
+from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.state_store import StateStore
-from infinity._src.params.unit import Flat, Unit
+from infinity._src.params.unit import PENDING, SHARDED, UNSHARDED, Flat, Param, Unit
 from infinity._src.params.update_hooks import Access, UpdateHooks
-from infinity._src.telemetry import Timeline
-from infinity.aio import Gate, Priority, Ticket
+from infinity._src.telemetry import Marks, PhaseClock, Timeline
+from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.errors import AioError
+
+SHORT_WAIT_NS = 20_000
+"""Shorter waits are not drawn in the timeline: they are the cost of asking."""
 
 
 @dataclasses.dataclass
 class PendingUpdate:
-    """An update of a unit that was submitted and whose gate may still be closed."""
+    """An update of a unit that was submitted, and whose gate may still be closed."""
 
     ticket: Ticket
     gate: Gate
@@ -49,23 +70,26 @@ class PendingUpdate:
 
 
 class ParamVersion(NamedTuple):
-    """Which values of a unit are gathered. lags: those before an update that is delayed; coarse: as they travel, in int8 groups.
-    Neither: those that rest."""
+    """The values that a unit's memory holds, or is being filled with. Neither flag: those at rest.
 
-    lags: bool = False
-    coarse: bool = False
+    delayed: those before an update that is delayed. quantized: as they travel, in int8 groups.
+    """
+
+    delayed: bool = False
+    quantized: bool = False
 
 
 AT_REST = ParamVersion()
-"""What `gather()`, reads and exports show."""
+"""The version that `gather()`, reads and exports show."""
 
 
-class Gathering:
-    """The gathered units of one model. One thread uses it at a time.
+class Unsharder:
+    """The unsharded units of one model (`UnsharderInterface`). One thread uses it at a time.
 
-    gathered_bytes_max bounds what is gathered, prefetches included, as far as units in use allow: room for AHEAD + 1
-    of the largest units. keep: units are never evicted. coarse: forward and backward compute with weights as they travel, in int8
-    groups.
+    gathered_bytes_max bounds the memory of units, prefetches included, as far as units in use
+    allow: room for AHEAD + 1 of the largest. never_evict: all units stay once they were unsharded
+    (whole parameters on the device). qwz: weights travel as int8 groups, and forward and backward
+    compute with them as they travel. secondary: see `PendingUnshards`.
     """
 
     def __init__(
@@ -73,245 +97,717 @@ class Gathering:
         units: list[Unit],
         *,
         rest: StateStore,
-        comm: Comm,
-        keep: bool,
-        timeline: Timeline,
-        device: Device,
-        fills: PendingUnshards,
-        coarse: bool,
+        executor: Executor,
         gradients: GradReducer,
+        comm: Comm,
         mode: UpdateHooks,
         access: Access,
         heap: Heap,
+        never_evict: bool,
+        timeline: Timeline,
+        device: Device | None = None,
+        qwz: bool = False,
+        secondary: SecondaryShards | None = None,
+        activations_moved: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         self.units = units
         self.schedule = Schedule()
-        self.passes = Passes()
+        self.passes = PassTracker()
         self.wait_s = 0.0  # for units
+        self.update_wait_s = 0.0  # the step pipeline adds to it
         self.demands = self.demand_reads = self.gathered_bytes_peak = 0
-        self.device = device
+        self.device = device or Device(torch.device("cpu"))
         self._rest = rest
+        self._executor = executor
         self._comm = comm
-        self._keep = keep
+        self._never_evict = never_evict
         self._timeline = timeline
-        self._fills = fills
-        self._coarse = coarse
-        self._held: set[Unit] = set()  # gathered or filling
-        self._held_bytes = 0
+        self._pending = PendingUnshards(comm, secondary=secondary)
+        # One rank has nobody to send weights to: they stay as they are.
+        self._quantized = qwz and comm.world > 1
+        # Units with memory on the device, all that are not SHARDED, and the version in it.
+        self._gathered: dict[Unit, ParamVersion] = {}
+        self._gathered_bytes = 0
         self.gathered_bytes_max = (AHEAD + 1) * max((unit.size_bytes for unit in units), default=0)
         self._updates: dict[Unit, PendingUpdate] = {}
-        self._current: Unit | None = None  # being demanded: nobody holds it yet, and it must not go
-        self.shadow = mode.delayed_params
-        self._views: dict[Unit, ParamVersion] = {}  # of what is held
+        # The unit that is being unsharded has no reference yet, and must not be evicted for the
+        # prefetches that follow it.
+        self._unsharding: Unit | None = None
+        self.delayed_params = mode.delayed_params
         self.gradients = gradients
+        # Bound once: hooks call these for every module, and each level of calls would cost.
+        self.use_left, self.slot = self.passes.use_left, gradients.slot
         self._mode = mode
         self._access = access
         self._heap = heap
+        self.clock = PhaseClock(timeline, self._marks, activations_moved)
 
-    def demand(self, unit: Unit) -> None:
-        """Block until the unit is gathered with its current values."""
+    # -- unshard, release, prefetch, evict ---------------------------------------------------------
+
+    def unshard(self, unit: Unit) -> None:
+        """Block until the unit is unsharded, with its current values."""
         self._access.before_read(unit)
         self.demands += 1
-        self._current = unit
+        self._unsharding = unit
         try:
             with profiled(f"infinity: gather {unit.name}"):
-                self._demand(unit)
+                self._unshard(unit)
         finally:
-            self._current = None
+            self._unsharding = None
 
-    def _demand(self, unit: Unit) -> None:
+    def _unshard(self, unit: Unit) -> None:
         self.schedule.demand(unit.index)
-        view = self._wanted(unit)
-        self._refill(unit, view)
-        ready = unit.gathered and unit not in self._fills
-        if not ready and unit not in self._held:
+        version = self._wanted(unit)
+        self._match_version(unit, version)
+        ready = unit.state is UNSHARDED and unit not in self._pending
+        if not ready and unit not in self._gathered:
             self.demand_reads += 1
-            self._start_fill(unit, Priority.DEMAND, view)
-        elif not ready and unit not in self._fills:  # an interrupt broke its fill off
-            self._fill(unit, Priority.DEMAND, view)
+            self._allocate_and_fill(unit, Priority.DEMAND, version)
+        elif not ready and unit not in self._pending:  # an interrupt broke its fill off
+            self._fill(unit, Priority.DEMAND, version)
+        # Before waiting: reads of the units to come are under way while this thread sleeps.
         self.prefetch_ahead()
         if self.passes.in_backward:
-            self.gradients.ahead([unit, *(self.units[index] for index in itertools.islice(self.schedule.upcoming(), 1))])
+            # Sums of gradients that rest elsewhere are fetched with the parameters they belong to.
+            soon = itertools.islice(self.schedule.upcoming(), 1)
+            self.gradients.prefetch([unit, *(self.units[index] for index in soon)])
         if not ready:
             self._finish_fill(unit)
 
     def mixes(self, unit: Unit, *, window: bool) -> bool:
-        """Whether a training pass would meet the values that `gather()` shows of the unit; with `window`, the reverse."""
+        """Whether a training pass would meet the values that `gather()` shows of the unit; with
+        `window`, the reverse.
+        """
         if window:
-            return self._views.get(unit, AT_REST) != AT_REST
-        return self.passes.trains and self._views.get(unit, AT_REST) != self._trained(unit)
+            return self._gathered.get(unit, AT_REST) != AT_REST
+        return self.passes.trains and self._gathered.get(unit, AT_REST) != self._trained(unit)
 
     def shows_newest(self, unit: Unit) -> bool:
-        """Whether the unit is gathered from rest although the shadow computes."""
-        return unit in self._views and self._views[unit].lags != self._trained(unit).lags
+        """Whether the unit holds values at rest although training computes with delayed ones."""
+        gathered = self._gathered
+        return unit in gathered and gathered[unit].delayed != self._trained(unit).delayed
 
     def _trained(self, unit: Unit) -> ParamVersion:
-        """What training computes with."""
-        return ParamVersion(self.shadow is not None and self.shadow.computes(unit), self._coarse)
+        """The version that training computes with."""
+        delayed = self.delayed_params is not None and self.delayed_params.computes(unit)
+        return ParamVersion(delayed, self._quantized)
 
     def _wanted(self, unit: Unit) -> ParamVersion:
-        """What the pass that runs computes with, or `gather()` shows."""
+        """The version that the running pass computes with, or that `gather()` shows."""
         if self.passes.trains:
             return self._trained(unit)
-        return ParamVersion(False, self._coarse and self.passes.evaluates)
+        return ParamVersion(False, self._quantized and self.passes.evaluates)
 
-    def idle(self, unit: Unit) -> None:
-        """The unit may be evicted; it stays until its room is wanted."""
+    def release(self, unit: Unit) -> None:
+        """Let the unit, which nobody uses any more, be evicted once its room is wanted."""
         self._mode.unit_released(unit)
-        if not self._keep and self._held_bytes > self.gathered_bytes_max:
+        # Units in use may have exceeded the bound; the excess goes as soon as it can.
+        if not self._never_evict and self._gathered_bytes > self.gathered_bytes_max:
             self._make_room(0, NEVER)
 
-    def _start_fill(self, unit: Unit, priority: Priority, view: ParamVersion) -> None:
-        """Allocate the unit's buffers and start filling them. Does not block."""
+    def _allocate_and_fill(self, unit: Unit, priority: Priority, version: ParamVersion) -> None:
+        """Allocate the unit's memory and begin to fill it. Does not block."""
         self._make_room(unit.size_bytes, NEVER)
-        gathered.allocate(unit, self.device)
-        self._held.add(unit)
-        self._held_bytes += unit.size_bytes
-        self.gathered_bytes_peak = max(self.gathered_bytes_peak, self._held_bytes)
-        self._fill(unit, priority, view)
+        unsharded_param.allocate(unit, self.device)
+        self._gathered[unit] = version
+        self._gathered_bytes += unit.size_bytes
+        self.gathered_bytes_peak = max(self.gathered_bytes_peak, self._gathered_bytes)
+        self._fill(unit, priority, version)
 
-    def _fill(self, unit: Unit, priority: Priority, view: ParamVersion) -> None:
-        """Start filling the unit's buffers, which are allocated."""
-        self._views[unit] = view
-        shadow = self.shadow if view.lags else None
+    def _fill(self, unit: Unit, priority: Priority, version: ParamVersion) -> None:
+        """Begin to fill the unit's memory, which is allocated: from its update, from secondary
+        shards, or from the tier where it rests.
+        """
+        self._gathered[unit] = version
+        delayed_params = self.delayed_params if version.delayed else None
         update = self._updates.get(unit)
         if update is not None and not update.opened:
             update.opened = True
+            # The update writes to this memory: kernels that still read it come first.
             self.device.behind()
             if update.gate.open(self.targets(unit)):
-                self._begin(unit, [update.ticket], view)
+                self._begin(unit, [update.ticket], version)
                 return
-        if view.coarse == self._coarse and self._fills.has_kept(unit, (unit.generation, view)):
-            self._fills.begin_kept(unit)
+        same_codec = version.quantized == self._quantized
+        if same_codec and self._pending.in_secondary(unit, (unit.generation, version)):
+            self._pending.begin_from_secondary(unit)
             return
         tickets = [
             self._rest.fetch(flat, 0, self._target(flat), priority=priority, there=True)
             for flat in unit.flats
-            if shadow is None or flat not in shadow  # those are copied when somebody waits for them
+            # Flats with delayed parameters are copied from these by the thread that waits.
+            if delayed_params is None or flat not in delayed_params
         ]
-        self._begin(unit, tickets, view, late=functools.partial(shadow.copy_to, unit, self._comm.rank) if shadow else None)
+        rank = self._comm.rank
+        copy = functools.partial(delayed_params.copy_to, unit, rank) if delayed_params else None
+        self._begin(unit, tickets, version, before_gather=copy)
 
     def _begin(
-        self, unit: Unit, tickets: Sequence[Ticket], view: ParamVersion, *, late: Callable[[], None] | None = None
+        self,
+        unit: Unit,
+        tickets: Sequence[Ticket],
+        version: ParamVersion,
+        *,
+        before_gather: Callable[[], None] | None = None,
     ) -> None:
-        """The tickets fill this rank's shards with what `view` says."""
-        self._views[unit] = view
-        # Only what forward computes with is kept for the next one.
-        age = (unit.generation, view) if view.coarse == self._coarse else None
-        self._fills.begin(unit, tickets, age, coarse=view.coarse, late=late)
+        """Record that these tickets fill this rank's shards with `version`."""
+        self._gathered[unit] = version
+        # Secondary shards serve the next pass: another version is not worth their place.
+        key = (unit.generation, version) if version.quantized == self._quantized else None
+        self._pending.begin(
+            unit, tickets, key, quantized=version.quantized, before_gather=before_gather
+        )
 
-    def _refill(self, unit: Unit, view: ParamVersion) -> None:
-        """Gather the unit anew if what is gathered is not what is wanted now, unless somebody uses it."""
-        if unit not in self._held or unit.refs or self._views[unit] == view:
+    def _match_version(self, unit: Unit, version: ParamVersion) -> None:
+        """Fill the unit anew if it holds another version than this, unless somebody uses it."""
+        if unit not in self._gathered or unit.refs or self._gathered[unit] == version:
             return
-        self._settle(unit)
-        gathered.invalidate(unit)
-        self._fill(unit, Priority.DEMAND, view)
+        self._finish_pending(unit)
+        unsharded_param.mark_stale(unit)
+        self._fill(unit, Priority.DEMAND, version)
 
     def _target(self, flat: Flat) -> int:
-        """Where this rank's shard lies in the gathered flat."""
-        return flat.tensor.data_ptr() + self._comm.rank * flat.layout.shard_numel * flat.layout.itemsize
+        """Address of this rank's shard in the unsharded flat."""
+        shard_bytes = flat.layout.shard_numel * flat.layout.itemsize
+        return flat.tensor.data_ptr() + self._comm.rank * shard_bytes
 
     def _finish_fill(self, unit: Unit) -> None:
-        """Wait until the unit's buffers are filled. After a fault the unit is evicted."""
-        fill = self._fills.finish(unit)
+        """Wait until the unit's memory is filled. After a fault the unit is evicted."""
+        fill = self._pending.pop(unit)
         start_ns = time.monotonic_ns()
         try:
             fill.wait()
         except BaseException as error:
-            self._fills.put_back(unit, fill)
-            self._forget(unit)
+            # Put back first: evicting waits for what is still on its way into the memory.
+            self._pending.put_back(unit, fill)
+            self._evict(unit)
             if isinstance(error, AioError):
-                self._access.before_read(unit)  # if it was an update that failed, this says so and what helps
+                # An update that failed is told as such, with what helps; else it was a read.
+                self._access.before_read(unit)
                 error.args = (f"{unit.name} cannot be gathered: {error}",)
             raise
         end_ns = time.monotonic_ns()
         self.wait_s += (end_ns - start_ns) / 1e9
-        if end_ns - start_ns > 20_000:
+        if end_ns - start_ns > SHORT_WAIT_NS:
             self._timeline.add("wait", unit.name, start_ns, end_ns)
-        gathered.mark_filled(unit)
+        unsharded_param.mark_filled(unit)
 
-    def _forget(self, unit: Unit) -> None:
-        interrupt = self._fills.abandon(unit)
-        self._held.discard(unit)
-        self._views.pop(unit, None)
-        self._held_bytes -= unit.size_bytes
-        if unit in self._fills.stuck:
-            gathered.invalidate(unit)
+    def _evict(self, unit: Unit) -> None:
+        """Free the unit's memory, once nothing is on its way into it."""
+        interrupt = self._pending.cancel(unit)
+        self._gathered.pop(unit, None)
+        self._gathered_bytes -= unit.size_bytes
+        if unit in self._pending.stuck:
+            # A collective that does not return may still write here: the memory is given up for
+            # the books, and stays allocated.
+            unsharded_param.mark_stale(unit)
         else:
-            gathered.evict(unit)
+            unsharded_param.evict(unit)
         self._heap.freed()
         if interrupt is not None:
             raise interrupt
 
     def prefetch_ahead(self) -> None:
-        """Start reading the units that the schedule wants next, as many as there is room for (in bytes). Does not block."""
-        if self._keep and len(self._held) == len(self.units):
+        """Begin to fill the units that the schedule wants next, as many as there is room for (in
+        bytes). Does not block.
+        """
+        if self._never_evict and len(self._gathered) == len(self.units):
             return
         for index in itertools.islice(self.schedule.upcoming(), AHEAD_MAX):
             unit = self.units[index]
-            if unit in self._held:
+            if unit in self._gathered:
                 continue
             if not self._make_room(unit.size_bytes, self.schedule.distance(index)):
+                # In order only: a smaller unit farther away must not take the room of this one.
                 return
-            view = ParamVersion(False, self._coarse) if self.passes.evaluates else self._trained(unit)
-            self._start_fill(unit, Priority.PREFETCH, view)
+            if self.passes.evaluates:
+                version = ParamVersion(False, self._quantized)
+            else:
+                version = self._trained(unit)
+            self._allocate_and_fill(unit, Priority.PREFETCH, version)
 
     def _make_room(self, size_bytes: int, distance: int) -> bool:
-        """Evict idle units, farthest next use first, until `size_bytes` more fit; only such as are needed later than
-        `distance`. Returns whether they fit."""
-        if self._keep:
+        """Evict idle units, farthest next use first, until `size_bytes` more fit; only such as are
+        needed later than `distance`. Returns whether they fit.
+        """
+        if self._never_evict:
             return True
-        while self._held_bytes + size_bytes > self.gathered_bytes_max:
-            idle = filter(self._may_evict, self._held)
-            far = max(idle, key=lambda unit: (self.schedule.distance(unit.index), unit.index), default=None)
-            if far is None or (distance is not NEVER and self.schedule.distance(far.index) <= distance):
+        while self._gathered_bytes + size_bytes > self.gathered_bytes_max:
+            idle = filter(self._may_evict, self._gathered)
+            # The index decides between equals, so that all ranks choose the same one.
+            far = max(
+                idle,
+                key=lambda unit: (self.schedule.distance(unit.index), unit.index),
+                default=None,
+            )
+            if far is None:
                 return False
-            self._forget(far)
+            if distance is not NEVER and self.schedule.distance(far.index) <= distance:
+                return False
+            self._evict(far)
         return True
 
     def _may_evict(self, unit: Unit) -> bool:
-        """Idle, and nothing is on its way into its buffers."""
-        if unit.refs or unit is self._current:
+        """Whether the unit is idle, and nothing is on its way into its memory."""
+        if unit.refs or unit is self._unsharding:
             return False
         if self._comm.world > 1:
-            return True  # what is filled already is a matter of timing, and all ranks must evict the same
-        return not self._fills.under_way(unit)
+            # Whether a fill has ended is a matter of timing, and all ranks must evict the same.
+            return True
+        return not self._pending.under_way(unit)
 
-    def discard(self, unit: Unit) -> None:
-        """The gathered values were overwritten and nobody uses them: read them again when they are wanted."""
-        if unit in self._held:
-            self._forget(unit)
+    def invalidate(self, unit: Unit) -> None:
+        """Forget the unit's values, which were overwritten; nobody uses them. The next `unshard`
+        reads them again.
+        """
+        if unit in self._gathered:
+            self._evict(unit)
 
     def targets(self, unit: Unit) -> list[int]:
-        """Where this rank's shards lie in the unit's flats, which are gathered."""
+        """Addresses of this rank's shards in the unit's flats, which have memory."""
         return [self._target(flat) for flat in unit.flats]
 
     def shard_of(self, flat: Flat) -> torch.Tensor:
-        """This rank's shard [shard_numel] of a flat, which is gathered."""
+        """This rank's shard [shard_numel] of a flat, which has memory."""
         start = self._comm.rank * flat.layout.shard_numel
         return flat.tensor[start : start + flat.layout.shard_numel]
 
     def renew(self, unit: Unit) -> None:
-        """The unit's values have changed: if it is gathered, start filling its buffers again."""
-        if unit in self._held:
-            self._abandon(unit)
+        """Begin to fill the unit again, whose values have changed, if it has memory."""
+        if unit in self._gathered:
+            self._cancel(unit)
             self._fill(unit, Priority.PREFETCH, self._trained(unit))
 
     def _changed(self, unit: Unit) -> None:
         unit.generation += 1
-        self._fills.changed(unit)
+        self._pending.changed(unit)
 
-    def _settle(self, unit: Unit) -> None:
+    def _finish_pending(self, unit: Unit) -> None:
         """Finish a fill that nobody has waited for, or make it if its values were taken back."""
-        if unit in self._held and not unit.gathered and unit not in self._fills:
-            self._fill(unit, Priority.DEMAND, self._views[unit])
-        if unit in self._fills:
+        broken_off = unit in self._gathered and unit.state is not UNSHARDED
+        if broken_off and unit not in self._pending:
+            self._fill(unit, Priority.DEMAND, self._gathered[unit])
+        if unit in self._pending:
             self._finish_fill(unit)
 
-    def _abandon(self, unit: Unit) -> None:
-        """What is gathered of the unit, or on its way, nobody wants any more. The memory stays allocated."""
-        gathered.invalidate(unit)
-        interrupt = self._fills.abandon(unit)
+    def _cancel(self, unit: Unit) -> None:
+        """Give up the unit's values, and those on their way. The memory stays allocated."""
+        unsharded_param.mark_stale(unit)
+        interrupt = self._pending.cancel(unit)
         if interrupt is not None:
             raise interrupt
+
+    # -- passes ------------------------------------------------------------------------------------
+
+    def forward_start(self) -> None:
+        """Begin the outermost forward: a training forward where gradients are enabled."""
+        if not self.passes.in_backward:
+            self._rest.pin()
+            self.gradients.free_done()
+            trains = torch.is_grad_enabled()
+            self.passes.forward_start(trains=trains)
+            quiet = trains and not self._mode.updates_pending
+            self.clock.enter("forward" if trains else "evaluation", quiet=quiet)
+            self.schedule.start(Phase.TRAIN if trains else Phase.EVAL)
+            if self._updates:
+                # Forward opens the gates in its own order; one that escaped would be a read more.
+                self._executor.hold_gates(True)
+
+    def forward_end(self) -> None:
+        """End the outermost forward, which has returned or raised."""
+        # A recomputing forward inside of backward is a part of that.
+        if not self.passes.in_backward:
+            self.passes.forward_end()
+            self.schedule.end()
+            self._executor.hold_gates(False)
+            self.clock.enter("idle")
+
+    def backward_start(self) -> None:
+        """Begin a backward."""
+        self.passes.backward_start(retain_graph=graph_is_kept())
+        self.clock.enter("backward")
+        self.schedule.start(Phase.BACKWARD)
+        self._mode.backward_begin()
+
+    def backward_end(self) -> None:
+        """End a backward: gradients that no use of a unit claimed are reduced."""
+        self.passes.backward_end()
+        try:
+            self.schedule.end()
+            self.gradients.backward_end()
+            self._mode.backward_end()
+        except BaseException:
+            self.passes.in_backward = True  # it has broken off, as `reset` is to know
+            raise
+        self.clock.enter("idle")
+
+    def broke(self, where: str, error: BaseException) -> None:
+        """Tell the other ranks, which may wait, that a forward or backward of this one raised."""
+        self._comm.report_exception(where, error)
+
+    def reset(self) -> None:
+        """Forget what an interrupted forward or backward left."""
+        if self.passes.in_backward:
+            self._mode.backward_aborted()
+        self.passes.reset()
+        self.gradients.reset()
+        self._executor.hold_gates(False)
+        self.schedule.abandon()
+        self.clock.enter("idle")
+
+    def _marks(self) -> Marks:
+        """The counters that the clock divides into phases."""
+        rest, wait_s = self._rest, self.wait_s + self.update_wait_s
+        grads = rest.grads_read_bytes, rest.grads_written_bytes
+        return Marks.of(self._executor.stats(), rest.params_read_bytes, wait_s, grads)
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
+        """Take one fresh gradient [param.shape]."""
+        with profiled(f"infinity: drain {param.name}"):
+            self.gradients.accumulate_grad(param, grad)
+
+    def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
+        """Make `grad` [param.shape] the parameter's whole gradient."""
+        self.gradients.assign(param, grad)
+
+    def unit_done(self, unit: Unit) -> None:
+        """Count a use of the unit that backward is done with; after the last, its gradients are
+        reduced.
+        """
+        self.passes.use_ended(unit)
+        # Ranks reduce a unit once: gradients of several of its modules, or of several calls of
+        # one, go together.
+        if self._comm.world == 1 or self.passes.all_ended(unit):
+            self.gradients.unit_done(unit)
+
+    # -- updates -----------------------------------------------------------------------------------
+
+    def hand_over(self, unit: Unit, ticket: Ticket, gate: Gate) -> None:
+        """Note that an update of the unit was submitted behind `gate`. Memory that the unit has
+        becomes the gate's target.
+        """
+        self._changed(unit)
+        update = self._updates[unit] = PendingUpdate(ticket, gate)
+        if unit not in self._gathered:
+            return
+        self._cancel(unit)
+        update.opened = True
+        # The update writes to this memory: kernels that still read it come first.
+        self.device.behind()
+        if gate.open(self.targets(unit)):
+            self._begin(unit, [ticket], self._trained(unit))
+        else:
+            # It escaped while this thread was held up: read the values that it left at rest.
+            self._fill(unit, Priority.PREFETCH, self._trained(unit))
+
+    def can_update_in_place(self, unit: Unit) -> bool:
+        """Whether an update may take the unit's parameters from its memory and leave the new ones
+        there.
+        """
+        ready = unit in self._gathered and unit.state is UNSHARDED
+        ready = ready and unit.refs == 0 and unit not in self._pending
+        # The optimizer holds whole values, not those in int8 groups.
+        return ready and not self._gathered[unit].quantized
+
+    def updated(self, unit: Unit, ticket: Ticket, *, in_place: bool) -> None:
+        """Note that an update of the unit was submitted without a gate; in_place: into its memory,
+        too.
+        """
+        self._changed(unit)
+        if in_place:
+            unsharded_param.mark_stale(unit)
+            self._begin(unit, [ticket], self._gathered[unit])
+        else:
+            self.renew(unit)
+
+    def rewritten(self, unit: Unit, *, in_place: bool) -> None:
+        """Note that the unit's values were replaced; in_place: in its memory, too."""
+        self._changed(unit)
+        if not in_place:
+            self.renew(unit)
+        elif self._comm.world > 1:
+            # This rank has written its shards; those of the others are gathered again.
+            unsharded_param.mark_stale(unit)
+            self._begin(unit, (), self._gathered[unit])
+        else:
+            unsharded_param.mark_filled(unit)
+
+    def mark_stale(self, units: Iterable[Unit]) -> None:
+        """Give up the values of these units, since a write of them was taken back. Blocks while
+        they fill.
+        """
+        for unit in units:
+            self._changed(unit)
+            self._updates.pop(unit, None)
+            if unit in self._gathered:
+                self._cancel(unit)
+
+    def touched(self, unit: Unit) -> None:
+        """Note that the unit's values at rest are about to change: it is filled again later."""
+        self._changed(unit)
+        self.invalidate(unit)
+
+    def updates_ended(self) -> None:
+        """Note that every update that was submitted has been waited for."""
+        self._updates.clear()
+
+    # -- single values -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def borrowed(self, unit: Unit) -> Iterator[None]:
+        """Unshard the unit for the block, with the values at rest, and leave no trace in the
+        schedule.
+        """
+        self._access.before_read(unit)
+        self._match_version(unit, AT_REST)
+        if unit not in self._gathered:
+            self._allocate_and_fill(unit, Priority.DEMAND, AT_REST)
+        self._finish_pending(unit)
+        unit.refs += 1
+        try:
+            yield
+        finally:
+            unit.refs -= 1
+            if unit.refs == 0:
+                self.release(unit)
+
+    def read(self, param: Param) -> torch.Tensor:
+        """The current value [param.shape] as an ordinary CPU tensor. Waits for pending updates of
+        its unit.
+        """
+        with self.borrowed(param.unit), torch.no_grad():
+            values = param.flat.tensor[param.offset :][: param.numel]
+            return values.view(param.shape).to("cpu", copy=True)
+
+    def written(self, here: list[bool]) -> list[bool]:
+        """Tell, of windows that all ranks close now, which ones some rank has written to; `here`:
+        this rank.
+
+        Ranks that keep all weights may open a window alone, and are asked nothing.
+        """
+        return here if self._never_evict else self._comm.all_reduce_any(here)
+
+    def write_alike(self, param: Param, value: torch.Tensor) -> None:
+        """Set the value as `write` does, when all ranks have come to it with the same."""
+        self._comm.check_same_collective(
+            lambda: fingerprinted(f"writing {param.name}", digest(value))
+        )
+        self.write(param, value)
+
+    def write(self, param: Param, value: torch.Tensor) -> None:
+        """Set the value, master included. value: [param.shape], any floating dtype (cast as copy_
+        does).
+        """
+        # Waits for all updates: one that failed later would take the value back with its step.
+        self._access.before_write()
+        flat_value = value.detach().to("cpu", param.dtype).reshape(-1).contiguous()
+        assert flat_value.numel() == param.numel
+        # A read under way would bring the old value over the new one.
+        self._finish_pending(param.unit)
+        layout = param.flat.layout
+        start, source, numel = layout.shard_range(param.slot_index, self._comm.rank)
+        if numel:
+            values = flat_value[source : source + numel]
+            self._rest.overwrite(param.flat, start, values)
+            if self.delayed_params is not None:
+                self.delayed_params.write(param.flat, start, values)
+        unit = param.unit
+        self._changed(unit)
+        if unit in self._gathered:
+            if unit.refs == 0 and not self._never_evict:
+                self._evict(unit)
+            elif unit.refs == 0 and self._gathered[unit].quantized:
+                # Quantized weights are rounded by the all_gather, not here.
+                self.renew(unit)
+            else:
+                with torch.no_grad():
+                    param.flat.tensor[param.offset :][: param.numel].copy_(flat_value)
+                unsharded_param.mark_filled(unit)
+
+    def close(self) -> None:
+        """Evict everything. Pending work must have been waited for."""
+        self._pending.close()
+        self._updates.clear()
+        for unit in list(self._gathered):
+            self._evict(unit)
+
+
+@dataclasses.dataclass
+class PendingUnshard:
+    """The fill of one unit, on its way.
+
+    op: of the gather lane; None on one rank. before_gather: for the waiting thread to call once the
+    tickets are filled. submit: makes the op then, where it could not run ahead.
+    """
+
+    tickets: Sequence[Ticket]
+    op: Op | None = None
+    before_gather: Callable[[], None] | None = None
+    submit: Callable[[], Op] | None = None
+    stuck: bool = False
+
+    @property
+    def filled(self) -> bool:
+        """Whether nothing is under way any more."""
+        return all(ticket.filled for ticket in self.tickets) and (self.op is None or self.op.done)
+
+    def wait(self) -> None:
+        """Block until the unit's memory holds its values. Raises: AioError, RankFailed."""
+        if self.op is None:  # else the lane waits for them
+            for ticket in self.tickets:
+                ticket.wait_filled()
+        if self.before_gather is not None:
+            self.before_gather()
+        if self.submit is not None:
+            self.op, self.submit = self.submit(), None
+        if self.op is not None:
+            self.op.wait()
+
+    def cancel_and_wait(self) -> KeyboardInterrupt | None:
+        """Return when nothing is on its way into the memory, whatever became of it. Returns an
+        interrupt that came meanwhile.
+
+        Sets `stuck` where that cannot be had: a rank has failed, and a call that waited for it does
+        not return.
+        """
+        if self.op is None:
+            return cancel_and_wait(self.tickets)
+        interrupt = None
+        # A collective is never broken off: the other ranks count on it.
+        while True:
+            try:
+                self.stuck = not self.op.finished()
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        return cancel_and_wait(self.tickets) or interrupt
+
+
+class PendingUnshards:
+    """The fills of one model that nobody has waited for yet. One thread uses it at a time.
+
+    secondary: shards from which units are filled instead of from their tier.
+    """
+
+    def __init__(self, comm: Comm, *, secondary: SecondaryShards | None = None) -> None:
+        self._comm = comm
+        self.secondary = secondary
+        self._by_unit: dict[Unit, PendingUnshard] = {}
+        self.stuck: set[Unit] = set()  # units whose memory must stay, as long as the process lives
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._by_unit
+
+    def under_way(self, unit: Unit) -> bool:
+        """Whether something is on its way into the unit's memory."""
+        fill = self._by_unit.get(unit)
+        return fill is not None and not fill.filled
+
+    def in_secondary(self, unit: Unit, version: Hashable) -> bool:
+        """Whether secondary shards hold this version of the unit."""
+        return self.secondary is not None and self.secondary.has(unit, version)
+
+    def begin(
+        self,
+        unit: Unit,
+        tickets: Sequence[Ticket],
+        version: Hashable,
+        *,
+        quantized: bool = False,
+        before_gather: Callable[[], None] | None = None,
+    ) -> None:
+        """Begin the all_gather behind tickets that fill this rank's shards. Does not block.
+
+        version: for secondary shards; None: do not store them. quantized: weights travel as int8
+        groups, and are rounded to these here, too. before_gather: for the waiting thread to call
+        between the tickets and the all_gather.
+        """
+        assert unit.state is not SHARDED, f"{unit.name} has no memory to be filled"
+        assert unit.state is not UNSHARDED, f"{unit.name} is in use, or holds values still"
+        unit.state = PENDING
+        if self._comm.world == 1:
+            fill = PendingUnshard(tickets, before_gather=before_gather)
+        elif before_gather is None:
+            fill = PendingUnshard(tickets, self._submit(unit, tickets, version, quantized))
+        else:
+            # The lane must not wait for a copy that this thread has yet to make.
+            fill = PendingUnshard(
+                tickets,
+                before_gather=before_gather,
+                submit=lambda: self._submit(unit, tickets, version, quantized),
+            )
+        self._by_unit[unit] = fill
+
+    def begin_from_secondary(self, unit: Unit) -> None:
+        """Begin to gather the unit from secondary shards. Does not block."""
+        assert self.secondary is not None
+        load, flats = self.secondary.load(unit), list(unit.flats)
+        # Shards of this rank alone come from all ranks; those of a whole node, from within it.
+        across = len(self.secondary.ranks) == 1
+
+        def work(exchange: Exchange) -> None:
+            with torch.no_grad():
+                load()
+                exchange.all_gather([_parts(flat) for flat in flats], across=across)
+
+        unit.state = PENDING
+        op = self._comm.submit_all_gather(f"gather of {unit.name} as it is kept", work)
+        self._by_unit[unit] = PendingUnshard((), op)
+
+    def pop(self, unit: Unit) -> PendingUnshard:
+        """Take the unit's fill, for the caller to wait for."""
+        return self._by_unit.pop(unit)
+
+    def put_back(self, unit: Unit, fill: PendingUnshard) -> None:
+        """Take a fill back whose waiting has failed: it is to be cancelled."""
+        self._by_unit[unit] = fill
+
+    def cancel(self, unit: Unit) -> KeyboardInterrupt | None:
+        """Give up what is on its way into the unit's memory, and return when nothing is."""
+        fill = self._by_unit.pop(unit, None)
+        if fill is None:
+            return None
+        interrupt = fill.cancel_and_wait()
+        if fill.stuck:
+            self.stuck.add(unit)
+        return interrupt
+
+    def changed(self, unit: Unit) -> None:
+        """Forget the secondary shards of the unit, whose weights have changed."""
+        if self.secondary is not None:
+            self.secondary.forget(unit)
+
+    def _submit(
+        self, unit: Unit, tickets: Sequence[Ticket], version: Hashable, quantized: bool
+    ) -> Op:
+        secondary = self.secondary if version is not None else None
+        # Noted now, in the order of the program, and stored by the lane: all ranks note the same.
+        store = secondary.store(unit, version) if secondary is not None else None
+        coded = [flat for flat in unit.flats if quantized and flat.dtype in DTYPES]
+        plain = [flat for flat in unit.flats if flat not in coded]
+
+        def work(exchange: Exchange) -> None:
+            for ticket in tickets:
+                ticket.wait_filled()
+            with torch.no_grad():
+                exchange.all_gather([_parts(flat) for flat in plain])
+                exchange.all_gather_quantized([_parts(flat) for flat in coded])
+                if store is not None:
+                    store()
+
+        how = " in int8 groups" if quantized else ""
+        return self._comm.submit_all_gather(f"gather of {unit.name}{how}", work)
+
+    def close(self) -> None:
+        """Return when nothing is under way, and forget everything."""
+        for unit in list(self._by_unit):
+            self.cancel(unit)
+        if self.secondary is not None:
+            self.secondary.close()
+
+
+def _parts(flat: Flat) -> list[torch.Tensor]:
+    """The shards of all ranks in an unsharded flat."""
+    return list(flat.tensor.view(-1, flat.layout.shard_numel))

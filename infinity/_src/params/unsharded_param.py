@@ -1,14 +1,15 @@
-"""Gathered parameters: leaf parameters on the storage of a flat that comes and goes.
+"""Unsharded parameters: leaf parameters on the storage of a flat that comes and goes.
 
-    flat.tensor   [ param 0 | pad | param 1 | pad | ... ]   storage: full size when gathered, 0 bytes when evicted
-    param.gathered  an nn.Parameter over its range of that storage, made once, kept for the life of the model
+    flat.tensor     [ param 0 | pad | param 1 | pad | ... ]   storage: full size, or 0 bytes
+    param.gathered  an nn.Parameter over its range of that storage, made once, for the model's life
 
-Autograd saves the gathered parameters (and views of them) by their storage, so evicting frees the memory although the
-graph lives on, and filling the same storage again is all that backward needs.
+Autograd saves the unsharded parameters (and views of them) by their storage, so evicting frees the
+memory although the graph lives on, and filling the same storage again is all that backward needs.
 
-Version counters: each gathered parameter has its own, set to the generation of its unit whenever the unit is held.
-Filling never counts as a modification; an optimizer step or a write raises the generation, so that a graph from before
-it meets torch's own "modified by an inplace operation" error instead of new values.
+Version counters: each unsharded parameter has its own, set to the generation of its unit at the
+first use after a change. Filling never counts as a modification. An optimizer step or a write
+raises the generation, so that a graph from before it meets torch's own "modified by an inplace
+operation" error instead of new values.
 """
 
 from __future__ import annotations
@@ -27,18 +28,22 @@ from infinity._src._torch_compat import (
 )
 from infinity._src.memory.device import Device
 from infinity._src.memory.layout import FlatLayout
-from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.unit import SHARDED, STALE, UNSHARDED, Flat, Param, Unit
 from infinity.errors import WeightWritten
 
 
 class UnshardedParameter(torch.nn.Parameter):
-    """A gathered parameter: a plain one, but for `.data`, through which writes would go unseen and be lost."""
+    """An unsharded parameter: a plain one, but for `.data`, through which writes would go unseen
+    and be lost.
+    """
 
     infinity_name: str
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """A detached view, which shares the version counter: a write through it in forward is seen, and raises."""
+        """A detached view, which shares the version counter: a write through it in forward is seen,
+        and raises.
+        """
         return self.detach()
 
     @data.setter
@@ -50,7 +55,9 @@ class UnshardedParameter(torch.nn.Parameter):
 
 
 def empty_flat(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An evicted flat of `layout` on `device`. Made outside inference mode: an inference tensor cannot be refilled."""
+    """An evicted flat of `layout` on `device`. Made outside inference mode: an inference tensor
+    cannot be refilled.
+    """
     with torch.inference_mode(False):
         flat = torch.empty(layout.numel, dtype=dtype, device=device)
     resize_storage(flat, 0)
@@ -58,40 +65,48 @@ def empty_flat(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> 
 
 
 def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
-    """Make the gathered parameters of the unit. Its flats are allocated for a moment: views need their bounds."""
+    """Make the gathered parameters of the unit. Its flats are allocated for a moment: views need
+    their bounds.
+    """
     was_evicted = any(storage_size(flat.tensor) != flat.size_bytes for flat in unit.flats)
-    allocate(unit)
+    # Without `allocate`: the unit's state is as before, however short its memory lives.
+    for flat in unit.flats:
+        resize_storage(flat.tensor, flat.size_bytes)
     with torch.inference_mode(False), torch.no_grad():
         for param in unit.params:
             view = param.flat.tensor[param.offset : param.offset + param.numel].view(param.shape)
-            param.gathered = UnshardedParameter(separate_version(view), requires_grad=requires_grad[param])
+            param.gathered = UnshardedParameter(
+                separate_version(view), requires_grad=requires_grad[param]
+            )
             param.gathered.infinity_name = param.name
     if was_evicted:
         evict(unit)
 
 
 def allocate(unit: Unit, device: Device | None = None) -> None:
-    """Give the unit's flats their memory. Contents are undefined until they are filled. Does not block."""
+    """Give the unit's flats their memory, with undefined contents: it is STALE. Does not block."""
     with device.allocation() if device is not None else contextlib.nullcontext():
         for flat in unit.flats:
             resize_storage(flat.tensor, flat.size_bytes)
+    unit.state = STALE
 
 
 def mark_filled(unit: Unit) -> None:
-    """The unit's flats hold the values of its present generation."""
+    """Note that the unit's flats hold the values of its present generation."""
     assert all(storage_size(flat.tensor) == flat.size_bytes for flat in unit.flats)
-    unit.gathered = True
+    unit.state = UNSHARDED
 
 
-def invalidate(unit: Unit) -> None:
-    """The unit's flats no longer hold its values; the memory stays allocated, to be filled again."""
-    unit.gathered = False
+def mark_stale(unit: Unit) -> None:
+    """Note that the unit's flats no longer hold its values; the memory stays allocated."""
+    assert unit.state is not SHARDED, f"{unit.name} has no memory"
+    unit.state = STALE
 
 
 def evict(unit: Unit) -> None:
     """Free the memory of the unit's flats. The unit must not be in use."""
     assert unit.refs == 0, f"evicting {unit.name}, which {unit.refs} uses hold"
-    unit.gathered = False
+    unit.state = SHARDED
     for flat in unit.flats:
         if not is_resizable(flat.tensor):
             _renew(flat)
@@ -99,7 +114,8 @@ def evict(unit: Unit) -> None:
 
 
 def _renew(flat: Flat) -> None:
-    """Move the flat to a new storage: somebody has a numpy array on the old one, which lives as long as that does.
+    """Move the flat to a new storage: somebody has a numpy array on the old one, which lives as
+    long as that does.
 
     Graphs that saved the old one keep it too, with values that stay right for them.
     """
@@ -111,7 +127,9 @@ def _renew(flat: Flat) -> None:
 
 
 def stamp(unit: Unit) -> list[int]:
-    """Set the version counters of the unit's gathered parameters to its generation, and return them."""
+    """Set the version counters of the unit's gathered parameters to its generation, and return
+    them.
+    """
     versions = [unit.generation] * len(unit.params)
     set_versions([param.gathered for param in unit.params], versions)
     return versions

@@ -64,7 +64,7 @@ class UpdateHooks(abc.ABC):
 
 
 class Access(Protocol):
-    """Who is asked before values are read or written (`infinity._src.access`)."""
+    """Permission to read or write values (`infinity._src.access`)."""
 
     def before_read(self, unit: Unit) -> None:
         """Somebody wants the unit's values. Raises: EngineClosed; what a background update met."""

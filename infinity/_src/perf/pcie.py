@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 
 UPDATES_ON = ("cpu", "device")
-"""Where states are updated; `Policy.update_on` has these names."""
+"""Places where states are updated; `Policy.update_on` has these names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +53,7 @@ class Copied:
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Copies of a step: in the window of the updates (as in `roofline.Traffic`), and in its
-    rest.
+    """Copies of a step: in the window of the updates (as in `roofline.Traffic`), and in its rest.
     """
 
     beside_states: Copied = Copied()

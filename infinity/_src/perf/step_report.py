@@ -69,8 +69,7 @@ class StepTerms:
 
     @property
     def drives_known(self) -> bool:
-        """True where the limits hold the time of the drives. Else they are too low: there is no
-        η.
+        """True where the limits hold the time of the drives. Else they are too low: there is no η.
         """
         return self.bandwidths is not None or not (
             self.moved.total.read or self.moved.total.written

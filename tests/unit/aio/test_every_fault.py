@@ -15,7 +15,13 @@ import pytest
 
 from infinity import aio
 from infinity.aio import _records as records
-from infinity.errors import AioError, ChecksumError, DeviceFailedError, ShortTransferError, SwapFullError
+from infinity.errors import (
+    AioError,
+    ChecksumError,
+    DeviceFailedError,
+    ShortTransferError,
+    SwapFullError,
+)
 from tests.unit.aio.rig import (
     BACKENDS,
     DTYPES,

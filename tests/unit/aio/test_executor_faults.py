@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.errors import AioError, ChecksumError, DeviceFailedError, ShortTransferError, SwapFullError
+from infinity.errors import (
+    AioError,
+    ChecksumError,
+    DeviceFailedError,
+    ShortTransferError,
+    SwapFullError,
+)
 from tests.unit.aio.child import run_python
 from tests.unit.aio.rig import NUMEL, RUN_BYTES, outcome, random_chunk, same
 

@@ -15,12 +15,27 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from infinity import aio
 from infinity.aio import _records as records
 from infinity.errors import AioCancelledError, DeviceFailedError
-from tests.unit.aio.rig import BACKENDS, NUMEL, Rig, adamw, hyper_record, outcome, random_chunk, same
+from tests.unit.aio.rig import (
+    BACKENDS,
+    NUMEL,
+    Rig,
+    adamw,
+    hyper_record,
+    outcome,
+    random_chunk,
+    same,
+)
 
 CHUNKS = 4
 INDEX = st.integers(0, CHUNKS - 1)

@@ -12,7 +12,16 @@ import pytest
 from infinity import aio
 from infinity.aio import _records as records
 from infinity.errors import AioError, DeviceFailedError
-from tests.unit.aio.rig import BACKENDS, NUMEL, Rig, adamw, hyper_record, outcome, random_chunk, same
+from tests.unit.aio.rig import (
+    BACKENDS,
+    NUMEL,
+    Rig,
+    adamw,
+    hyper_record,
+    outcome,
+    random_chunk,
+    same,
+)
 
 SECTIONS = 4
 

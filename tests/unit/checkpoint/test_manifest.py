@@ -13,7 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src.checkpoint.directory import generations, newest_generation, next_generation, read_manifest
+from infinity._src.checkpoint.directory import (
+    generations,
+    newest_generation,
+    next_generation,
+    read_manifest,
+)
 from infinity._src.checkpoint.manifest import (
     ROW,
     FileEntry,

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from infinity._src.cli.report import StepRecord, Summary, plot_loss, show_summary, steady, step_limits
+from infinity._src.cli.report import (
+    StepRecord,
+    Summary,
+    plot_loss,
+    show_summary,
+    steady,
+    step_limits,
+)
 from infinity._src.perf.roofline import AtRest, Compute, Drives, limits, traffic
 
 

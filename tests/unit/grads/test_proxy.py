@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src.grads import registry as slot_book
 from infinity._src.grads import slot as grad_slot
-from infinity._src.grads.proxy import GradProxy, GradRegistry, GradSlot, SlotState
+from infinity._src.grads.proxy import GradProxy
+from infinity._src.grads.slot import GradRegistry, GradSlot, SlotState
 
 SHAPES = ((5, 7), (130,), (64, 96), (3, 5, 7), (1,))
 
@@ -23,7 +23,7 @@ def make_params(
     dtype: torch.dtype = torch.bfloat16, grad_dtype: torch.dtype | None = None
 ) -> tuple[list[torch.nn.Parameter], list[GradSlot]]:
     """Parameters without values and the slots of their gradients."""
-    book = GradRegistry()
+    book = GradRegistry(GradProxy.of)
     params, slots = [], []
     for index, shape in enumerate(SHAPES):
         size = torch.Size(shape)
@@ -344,8 +344,8 @@ def test_norms_over_ranks_take_one_reduction_for_all_parameters() -> None:
     torch.manual_seed(1)
     grads = [torch.randn(64).bfloat16() for _ in range(5)]
     said: list[list[float]] = []
-    books = [GradRegistry(lambda parts: said.append(parts) or parts), None]
-    books[1] = GradRegistry(lambda parts: [a + b for a, b in zip(parts, said[-1], strict=True)])
+    books = [GradRegistry(GradProxy.of, lambda parts: said.append(parts) or parts), None]
+    books[1] = GradRegistry(GradProxy.of, lambda parts: [a + b for a, b in zip(parts, said[-1], strict=True)])
     for rank, book in enumerate(books):
         for index, grad in enumerate(grads):
             slot = book.add(str(index), torch.Size((8, 8)), torch.empty(32).bfloat16(), torch.device("cpu"))
@@ -363,7 +363,7 @@ def test_norms_over_ranks_take_one_reduction_for_all_parameters() -> None:
 
 
 def test_a_part_of_no_elements_counts_nothing() -> None:
-    book = GradRegistry(lambda parts: parts)
+    book = GradRegistry(GradProxy.of, lambda parts: parts)
     slot = book.add("w", torch.Size((8,)), torch.empty(0), torch.device("cpu"))
     slot.accumulate(torch.empty(0))
     assert slot.norm() == 0.0
@@ -373,8 +373,8 @@ def test_a_part_of_no_elements_counts_nothing() -> None:
 def test_norms_of_large_gradients_use_a_bounded_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grad_slot, "_SMALL_NUMEL", 0)
     monkeypatch.setattr(grad_slot, "NORM_PIECE_NUMEL", 1000)
-    monkeypatch.setattr(slot_book, "NORM_PIECE_NUMEL", 1000)
-    book = GradRegistry()
+    monkeypatch.setattr(grad_slot, "NORM_PIECE_NUMEL", 1000)
+    book = GradRegistry(GradProxy.of)
     slot = book.add("w", torch.Size((50, 101)), torch.empty(5050).bfloat16(), torch.device("cpu"))
     assert book.scratch_bytes == 4000
     grad = torch.randn(50, 101).bfloat16()
@@ -421,7 +421,7 @@ def test_any_sequence_of_operations_is_the_fp32_gradient_that_a_loop_would_hold(
 ) -> None:
     """The model: an fp32 tensor that every operation changes, rounded to bf16 only where a drain follows a scaling."""
     torch.manual_seed(seed)
-    book = GradRegistry()
+    book = GradRegistry(GradProxy.of)
     slot = book.add("w", torch.Size((6, 7)), torch.empty(42).bfloat16(), torch.device("cpu"))
     param = torch.nn.Parameter(torch.zeros(6, 7).bfloat16())
     truth: torch.Tensor | None = None
@@ -460,7 +460,7 @@ def test_any_sequence_of_operations_is_the_fp32_gradient_that_a_loop_would_hold(
 @pytest.mark.parametrize("value", [1.0, 1e4, float("inf"), float("nan")])
 @pytest.mark.parametrize("kind", ["mul", "div"])
 def test_finiteness_after_scaling_is_that_of_the_scaled_gradient(kind: str, factor: float, value: float) -> None:
-    book = GradRegistry()
+    book = GradRegistry(GradProxy.of)
     slot = book.add("w", torch.Size([64]), torch.zeros(64, dtype=torch.bfloat16), torch.device("cpu"))
     grad = torch.full((64,), value, dtype=torch.bfloat16)
     grad[0] = 0.0

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src.grads.buffers import GradBuffers
-from infinity._src.grads.proxy import GradRegistry, GradSlot, SlotState
+from infinity._src.grads.proxy import GradProxy
+from infinity._src.grads.reduce import GradReducer
+from infinity._src.grads.slot import GradRegistry, GradSlot, SlotState
 from infinity._src.grads.spill import SpilledGradients
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params.unit import Flat, Param, Unit
@@ -96,10 +98,17 @@ class Model:
     """Units with one flat each, and their slots: spilled (`drive`) or in memory."""
 
     def __init__(self, units: int, drive: Drive | None, windows: int = 3) -> None:
-        self.book = GradRegistry()
+        self.registry = GradRegistry(GradProxy.of)
         self.units = [Unit(index, f"unit.{index}", ()) for index in range(units)]
         self.params: list[Param] = []
         self.memory = GradBuffers(0, None)
+        self.grads = GradReducer(
+            self.units,
+            buffers=self.memory,
+            registry=self.registry,
+            comm=SimpleNamespace(world=1),  # type: ignore[arg-type]
+            mode=SimpleNamespace(),  # type: ignore[arg-type]
+        )
         for unit in self.units:
             numels = tuple(torch.Size(shape).numel() for shape in SHAPES)
             layout = plan_flat(numels, 2)
@@ -121,13 +130,13 @@ class Model:
             self.memory.spill(flats, drive, window_count=windows, window_bytes=size_bytes)  # type: ignore[arg-type]
         self.memory.allocate(flats)
         for param in self.params:
-            param.grad = self.book.add(param.name, param.shape, self.memory.of(param), torch.device("cpu"))
-            self.memory.take_in(param)
-        self.book.reserve()
+            param.grad = self.registry.add(param.name, param.shape, self.memory.shard_of(param), torch.device("cpu"))
+            self.memory.place_slot(param)
+        self.registry.reserve()
 
     @property
     def spilled(self) -> SpilledGradients:
-        found = self.memory._spilled
+        found = self.memory.spilled
         assert found is not None
         return found
 
@@ -148,11 +157,11 @@ class Model:
         param, slot = self.params[index % len(self.params)], self.slot(index)
         unit = self.units[index % len(self.units)]
         told: dict[str, Callable[[], None]] = {
-            "ahead": lambda: self.memory.ahead(unit),
-            "done": lambda: self.memory.unit_done(unit),
-            "end": self.memory.backward_end,
-            "settle": self.memory.settle,
-            "reset": self.memory.reset,
+            "prefetch": lambda: self.grads.prefetch([unit]),
+            "done": lambda: self.grads.unit_done(unit),
+            "end": self.grads.backward_end,
+            "flush": self.grads.flush_spilled,
+            "reset": self.grads.reset,
         }
         if what in told:
             told[what]()
@@ -160,12 +169,12 @@ class Model:
             self.drain(index, seed)
         elif what == "backward":
             for each in reversed(self.units):
-                self.memory.ahead(each)
+                self.grads.prefetch([each])
                 for at in range(len(each.flats[0].params)):
                     if (seed >> at) % 4:
                         self.drain(each.index * len(SHAPES) + at, seed + at)
-                self.memory.unit_done(each)
-            self.memory.backward_end()
+                self.grads.unit_done(each)
+            self.grads.backward_end()
         elif what == "clear":
             for each in self.params:
                 each.at_rest.grad = None
@@ -203,7 +212,7 @@ class Model:
         ]
 
 
-TOLD = ("ahead", "done", "end", "settle", "reset")
+TOLD = ("prefetch", "done", "end", "flush", "reset")
 DONE = ("drain", "drain", "backward", "clear", "clear one", "assign", "zero", "scale", "norm", "finite", "read")
 OPERATIONS = st.tuples(st.sampled_from((*TOLD, *DONE)), st.integers(0, 14), st.integers(0, 1000))
 
@@ -224,15 +233,15 @@ def test_a_micro_batch_writes_each_gradient_once_and_reads_it_unless_it_is_the_f
     drive = Drive()
     model = Model(6, drive)
     model.do("backward", 0, 1)
-    model.memory.settle()
+    model.grads.flush_spilled()
     assert (drive.stored, drive.fetched) == (6, 0)
     model.do("backward", 0, 5)
-    model.memory.settle()
+    model.grads.flush_spilled()
     assert drive.stored == 12
     assert drive.fetched == 6
     model.do("clear", 0, 0)
     model.do("backward", 0, 9)
-    model.memory.settle()
+    model.grads.flush_spilled()
     assert (drive.stored, drive.fetched) == (18, 6)
 
 
@@ -245,14 +254,14 @@ def test_what_moves_is_counted_and_so_is_what_the_update_reads(micro_batches: in
             model.do("backward", 0, 1)
         assert drive.grads_written_bytes == drive.stored * 4096  # a flat is one chunk, of whole blocks
         for _ in range(2):  # who steps asks twice, and the update reads once
-            model.memory.settle()
+            model.grads.flush_spilled()
         assert (drive.stored, drive.fetched) == (6 * step * micro_batches, 6 * step * (micro_batches - 1))
         assert drive.grads_written_bytes == drive.stored * 4096
         assert drive.grads_read_bytes == (drive.fetched + 6 * step) * 4096
         model.do("clear", 0, 0)
     model.do("backward", 0, 1)
     model.do("clear", 0, 0)  # and no step: nobody reads them
-    model.memory.settle()
+    model.grads.flush_spilled()
     assert drive.grads_read_bytes == (drive.fetched + 12) * 4096
 
 
@@ -260,11 +269,11 @@ def test_an_update_of_one_unit_reads_the_gradients_of_that_unit() -> None:
     drive = Drive()
     model = Model(6, drive)
     model.do("backward", 0, 1)
-    model.memory.settle(model.units[2])
+    model.grads.flush_spilled(model.units[2])
     assert drive.grads_read_bytes == 4096
-    model.memory.settle(model.units[2])
+    model.grads.flush_spilled(model.units[2])
     assert drive.grads_read_bytes == 4096
-    model.memory.settle()
+    model.grads.flush_spilled()
     assert drive.grads_read_bytes == 6 * 4096
 
 
@@ -299,19 +308,19 @@ def test_a_write_that_fails_is_raised_and_its_window_keeps_the_values() -> None:
     plain, model = Model(5, None), Model(5, drive)
     for each in (plain, model):
         each.do("backward", 0, 7)
-    model.memory.settle()
+    model.grads.flush_spilled()
     for each in (plain, model):
         each.drain(14, 77)
         each.drain(13, 78)
     drive.broken = True
-    model.memory.unit_done(model.units[4])
+    model.grads.unit_done(model.units[4])
     with pytest.raises(AioError, match=r"spilled gradients of unit\.4 cannot be written"):
-        model.memory.settle()
+        model.grads.flush_spilled()
     with pytest.raises(AioError):  # and again, as long as it lasts
-        model.memory.settle()
+        model.grads.flush_spilled()
     assert model.slot(14).materialize().equal(plain.slot(14).materialize())
     drive.broken = False
-    model.memory.settle()
+    model.grads.flush_spilled()
     assert model.held() == plain.held()
 
 
@@ -320,7 +329,7 @@ def test_a_read_that_fails_names_the_unit_and_can_be_tried_again() -> None:
     plain, model = Model(5, None), Model(5, drive)
     for each in (plain, model):
         each.do("backward", 0, 7)
-    model.memory.settle()
+    model.grads.flush_spilled()
     drive.broken = True
     with pytest.raises(AioError, match=r"gradients of unit\.4 cannot be read back"):
         model.slot(14).materialize()

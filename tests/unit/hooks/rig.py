@@ -13,7 +13,7 @@ from infinity._src.hooks.forward import Lifecycle, attach
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params import unsharded_param as gathered
 from infinity._src.params.sharded_param import ShardedParameter
-from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.unit import Flat, Param, Unit, UnitState
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ class DrainedGrad(torch.Tensor):
     """Stands for the stand-in: an accumulated gradient that is not a plain tensor."""
 
 
-class RamResidency:
+class RamUnsharder:
     """A real residency that keeps CPU copies.
 
     eager: a unit is evicted the moment it is idle (the harshest there is); else never.
@@ -46,13 +46,14 @@ class RamResidency:
 
     @property
     def gathered_numel(self) -> int:
-        return sum(param.numel for unit in self.units if unit.gathered for param in unit.params)
+        return sum(param.numel for unit in self.units if unit.state is UnitState.UNSHARDED for param in unit.params)
 
-    def demand(self, unit: Unit) -> None:
+    def unshard(self, unit: Unit) -> None:
         self.events.append(f"demand {unit.name}")
-        if unit.gathered and self.filled.get(unit) == unit.generation:
+        if unit.state is UnitState.UNSHARDED and self.filled.get(unit) == unit.generation:
             return
         gathered.allocate(unit)
+        unit.state = UnitState.PENDING
         with torch.no_grad():
             for param in unit.params:
                 target = param.flat.tensor[param.offset : param.offset + param.numel]
@@ -64,15 +65,15 @@ class RamResidency:
     def mixes(self, unit: Unit, *, window: bool) -> bool:
         return False
 
-    def idle(self, unit: Unit) -> None:
+    def release(self, unit: Unit) -> None:
         self.events.append(f"idle {unit.name}")
         if self.eager:
             gathered.evict(unit)
 
-    def discard(self, unit: Unit) -> None:
+    def invalidate(self, unit: Unit) -> None:
         gathered.evict(unit)
 
-    def drain(self, param: Param, grad: torch.Tensor) -> None:
+    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         assert grad.shape == param.shape
         have = param.at_rest.grad
         total = grad.clone() if have is None else have.as_subclass(torch.Tensor).add_(grad)
@@ -80,7 +81,7 @@ class RamResidency:
 
     def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
         param.at_rest.grad = None
-        self.drain(param, grad)
+        self.accumulate_grad(param, grad)
 
     def use_left(self, unit: Unit) -> None:
         """Counted by engines that update in backward only."""
@@ -178,10 +179,10 @@ class Rig:
         self.plain = copy.deepcopy(model)
         self.model = model
         self.units = make_units(model, groups(model))
-        self.residency = RamResidency(self.units, eager=eager)
-        self.residency.adopt()
+        self.unsharder = RamUnsharder(self.units, eager=eager)
+        self.unsharder.adopt()
         self.lifecycle: Lifecycle = attach(
-            model, self.units, self.residency, where=lambda _: "nvme", **options
+            model, self.units, self.unsharder, where=lambda _: "nvme", **options
         )
         self.params = {param.name: param for unit in self.units for param in unit.params}
 
@@ -189,8 +190,8 @@ class Rig:
         """Nothing is held and, if eviction is eager, nothing is gathered."""
         for unit in self.units:
             assert unit.refs == 0, f"{unit.name} is still held {unit.refs} times"
-            if self.residency.eager:
-                assert not unit.gathered, unit.name
+            if self.unsharder.eager:
+                assert unit.state is UnitState.SHARDED, unit.name
         for param in self.params.values():
             for module, attr in param.sites:
                 assert dict.get(module._parameters, attr) is param.at_rest
@@ -217,7 +218,7 @@ class Rig:
             for param in unit.params:
                 grad = param.at_rest.grad
                 if grad is not None:
-                    self.residency.copies[param] -= lr * grad.as_subclass(torch.Tensor)
+                    self.unsharder.copies[param] -= lr * grad.as_subclass(torch.Tensor)
                     changed = True
             unit.generation += changed
 
@@ -248,7 +249,7 @@ class Rig:
     def check_values(self) -> None:
         plain = dict(self.plain.named_parameters(remove_duplicate=False))
         for name, param in self.params.items():
-            assert torch.equal(self.residency.copies[param], plain[name]), name
+            assert torch.equal(self.unsharder.copies[param], plain[name]), name
 
     @property
     def largest_unit(self) -> int:

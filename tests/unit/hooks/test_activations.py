@@ -17,10 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from infinity._src.hooks import activation_offload as module
-from infinity._src.hooks.activation_offload import Activations
-from infinity._src.hooks.activation_store import CHUNK_BYTES, DriveShelf
-from infinity._src.hooks.boundary import span_numel
-from infinity._src.hooks.frames import FrameStack
+from infinity._src.hooks.activation_offload import Activations, span_numel
+from infinity._src.hooks.activation_store import CHUNK_BYTES, NvmeActivationStore
+from infinity._src.hooks.forward import FrameStack
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.telemetry import Timeline
 from infinity.aio import Executor, Fault, PoolSpec, Seam, open_executor
@@ -29,7 +28,7 @@ from tests.unit.hooks.rig import Rig
 
 
 class Place:
-    """An executor over one swap file, a shelf on it, and the activations of a model that always runs."""
+    """An executor over one swap file, an activation store on it, and the activations of a model that always runs."""
 
     def __init__(
         self, directory: Path, seam: Seam | None = None, model: nn.Module | None = None, frames: Any = None
@@ -38,10 +37,10 @@ class Place:
         self.executor: Executor = open_executor(
             self.space.files, small=PoolSpec(8, CHUNK_BYTES), large=PoolSpec(0, 0), seam=seam
         )
-        self.shelf = DriveShelf(self.executor, self.space, sums_on=True)
+        self.store = NvmeActivationStore(self.executor, self.space, sums_on=True)
         self.frames = frames if frames is not None else SimpleNamespace(running_here=True)
         timeline = Timeline(spans_max=1000)
-        self.activations = Activations(self.shelf, model or nn.Identity(), [], timeline, frames=self.frames)
+        self.activations = Activations(self.store, model or nn.Identity(), [], timeline, frames=self.frames)
         self._open = True
 
     def close(self) -> None:
@@ -144,7 +143,7 @@ def comes_back_the_same(
     seen.clear()
     total.backward()
     back = seen[-1]  # the first call is the last that backward comes to
-    assert place.shelf.stored_bytes == place.shelf.fetched_bytes == size_bytes
+    assert place.store.stored_bytes == place.store.fetched_bytes == size_bytes
     assert (back.dtype, back.shape, back.stride(), back.data_ptr() % 64) == (dtype, bits.shape, stride, lead)
     assert torch.equal(back, bits)
 
@@ -162,7 +161,7 @@ def test_memory_goes_while_forward_goes_on_and_returns_a_few_calls_at_a_time(
     chain([tensor.clone() for tensor in tensors], expected, reentrant).backward()
     gc.collect()
     place.executor.wait_all()
-    place.shelf.stored_bytes = place.shelf.fetched_bytes = 0
+    place.store.stored_bytes = place.store.fetched_bytes = 0
     place.activations._held_peak = 0
     total = chain(tensors, weight, reentrant)
     place.executor.wait_all()
@@ -172,11 +171,11 @@ def test_memory_goes_while_forward_goes_on_and_returns_a_few_calls_at_a_time(
     total.backward()
     figures = place.activations.figures()
     assert figures.stored_bytes == figures.fetched_bytes == 18 * 4000
-    assert figures.held_bytes_peak <= max(held.held_bytes_peak, (module.AHEAD_CALLS + 2) * 4000)
+    assert figures.held_bytes_peak <= max(held.held_bytes_peak, (module.PREFETCH_CALLS + 2) * 4000)
     assert weight.grad is not None
     assert torch.equal(weight.grad, expected.grad)
     assert place.activations._held_bytes == 0
-    assert not place.activations._back
+    assert not place.activations._fetched
 
 
 def test_a_backward_in_flight_reads_ahead(make_place: Callable[..., Place]) -> None:
@@ -184,22 +183,22 @@ def test_a_backward_in_flight_reads_ahead(make_place: Callable[..., Place]) -> N
     total = chain(randoms(8), weight_of(), False)
     place.executor.wait_all()
     fetched: list[int] = []
-    bring = place.activations._bring
+    bring = place.activations._start_fetch
 
     def count(boundary: Any, priority: Any) -> None:
         fetched.append(int(priority))
         bring(boundary, priority)
 
-    place.activations._bring = count  # type: ignore[method-assign]
+    place.activations._start_fetch = count  # type: ignore[method-assign]
     total.backward()
-    assert fetched[0] == 1  # the first to be wanted from the shelf was read ahead, at PREFETCH
-    assert place.shelf.fetched_bytes == 6 * 4000
+    assert fetched[0] == 1  # the first to be wanted from the store was read ahead, at PREFETCH
+    assert place.store.fetched_bytes == 6 * 4000
 
 
 def test_what_waits_for_a_slow_drive_is_bounded(
     make_place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LEAVING_BYTES", 8000)
+    monkeypatch.setattr(module, "STORING_BYTES_MAX", 8000)
     place = make_place(seam=Seam(write_bytes_per_s=100_000.0))  # 41 ms for each tensor, and 8 slots
     xs = randoms(24)
     refs = [weakref.ref(x.untyped_storage()) for x in xs]
@@ -267,8 +266,8 @@ def test_what_several_calls_take_stays_and_what_one_call_takes_twice_goes_once(
     del x
     place.executor.wait_all()
     total.backward()
-    assert place.shelf.stored_bytes == 4 * 4000
-    assert place.shelf.fetched_bytes == 4 * 4000
+    assert place.store.stored_bytes == 4 * 4000
+    assert place.store.fetched_bytes == 4 * 4000
 
 
 def test_forwards_may_interleave_before_their_backwards(make_place: Callable[..., Place]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from infinity._src.hooks.boundary import Boundary, Call
+from infinity._src.hooks.activation_offload import Boundary, Call
 
 
 def test_a_boundary_is_seen_on_its_device() -> None:

@@ -133,9 +133,9 @@ def test_a_forward_under_inference_mode_may_be_the_first() -> None:
         rig = Rig(model, models.stack_groups)
         models.stack_loss(rig.model, 0)
     rig.plain = plain
-    for param, value in rig.residency.copies.items():  # the rig's own copies, made under inference mode
+    for param, value in rig.unsharder.copies.items():  # the rig's own copies, made under inference mode
         with torch.no_grad():
-            rig.residency.copies[param] = value.clone()
+            rig.unsharder.copies[param] = value.clone()
     rig.train(models.stack_loss)
 
 

@@ -36,7 +36,7 @@ def test_values_are_readable_inside_and_released_outside(rig: Rig) -> None:
     with pytest.raises(ParameterReleased):
         p.sum()
     rig.check_idle()
-    assert rig.residency.writes == 0
+    assert rig.unsharder.writes == 0
     rig.train(models.stack_loss, steps=2)  # numpy made the storage unresizable: it was renewed
 
 
@@ -73,7 +73,7 @@ def test_what_is_written_inside_is_kept_and_nothing_else_is_touched(rig: Rig, wr
         p = at_rest(rig.model, NAME)
         with rig.lifecycle.gather(rig.model):
             write(p)
-    assert rig.residency.writes == 1
+    assert rig.unsharder.writes == 1
     rig.check_idle()
     rig.check_values()
     rig.train(models.stack_loss, steps=1)
@@ -91,7 +91,7 @@ def test_writes_are_kept_when_the_body_raises(rig: Rig) -> None:
         p.zero_()
         raise ValueError("boom")
     rig.check_idle()
-    assert not rig.residency.copies[rig.params[NAME]].any()
+    assert not rig.unsharder.copies[rig.params[NAME]].any()
 
 
 def test_a_leaf_that_requires_grad_cannot_be_written_without_no_grad_as_in_torch(rig: Rig) -> None:
@@ -151,7 +151,7 @@ def test_a_regulariser_made_inside_has_gradients_there(rig: Rig) -> None:
     with rig.lifecycle.gather(p):
         (0.1 * p.square().sum()).backward()
     rig.check_grads()
-    assert rig.residency.events[-3:].count("backward_end") == 1
+    assert rig.unsharder.events[-3:].count("backward_end") == 1
 
 
 def test_a_graph_made_inside_raises_when_it_runs_backward_outside(rig: Rig) -> None:
@@ -169,8 +169,8 @@ def test_gathers_nest(rig: Rig) -> None:
             p.zero_()
             at_rest(rig.model, "head.bias").zero_()
         assert not p.any()
-    assert not rig.residency.copies[rig.params[NAME]].any()
-    assert not rig.residency.copies[rig.params["head.bias"]].any()
+    assert not rig.unsharder.copies[rig.params[NAME]].any()
+    assert not rig.unsharder.copies[rig.params["head.bias"]].any()
     rig.check_idle()
 
 

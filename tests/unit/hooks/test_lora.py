@@ -71,7 +71,7 @@ def check(when: str, eager: bool, reentrant: str) -> None:
         for unit in rig.units:
             assert unit.refs == 0
     if eager:
-        assert rig.residency.peak_numel <= rig.largest_unit, (rig.residency.peak_numel, rig.largest_unit)
+        assert rig.unsharder.peak_numel <= rig.largest_unit, (rig.unsharder.peak_numel, rig.largest_unit)
     state = rig.model.state_dict()
     for name, value in rig.plain.state_dict().items():
         assert torch.equal(state[name], value), name

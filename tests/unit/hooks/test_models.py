@@ -26,13 +26,13 @@ def test_the_peak_is_the_units_in_use_and_no_more(case: str, units: int) -> None
     rig = Rig(make(), groups)
     loss(rig.model, 0).backward()
     sizes = sorted((sum(p.numel for p in unit.params) for unit in rig.units), reverse=True)
-    assert rig.residency.peak_numel <= sum(sizes[:units])
+    assert rig.unsharder.peak_numel <= sum(sizes[:units])
 
 
 def test_gradients_are_drained_unit_by_unit_in_backward() -> None:
     rig = Rig(models.llama(), models.llama_groups)
     models.lm_loss(rig.model, 0).backward()
-    assert rig.residency.done == ["head", "head", "layer3", "layer2", "layer1", "layer0", "embed"]
+    assert rig.unsharder.done == ["head", "head", "layer3", "layer2", "layer1", "layer0", "embed"]
     assert all(param.gathered.grad is None for param in rig.params.values())
 
 
@@ -42,7 +42,7 @@ def test_unused_experts_do_not_keep_the_model_gathered() -> None:
     model = models.Stack([models.Experts(width, count) for _ in range(4)], width)
     rig = Rig(model, models.stack_groups)
     rig.train(models.stack_loss)
-    assert rig.residency.peak_numel == rig.largest_unit
+    assert rig.unsharder.peak_numel == rig.largest_unit
 
 
 @pytest.mark.parametrize("return_sequences", [1, 2])

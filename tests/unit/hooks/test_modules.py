@@ -108,7 +108,7 @@ def test_tensors_passed_through_do_not_gather_finished_units_again(eager: bool) 
     )
     rig.train(models.stack_loss)
     if eager:
-        assert rig.residency.peak_numel == rig.largest_unit
+        assert rig.unsharder.peak_numel == rig.largest_unit
 
 
 @both
@@ -235,7 +235,7 @@ def test_frozen_units_anywhere(frozen: str, eager: bool) -> None:
     rig = Rig(model, models.stack_groups, eager=eager)
     rig.train(models.stack_loss)
     if eager:
-        assert rig.residency.peak_numel == rig.largest_unit
+        assert rig.unsharder.peak_numel == rig.largest_unit
 
 
 @both

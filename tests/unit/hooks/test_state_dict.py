@@ -82,9 +82,9 @@ def test_a_state_dict_saved_and_loaded_trains_on(rig: Rig) -> None:
 
 def test_loading_casts_as_copy_does_and_needs_no_gather(rig: Rig) -> None:
     state = {name: value.double() for name, value in rig.plain.state_dict().items()}
-    before = list(rig.residency.events)
+    before = list(rig.unsharder.events)
     rig.model.load_state_dict(state)
-    assert rig.residency.events == before
+    assert rig.unsharder.events == before
     assert same(rig.model.state_dict(), rig.plain.state_dict())
 
 
@@ -145,10 +145,10 @@ def test_a_check_may_refuse_copies_that_do_not_fit() -> None:
 
 
 def test_a_failed_read_leaves_no_trace(rig: Rig) -> None:
-    copies, rig.residency.copies = rig.residency.copies, {}
+    copies, rig.unsharder.copies = rig.unsharder.copies, {}
     with pytest.raises(KeyError):
         rig.model.state_dict()
-    rig.residency.copies = copies
+    rig.unsharder.copies = copies
     with pytest.raises(ParameterReleased):
         rig.model.head.weight.detach()
     assert same(rig.model.state_dict(), rig.plain.state_dict())

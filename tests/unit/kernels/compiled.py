@@ -101,7 +101,11 @@ def update() -> None:
 
 def wire() -> None:
     from infinity._src.kernels.comm_codec import wire_bytes
-    from infinity._src.kernels.triton.comm_codec import decode_sum_triton, encode_triton, sum_in_order_triton
+    from infinity._src.kernels.triton.comm_codec import (
+        decode_sum_triton,
+        encode_triton,
+        sum_in_order_triton,
+    )
 
     for bits, group_numel, dtype, key, error in [
         (8, 256, torch.bfloat16, None, None),

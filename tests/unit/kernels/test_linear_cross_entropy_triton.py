@@ -114,6 +114,7 @@ def test_gradients_are_those_of_torch_s_loss(device: torch.device, data: st.Data
 
 
 @pytest.mark.parametrize("dtype", mostly_slow(DTYPES, torch.float32), ids=str)
+@pytest.mark.usefixtures("ordered_dot")
 def test_every_configuration_gives_the_same_bits(device: torch.device, dtype: torch.dtype) -> None:
     """Sums over columns too, whatever the layout of a row over lanes and warps."""
     hidden, weight, bias, target = operands(140, 70, 1100, dtype, device, 0)

@@ -74,6 +74,7 @@ def test_sums_are_in_fp32_and_rounded_once(
 
 
 @pytest.mark.parametrize("dtype", mostly_slow(DTYPES, torch.float32), ids=str)
+@pytest.mark.usefixtures("ordered_dot")
 def test_every_configuration_gives_the_same_bits(device: torch.device, dtype: torch.dtype) -> None:
     """A measurement chooses among them, and must not choose the rounding (design: placement never changes the numbers)."""
     numbers = generators(0)

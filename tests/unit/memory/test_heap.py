@@ -95,7 +95,9 @@ def as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(kind: str, mode: str) -> list[int]:
-    from tests import harness  # here: the process itself has no use for torch, and its heap is its own
+    from tests import (
+        harness,  # here: the process itself has no use for torch, and its heap is its own
+    )
 
     return list(map(int, harness.in_a_process("tests.unit.memory.test_heap", kind, mode).split()))
 

@@ -382,10 +382,10 @@ def on_device(monkeypatch: pytest.MonkeyPatch, directory: Path, job: Job, **poli
             optimizer.step()
             optimizer.zero_grad()
         handle.flush()
-        stats, kept = handle.stats(), handle.residency.gathered_bytes_max
+        stats, kept = handle.stats(), handle.unsharder.gathered_bytes_max
         # What moved in a step is counted also where no limits are claimed for it.
         terms = StepTerms.collect(
-            handle.residency.clock,
+            handle.unsharder.clock,
             handle.parts.tiers.executor.stats(),
             update=job.policy.update,
             bandwidths={},

@@ -38,6 +38,7 @@ class TiledHead(TiledLinear):
     docstring.
     """
 
+    # One warning for each head: a training loop would repeat it every step.
     _said = False
 
     def forward(
@@ -45,18 +46,19 @@ class TiledHead(TiledLinear):
     ) -> torch.Tensor:
         """x: [..., in_features]. Returns DeferredLogits [..., out_features]."""
         if instead is not None:
+            # The loss computes with the tiles inside this module's call, so hooks see one call.
             return super().forward(x, instead=instead)
         return DeferredLogits(self, self.entering(x))
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """The logits [..., out_features], in full.
+        """Compute the logits [..., out_features], in full.
 
         x: in the dtype that computes, which autocast chose if it was on then.
         """
         return self.call(x, lambda: self.multiply(x))
 
     def say_computed(self, what: str, size_bytes: int) -> None:
-        """Say once that the logits were needed where a training pass should not."""
+        """Warn once that a training pass computed the logits, which it should not need."""
         if torch.is_grad_enabled() and not self._said:
             self._said = True
             log.warning(
@@ -95,11 +97,14 @@ class DeferredLogits(torch.Tensor):
         dtype: torch.dtype | None = None,
         of: tuple[DeferredLogits, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     ) -> DeferredLogits:
-        """The logits of `hidden`, cast to `dtype`."""
+        """Make the logits of `hidden`, cast to `dtype`."""
         shape = torch.Size((*hidden.shape[:-1], head.out_features))
+        # No storage: an operation that reaches it without `__torch_function__` must fail, not read.
         made = make_wrapper(cls, shape, dtype or hidden.dtype, hidden.device, False)
         assert isinstance(made, DeferredLogits)
         made._head, made.infinity_inputs, made._of = head, (hidden,), of
+        # Whether a graph is wanted is decided when the head is called, not when the logits are
+        # computed.
         made._graph, made._versions = torch.is_grad_enabled(), _versions(head, hidden)
         made._computed, made._computed_version, made._settled = None, 0, False
         return made
@@ -113,11 +118,13 @@ class DeferredLogits(torch.Tensor):
         dtype: torch.dtype | None = None,
         view: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> DeferredLogits:
-        """The logits of `hidden`, which is taken from this one's.
+        """Make the logits of `hidden`, which was taken from the hidden states of these.
 
-        view: what makes them of these, in the same memory.
+        view: the operation that makes them of these, in the same memory.
         """
+        # A new object must not renew the versions of inputs that have changed.
         self.check_unchanged()
+        # Kept for views only: writes to a view are writes to the whole.
         of = (self, view) if view is not None else None
         made = DeferredLogits(self._head, hidden, dtype or self.dtype, of)
         made._graph = made._graph and self._graph
@@ -132,6 +139,8 @@ class DeferredLogits(torch.Tensor):
                 "modified in place since (by an optimizer's step?): use them before, or keep "
                 "`logits.clone()`"
             )
+        # Without the subclass: `__torch_function__` would ask for the grad_fn of the settled
+        # logits.
         with DisableTorchFunctionSubclass():
             if self.grad_fn is not None:
                 raise RuntimeError(
@@ -142,45 +151,48 @@ class DeferredLogits(torch.Tensor):
 
     @property
     def wants_grad(self) -> bool:
-        """True when the logits have a graph, as those of an ordinary head."""
+        """Whether the logits have a graph, as those of an ordinary head."""
         hidden = self.infinity_inputs[0]
         return self._graph and (
             hidden.requires_grad or any(param.requires_grad for param in self._head.parameters())
         )
 
     def compute(self, what: str = "an operation") -> torch.Tensor:
-        """The logits, as an ordinary tensor; made once."""
+        """Compute the logits as an ordinary tensor, once."""
         if self.is_settled():
             return self.settle(what)
         made = self._computed
+        # Computed under no_grad, and wanted with a graph now: once more.
         if made is None or (torch.is_grad_enabled() and self.wants_grad and not made.requires_grad):
             self.check_unchanged()
             self._head.say_computed(what, self.numel() * self.element_size())
+            # As an ordinary head would have recorded it when it was called.
             with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
                 made = self._computed = self._head.compute(self.infinity_inputs[0]).to(self.dtype)
             self._computed_version = _version(made)
         return made
 
     def is_settled(self) -> bool:
-        """True when these are ordinary logits by now, written to since they were computed: those
-        are used henceforth.
-        """
+        """Tell whether these are ordinary logits by now: settled, or written to since computed."""
         written = self._computed is not None and _version(self._computed) != self._computed_version
         return self._settled or written or (self._of is not None and self._of[0].is_settled())
 
     def settle(self, what: str) -> torch.Tensor:
-        """Make these ordinary logits, in the same memory as those that they are a view of, which
-        become so, too.
+        """Make these ordinary logits, in the memory of the logits that they are a view of.
+
+        Those become ordinary, too.
         """
         if not self._settled:
             with torch.set_grad_enabled(self._graph):
                 if self._of is not None:
                     whole, view = self._of
                     self._computed = view(whole.settle(what))
+                # Not where somebody wrote to the computed ones: those are the logits now.
                 elif not self.is_settled():
                     self.compute(what)
             self._settled = True
             assert self._computed is not None
+            # Backward goes by way of this tensor: the engine looks for its inputs.
             self.infinity_inputs = (self.infinity_inputs[0], self._computed)
         assert self._computed is not None
         return self._computed
@@ -199,16 +211,19 @@ class DeferredLogits(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
+        # First: these answers depend on whether the logits are settled.
         if logits is not None and func in _OF_THE_GRAPH:
             return _of_the_graph(func, logits, args[1:])
         if func in METADATA:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if logits is not None and not logits.is_settled():
+            # None of a handler means that it does not leave rows of logits whole.
             handler = _HANDLERS.get(func)
             done = handler(func, logits, args[1:], kwargs) if handler is not None else None
             if done is not None:
                 return done
+            # An operation in place, a hook, `.data`: from here on all must see the same memory.
             if (
                 func in _SETTLING
                 or name == "__setitem__"
@@ -226,7 +241,7 @@ class DeferredLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
-        """The net under `__torch_function__`, for calls from C++ that pass it by."""
+        """Refuse calls from C++ that pass `__torch_function__` by."""
         raise RuntimeError(
             f"{func} met the logits of a tiled loss, which are not computed; call `logits.clone()` "
             "first"
@@ -245,6 +260,7 @@ class DeferredLogits(torch.Tensor):
 
 
 def _version(tensor: torch.Tensor) -> int:
+    # Inference tensors have no version counter.
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -260,11 +276,12 @@ def _versions(head: TiledHead, hidden: torch.Tensor) -> tuple[int, ...]:
     return (
         _version(hidden),
         *(getattr(param, "infinity_version", _version(param)) for param in params),
+    # An offloaded parameter has its own counter: its storage comes and goes.
     )
 
 
 def _compute(value: Any, what: str) -> Any:
-    """`value` with ordinary tensors in place of deferred logits."""
+    """Replace deferred logits in `value` by ordinary tensors."""
     if isinstance(value, DeferredLogits):
         return value.compute(what)
     if type(value) in (list, tuple):
@@ -299,6 +316,7 @@ def _cast(dtype: torch.dtype) -> Handler:
 def _to(_func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     device, dtype, copy = parse_to(args, kwargs)
     here, dtype = logits.device, dtype or logits.dtype
+    # Another device, or an integer dtype: the logits themselves are wanted.
     if device is not None and (device.type != here.type or device.index not in (None, here.index)):
         return None
     if not dtype.is_floating_point:
@@ -323,6 +341,7 @@ def _index(
         simple = all(isinstance(item, (int, slice)) for item in index[:-1])
         last = index[-1]
         consumed = (
+            # A mask takes as many dimensions as it has.
             len(index)
             - 1
             + (last.dim() if isinstance(last, torch.Tensor) and last.dtype == torch.bool else 1)
@@ -335,6 +354,7 @@ def _index(
         )
     if not leaves_rows:
         return None
+    # Indexing by a tensor copies: writes to the result do not reach the logits.
     is_view = all(item is None or item is Ellipsis or type(item) in (int, slice) for item in index)
     return logits.derived(
         logits.infinity_inputs[0][args[0]], view=(lambda full: full[args[0]]) if is_view else None
@@ -342,6 +362,7 @@ def _index(
 
 
 def _view(func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # On the meta device torch itself says which shape comes out, and refuses what does not fit.
     made = func(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args, **kwargs)
     shape = made.shape
     if not shape or shape[-1] != logits.shape[-1] or made.dtype != logits.dtype:
@@ -366,6 +387,7 @@ def _cross_entropy(
     )
     given = dict(zip(names, args, strict=False)) | kwargs
     target = given["target"]
+    # Class probabilities, weights and the old reductions are not computed in tiles.
     if (
         logits.dim() > 2
         or target.is_floating_point()
@@ -380,6 +402,8 @@ def _cross_entropy(
     )
     logits.check_unchanged()
     with torch.set_grad_enabled(torch.is_grad_enabled() and logits._graph):
+        # The hidden states have the dtype that computes already: autocast was asked when the head
+        # ran.
         loss = head_loss(logits._head, logits.infinity_inputs[0], target, settings, cast=False)
         # Under autocast torch's loss is fp32, whatever the logits are.
         return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
@@ -401,7 +425,7 @@ _HANDLERS: dict[Any, Handler] = {
 }
 
 _SETTLING = {_TENSOR.register_hook, _TENSOR.retain_grad, _TENSOR.data.__get__}
-"""What changes the logits, or looks at what is done to them, beside operations in place."""
+"""Accesses, beside operations in place, that change the logits or show a later change."""
 
 _OF_THE_GRAPH = {
     getattr(_TENSOR, name).__get__
@@ -441,7 +465,7 @@ def default_tiles(vocabulary: int, tile: int) -> int:
 
 
 def as_head(linear: TiledLinear) -> TiledHead:
-    """A TiledHead of the same tiles. Raises: ValueError for several tiles along the inputs."""
+    """Make a TiledHead of the same tiles. Raises: ValueError for several tiles along the inputs."""
     head_rows(linear)
     made = TiledHead.of_tiles(linear.tile_parameters(), linear.grid, linear.bias)
     made.train(linear.training)
@@ -450,7 +474,7 @@ def as_head(linear: TiledLinear) -> TiledHead:
 
 
 def find_head(model: nn.Module) -> nn.Module | None:
-    """The head of a model of Hugging Face, or None."""
+    """Find the head of a model of Hugging Face, or None."""
     getter = getattr(model, "get_output_embeddings", None)
     found = getter() if callable(getter) else None
     return found if isinstance(found, nn.Module) else None

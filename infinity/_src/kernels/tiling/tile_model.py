@@ -1,5 +1,5 @@
-"""`tile_linears` and `tile_loss`: the linears of a model in tiles, and its loss without logits; in
-place.
+"""`tile_linears` and `tile_loss`: cut a model's linears into tiles, and compute its loss without
+logits, both in place.
 
 A weight that several modules share stays shared: all of them get modules on the same tiles
 (TiledLinear, TiledEmbedding).
@@ -50,6 +50,7 @@ def tile_linears(model: M, *, tiles: Tiles, names: str | Sequence[str] | None = 
     a model that is offloaded or has gradients or hooks there, and for a weight shared with a module
     that cannot be tiled. On an error the model is as it was.
     """
+    # Before anything is looked at: a wrong argument leaves the model as it was.
     parse_tiles(tiles)
     if "_infinity_handle" in model.__dict__:
         raise ValueError(
@@ -62,6 +63,7 @@ def tile_linears(model: M, *, tiles: Tiles, names: str | Sequence[str] | None = 
             "inf.ops.TiledLinear"
         )
     chosen = _chosen(model, tiles, [names] if isinstance(names, str) else names)
+    # The whole plan first: an error leaves the model as it was.
     plan = list(_plan(model, tiles, chosen))
     for group in plan:
         _replace(model, group)
@@ -91,6 +93,7 @@ def tile_loss(model: M, *, tiles: int | None = None, head: str | None = None) ->
             "this model is offloaded already; call inf.tile_loss(model) before inf.offload(model, "
             "...)"
         )
+    # `type`, not isinstance: True is an int.
     if tiles is not None and (type(tiles) is not int or tiles < 1):
         raise ValueError(
             f"tiles={tiles!r} is not a positive whole number: a tiled loss has tiles along the "
@@ -133,8 +136,9 @@ class _Group:
 
 
 def _chosen(model: nn.Module, tiles: Tiles, names: Iterable[str] | None) -> dict[str, nn.Linear]:
-    """The linears that are wanted, by name."""
+    """Choose the linears to tile, by name."""
     modules = dict(model.named_modules())
+    # Exactly torch's own: subclasses are left out.
     linears = {name: module for name, module in modules.items() if type(module) is nn.Linear}
     if names is None:
         rows, columns = parse_tiles(tiles)
@@ -168,6 +172,7 @@ def _matches(name: str, wanted: str) -> bool:
 
 def _plan(model: nn.Module, tiles: Tiles, chosen: dict[str, nn.Linear]) -> Iterator[_Group]:
     """Plan the replacements, checked; nothing is changed yet."""
+    # By identity: tied weights are one parameter with several holders.
     holders: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for name, module in model.named_modules():
         for attr, parameter in module._parameters.items():
@@ -180,6 +185,7 @@ def _plan(model: nn.Module, tiles: Tiles, chosen: dict[str, nn.Linear]) -> Itera
         if id(weight) in done:
             continue
         sites = list(holders[id(weight)])
+        # On the meta device tied weights are not one parameter yet, so the model is asked for them.
         for other in declared.get(f"{name}.weight", ()) if weight.is_meta else ():
             sites += [
                 site
@@ -187,7 +193,9 @@ def _plan(model: nn.Module, tiles: Tiles, chosen: dict[str, nn.Linear]) -> Itera
                 for site in at
                 if f"{site[0]}.{site[2]}" == other and site not in sites
             ]
+        # A weight that two chosen linears share is tiled once.
         done.update(id(module._parameters[attr]) for _, module, attr in sites)
+        # All holders are checked before any is replaced.
         for site_name, module, attr in sites:
             _check(site_name, module, attr, name)
         grid = Grid.of(linear.out_features, linear.in_features, tiles)
@@ -195,8 +203,9 @@ def _plan(model: nn.Module, tiles: Tiles, chosen: dict[str, nn.Linear]) -> Itera
 
 
 def _declared_ties(model: nn.Module) -> dict[str, list[str]]:
-    """Parameter name -> names of those that a Hugging Face model declares tied to it: on the meta
-    device they are not yet.
+    """Map a parameter's name to those that a Hugging Face model declares tied to it.
+
+    On the meta device they are not tied yet.
     """
     ties: dict[str, list[str]] = {}
     for prefix, module in model.named_modules():
@@ -225,6 +234,7 @@ def _check(name: str, module: nn.Module, attr: str, wanted: str) -> None:
             f"{shared}an embedding with max_norm, scale_grad_by_freq or sparse, which tiles do not "
             f"have{leave}"
         )
+    # Its gradient would stay with the old parameter.
     if module._parameters["weight"].grad is not None:  # type: ignore[union-attr]
         raise ValueError(
             f"{name}.weight has a gradient, which tiling would lose: call model.zero_grad() first"
@@ -263,7 +273,8 @@ def _put(model: nn.Module, module: nn.Module, made: nn.Module) -> None:
 
 
 def _replace_attributes(parent: nn.Module, module: nn.Module, made: nn.Module) -> None:
-    """Modules that are kept past the module tree (in `__dict__`, or in a list there)."""
+    """Replace a module that is kept outside of the module tree (in `__dict__`, or in a list there).
+    """
     for name, value in list(parent.__dict__.items()):
         if value is module:
             parent.__dict__[name] = made

@@ -36,8 +36,10 @@ class TiledEmbedding(TiledModule):
         self.padding_idx = padding_idx
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        """The rows of the weight at `indices`. Raises: RuntimeError for indices that are not int32
-        or int64, IndexError on the CPU for one that is out of range.
+        """Look up the rows of the weight at `indices`.
+
+        Raises: RuntimeError for indices that are not int32 or int64, IndexError on the CPU for one
+        that is out of range.
         """
         if indices.dtype not in (torch.int32, torch.int64):
             raise RuntimeError(
@@ -45,17 +47,20 @@ class TiledEmbedding(TiledModule):
             )
         flat = indices.reshape(-1).long()
         if (
+            # On the CPU only: on a GPU the check would wait for the device.
             flat.device.type == "cpu"
             and flat.numel()
             and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings
         ):
             raise IndexError(f"index out of range: this embedding has {self.num_embeddings} rows")
         weights = self.tile_parameters()
+        # Every element is written: an index in range falls into one row of tiles.
         out = torch.empty(
             flat.numel(), self.embedding_dim, dtype=weights[0].dtype, device=flat.device
         )
         wanted = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         outs = _Enter.apply(
+            # A leaf that wants a gradient puts the chain into the graph: indices cannot.
             torch.empty(0, device=out.device, requires_grad=True) if wanted else None, out
         )
         for tile, row, column in self.tiles():
@@ -120,6 +125,7 @@ class _Step(torch.autograd.Function):
         ctx.save_for_backward(indices)
         ctx.place, ctx.padding, ctx.shape = place, padding, weight.shape
         columns = out[:, place.columns[0] : place.columns[1]]
+        # One row of tiles holds all indices: no mask is needed.
         if weight.shape[0] == place.whole_shape[0]:
             columns.copy_(torch.embedding(weight, indices))
         else:
@@ -135,6 +141,7 @@ class _Step(torch.autograd.Function):
             (indices,) = ctx.saved_tensors
             place = ctx.place
             inside, index = _inside(indices, place)
+            # As torch has it: the padding row has no gradient.
             if ctx.padding is not None:
                 inside = inside & (indices != ctx.padding)
             # What is not this tile's goes to a row of its own, which is dropped: no shape depends
@@ -154,6 +161,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _outs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
+        # The output is written by the tiles, in place, before it enters the graph.
         ctx.mark_dirty(out)
         return out
 

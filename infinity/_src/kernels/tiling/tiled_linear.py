@@ -92,8 +92,9 @@ class TiledLinear(TiledModule):
     def of_tiles(
         cls, weights: list[nn.Parameter], grid: Grid, bias: nn.Parameter | None
     ) -> TiledLinear:
-        """A tiled linear of these very parameters (weights: row after row of the grid), which other
-        modules may share.
+        """Make a tiled linear of these very parameters, which other modules may share.
+
+        weights: row after row of the grid.
         """
         made = cls.__new__(cls)
         made._setup(weights, grid, bias)
@@ -101,7 +102,7 @@ class TiledLinear(TiledModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, tiles: Tiles) -> TiledLinear:
-        """The same linear in tiles: copies of the weight's values, the bias itself.
+        """Make the same linear in tiles: copies of the weight's values, the bias itself.
 
         Raises: ValueError for too many tiles.
         """
@@ -139,14 +140,16 @@ class TiledLinear(TiledModule):
             found.append(compute())
             return found[0]
 
+        # A call of the module all the same: the engine's hooks gather around it.
         self(x, instead=instead)
         return found[0]
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """The product. x: [..., in_features] in the dtype that computes."""
+        """Compute the product. x: [..., in_features] in the dtype that computes."""
         rows = x.reshape(-1, self.in_features)
         bias = self.bias
         out = torch.empty(rows.shape[0], self.out_features, dtype=x.dtype, device=x.device)
+        # Detached: the results reach the graph through `_Leave`, not through the matmuls.
         values = rows.detach()
         call = _Call(
             values,
@@ -157,6 +160,7 @@ class TiledLinear(TiledModule):
             rows.requires_grad,
         )
         sums, outs = _Enter.apply(rows, self.anchor(rows), call)
+        # In the order of the grid: each token is made from the link before it.
         for tile, row, column in self.tiles():
             sums, outs = tile(_Link(call, row, column), sums, outs)
         y: torch.Tensor = _Leave.apply(sums, outs, out, bias)
@@ -166,13 +170,16 @@ class TiledLinear(TiledModule):
         """Return the memory that sums a row of tiles, if that is not the output itself."""
         wide = sum_dtype(out.dtype)
         if self.grid.columns == 1 or out.dtype == wide:
+            # The output's dtype holds the sum as it is: no second buffer.
             return None
+        # One buffer for all rows of tiles, of the size of the widest.
         widest = max(last - first for first, last in itertools.pairwise(self.grid.row_ends))
         return torch.empty(out.shape[0], widest, dtype=wide, device=out.device)
 
     def entering(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` in the dtype that computes. Raises: RuntimeError for what does not fit."""
+        """Cast `x` to the dtype that computes. Raises: RuntimeError for another dtype or shape."""
         dtype = self.tile_parameters()[0].dtype
+        # As torch's linear: autocast leaves fp64 alone.
         if (
             torch.is_autocast_enabled(x.device.type)
             and x.is_floating_point()
@@ -191,7 +198,7 @@ class TiledLinear(TiledModule):
         return x
 
     def anchor(self, x: torch.Tensor) -> torch.Tensor | None:
-        """A leaf that makes the chain part of the graph, also where only weights want gradients."""
+        """Make a leaf that puts the chain into the graph, also where only weights learn."""
         wanted = torch.is_grad_enabled() and (
             x.requires_grad or any(param.requires_grad for param in self.parameters())
         )
@@ -231,19 +238,22 @@ class _Link:
 
 
 def token(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of one element in memory that looks like one of `shape`; see [Note: the chain of
-    tokens].
+    """Make a tensor of `shape` over one element of memory; see [Note: the chain of tokens].
     """
+    # Strides of 0: the shape of the whole, the memory of one element.
     return torch.empty_strided(shape, (0,) * len(shape), dtype=dtype, device=device)
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A `backward` whose own gradients are refused. (torch's once_differentiable lets pass, without
-    a word, what depends on the weights alone: a gradient penalty would lose a part.)
+    """Refuse gradients of this `backward`.
+
+    torch's once_differentiable passes silently over gradients that depend on the weights alone: a
+    gradient penalty would lose a part.
     """
 
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
+        # Grad is enabled in a backward only with create_graph=True.
         if torch.is_grad_enabled():
             raise SecondOrderUnsupported(
                 "backward with create_graph=True through a tiled module: its tiles are released by "
@@ -261,6 +271,7 @@ class _Enter(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, call: _Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # None stays None: a link that nothing flows into adds nothing.
         ctx.set_materialize_grads(False)
         ctx.dtype = x.dtype
         # One row of tiles contributes once to each gradient: nothing is summed, and torch's matmul
@@ -293,6 +304,7 @@ class _Step(torch.autograd.Function):
         column: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
+        # The weight is a view of gathered storage, which is filled again for backward.
         ctx.save_for_backward(x, weight)
         ctx.place, ctx.grid, ctx.input_grad = (
             call.grid.place(row, column),
@@ -307,22 +319,26 @@ class _Step(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dx: torch.Tensor | None, dy: torch.Tensor | None) -> tuple[Any, ...]:
+        # No gradient for this output: the sum of the other tiles passes through.
         if dy is None:
             return (dx, *(None,) * 6)
         x, weight = ctx.saved_tensors
         place, dweight = ctx.place, None
         dy_rows = dy[:, place.rows[0] : place.rows[1]]
         if ctx.needs_input_grad[2]:
+            # Computed in the dtype of the gradient, rounded to the weight's afterwards: autocast.
             dweight = torch.empty(weight.shape, dtype=dy.dtype, device=weight.device)
             tile_matmul(dy_rows.t(), x[:, place.columns[0] : place.columns[1]], dweight)
             dweight = dweight.to(weight.dtype)
         if ctx.input_grad:
             # the last row of tiles is the first of backward
             first = place.rows[1] == ctx.grid.row_ends[-1]
+            # gathers.
             if dx is None:
                 dtype = sum_dtype(x.dtype) if ctx.grid.rows > 1 else x.dtype
                 dx = torch.empty(x.shape, dtype=dtype, device=x.device)
             part = dx[:, place.columns[0] : place.columns[1]]
+            # In place, in fp32, in the order of the chain: one fixed order, and one rounding.
             tile_matmul(dy_rows, weight.to(x.dtype), part, accumulator=None if first else part)
         return dx, dy, dweight, None, None, None, None
 
@@ -341,6 +357,7 @@ class _Leave(torch.autograd.Function):
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
+        # The tiles have written into it: autograd takes it as an output of this function.
         ctx.mark_dirty(out)
         ctx.bias_dtype = bias.dtype if bias is not None else None
         return out
@@ -364,7 +381,9 @@ def _multiply(call: _Call, weight: torch.Tensor, row: int, column: int) -> None:
     out = call.out[:, place.rows[0] : place.rows[1]]
     total = out if call.total is None else call.total[:, : out.shape[1]]
     ends = column == call.grid.columns - 1
+    # Only the last tile has the whole sum, to which the bias is added before rounding.
     bias = bias[place.rows[0] : place.rows[1]] if bias is not None and ends else None
+    # The first tile of a row writes, the others add.
     accumulator = None if column == 0 else total
     tile_matmul(
         x, weight.to(x.dtype).t(), out if ends else total, accumulator=accumulator, bias=bias

@@ -29,7 +29,7 @@ from infinity._src._torch_compat import (
 from infinity.errors import ParameterReleased
 
 Tiles = int | tuple[int, int]
-"""How many tiles: along the rows of the weight (output features), or (along rows, along columns
+"""Number of tiles: along the rows of the weight (output features), or (along rows, along columns
 (input features)).
 """
 

@@ -52,8 +52,9 @@ def encode_triton(
     element: int,
     error: torch.Tensor | None,
 ) -> None:
-    """`wire.encode`, its arguments checked."""
+    """Encode as `comm_codec.encode`, which has checked the arguments."""
     numel, codes = values.numel(), codes_bytes(values.numel(), bits)
+    # After the codes and their padding to 64 bytes.
     scales = wire[codes:].view(torch.int16)
     if numel:
         _encode[(-(-numel // BLOCK_NUMEL),)](
@@ -63,6 +64,8 @@ def encode_triton(
             ERROR_BF16=error is not None and error.dtype is torch.bfloat16, RANDOM=key is not None,
             LEVELS=127 if bits == 8 else 7, BITS=bits, GROUP=group_numel,
             GROUPS=BLOCK_NUMEL // group_numel,
+            # No FMA: a product contracted with a sum would round once where the reference rounds
+            # twice.
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -70,7 +73,7 @@ def encode_triton(
 def decode_sum_triton(
     wires: Sequence[torch.Tensor], out: torch.Tensor, bits: int, group_numel: int, divisor: int
 ) -> None:
-    """`wire.decode_sum`, its arguments checked."""
+    """Decode and sum as `comm_codec.decode_sum`, which has checked the arguments."""
     numel = out.numel()
     if numel:
         table, aligned = _table(wires, out.device)
@@ -83,7 +86,7 @@ def decode_sum_triton(
 
 
 def sum_in_order_triton(pieces: Sequence[torch.Tensor], out: torch.Tensor, divisor: int) -> None:
-    """`wire.sum_in_order`, its arguments checked."""
+    """Sum as `comm_codec.sum_in_order`, which has checked the arguments."""
     numel = out.numel()
     if numel:
         table, aligned = _table(pieces, out.device)
@@ -101,12 +104,13 @@ def _table(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[torch
     A copy to the device, without waiting.
     """
     addresses = [tensor.data_ptr() for tensor in tensors]
+    # On the current stream, like the kernel that reads it.
     table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
     return table, all(address % _ALIGN_BYTES == 0 for address in addresses)
 
 
 def _words(out: torch.Tensor) -> torch.Tensor:
-    """The integers with the bits of floats: what is stored, so that every NaN has the same bits."""
+    """View floats as integers of their bits, which are stored so that every NaN has the same."""
     return out.view(torch.int32 if out.dtype is torch.float32 else torch.int16)
 
 
@@ -127,16 +131,21 @@ def _encode(
     x = load_float(x_ptr + index, mask, FROM_BF16)
     if ERROR:
         x = x + load_float(error_ptr + index, mask, ERROR_BF16)
+    # On bits, as integers: NaN is above infinity there, and the comparison is exact.
     most = tl.max((bits_of(x) & 0x7FFFFFFF).to(tl.int32), axis=1)
+    # The whole group becomes NaN; computed as zeros until its scale is stored.
     finite = most < INFINITY_BITS
     x = tl.where(finite[:, None], x, 0.0)
     levels = tl.full((GROUPS,), LEVELS, tl.float32)
+    # IEEE division, as in the reference: the default one is approximate.
     scale_bits = tl.div_rn(tl.where(finite, most, 0).to(tl.float32, bitcast=True), levels).to(
         tl.int32, bitcast=True
     )
     if RANDOM:
+        # Up, so that nothing is clipped, or the mean would be wrong.
         scale_bits += 0xFFFF
     else:
+        # To nearest, ties to even, on the bits of bf16.
         scale_bits += 0x7FFF + ((scale_bits >> 16) & 1)
     scale_bits = tl.maximum(scale_bits & -0x10000, SCALE_LEAST_BITS)
     scale = tl.broadcast_to(scale_bits.to(tl.float32, bitcast=True)[:, None], (GROUPS, GROUP))
@@ -150,16 +159,20 @@ def _encode(
         code = round_even(y).to(tl.int32)
     code = tl.minimum(tl.maximum(code, -LEVELS), LEVELS)
     if ERROR:
+        # The error of the round trip: added to the values of the next call.
         left = tl.where(finite[:, None], x - _clamped(code.to(tl.float32) * scale), 0.0)
         store_float(error_ptr + index, left, mask, ERROR_BF16)
+    # Padding is zero, so that the same values are the same bytes.
     code = tl.where(mask, code, 0)  # padding
     if BITS == 8:
         tl.store(codes_ptr + index, code.to(tl.uint8), mask=index < codes_bytes)
     else:
         nibble = code & 15
+        # The element with the even number is the low half.
         low, high = tl.split(tl.reshape(nibble, (GROUPS * GROUP // 2, 2)))
         byte = first // 2 + tl.arange(0, GROUPS * GROUP // 2)
         tl.store(codes_ptr + byte, (low | (high << 4)).to(tl.uint8), mask=byte < codes_bytes)
+    # NaN by its bits, as in the reference.
     stored = (tl.where(finite, scale_bits, NAN_BITS) >> 16).to(tl.int16)
     tl.store(scales_ptr + group, stored, mask=group * GROUP < numel)
     if first + GROUPS * GROUP >= numel:  # the last program: what no group reaches
@@ -170,6 +183,7 @@ def _encode(
 @triton.jit
 def _clamped(value: tl.tensor) -> tl.tensor:
     value = tl.where(value > VALUE_MOST, VALUE_MOST, value)
+    # Comparisons, not a minimum: NaN stays NaN.
     return tl.where(value < -VALUE_MOST, -VALUE_MOST, value)
 
 
@@ -193,6 +207,7 @@ def _decoded(
         at = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
         byte = tl.load(packed + at, mask=at < codes_bytes, other=0).to(tl.int32)
         code = tl.reshape(tl.join(byte & 15, byte >> 4), (GROUPS, GROUP))
+        # The sign of a four-bit code.
         code = code - ((code >> 3) << 4)
     scales = (address + codes_bytes).to(tl.pointer_type(tl.int16))
     scale = float_of_bf16(tl.load(scales + group, mask=group * GROUP < numel, other=0))
@@ -208,19 +223,21 @@ def _store_rounded(
     DIVIDE: tl.constexpr,
     TO: tl.constexpr,
 ) -> None:
-    """value / divisor, rounded once; out_ptr: of integers with the bits of floats."""
+    """Store value / divisor, rounded once; out_ptr: of integers with the bits of floats."""
     if DIVIDE:
         value = tl.div_rn(value, tl.zeros_like(value) + divisor)
     if TO == BF16:
         tl.store(out_ptr, bf16_bits(value), mask=mask)
     elif TO == FP16:
         half = value.to(tl.float16).to(tl.int16, bitcast=True)
+        # On bits: NaN in fp16 has other payloads on other devices.
         nan = (bits_of(value) & 0x7FFFFFFF) > INFINITY_BITS
         tl.store(out_ptr, tl.where(nan, 0x7E00, half).to(tl.int16), mask=mask)
     else:
         tl.store(out_ptr, canonical_bits(value).to(tl.int32, bitcast=True), mask=mask)
 
 
+# Not specialized: one compiled kernel serves any number of ranks.
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["table_ptr"])
 def _decode_sum(
     table_ptr: tl.tensor, out_ptr: tl.tensor, numel: tl.tensor, codes_bytes: tl.tensor,
@@ -231,6 +248,7 @@ def _decode_sum(
 ) -> None:  # fmt: skip
     first_group = tl.program_id(0).to(tl.int64) * GROUPS
     index = (first_group + tl.arange(0, GROUPS))[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    # From the first piece on, in the order of ranks: -0.0 and the bits of one piece are kept.
     total = _decoded(
         tl.load(table_ptr), codes_bytes, first_group, numel, BITS, GROUP, GROUPS, ALIGNED
     )
@@ -248,6 +266,7 @@ def _piece(
     address: tl.tensor, index: tl.tensor, mask: tl.tensor, FROM: tl.constexpr, ALIGNED: tl.constexpr
 ) -> tl.tensor:
     """fp32: elements of a piece."""
+    # bf16 as integers: the kernels widen it on bits, everywhere alike.
     if FROM == BF16:
         pointer = address.to(tl.pointer_type(tl.int16))
     elif FROM == FP16:

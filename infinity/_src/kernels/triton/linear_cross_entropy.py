@@ -37,8 +37,10 @@ from infinity._src.kernels.triton.tuning import (
     widened,
 )
 
+# Fixed, not tuned: they decide the order of the sums.
 _LOG2_BLOCK = 7
 _BLOCK = 1 << _LOG2_BLOCK
+# Enough programs for a GPU: 1,024 rows by 8,192 columns are 64 or 128 of them.
 _SPAN = 8 * _BLOCK
 
 
@@ -73,6 +75,7 @@ def _logits(
     hidden_step = tl.cast(stride_hk, tl.int64) * BLOCK_K
     weight_step = tl.cast(stride_wk, tl.int64) * BLOCK_K
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # Steps of BLOCK_K, the same for every configuration: they order the sum.
     for start in range(0, loop_end(features, INTERPRETED), BLOCK_K):
         left = inner < features - start
         h = tl.load(hidden_ptrs, mask=(rows < row_count)[:, None] & left[None, :], other=0.0)
@@ -140,16 +143,19 @@ def _partials(
             stride_hm, stride_hk, stride_wn, stride_wk, stride_bias,
             BIAS, PRECISION, INTERPRETED, BLOCK_K, BLOCK_M, BLOCK_N,
         )  # fmt: skip
+        # Columns outside hold the bias alone: masked wherever they are used.
         inside = (columns < column_count)[None, :]
         target_logit += tl.sum(
             tl.where(inside & (columns[None, :] == target[:, None]), logits, 0.0), axis=1
         )
+        # `row_sums`: `tl.sum` over a row adds in an order that depends on the layout over lanes.
         logit_sum += row_sums(tl.where(inside, logits, 0.0), BLOCK_M, LOG2_BLOCK)
         logits = tl.where(inside, logits, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(logits, axis=1))
         # -inf - -inf would be NaN, and exp(-inf) is 0
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         found = row_sums(tl.exp(logits - shift[:, None]), BLOCK_M, LOG2_BLOCK)
+        # The sum so far is brought to the new maximum: exponentials never overflow.
         row_sum_exp = row_sum_exp * tl.exp(row_max - shift) + found
         row_max = new_max
     there = rows < row_count
@@ -205,6 +211,7 @@ def _dlogits(
     there = rows < row_count
     target = tl.load(target_ptr + rows * stride_target, mask=there, other=-1) - start
     lse = tl.load(lse_ptr + rows, mask=there, other=0.0)
+    # Ignored rows have scale 0.
     scale = tl.load(scale_ptr + rows, mask=there, other=0.0)[:, None]
     hit = tl.where(columns[None, :] == target[:, None], taken, 0.0)
     found = (tl.exp(logits - lse[:, None]) - hit - smooth) * scale
@@ -252,7 +259,9 @@ def tile_partials(
     (rows, features), columns = hidden.shape, weight.shape[0]
     _check(hidden, weight, bias, target)
     spans = triton.cdiv(columns, _SPAN)
+    # A slice of its own for each span: no two programs write one element.
     found = torch.empty((spans, 3, rows), dtype=torch.float32, device=hidden.device)
+    # Zeros, since no program writes where the target is in another tile.
     target_logit = torch.zeros(rows, dtype=torch.float32, device=hidden.device)
     if not rows or not columns:
         return (
@@ -282,6 +291,7 @@ def tile_partials(
         LOG2_BLOCK=_LOG2_BLOCK,
         **settings,
     )
+    # Spans are merged by torch, in one fixed order.
     row_max = found[:, 0].amax(0)
     shift = row_max.masked_fill(row_max == float("-inf"), 0.0)
     row_sum_exp = (found[:, 0] - shift).exp_().mul_(found[:, 1]).sum(0)
@@ -316,6 +326,7 @@ def tile_dlogits(
 
     tuned = _dlogits_wide if hidden.dtype == torch.float32 else _dlogits_narrow
     operands, strides, settings = _common(hidden, weight, bias, target)
+    # The kernel reads rows by stride 1; autograd hands over any strides.
     per_row = [values.to(torch.float32).contiguous() for values in (lse, scale)]
     sizes = (rows, columns, features, start, 1.0 - label_smoothing, label_smoothing / vocabulary)
     tuned(

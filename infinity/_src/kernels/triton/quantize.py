@@ -44,7 +44,7 @@ def quantize_triton(
     key: int | None,
     element: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Codes, scales, zeros; arguments as `groups.quantize` has checked them."""
+    """Return codes, scales, zeros; arguments as `quantize.quantize` has checked them."""
     flat, columns, stride_row, stride_column = addressed(values)
     numel, device = flat.numel(), flat.device
     groups = -(-numel // group_numel)
@@ -52,6 +52,7 @@ def quantize_triton(
     codes = torch.empty(numel if bits == 8 else -(-numel // 2), dtype=code_dtype, device=device)
     scales = torch.empty(groups, dtype=torch.bfloat16, device=device)
     zeros = None if symmetric else torch.empty(groups, dtype=torch.uint8, device=device)
+    # Whole groups: no two programs share a scale.
     per_program = max(1, BLOCK_NUMEL // group_numel)
     if numel:
         _quantize[(-(-groups // per_program),)](
@@ -60,13 +61,15 @@ def quantize_triton(
             BF16=values.dtype is torch.bfloat16, STRIDED=columns != 0, SYMMETRIC=symmetric,
             RANDOM=key is not None,
             LEVELS=(1 << bits - symmetric) - 1, BITS=bits, GROUP=group_numel, GROUPS=per_program,
+            # No FMA: a product contracted with a sum would round once where the reference rounds
+            # twice.
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales, zeros
 
 
 def dequantize_triton(quantized: Quantized, out: torch.Tensor) -> None:
-    """The values into `out`, which has their shape."""
+    """Write the values into `out`, which has their shape."""
     flat, columns, stride_row, stride_column = addressed(out)
     numel = flat.numel()
     groups, per_program = (
@@ -82,6 +85,7 @@ def dequantize_triton(quantized: Quantized, out: torch.Tensor) -> None:
             BITS=quantized.bits,
             GROUP=quantized.group_numel, GROUPS=per_program, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
+    # `addressed` made a copy: the values go back to the strides of `out`.
     if flat.data_ptr() != out.data_ptr():
         out.copy_(flat.view(out.shape))
 
@@ -105,7 +109,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def signed(word: int) -> int:
-    """The int64 with the bits of a uint64."""
+    """Return the int64 with the bits of a uint64."""
     return word - (1 << 64) if word >> 63 else word
 
 
@@ -128,6 +132,7 @@ def place(
 @triton.jit
 def round_even(value: tl.tensor) -> tl.tensor:
     """fp32 below 2^22 in magnitude to the nearest whole number, ties to even."""
+    # Not a conversion to int and back: that rounds toward zero.
     return (value + ROUNDER) - ROUNDER
 
 
@@ -148,6 +153,7 @@ def _rounded(
     if RANDOM:
         random = random_bits(key.to(tl.uint64), first, index)
         below = round_down(y)
+        # 23 random bits and half of the last: u lies strictly between 0 and 1.
         u = ((random >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
         code = below + tl.where(u < y - below, 1.0, 0.0)
     else:
@@ -172,21 +178,27 @@ def _quantize(
     index = first + within
     mask = index < numel
     x = load_float(x_ptr + place(index, columns, stride_row, stride_column, STRIDED), mask, BF16)
+    # Largest magnitude by bits: for positive floats the order of integers is that of values.
     most = tl.max((bits_of(x) & 0x7FFFFFFF).to(tl.int32), axis=1)
     finite = most < INFINITY_BITS
+    # A group that is not finite is computed as zeros, and becomes NaN by its scale.
     x = tl.where(finite[:, None], x, 0.0)
+    # Asymmetric and at random one code is spent on the zero, which is rounded up.
     levels = tl.full((GROUPS,), LEVELS if SYMMETRIC or not RANDOM else LEVELS - 1, tl.float32)
     lowest = tl.zeros((GROUPS,), tl.float32)
     if SYMMETRIC:
+        # IEEE division, as in the reference: the default one is approximate.
         exact = tl.div_rn(tl.where(finite, most, 0).to(tl.float32, bitcast=True), levels)
     else:
         lowest = tl.minimum(tl.min(x, axis=1), 0.0)
         exact = tl.div_rn(tl.maximum(tl.max(x, axis=1), 0.0), levels) - tl.div_rn(lowest, levels)
     scale_bits = exact.to(tl.int32, bitcast=True)
     if SYMMETRIC and not RANDOM:
+        # To nearest where the codes span the range anyhow; else up, so that nothing is clipped.
         scale_bits += 0x7FFF + ((scale_bits >> 16) & 1)
     else:
         scale_bits += 0xFFFF
+    # At least 2^-126: a group of zeros would divide by zero.
     scale_bits = tl.maximum(scale_bits & -0x10000, SCALE_LEAST_BITS)
     scale = scale_bits.to(tl.float32, bitcast=True)
     y = tl.div_rn(x, tl.broadcast_to(scale[:, None], (GROUPS, GROUP)))
@@ -196,8 +208,10 @@ def _quantize(
         code = tl.minimum(tl.maximum(code, -LEVELS), LEVELS)
     else:
         zero = tl.div_rn(-lowest, scale)
+        # Rounded up at random: a lower zero would clip the least value.
         zero = (-round_down(-zero) if RANDOM else round_even(zero)).to(tl.int32)
         code = tl.minimum(tl.maximum(code + zero[:, None], 0), LEVELS)
+        # Codes of a group that comes back as NaN have no values to keep: one pattern for all.
         code = tl.where(finite[:, None], code, 0)
         tl.store(zeros_ptr + group, tl.where(finite, zero, 0).to(tl.uint8), mask=in_range)
     tl.store(
@@ -208,6 +222,7 @@ def _quantize(
     if BITS == 8:
         tl.store(codes_ptr + index, code.to(codes_ptr.dtype.element_ty), mask=mask)
     else:
+        # Zero beyond the end: the last byte of an odd number of codes has half of its bits unused.
         nibble = tl.where(mask, code & 15, 0)
         low, high = tl.split(tl.reshape(nibble, (GROUPS * GROUP // 2, 2)))
         byte = first // 2 + tl.arange(0, GROUPS * GROUP // 2)
@@ -235,11 +250,13 @@ def _dequantize(
         byte = tl.load(codes_ptr + at, mask=at < code_numel, other=0).to(tl.int32)
         code = tl.reshape(tl.join(byte & 15, byte >> 4), (GROUPS, GROUP))
         if SYMMETRIC:
+            # The sign of a four-bit code.
             code = code - ((code >> 3) << 4)
     if not SYMMETRIC:
         code = code - tl.load(zeros_ptr + group, mask=in_range, other=0).to(tl.int32)[:, None]
     scale = float_of_bf16(tl.load(scales_ptr + group, mask=in_range, other=0))
     value = code.to(tl.float32) * scale[:, None]
+    # Comparisons, not a minimum: NaN stays NaN.
     value = tl.where(value > VALUE_MOST, VALUE_MOST, value)
     value = tl.where(value < -VALUE_MOST, -VALUE_MOST, value)
     store_float(

@@ -1,5 +1,5 @@
-"""The random bits of infinity/_src/kernels/rounding.py inside Triton kernels, and how floats are
-rounded on their bits.
+"""Random bits of infinity/_src/kernels/rounding.py inside Triton kernels, and floats rounded on
+their bits.
 
 All of it is integer arithmetic: the same bits on every device, in the interpreter and from the C
 kernels.
@@ -17,6 +17,7 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 @triton.jit
 def mix64(word: tl.tensor) -> tl.tensor:
     """`rounding.mix64` of a uint64 scalar."""
+    # The constants of splitmix64; native/update_codec.h and rounding.py have the same.
     word = word + tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     word = (word ^ (word >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
     word = (word ^ (word >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
@@ -34,6 +35,7 @@ def random_bits(key: tl.tensor, first: tl.tensor, index: tl.tensor) -> tl.tensor
     high = (first >> 32).to(tl.uint64)
     golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     mixed = mix64(key ^ (high * golden))
+    # Both keys: within one block the upper half of the number changes at most once.
     mixed_next = mix64(key ^ ((high + 1) * golden))
     low = first.to(tl.uint32) + index.to(tl.uint32)
     over = low < first.to(tl.uint32)  # it wrapped: the element is past the multiple of 2^32
@@ -62,6 +64,7 @@ def float_of(bits: tl.tensor) -> tl.tensor:
 def canonical_bits(value: tl.tensor) -> tl.tensor:
     """uint32: the bits of fp32, every NaN as 0x7FC00000."""
     bits = bits_of(value)
+    # NaN payloads differ between devices: one pattern for all.
     return tl.where((bits & 0x7FFFFFFF) > INFINITY_BITS, NAN_BITS, bits).to(tl.uint32)
 
 
@@ -69,6 +72,7 @@ def canonical_bits(value: tl.tensor) -> tl.tensor:
 def bf16_bits(value: tl.tensor) -> tl.tensor:
     """int16 with the bits of fp32 rounded to bf16, to nearest, ties to even; NaN is 0x7FC0."""
     bits = canonical_bits(value)
+    # Half of the last kept bit less one, plus that bit: to nearest, ties to even.
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
 
 
@@ -91,8 +95,9 @@ def load_float(pointer: tl.tensor, mask: tl.tensor, BF16: tl.constexpr) -> tl.te
 
 @triton.jit
 def store_float(pointer: tl.tensor, value: tl.tensor, mask: tl.tensor, BF16: tl.constexpr) -> None:
-    """The reverse, to nearest, ties to even; what is too large for fp16 becomes infinity, as in
-    torch.
+    """Store fp32 as the pointer's dtype, to nearest, ties to even.
+
+    A value too large for fp16 becomes infinity, as in torch.
     """
     if BF16:
         tl.store(pointer, bf16_bits(value), mask=mask)

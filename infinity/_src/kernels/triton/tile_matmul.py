@@ -1,5 +1,5 @@
-"""The products behind tiled linears, on Triton: they add to what earlier tiles summed, and finish
-in the last tile's epilogue.
+"""Products of tiled linears, on Triton: each adds to the sum of earlier tiles, and the last one
+finishes it in its epilogue.
 
     forward       out[M, N]  (+)= x[M, K] @ w[N, K]^T  (+ bias[N])
     input grad    dx[M, K]   (+)= dy[M, N] @ w[N, K]
@@ -69,18 +69,21 @@ def _product(
     """out[m, n] = sum[m, n] + a[m, k] @ b[k, n] + bias[n], summed in fp32, a block of out per
     program.
     """
+    # 8 row blocks beside each other share in L2 what they read of the columns.
     block_m, block_n = block_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, 8)
     # 64-bit from here on: a row times its stride may pass 2^31 elements.
     rows = block_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = block_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K).to(tl.int64)
     inside = (rows < m)[:, None] & (columns < n)[None, :]
+    # The sum goes on where the tile before left it, in fp32: no rounding between tiles.
     if ACCUMULATE:
         total = tl.load(
             sum_ptr + rows[:, None] * stride_sm + columns[None, :] * stride_sn,
             mask=inside,
             other=0.0,
         )
+        # The interpreter's bf16 casts truncate: widened by bits there.
         total = widened(total, INTERPRETED)
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -88,6 +91,7 @@ def _product(
     b_ptrs = b_ptr + inner[:, None] * stride_bk + columns[None, :] * stride_bn
     a_step = tl.cast(stride_ak, tl.int64) * BLOCK_K
     b_step = tl.cast(stride_bk, tl.int64) * BLOCK_K
+    # Steps of BLOCK_K, the same for every configuration: they order the sum.
     for start in range(0, loop_end(k, INTERPRETED), BLOCK_K):
         left = inner < k - start
         a = tl.load(a_ptrs, mask=(rows < m)[:, None] & left[None, :], other=0.0)
@@ -97,13 +101,16 @@ def _product(
         )
         a_ptrs += a_step
         b_ptrs += b_step
+    # Once, in the last tile, where the sum is still in registers.
     if BIAS:
         bias = tl.load(bias_ptr + columns * stride_bias, mask=columns < n, other=0.0)
         total += widened(bias, INTERPRETED)[None, :]
+    # No two programs share an element of the output: no atomics, and one order.
     out_ptrs = out_ptr + rows[:, None] * stride_om + columns[None, :] * stride_on
     tl.store(out_ptrs, rounded(total, out_ptr.dtype.element_ty, INTERPRETED), mask=inside)
 
 
+# `out` is put back between measurements: it is the sum that the kernel adds to.
 _wide = Tuned(_product, configs(torch.float32), restore=("out_ptr",))
 _narrow = Tuned(_product, configs(torch.bfloat16), restore=("out_ptr",))
 
@@ -126,8 +133,10 @@ def tile_matmul(
     """
     _check(a, b, out, accumulator, bias)
     (m, k), n = a.shape, b.shape[1]
+    # Triton launches no empty grid.
     if not m or not n:
         return
+    # An unused argument still needs a tensor; ACCUMULATE is a constant, so it is not read.
     added = a if accumulator is None else accumulator
     tuned = _wide if a.dtype == torch.float32 else _narrow
 

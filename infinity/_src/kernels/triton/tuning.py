@@ -51,6 +51,7 @@ _lock = threading.RLock()
 @triton.jit
 def widened(values: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
     """Values of any float dtype as fp32, exactly."""
+    # The interpreter's casts of bf16 truncate: by bits there.
     if INTERPRETED and values.dtype == tl.bfloat16:
         return (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return values.to(tl.float32)
@@ -61,6 +62,7 @@ def rounded(values: tl.tensor, dtype: tl.constexpr, INTERPRETED: tl.constexpr) -
     """fp32 values in `dtype`, to nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
+        # NaN first: adding to its bits could carry into the sign.
         bits = tl.where(values != values, 0x7FC00000, bits + 0x7FFF + ((bits >> 16) & 1))
         return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return values.to(dtype)
@@ -78,8 +80,9 @@ def operand(values: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def loop_end(count: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
-    """An integer as the end of a `range`: the interpreter's are arrays of one element, which recent
-    numpy takes for no index.
+    """Convert an integer to the end of a `range`.
+
+    The interpreter's integers are arrays of one element, which recent numpy refuses as an index.
     """
     if INTERPRETED:
         return count.handle.data.item()
@@ -94,6 +97,7 @@ def row_sums(values: tl.tensor, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr) 
     `tl.sum` over a whole row adds in an order that depends on how the row lies over lanes and
     warps; of two numbers there is one sum only.
     """
+    # Pairs of neighbours: of two numbers there is one sum only, whatever the layout over lanes.
     for step in tl.static_range(LOG2_COLUMNS):
         values = tl.sum(tl.reshape(values, [ROWS, 1 << (LOG2_COLUMNS - 1 - step), 2]), axis=2)
     return tl.reshape(values, [ROWS])
@@ -114,6 +118,7 @@ def block_of(
     row_blocks = tl.cdiv(rows, BLOCK_M)
     in_group = GROUP_M * tl.cdiv(columns, BLOCK_N)
     first = pid // in_group * GROUP_M
+    # The last group may be lower.
     height = tl.minimum(row_blocks - first, GROUP_M)
     return first + pid % in_group % height, pid % in_group // height
 
@@ -122,6 +127,7 @@ def block_k(dtype: torch.dtype) -> int:
     """Elements of the summed dimension per step of a kernel: part of the numerics, since it orders
     the sum.
     """
+    # Never tuned: other steps would add in another order.
     return 32 if dtype == torch.float32 else 64
 
 
@@ -131,6 +137,7 @@ def precision(dtype: torch.dtype) -> str:
     """
     return (
         "tf32"
+        # The user's switch for torch's own matmuls holds here, too.
         if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
         else "ieee"
     )
@@ -165,6 +172,7 @@ def shape_key(*dims: int, form: tuple[bool, ...] = ()) -> int:
     """
     key = 0
     for dim in dims:
+        # Rounded up: shapes that differ little share one measurement.
         key = key << 6 | max(dim - 1, 0).bit_length()
     for flag in form:
         key = key << 1 | flag
@@ -218,6 +226,7 @@ class Tuned:
                 )
                 self._kernel[grid](*args, **kwargs, **config.kwargs, **options)
                 return
+            # Triton's tuner keeps the arguments on itself, and backward runs in threads of its own.
             stack.enter_context(_lock)
             self._tuner()[grid](*args, **kwargs)
 
@@ -225,6 +234,7 @@ class Tuned:
         if self._autotuner is None:
             cached = (
                 {"cache_results": True}
+                # Kept on disk where this Triton can, so that a new process does not measure again.
                 if "cache_results" in inspect.signature(triton.autotune).parameters
                 else {}
             )

@@ -45,6 +45,7 @@ from infinity.aio._records import (
     Moments,
 )
 
+# Whole groups, so that no two programs share the scale of one.
 BLOCK_NUMEL = 1024
 
 GROUP = tl.constexpr(QUANT_GROUP)
@@ -73,13 +74,16 @@ DECAY, STEP_SIZE, EPS, BC2_SQRT, WEIGHT_DECAY = map(
 BETA1, BETA2 = map(_word, ("beta1", "beta2"))
 ONE_MINUS_BETA1, ONE_MINUS_BETA2 = map(_word, ("one_minus_beta1", "one_minus_beta2"))
 FLAGS, LOG_COUNT, LOG_KIND, LOG_VALUE = map(_word, ("flags", "log_count", "log_kind", "log_value"))
+# Read as two words by `_block`.
 assert _word("key").value == 0
 
 SQUARE_LEVELS, FOURTH_LEVELS = tl.constexpr(16129.0), tl.constexpr(4228250625.0)
+# Rounded to fp32 as the other implementations hold them: decoding multiplies, and never divides.
 SQUARE_STEP = tl.constexpr(float(np.float32(1) / np.float32(16129.0)))
 FOURTH_STEP = tl.constexpr(float(np.float32(1) / np.float32(4228250625.0)))
 SCALE_LEAST, SCALE_MOST = tl.constexpr(0x1080), tl.constexpr(0x7F7F)
 
+# bf16 and fp16 as integers: the kernels widen and round by bits, everywhere alike.
 _MASTER_DTYPES = {
     Master.SPLIT: (torch.int16, torch.int16),
     Master.SPLIT8: (torch.int16, torch.int8),
@@ -116,6 +120,8 @@ class Launches:
         at = 0
         for segs in chunks:
             algorithms = hypers["algorithm"][segs["hyper"]]
+            # The algorithm and the gradient's dtype are constants of the kernel: a launch for each
+            # pair.
             pairs = sorted(
                 {(int(a), int(g)) for a, g in zip(algorithms, segs["grad_dtype"], strict=True)}
             )
@@ -130,6 +136,7 @@ class Launches:
                 words += [table.reshape(-1), rows]
                 at += table.size + len(rows)
         packed = np.concatenate(words) if words else np.zeros(0, np.int64)
+        # One copy for all tables of a step, without waiting for the device.
         self._tables = torch.from_numpy(packed).to(device, non_blocking=True)
         self._hypers = torch.from_numpy(np.ascontiguousarray(hypers).view(np.int32)).to(
             device, non_blocking=True
@@ -148,7 +155,9 @@ class Launches:
                 MASTER=int(kind.master), MOMENTS=int(kind.moments), COUNT=kind.count,
                 ALGORITHM=launch.algorithm, GRAD=launch.grad_dtype,
                 GROUPS=BLOCK_NUMEL // QUANT_GROUP,
+                # Also the base: a relative address is aligned only where what it counts from is.
                 ALIGNED=launch.aligned and base % 16 == 0,
+                # No FMA: a product and the sum that follows would round once in place of twice.
                 num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
 
@@ -157,7 +166,7 @@ class _Launch(NamedTuple):
     algorithm: int
     grad_dtype: int
     table: int
-    """Where its table begins in the words on the device, and its programs' rows."""
+    """Start of its table in the words on the device, and its programs' rows."""
     rows: int
     programs: int
     aligned: bool
@@ -170,6 +179,7 @@ def _table(segs: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.int64], npt.NDArr
     table = np.empty((len(segs), COLUMNS.value), np.int64)
     for column, name in enumerate(("start", "numel", "element", "grad", "hyper", "relative")):
         table[:, column] = segs[name].astype(np.int64)
+    # So that a program knows which of the segment's blocks is its own.
     table[:, 6] = np.cumsum(counts) - counts  # its first program
     rows = np.repeat(np.arange(len(segs), dtype=np.int64), counts)
     return table, rows, bool((segs["start"] % 16 == 0).all() and (segs["grad"] % 16 == 0).all())
@@ -186,6 +196,7 @@ def _typed(state_format: Format, sections: Sequence[torch.Tensor]) -> list[torch
         section[: section.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         for section, dtype in zip(sections, (*master, *moments, *scales), strict=False)
     ]
+    # Never read: COUNT and MASTER are constants of the kernel.
     absent = views[0]
     first, count = len(master), len(moments)
     return [
@@ -197,6 +208,7 @@ def _typed(state_format: Format, sections: Sequence[torch.Tensor]) -> list[torch
     ]
 
 
+# Not specialized on alignment: tables begin anywhere in one tensor, and each would be a compile.
 @triton.jit(do_not_specialize=["base"], do_not_specialize_on_alignment=["table_ptr", "rows_ptr"])
 def _update(
     s0: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor, scales: tl.tensor,
@@ -211,6 +223,7 @@ def _update(
     hyper = hypers_ptr + tl.load(table + 4) * WORDS
     address = tl.load(table + 3) + tl.load(table + 5) * base.to(tl.int64)
     done = (program - tl.load(table + 6)) * (GROUPS * GROUP)
+    # Said again: a number that was loaded has lost its alignment.
     if ALIGNED:
         start = tl.multiple_of(start, 16)
     left = numel - done
@@ -242,6 +255,7 @@ def _block(
     if COUNT > 0:
         m = _load_moment(s2, scales, at + within, groups, mask, in_groups, 0, MOMENTS, COUNT, WHOLE)
     else:
+        # A value for the branches that are compiled; without a moment nobody reads it.
         m = p
     if COUNT > 1:
         v = _load_moment(s3, scales, at + within, groups, mask, in_groups, 1, MOMENTS, COUNT, WHOLE)
@@ -253,6 +267,7 @@ def _block(
         p, m = _sgd(p, m, g, hyper, COUNT)
     else:
         p, m = _lion(p, m, g, hyper)
+    # Without anything to round no bits are hashed.
     if MASTER == SPLIT8 or (COUNT > 0 and MOMENTS != MOMENTS_FP32):
         low, high = (
             tl.load(hyper).to(tl.uint32, bitcast=True),
@@ -322,12 +337,14 @@ def _gradient(
         pointer = tl.multiple_of(pointer, 16)
     g = _load(pointer + done + within, mask, WHOLE)
     g = float_of_bf16(g) if GRAD == GRAD_BF16 else g.to(tl.float32)
+    # The log has no fixed length, so the loop runs on the device.
     count, index = tl.load(hyper + LOG_COUNT), 0
     while index < count:
         value = tl.load(hyper + LOG_VALUE + index).to(tl.float32, bitcast=True)
         if tl.load(hyper + LOG_KIND + index) == 0:
             g = g * value
         else:
+            # IEEE division, as the reference divides: by a tensor.
             g = tl.div_rn(g, tl.zeros_like(g) + value)
         index += 1
     return g
@@ -336,6 +353,7 @@ def _gradient(
 @triton.jit
 def _adamw(p: tl.tensor, m: tl.tensor, v: tl.tensor, g: tl.tensor, hyper: tl.tensor) -> tl.tensor:
     m = m * _scalar(hyper, BETA1) + g * _scalar(hyper, ONE_MINUS_BETA1)
+    # Products and sums apart, in the order of native/optimizer_kernels.h.
     v = v * _scalar(hyper, BETA2) + (g * g) * _scalar(hyper, ONE_MINUS_BETA2)
     denom = tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + _scalar(hyper, BC2_SQRT)) + _scalar(
         hyper, EPS
@@ -353,6 +371,7 @@ def _sgd(
         _scalar(hyper, BETA1),
         tl.load(hyper + FLAGS),
     )
+    # Tested, not multiplied by zero: p * 0 would make NaN of an infinity.
     if weight_decay != 0.0:
         g = g + p * weight_decay
     if COUNT > 0:
@@ -412,6 +431,7 @@ def _load_master(
     else:
         high = _load(s0 + at, mask, WHOLE).to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         low = _load(s1 + at, mask, WHOLE).to(tl.int32).to(tl.uint32, bitcast=True)
+        # 24 bits: `lo` is the third byte, with its sign.
         if MASTER == SPLIT8:
             low = low << 8
         p = float_of(high + low)
@@ -427,16 +447,20 @@ def _store_master(
         _store(s0 + at, p, mask, WHOLE)
     elif MASTER == MASTER_FP16:
         half = p.to(tl.float16).to(tl.int16, bitcast=True)
+        # NaN by its bits: fp16 has other payloads on other devices.
         _store(s0 + at, tl.where(p != p, 0x7E00, half).to(tl.int16), mask, WHOLE)
         _store(s1 + at, p, mask, WHOLE)
     else:
+        # NaN is 0x7FC00000: 0x7FFFFFFF would round up into the sign and come back as -0.0.
         bits = canonical_bits(p)
         if MASTER == SPLIT8:
+            # The upper 8 random bits; the moments take the others.
             bits = bits + (random >> 24)
             _store(s1 + at, (bits >> 8).to(tl.int8), mask, WHOLE)
             bits = (bits >> 8) << 8
         else:
             _store(s1 + at, bits.to(tl.int16), mask, WHOLE)
+        # `hi` rounds ties away from zero; `lo` is the signed rest.
         _store(s0 + at, ((bits + 0x8000) >> 16).to(tl.int16), mask, WHOLE)
 
 
@@ -471,6 +495,7 @@ def _store_moment(
     GROUPS: tl.constexpr,
     WHOLE: tl.constexpr,
 ) -> None:  # fmt: skip
+    # Beside a 24-bit master, which takes 8 of the 32 bits, 12 are left for each moment.
     width: tl.constexpr = 12 if MASTER == SPLIT8 else 16
     drawn = (random >> (width if MOMENT == 0 else 0)) & ((1 << width) - 1)
     if MOMENTS == MOMENTS_FP32:
@@ -478,6 +503,7 @@ def _store_moment(
     elif MOMENTS == MOMENTS_BF16:
         bits = canonical_bits(value)
         rounded = (bits + ((drawn << (16 - width)) | ((1 << (16 - width)) >> 1))) >> 16
+        # A square root divides by moment 1: above zero it never becomes zero.
         if MOMENT == 1:
             rounded = tl.where((rounded == 0) & (bits != 0), 1, rounded)
         _store(section + at, rounded.to(tl.int16), mask, WHOLE)
@@ -499,11 +525,14 @@ def _q8(x: tl.tensor, u: tl.tensor, MOMENT: tl.constexpr, GROUPS: tl.constexpr) 
     bits = bits_of(x)
     if MOMENT == 0:
         bits = bits & 0x7FFFFFFF
+    # By bits: for positive floats the order of integers is that of values.
     most = tl.max(bits, axis=1)
+    # Up to bf16, and at least 2^-94, so that code 1 of moment 1 is not zero.
     scale = tl.minimum(tl.maximum((most + 0xFFFF) >> 16, SCALE_LEAST), SCALE_MOST)
     scale = tl.where(most == 0, 0, scale)
     scale = tl.where(most >= INFINITY_BITS, 0x7FC0, scale).to(tl.uint32)
     plain = (scale > 0) & (scale <= SCALE_MOST)
+    # 1.0 where a scale is zero or NaN: x is 0 there, and the division stays quiet.
     divisor = float_of(tl.where(plain, scale << 16, 0x3F800000).to(tl.uint32))
     levels = tl.full((GROUPS,), SQUARE_LEVELS if MOMENT == 0 else FOURTH_LEVELS, tl.float32)
     factor = tl.div_rn(levels, divisor)
@@ -520,11 +549,13 @@ def _q8(x: tl.tensor, u: tl.tensor, MOMENT: tl.constexpr, GROUPS: tl.constexpr) 
         below, above = c * c, (c + 1.0) * (c + 1.0)
         base = below * below
         step = above * above - base
+    # Up with the probability that keeps the expected value: u is in [1, 2).
     number = low + tl.where(u * step < (y - base) + step, 1, 0)
     if MOMENT == 0:
         number = tl.minimum(number, 127)
         number = tl.where(x < 0.0, -number, number)
     else:
         number = tl.minimum(number, 255)
+        # As above: never zero where the value is not.
         number = tl.where((number == 0) & (x > 0.0), 1, number)
     return number, scale

@@ -86,7 +86,7 @@ ASSUMED: dict[str, tuple[float, str]] = {
     "read": (6.8e9, "PCIe 4 drives"),
     "write": (5.0e9, "PCIe 4 drives"),
 }
-"""What is taken where a figure is not given: (value, what it is of). Those of GPUs are
+"""Assumptions where a figure is not given: (value, its source). Those of GPUs are
 `infinity._src.perf.plan.machine.KINDS`.
 """
 
@@ -313,8 +313,7 @@ def _of_gpus(
     host: float | None,
     peers: float | None,
 ) -> dict[str, Any]:
-    """The figures of the GPUs, as fields of a `Machine`; writes where each comes from to
-    `sources`.
+    """The figures of the GPUs, as fields of a `Machine`; writes where each comes from to `sources`.
     """
     whence = f"of {kind.name} ({kind.told})" if told else f"assumed: {kind.told}"
 

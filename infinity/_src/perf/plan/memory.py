@@ -8,7 +8,7 @@ they are counted as chunks want them.
 Device memory is that of one GPU or, where the CPU computes, of the process; the most of a step:
 
     gathered units       (AHEAD + 1) times the largest, which is the bound that the engine keeps
-                         (`params.residency`); all, where whole parameters stay on the device
+                         (`params.unshard`); all, where whole parameters stay on the device
     shards on the device of several ranks: this one's share of its node's copy (hpZ), or of
                          parameters that stay under stage 3
     exchange buffers     of several ranks: the largest unit's gradients to be reduced, and those
@@ -36,13 +36,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from infinity._src.grads.proxy import NORM_PIECE_NUMEL
+from infinity._src.grads.slot import NORM_PIECE_NUMEL
 from infinity._src.memory.constants import (
     AHEAD,
     AHEAD_CHUNKS,
     HELD_CALLS,
-    LEAVING_BYTES,
     OFFLOAD_UNITS,
+    STORING_BYTES_MAX,
     UNITS_AHEAD,
     WINDOW_UNITS,
 )
@@ -168,7 +168,7 @@ def place_states(
 
 def _staging_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
     """Pinned memory by way of which gradients leave a GPU for updates during backward, as
-    `optim.staging` has it.
+    `optim.grad_windows` has it.
     """
     if not machine.gpus or job.policy.update != "backward" or job.policy.speculates:
         return 0
@@ -284,12 +284,12 @@ def bytes_at_rest(need: FlatNeed, masks: Sequence[int], placed: Format) -> tuple
 
 
 CUDA_BYTES = 640 * MIB
-"""What a process holds of a GPU before it computes anything: context, kernels, cuBLAS workspaces
+"""GPU memory of a process before it computes anything: context, kernels, cuBLAS workspaces
 (assumed).
 """
 
 NCCL_BYTES = 512 * MIB
-"""What NCCL holds besides (assumed)."""
+"""GPU memory of NCCL besides (assumed)."""
 
 CHUNKS_IN_UPDATE = 2 * AHEAD_CHUNKS
 """Chunks of states that are on a GPU at once when it updates them: on their way in, in the kernel,
@@ -392,7 +392,7 @@ def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, flo
     one = float(tokens * shape.itemsize * shape.width)
     inputs = float(tokens * shape.boundary_bytes_per_token)
     if job.policy.activations != "device":
-        inputs = min(inputs, HELD_CALLS * one + max(2 * one, LEAVING_BYTES))
+        inputs = min(inputs, HELD_CALLS * one + max(2 * one, STORING_BYTES_MAX))
     found = {"inputs of blocks": inputs}
     if logits > block:
         found["logits and loss (estimated)"] = logits

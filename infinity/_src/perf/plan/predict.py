@@ -37,12 +37,12 @@ from infinity._src.perf.roofline import (
 from infinity._src.sizes import format_size, round_size
 
 EFFICIENCY = 0.9
-"""What share of its limit the engine is taken to reach: what this project demands of itself, and
-measures.
+"""Share of its limit that the engine is taken to reach: this project demands it of itself, and
+measures it.
 """
 
 PASS_SHARE = 0.5
-"""What share of the memory's bandwidth the engine's own passes reach where the CPU computes: they
+"""Share of the memory's bandwidth that the engine's own passes reach where the CPU computes: they
 also compute checksums and updates, and share the cores with forward and backward. Measured on two
 cores (`bench/predict.py`)."""
 
@@ -92,8 +92,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s utilisation: of what the GPUs could do at most. None where the CPU
-        computes.
+        """Model FLOP/s utilisation: of what the GPUs could do at most. None where the CPU computes.
         """
         return self.flops_per_gpu / self.machine.flops_peak_per_gpu if self.machine.gpus else None
 
@@ -452,8 +451,7 @@ def _why_not(
 
 
 def _what_fits(shape: ModelShape, machine: Machine, job: Job) -> str:
-    """Name the changes that alone make it fit, and the need then; else the least of all
-    together.
+    """Name the changes that alone make it fit, and the need then; else the least of all together.
     """
     ways = ways_to_fit(shape, machine, job)
     if ways:

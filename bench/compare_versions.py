@@ -1,0 +1,123 @@
+"""R1 with this tree beside R1 with another tree of the project: alternating runs, ratios of each pair.
+
+The other tree is a checkout with its extension built (`make native` there); both run in this Python
+environment. Nothing else may run on the machine: the load before each arm is recorded.
+
+    python bench/compare_versions.py --dir /mnt/nvme0 --old ../infinity-before --rounds 6
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import harness
+import r1
+
+CONFIGURATIONS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "NVMe, min": (1, ("--ram=min",)),
+    "NVMe, 750MB": (1, ("--ram=750MB",)),
+    "all in RAM": (1, ("--tier=cpu", "--ram=8GB")),
+    "2 ranks, NVMe, min": (2, ("--ram=min",)),
+}
+"""By name: ranks, and options of arm_infinity.py."""
+
+
+def tree_commit(tree: Path) -> str:
+    """Return the commit of a checkout, empty outside of one."""
+    found = subprocess.run(
+        ["git", "-C", str(tree), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip()
+
+
+def run_arm(
+    tree: Path, ranks: int, options: Sequence[str], directory: Path, limit_s: float
+) -> dict[str, Any]:
+    """Train R1 once with one tree. Raises: BenchError."""
+    arm = "arm_infinity.py" if ranks == 1 else "ranks_arm.py"
+    python = [sys.executable] if ranks == 1 else [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+    ]  # fmt: skip
+    # Each rank has its share of the cores; threads that wait must not take another rank's.
+    threads = max((os.cpu_count() or 1) // ranks, 1)
+    env = harness.environment(PYTHONPATH=str(tree), OMP_NUM_THREADS=str(threads))
+    os.sync()  # what the arm before left in the page cache must not be written during this one
+    with harness.scratch(directory) as place:
+        command = [*python, str(tree / "bench" / arm), f"--dir={place}", *options]
+        return harness.last_json_line(
+            harness.run_command(command, env, timeout_s=limit_s, cwd=tree)
+        )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dir", type=Path, required=True, help="swap directory")
+    parser.add_argument(
+        "--old", type=Path, required=True, help="the other tree, its extension built"
+    )
+    parser.add_argument("--rounds", type=int, default=6, help="alternating pairs (%(default)s)")
+    parser.add_argument(
+        "--only", nargs="+", choices=tuple(CONFIGURATIONS), default=tuple(CONFIGURATIONS)
+    )
+    parser.add_argument("--limit-s", type=float, default=900.0, help="for one arm (%(default)s)")
+    parser.add_argument("--results", type=Path, default=harness.RESULTS / "compare_versions.jsonl",
+                        help="JSON lines file to append to (bench/results/compare_versions.jsonl)")  # fmt: skip
+    r1.add_arguments(parser)
+    args = parser.parse_args()
+    args.old = args.old.resolve()
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: give at least 1")
+    if not list((args.old / "infinity").glob("_native*.so")):
+        parser.error(f"--old {args.old}: build its extension first (make native)")
+    return args
+
+
+def main() -> int:
+    args = parse()
+    workload = r1.from_arguments(args)
+    options = workload.arguments()
+    trees = {"old": args.old, "new": harness.ROOT}
+    about = {"run": harness.now(), "machine": harness.machine(),
+             "commits": {name: tree_commit(tree) for name, tree in trees.items()}}  # fmt: skip
+    rows = []
+    for name in args.only:
+        ranks, given = CONFIGURATIONS[name]
+        found: dict[str, list[dict[str, Any]]] = {"old": [], "new": []}
+        for number in range(args.rounds):
+            # Who goes first alternates too.
+            for side in ("old", "new") if number % 2 == 0 else ("new", "old"):
+                load = os.getloadavg()[0]
+                harness.note(f"{name}, round {number + 1}, {side}; load {load:.2f}")
+                record = run_arm(trees[side], ranks, (*given, *options), args.dir, args.limit_s)
+                found[side].append(record)
+                harness.append_line(args.results, {**about, "configuration": name, "ranks": ranks,
+                                                   "round": number, "side": side, "load": load, **record})  # fmt: skip
+        old, new = ([harness.steady_s(record) for record in found[side]] for side in ("old", "new"))
+        pairs = harness.Summary.of([before / after for before, after in zip(old, new, strict=True)])
+        losses = {tuple(record["losses"]) for side in found.values() for record in side}
+        rows.append([name, harness.Summary.of(old).text(), harness.Summary.of(new).text(),
+                     f"{statistics.median(old) / statistics.median(new):.3f}", pairs.text(3),
+                     "equal" if len(losses) == 1 else "DIFFER"])  # fmt: skip
+    columns = [
+        "configuration",
+        "old s/step",
+        "new s/step",
+        "ratio of medians",
+        "old/new, pairs",
+        "losses",
+    ]
+    harness.print_table(f"{args.rounds} alternating pairs", columns, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main))

@@ -1,0 +1,559 @@
+"""Gradients on their way from autograd into their slots, reduced over the ranks on the way.
+
+    one rank        accumulate_grad(p, grad) -> mode.grad_ready(p, grad)
+    several ranks   accumulate_grad(p, grad) -> unit_done -> reduce-scatter, while backward goes on
+                    -> mode.grad_ready(p, this rank's part of the mean)
+    no_sync         accumulate_grad(p, grad) -> unit_done -> whole sums of this rank; the first
+                    backward outside of no_sync reduces them (accumulate="local" and stage 1)
+
+`mode.grad_ready` puts the gradient into its slot by `GradReducer.accumulate`; update="backward"
+takes it straight into an update instead.
+
+A unit is reduced by one exchange, in a lane of its own. Flags of the parameters that have a
+gradient go along, and are united over the ranks: a parameter that only some ranks used gets the
+mean with zeros of the others, as with DDP(find_unused_parameters=True). One that no rank used gets
+none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import xxhash
+
+from infinity._src.distributed.collectives import Comm
+from infinity._src.distributed.exchange import Exchange, Parts
+from infinity._src.distributed.lanes import Op
+from infinity._src.grads.buffers import DevicePrefetch, GradBuffers, UnreducedGrads
+from infinity._src.grads.slot import GradRegistry, GradSlot
+from infinity._src.memory.device import GradOffload
+from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.update_hooks import UpdateHooks
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+Wholes = Mapping[Param, Sequence[torch.Tensor]]
+"""For each parameter the terms of its gradient on this rank: [shape] or [numel] tensors."""
+
+
+@dataclasses.dataclass
+class PendingReduce:
+    """One unit's gradients under way. Its results are valid once `op` is done."""
+
+    unit: Unit
+    op: Op
+    flats: list[Flat]
+    means: list[torch.Tensor]  # [shard] each, in the dtype in which gradients wait
+    size_bytes: int  # of fresh gradients that it holds
+    # Kept alive until the computing stream waits for the lane's, which reads them.
+    held: dict[Param, Sequence[torch.Tensor]]
+    present: torch.Tensor  # uint8, a flag for each parameter of these flats
+
+    def shards(self, rank: int) -> list[tuple[Param, torch.Tensor]]:
+        """Return this rank's part of each gradient that some rank has. Blocks until they are
+        reduced. Raises: RankFailed."""
+        self.op.wait()
+        self.held.clear()
+        found = []
+        flags = iter(self.present.tolist())
+        for flat, mean in zip(self.flats, self.means, strict=True):
+            for param in flat.params:
+                if next(flags):
+                    start, _, numel = flat.layout.shard_range(param.slot_index, rank)
+                    found.append((param, mean[start : start + numel]))
+        return found
+
+
+class ReduceScatter:
+    """Reduces gradients of one model. One thread uses it at a time.
+
+    flats: those that learn from the start. dtype_of: the dtype in which gradients wait.
+    reduce_dtype: the dtype in which they travel; None: the same. qgz: they travel as int4 groups.
+    error_feedback: the rounding errors of qgz are kept in CPU memory and added to the next
+    gradients.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[Flat],
+        comm: Comm,
+        *,
+        dtype_of: Callable[[Flat], torch.dtype],
+        reduce_dtype: torch.dtype | None,
+        qgz: bool,
+        error_feedback: bool,
+    ) -> None:
+        self._comm = comm
+        self._dtype_of = dtype_of
+        self._reduce_dtype = reduce_dtype
+        self._qgz = qgz
+        self._error_feedback = error_feedback
+        self._errors: dict[Flat, tuple[torch.Tensor, ...]] = {}
+        self.allocate(flats)
+
+    def allocate(self, flats: Sequence[Flat]) -> None:
+        """Make room for the error feedback of these flats, where there is none yet. Raises:
+        MemoryError."""
+        topology = self._comm.topology
+        for flat in flats if self._error_feedback else ():
+            if flat not in self._errors:
+                shapes = self.error_shapes(flat, topology.nodes, topology.local_world)
+                self._errors[flat] = tuple(
+                    torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes
+                )
+
+    @staticmethod
+    def error_shapes(flat: Flat, nodes: int, local_world: int) -> list[tuple[int, int]]:
+        """Shapes of the error-feedback buffers, one per reduction level: (parts, elements)."""
+        shard = flat.layout.shard_numel
+        first = (flat.layout.world, shard)
+        # With several nodes of several ranks an exchange has two levels: in the node, then across.
+        return [first] if min(nodes, local_world) == 1 else [first, (nodes, shard)]
+
+    @property
+    def feedback_bytes(self) -> int:
+        """Bytes of the error-feedback buffers."""
+        return sum(
+            error.numel() * error.element_size()
+            for errors in self._errors.values()
+            for error in errors
+        )
+
+    @classmethod
+    def error_bytes(cls, flats: Sequence[Flat], nodes: int, local_world: int) -> int:
+        """Bytes that the error-feedback buffers of these flats take."""
+        return sum(
+            2 * math.prod(shape)
+            for flat in flats
+            for shape in cls.error_shapes(flat, nodes, local_world)
+        )
+
+    def start(self, unit: Unit, gradients: Wholes, *, size_bytes: int) -> PendingReduce:
+        """Begin the reduction of a unit. Does not block. `gradients` must not change until it is
+        done. size_bytes: of the gradients that are freed then.
+
+        Raises: ValueError for a dtype that ranks do not reduce.
+        """
+        flats = [flat for flat in unit.flats if flat.learns]
+        _check_reducible(flats, self._dtype_of)
+        self.allocate(flats)  # flats that were thawed, and that no optimizer holds
+        params = [param for flat in flats for param in flat.params]
+        present = torch.tensor([param in gradients for param in params], dtype=torch.uint8)
+        device = unit.flats[0].tensor.device
+        means = [
+            torch.empty(flat.layout.shard_numel, dtype=self._dtype_of(flat), device=device)
+            for flat in flats
+        ]
+        held = dict(gradients)
+
+        def work(exchange: Exchange) -> None:
+            with torch.no_grad():
+                self._reduce(exchange, flats, held, means, present)
+
+        op = self._comm.submit_reduce_scatter(_title(unit), work)
+        return PendingReduce(unit, op, flats, means, size_bytes, held, present)
+
+    def _reduce(
+        self,
+        exchange: Exchange,
+        flats: Sequence[Flat],
+        gradients: Wholes,
+        means: Sequence[torch.Tensor],
+        present: torch.Tensor,
+    ) -> None:
+        wholes: list[Parts] = []
+        for index, flat in enumerate(flats):
+            whole = exchange.buffer(
+                f"whole {index}", flat.layout.numel, self._reduce_dtype or self._dtype_of(flat)
+            )
+            end = 0
+            for param in flat.params:
+                # The padding between parameters is reduced and encoded, too: it must be zeros.
+                whole[end : param.offset].zero_()
+                end = param.offset + param.numel
+                _sum_into(whole[param.offset : end], gradients.get(param, ()))
+            whole[end:].zero_()
+            wholes.append(list(whole.view(flat.layout.world, -1)))
+        flags = present.to(means[0].device)
+        exchange.all_reduce_or(flags)
+        present.copy_(flags)
+        if not self._qgz:
+            exchange.reduce_scatter_mean(wholes, means)
+            return
+        device = means[0].device
+        # The kernels add the errors on the device; where that has memory of its own, they are
+        # copied there and back.
+        taken = {
+            flat: [error.to(device) for error in self._errors[flat]]
+            for flat in flats
+            if flat in self._errors
+        }
+        exchange.reduce_scatter_mean_quantized(
+            wholes,
+            means,
+            lambda turn, index: list(taken[flats[index]][turn]) if flats[index] in taken else None,
+        )
+        for flat, errors in taken.items():
+            for kept, error in zip(self._errors[flat], errors, strict=True):
+                if kept is not error:
+                    kept.copy_(error)
+
+    def forget(self) -> None:
+        """Zero the error feedback: the states were replaced by those of another step."""
+        for errors in self._errors.values():
+            for error in errors:
+                error.zero_()
+
+    def close(self) -> None:
+        """Free the memory. Nothing may be under way."""
+        self._errors.clear()
+
+
+def _check_reducible(flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> None:
+    """Raise ValueError for a flat whose gradients wait in a dtype that ranks do not reduce."""
+    for flat in flats:
+        if dtype_of(flat) not in _DTYPES:
+            raise ValueError(
+                f"the gradient of {flat.params[0].name} is {dtype_of(flat)}; several ranks reduce "
+                "bfloat16, float16 and float32 gradients: cast the model before inf.offload, or "
+                "freeze the parameter"
+            )
+
+
+def _title(unit: Unit) -> str:
+    """Name of a reduction, which all ranks compare before it starts. A rank that trains other
+    parameters of the unit has another name, and is found out."""
+    flags = bytes(param.gathered.requires_grad for param in unit.params)
+    if all(flags):
+        return f"gradients of {unit.name}"
+    trained = f"trained {sum(flags)} of its {len(flags)} parameters"
+    return f"gradients of {unit.name}, {trained} ({xxhash.xxh32_hexdigest(flags)})"
+
+
+def _sum_into(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
+    """Write the sum of the terms to `target` [numel], added in the dtype of the first; zeros
+    without any."""
+    if not terms:
+        target.zero_()
+        return
+    first, *others = terms
+    for other in others:
+        first.view(-1).add_(other.reshape(-1).to(first))
+    target.copy_(first.reshape(-1))
+
+
+REDUCING_UNITS = 2
+"""Units whose gradients may be under way between the ranks at once; beyond that backward waits."""
+
+
+class GradReducer:
+    """The gradients of one model. One thread uses it at a time.
+
+    reduce_scatter: on several ranks. unreduced: sums of micro-batches inside of `no_sync`, where
+    the policy keeps such. grad_offload: copies gradients from a device that adds further ones up.
+    mode: gets each complete gradient (this rank's part of it), and is told of units that went idle
+    before their gradients were reduced.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        buffers: GradBuffers,
+        registry: GradRegistry,
+        comm: Comm,
+        mode: UpdateHooks,
+        reduce_scatter: ReduceScatter | None = None,
+        unreduced: UnreducedGrads | None = None,
+        grad_offload: GradOffload | None = None,
+    ) -> None:
+        self._units = units
+        self._reduce_scatter = reduce_scatter
+        self._unreduced = unreduced
+        self._in_no_sync = False  # and `unreduced` is there
+        self._pending: deque[PendingReduce] = deque()
+        self._mode = mode
+        self._buffers = buffers
+        self._prefetch = DevicePrefetch(grad_offload) if grad_offload is not None else None
+        self._registry = registry
+        self._comm = comm
+        # Several ranks: gradients of this backward that no reduction has taken yet.
+        self._fresh: dict[Unit, dict[Param, torch.Tensor]] = {}
+        self._fresh_bytes = 0
+        self.wait_s = 0.0  # for reductions
+        self.fresh_bytes_peak = 0  # the most that autograd's gradients took here at once
+
+    def dtype(self, flat: Flat) -> torch.dtype:
+        """The dtype in which gradients of this flat wait."""
+        return self._buffers.dtype(flat)
+
+    def slot(self, param: Param) -> GradSlot:
+        """The gradient slot of a parameter; made when it is first wanted."""
+        if param.grad is None:
+            unreduced = self._unreduced
+            param.grad = self._registry.add(
+                param.name,
+                param.shape,
+                self._buffers.shard_of(param),
+                param.flat.tensor.device,
+                on_zero=functools.partial(unreduced.zero, param) if unreduced is not None else None,
+            )
+            self._buffers.place_slot(param)
+            if param.grad.stand_in.dtype is not param.dtype:
+                # torch refuses a `.grad` of another dtype unless the leaf says so.
+                param.at_rest.grad_dtype = param.grad.stand_in.dtype
+        return param.grad
+
+    def allocate(self) -> None:
+        """Make room for the error feedback and the unreduced sums of all flats that learn, where
+        there is none yet. Raises: MemoryError."""
+        flats = [flat for unit in self._units for flat in unit.flats if flat.learns]
+        if self._reduce_scatter is not None:
+            self._reduce_scatter.allocate(flats)
+        if self._unreduced is not None:
+            self._unreduced.allocate(flats)
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
+        """Take one fresh gradient [param.shape]; on several ranks it waits until its unit is
+        reduced."""
+        if self._comm.world == 1:
+            self.fresh_bytes_peak = max(self.fresh_bytes_peak, grad.numel() * grad.element_size())
+            self._mode.grad_ready(param, grad)
+            return
+        fresh = self._fresh.setdefault(param.unit, {})
+        if param in fresh:
+            # Several gradients of one backward, by reentrant checkpointing: they add up in the
+            # dtype of the slot, as they do on one rank.
+            before = fresh.pop(param)
+            self._fresh_bytes -= before.numel() * before.element_size()
+            grad = before.to(self.dtype(param.flat)) + grad
+        fresh[param] = grad
+        self._fresh_bytes += grad.numel() * grad.element_size()
+        self.fresh_bytes_peak = max(self.fresh_bytes_peak, self._fresh_bytes)
+
+    def prefetch(self, units: Sequence[Unit]) -> None:
+        """Backward comes to these units: start reading back gradients that spilled, and sums that
+        the device adds to. Does not block."""
+        spilled = self._buffers.spilled
+        for unit in units:
+            if spilled is not None:
+                spilled.prefetch(unit)
+            if self._prefetch is not None:
+                self._prefetch.start(unit)
+
+    def unit_done(self, unit: Unit) -> None:
+        """A use of the unit has ended. Several ranks: its gradients are reduced, and each rank
+        keeps its shard of the mean. Blocks while too many units are under way."""
+        if self._comm.world == 1:
+            self._flush_unit(unit)
+        elif self._in_no_sync:
+            self._add_unreduced(unit)
+        elif any(flat.learns for flat in unit.flats):
+            # Also without a gradient here: another rank may have one, and all must take part.
+            self._reduce(unit)
+
+    def backward_end(self) -> None:
+        """Reduce the gradients that no use claimed, in the order of units, and finish all that is
+        under way. Blocks."""
+        if self._comm.world > 1:
+            if self._in_no_sync:
+                for unit in list(self._fresh):
+                    self._add_unreduced(unit)
+            else:
+                # Collective, so that ranks agree on the units and their order.
+                waiting = self._comm.all_reduce_any([self._waits(unit) for unit in self._units])
+                for unit, has_some in zip(self._units, waiting, strict=True):
+                    if has_some:
+                        self._reduce(unit)
+            self._finish(0)
+        if self._prefetch is not None:
+            self._prefetch.backward_end()
+        if self._buffers.spilled is not None:
+            self._buffers.spilled.backward_end()
+
+    def reset(self) -> None:
+        """Forget what an interrupted backward left. Blocks until nothing of it is under way."""
+        self._fresh.clear()
+        self._fresh_bytes = 0
+        while self._pending:
+            # An exchange reads the gradients and writes the means: both must outlive it.
+            self._pending.popleft().op.finished()
+        if self._prefetch is not None:
+            self._prefetch.backward_end()
+        if self._buffers.spilled is not None:
+            self._buffers.spilled.reset()
+
+    @property
+    def reduces_later(self) -> bool:
+        """Whether gradients that come now wait for a later backward to be reduced."""
+        return self._in_no_sync
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients add up in this rank's whole sums, if the policy keeps such."""
+        if self._unreduced is not None:
+            self.allocate()  # flats that were thawed, and that no optimizer holds
+            # Slots in one order on all ranks, whichever of their parameters each uses.
+            for unit in self._units:
+                for param in unit.params:
+                    if param.flat.learns:
+                        self.slot(param)
+        before, self._in_no_sync = self._in_no_sync, self._unreduced is not None
+        try:
+            yield
+        finally:
+            self._in_no_sync = before
+
+    # -- forward and step --------------------------------------------------------------------------
+
+    def free_done(self) -> None:
+        """A forward begins: free gradients on the device that are copied out. Never blocks."""
+        if self._prefetch is not None:
+            self._prefetch.offload.free_done()
+
+    def flush_spilled(self, unit: Unit | None = None) -> None:
+        """Return when gradients that spill (of a unit; None: of all) are on NVMe, where updates
+        read them. Raises: AioError of a write that failed."""
+        if self._buffers.spilled is not None:
+            self._buffers.spilled.flush(unit)
+
+    def check_reduced(self) -> None:
+        """Raise RuntimeError while whole sums of this rank wait for a reduction."""
+        if self._unreduced is None:
+            return
+        for unit in self._units:
+            self._drop_cleared(unit)
+        params = (param for unit in self._units for param in unit.params)
+        waiting = next((param for param in params if self._unreduced.has(param)), None)
+        if waiting is not None:
+            raise RuntimeError(
+                f"the gradient of {waiting.name} was added up inside handle.no_sync() and is not "
+                "reduced over the ranks yet: run the last micro-batch of a step outside of "
+                "no_sync()"
+            )
+
+    def assign(self, param: Param, grad: torch.Tensor) -> None:
+        """Make `grad` [param.shape] the whole gradient. Raises: RuntimeError on several ranks,
+        which must do so together."""
+        if self._comm.world > 1:
+            raise RuntimeError(
+                f"{param.name}.grad = tensor works on one rank only; "
+                "inf.handle(model).set_full_grad(parameter, tensor) on all"
+            )
+        self.replace(param, grad)
+
+    def replace(self, param: Param, part: torch.Tensor) -> None:
+        """Make `part` (this rank's) the whole gradient; on several ranks all do. Raises: the error
+        of the mode's `before_assign`; then the gradient is as it was."""
+        self._mode.before_assign(param)
+        param.at_rest.grad = None
+        self.accumulate(param, part)
+        # The tensor is the loop's, which may change it from here on.
+        self.slot(param).wait_d2h()
+
+    def accumulate(self, param: Param, grad: torch.Tensor) -> None:
+        """Copy or add a gradient (this rank's part) into its slot, and show its stand-in in
+        `p.grad`."""
+        slot = self.slot(param)
+        slot.reconcile(param.at_rest.grad)
+        slot.accumulate(grad)
+        param.at_rest.grad = slot.stand_in
+
+    def forget(self) -> None:
+        """The states were restored to those of another step: drop error feedback and unreduced
+        sums, which belong to the gradients before."""
+        if self._reduce_scatter is not None:
+            self._reduce_scatter.forget()
+        if self._unreduced is not None:
+            self._unreduced.clear()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _flush_unit(self, unit: Unit) -> None:
+        """The unit's gradients are in their slots: let windows and device memory go to others."""
+        if self._prefetch is not None:
+            self._prefetch.unit_done(unit)
+        if self._buffers.spilled is not None:
+            self._buffers.spilled.unit_done(unit)
+
+    def _waits(self, unit: Unit) -> bool:
+        """Whether this rank has something of the unit to reduce."""
+        if self._unreduced is not None:
+            self._drop_cleared(unit)
+            if self._unreduced.any(unit):
+                return True
+        return bool(self._fresh.get(unit))
+
+    def _add_unreduced(self, unit: Unit) -> None:
+        """Add the unit's fresh gradients to this rank's whole sums."""
+        assert self._unreduced is not None
+        fresh = self._fresh.pop(unit, {})
+        self._fresh_bytes -= _bytes_of(fresh)
+        for param, grad in fresh.items():
+            slot = self.slot(param)
+            if slot.expect_reduction(param.at_rest.grad):
+                # The loop has cleared the gradient since the last one: the old sum must not count.
+                self._unreduced.drop(param)
+            self._unreduced.add(param, grad)
+            if param.at_rest.grad is None:
+                param.at_rest.grad = slot.stand_in
+
+    def _drop_cleared(self, unit: Unit) -> None:
+        """Drop sums whose gradients the loop has cleared."""
+        assert self._unreduced is not None
+        for param in unit.params if self._unreduced.any(unit) else ():
+            slot = param.grad
+            if (
+                param.at_rest.grad is None
+                or slot is None
+                or (self._unreduced.has(param) and not slot.unreduced)
+            ):
+                self._unreduced.drop(param)
+
+    def _reduce(self, unit: Unit) -> None:
+        """Start the reduction of the unit's sums and fresh gradients."""
+        assert self._reduce_scatter is not None
+        terms: dict[Param, list[torch.Tensor]] = {}
+        if self._unreduced is not None and self._unreduced.any(unit):
+            self._drop_cleared(unit)
+            terms = self._unreduced.pop(unit)
+            for param in terms:
+                assert param.grad is not None
+                param.grad.unreduced = False
+        fresh = self._fresh.pop(unit, {})
+        for param, grad in fresh.items():
+            terms.setdefault(param, []).append(grad)
+        self._pending.append(self._reduce_scatter.start(unit, terms, size_bytes=_bytes_of(fresh)))
+        self._finish(REDUCING_UNITS)
+
+    def _finish(self, but: int) -> None:
+        """Hand reduced gradients to the mode, in the order in which they were started, until no
+        more than `but` units are under way. Blocks."""
+        while len(self._pending) > but:
+            pending = self._pending.popleft()
+            self._fresh_bytes -= pending.size_bytes
+            start = time.perf_counter()
+            shards = pending.shards(self._comm.rank)
+            self.wait_s += time.perf_counter() - start
+            for param, part in shards:
+                if param.grad is not None and param.grad.unreduced:
+                    param.grad.unreduced = False
+                self._mode.grad_ready(param, part)
+            self._flush_unit(pending.unit)
+            if pending.unit.refs == 0:
+                # The unit went idle before its gradients were here: the mode is told again.
+                self._mode.unit_released(pending.unit)
+
+
+def _bytes_of(gradients: Mapping[Param, torch.Tensor]) -> int:
+    """Bytes of these gradients."""
+    return sum(grad.numel() * grad.element_size() for grad in gradients.values())

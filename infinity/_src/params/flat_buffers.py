@@ -1,0 +1,103 @@
+"""Buffers in RAM with one tensor for each flat: slabs, cut into tensors.
+
+    slab   [ flat 0 | pad | flat 1 | pad | ...          ]   each from a multiple of 64 bytes on
+
+Gradients, parameters of the step before and secondary shards all lie in such buffers. Only their
+sizes and dtypes differ, and those are given to the constructor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+
+from infinity._src.memory.device import Device
+from infinity._src.params.unit import Flat
+from infinity._src.sizes import round_up
+from infinity.aio import Slab
+
+ALIGN_BYTES = 64
+"""Tensors start at multiples of a cache line, which also suits every vector load."""
+
+
+def flat_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes that a tensor takes of a slab, padding included."""
+    return round_up(numel * dtype.itemsize, ALIGN_BYTES)
+
+
+class FlatBuffers:
+    """One-dimensional CPU tensors of flats. One thread uses it at a time.
+
+    numel_of, dtype_of: size and dtype of a flat's tensor. device: pins the slabs, for copies to and
+    from the device; None: they stay pageable.
+    """
+
+    def __init__(
+        self,
+        numel_of: Callable[[Flat], int],
+        dtype_of: Callable[[Flat], torch.dtype],
+        device: Device | None = None,
+    ) -> None:
+        self._numel_of = numel_of
+        self._dtype_of = dtype_of
+        self._device = device
+        self._slabs: list[Slab] = []
+        self._tensors: dict[Flat, torch.Tensor] = {}
+
+    def allocate(self, flats: Iterable[Flat]) -> list[Flat]:
+        """Make room for those of these flats that have none yet, and return them. Others keep their
+        memory and its contents.
+
+        Raises: MemoryError, before anything has changed; DeviceCopyError.
+        """
+        fresh = [flat for flat in flats if flat not in self._tensors]
+        size_bytes = sum(self.bytes_of(flat) for flat in fresh)
+        if not size_bytes:
+            return []
+        slab = Slab(size_bytes)
+        # Listed before it is pinned: `close` then frees it, whatever pinning meets.
+        self._slabs.append(slab)
+        if self._device is not None:
+            self._device.pin(slab)
+        # By way of numpy, whose arrays keep the slab mapped while a view lives; torch.frombuffer's
+        # do not.
+        memory = torch.from_numpy(slab.array(np.uint8))
+        start = 0
+        for flat in fresh:
+            dtype = self._dtype_of(flat)
+            part = memory[start : start + self._numel_of(flat) * dtype.itemsize]
+            self._tensors[flat] = part.view(dtype)
+            start += self.bytes_of(flat)
+        return fresh
+
+    def __contains__(self, flat: Flat) -> bool:
+        return flat in self._tensors
+
+    def __getitem__(self, flat: Flat) -> torch.Tensor:
+        """The tensor [numel_of(flat)] of a flat that has memory."""
+        return self._tensors[flat]
+
+    def get(self, flat: Flat) -> torch.Tensor | None:
+        """The tensor of a flat, or None where it has no memory."""
+        return self._tensors.get(flat)
+
+    def bytes_of(self, flat: Flat) -> int:
+        """Bytes that the tensor of a flat takes, or would take."""
+        return flat_bytes(self._numel_of(flat), self._dtype_of(flat))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.size_bytes for slab in self._slabs)
+
+    def close(self) -> None:
+        """Free the memory, with the last view of it. Nothing may be under way."""
+        # Tensors go first: a slab is unmapped only once no view of it is left.
+        self._tensors.clear()
+        for slab in self._slabs:
+            if self._device is not None:
+                self._device.unpin(slab)
+            slab.close()
+        self._slabs.clear()
