@@ -173,7 +173,7 @@ def build_engine(
     source = open_source(model, with_files(load))
     # The source was opened before: a missing file is found before drives are written.
     tiers = open_tiers(split, seam, owner, undo)
-    # The values leave the model here, unit by unit, so that both copies exist of one unit at most.
+    # The model keeps its values until `build_hooks`: an error before that leaves it as it was.
     fill_tiers(split, tiers, source)
     # The mode comes first of the parts that behave: all that follows asks it.
     mode = choose_mode(split, tiers)
@@ -220,7 +220,6 @@ def take_apart(
         functools.partial(chunk_numel_of, policy.state),
         engine=owner,
     )
-    # Opened after the checks, since a CUDA context costs seconds and memory.
     there = open_device(device)
     check_activations(policy, there)
     return Split(policy, ranks, resources, there, units)

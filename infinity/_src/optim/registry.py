@@ -245,8 +245,6 @@ class OptimizerRegistry:
         the memory of the mode.
         """
         plan, spilled = self._planner.plan, self._planner.spilled
-        # The mode first: its windows and copies have a fixed size, and a shortage shows before NVMe
-        # is written.
         self._mode.allocate(self._registered, spilled)
         self._unsharder.gradients.allocate()
         if self._stores_gradients:
