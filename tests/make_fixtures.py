@@ -267,7 +267,7 @@ def die(name: str, top: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Came:
-    """What a restore brought: `restored` of inf.restore, the states then and LATER steps after."""
+    """Result of a restore: `restored` of inf.restore, the states then and LATER steps after."""
 
     restored: inf.Restored
     states: States
@@ -347,7 +347,7 @@ def pack(written: Path, archive: Path) -> None:
 
 
 def unpack(archive: Path, written: Path) -> Path:
-    """What `pack` was given. The archives are this project's own: links may lead anywhere."""
+    """Unpack an archive of `pack`. The archives are this project's own: links may lead anywhere."""
     with tarfile.open(archive) as tar:
         tar.extractall(written, filter="fully_trusted")
     return written

@@ -343,7 +343,7 @@ def replay_log(grad: npt.NDArray[Any], row: Any) -> npt.NDArray[np.float32]:
 
 @dataclasses.dataclass(frozen=True)
 class Hyper:
-    """What one AdamW update depends on besides the states, in Python doubles.
+    """Scalars that one AdamW update depends on besides the states, in Python doubles.
 
     `step` counts from 1 (the update about to happen). `log` holds the operations done to the gradient since it was
     drained, oldest first, as ("mul" | "div" or a LogKind, factor); they are replayed in fp32 before the update.

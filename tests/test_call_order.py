@@ -198,7 +198,7 @@ SCENARIOS: dict[str, Callable[[Loop], None]] = {
 
 
 def recorded(values: dict[str, Any], place: Path, scenario: str) -> list[str]:
-    """What the engine's parts do in this scenario."""
+    """Record the calls of the engine's parts in this scenario."""
     with harness.one_thread(), recording() as recorder:
         torch.manual_seed(0)
         model = Small().bfloat16()
@@ -249,7 +249,7 @@ def test_one_rank_on_a_simulated_device(
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """What one rank does. gpu: on a simulated device."""
+    """Run one rank. gpu: on a simulated device."""
 
     values: tuple[tuple[str, Any], ...]
     scenario: str

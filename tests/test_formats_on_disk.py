@@ -264,7 +264,7 @@ def _manifests(written: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _write(name: str, place: Path) -> tuple[Path, list[Run]]:
-    """What today's code writes for a case, and the runs that are still open."""
+    """Files that today's code writes for a case, and the runs that are still open."""
     case = CASES[name]
     if case.world == 1:
         written = make_fixtures.write(case, place)

@@ -312,7 +312,7 @@ class SwapSpace:
             files.clear()
 
 
-log = logging.getLogger("infinity")
+log = logging.getLogger("infinity.memory")
 
 # -- shares by bandwidth ------------------------------------------------------------------------
 
