@@ -169,9 +169,13 @@ def interrupted(ranks: Ranks) -> Any:
 
 def topologies(ranks: Ranks) -> Any:
     """Without a mesh, and with meshes of one and two dimensions."""
-    found = [Topology.find(timeout_s=60.0)]
-    for shape in ((3,), (1, 3), (3, 1)):
-        found.append(Topology.find(init_device_mesh("cpu", shape), timeout_s=60.0))
+    found = [
+        Topology.find(timeout_s=60.0),
+        *(
+            Topology.find(init_device_mesh("cpu", shape), timeout_s=60.0)
+            for shape in ((3,), (1, 3), (3, 1))
+        ),
+    ]
     with pytest.raises(ValueError, match=r"the mesh holds the ranks \[2, 1, 0\], and there are 3"):
         Topology.find(DeviceMesh("cpu", [2, 1, 0]), timeout_s=60.0)
     with pytest.raises(ValueError, match="3 dimensions"):
@@ -335,6 +339,32 @@ def test_survivors_of_a_kill_amid_collectives_end_and_name_the_rank(
     ends = watched.run(job, tmp_path, 3)
     assert ends[who].exit_code == -signal.SIGKILL
     assert_survivors_name(who, ends)
+
+
+def ready_then_sums(ranks: Ranks) -> Any:
+    """Rank 2 has read the record of rank 1 before that of rank 0."""
+    ranks.until_failure(3)
+    ranks.watchdog.wait_for_all_ranks()
+    if ranks.rank == 2:
+        processes = ranks.watchdog._processes
+        ranks.watchdog._processes = {rank: processes[rank] for rank in (1, 0)}
+    ranks.mark(f"ready{ranks.rank}")
+    return ranks.until_failure()
+
+
+def test_a_rank_that_ended_after_the_death_of_the_store_is_not_blamed(tmp_path: Path) -> None:
+    """Rank 1 cannot publish that it closed: the store went with rank 0. Rank 2 sees both ends at once."""
+    with watched.started(ready_then_sums, tmp_path, 3) as processes:
+        for rank in range(3):
+            watched.await_file(tmp_path / f"ready{rank}")
+        os.kill(processes[2].pid, signal.SIGSTOP)
+        try:
+            os.kill(processes[0].pid, signal.SIGKILL)
+            processes[1].join(watched.LIMIT_S)
+        finally:
+            os.kill(processes[2].pid, signal.SIGCONT)
+        ends = watched.ends(processes, tmp_path)
+    assert_survivors_name(0, ends)
 
 
 def child_of_the_dead(ranks: Ranks) -> Any:

@@ -496,17 +496,20 @@ class Watchdog:
 
         In this order, since a process that is gone is a fact, and silence only a sign.
         """
+        # Looked at from the last rank down, judged from rank 0 up. Where rank 0 hosts the store, a
+        # rank that ended because of its death could no longer publish that it closed: seeing the
+        # follower's end implies seeing rank 0's, which is judged first.
         dead = [
             rank
-            for rank, process in self._processes.items()
-            if rank not in self._dead and process.ended()
+            for rank in sorted(self._processes, reverse=True)
+            if rank not in self._dead and self._processes[rank].ended()
         ]
         assert self._heartbeat is not None
         if dead:
             # It may have published why, or that it closed in order.
             self._heartbeat.refresh(2 * INTERVAL_S)
         records = self._others()
-        for rank in dead:
+        for rank in reversed(dead):
             # Judged once: a rank that left in order is not looked at again.
             self._dead.add(rank)
             record = records[rank]
