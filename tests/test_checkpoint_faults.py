@@ -10,18 +10,22 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.checkpoint import reader as reader_module
 from infinity._src.checkpoint.directory import read_generation
+from infinity._src.checkpoint.reader import Checkpoint, ChunkRef, DataReader, StateReader, _RankRows
 from infinity._src.checkpoint.verify import Damage, VerifyJob
 from infinity._src.engine import offload
-from infinity.aio import Fault, Seam
+from infinity.aio import Fault, Seam, Ticket
 from infinity.errors import AioError, ChecksumError, StateInvalid, SwapFullError
 from tests.test_checkpoint import PLAIN, TIERS, Run, policy
 
@@ -91,6 +95,96 @@ class LimitedFiles:
 
     def __exit__(self, *exc: object) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+def test_damage_of_a_chunk_that_is_not_asked_for_is_told_when_it_is(saved: Path, tmp_path: Path) -> None:
+    place = tmp_path / "ckpt"
+    shutil.copytree(saved, place)
+    (file,) = place.glob("data-*")
+    first, second = ChunkRef(0, 0, 0), ChunkRef(0, 1, 0)
+    with Checkpoint.open(place) as checkpoint:
+        section_at = int(checkpoint.manifests[0].rows[0]["section_at"][0])
+        whole = file.read_bytes()
+        file.write_bytes(whole[:section_at] + bytes([whole[section_at] ^ 4]) + whole[section_at + 1 :])
+        reader = StateReader(checkpoint, 1)
+        reader.start([first])
+        reader.get(second)  # pushes the damaged one out
+        with pytest.raises(ChecksumError):
+            reader.get(first)
+        reader.close()
+
+
+def test_an_interrupt_while_a_chunk_makes_room_leaves_its_memory_held(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(tickets: object) -> None:
+        raise KeyboardInterrupt
+
+    first, second = ChunkRef(0, 0, 0), ChunkRef(0, 1, 0)
+    with Checkpoint.open(saved) as checkpoint:
+        reader = StateReader(checkpoint, 1)
+        reader.start([first])
+        with monkeypatch.context() as patched:
+            patched.setattr(reader_module, "_wait_out", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                reader.start([second])
+        assert list(reader._held) == [first]  # a read may still be filling it: `close` waits
+        reader.close()
+
+
+def test_a_fetch_that_fails_half_way_waits_for_what_it_began(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sections of one chunk in two files, the second of which is gone."""
+    begun: list[Any] = []
+    fetch, wait = DataReader.fetch, Ticket.wait
+    waited: list[Ticket] = []
+
+    def second_file_is_gone(self: DataReader, row: int, addresses: Any) -> Ticket:
+        if begun:
+            raise AioError("no such file", path="data-gone", op="read")
+        begun.append(fetch(self, row, addresses))
+        return begun[0]
+
+    def note(self: Ticket, *args: Any) -> None:
+        waited.append(self)
+        wait(self, *args)
+
+    monkeypatch.setattr(DataReader, "fetch", second_file_is_gone)
+    monkeypatch.setattr(_RankRows, "rows", lambda self, flat, chunk: [0, 0])
+    with Checkpoint.open(saved) as checkpoint:
+        reader = StateReader(checkpoint, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(Ticket, "wait", note)
+            with pytest.raises(AioError, match="no such file"):
+                reader.start([ChunkRef(0, 0, 0)])
+        assert waited == begun
+        reader.close()
+
+
+def test_a_save_that_gets_no_thread_fails_and_the_next_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "infinity-save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    model, opt = _batch_norm()
+    inf.save(model, opt, tmp_path / "ckpt", extra=1).wait()
+    with monkeypatch.context() as refusing:
+        refusing.setattr(threading.Thread, "start", refuse)
+        save = inf.save(model, opt, tmp_path / "ckpt", extra=2)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            save.wait(5)
+    assert inf.restore(model, opt, tmp_path / "ckpt").extra == 1
+    model(torch.ones(4, 64, dtype=torch.bfloat16)).sum().backward()
+    opt.step()  # nothing guards the states
+    inf.save(model, opt, tmp_path / "ckpt", extra=3).wait(60)
+    assert inf.restore(model, opt, tmp_path / "ckpt").extra == 3
+    inf.handle(model).close()
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:

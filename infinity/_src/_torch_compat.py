@@ -64,6 +64,8 @@ torch moves one, a test of `test_torch_compat.py` fails, and the line says what 
     all_gather_single            distributed.all_gather_single      ranks cannot compare what they
                                  (from 2.13),                       have
                                  all_gather_into_tensor (to 2.12)
+    assert_async                 torch._assert_async                an index out of range gives rows
+                                                                    of old memory on a GPU
     dcp_storage_info             distributed.checkpoint.            torch cannot read what
                                  filesystem._StorageInfo            `export_dcp` writes
 
@@ -109,6 +111,11 @@ Backward runs higher numbers first.
 
 DisableTorchFunctionSubclass: Any = _C.DisableTorchFunctionSubclass
 """Context in which `__torch_function__` of subclasses is not called."""
+
+assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async
+"""Assert that a tensor of one element is not zero: raises RuntimeError on the CPU; on a GPU a
+device-side assertion, without a wait.
+"""
 
 NO_TORCH_FUNCTION: Any = _C._disabled_torch_function_impl
 """`__torch_function__` of a subclass that leaves everything to `__torch_dispatch__`."""

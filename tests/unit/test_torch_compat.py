@@ -314,6 +314,12 @@ def test_where_a_tensor_lies_in_a_distributed_checkpoint_is_noted_as_torch_notes
     assert pickle.loads(pickle.dumps(info)) == info
 
 
+def test_an_assertion_on_a_tensor_raises_with_its_message() -> None:
+    compat.assert_async(torch.tensor(True), "never")
+    with pytest.raises(RuntimeError, match="index out of range: 3 rows"):
+        compat.assert_async(torch.tensor(False), "index out of range: 3 rows")
+
+
 def test_ranges_are_in_a_profile_and_cost_nothing_outside_of_one() -> None:
     with compat.profiled("outside"):
         torch.zeros(2) + 1

@@ -199,15 +199,20 @@ class Checkpoint:
         DeviceFailedError.
         """
         manifest, rows = self.manifests[ref.rank], self._of_rank(ref.rank)
-        tickets = []
-        # In a linked checkpoint the sections of one chunk may lie in several files.
-        for row in rows.rows(ref.flat, ref.chunk):
-            here = {
-                s: at for s, at in addresses.items() if manifest.rows[row]["section_at"][s] >= 0
-            }
-            if here:
-                reader = self._reader(ref.rank, int(manifest.rows[row]["file"]))
-                tickets.append(reader.fetch(rows.in_file[row], here))
+        tickets: list[Ticket] = []
+        try:
+            # In a linked checkpoint the sections of one chunk may lie in several files.
+            for row in rows.rows(ref.flat, ref.chunk):
+                here = {
+                    s: at for s, at in addresses.items() if manifest.rows[row]["section_at"][s] >= 0
+                }
+                if here:
+                    reader = self._reader(ref.rank, int(manifest.rows[row]["file"]))
+                    tickets.append(reader.fetch(rows.in_file[row], here))
+        except BaseException:
+            # The caller gets no ticket, and gives up the memory that the first reads still fill.
+            _wait_out(tickets)
+            raise
         return tickets
 
     def chunk_bytes(self, ref: ChunkRef) -> npt.NDArray[np.int64]:
@@ -318,8 +323,11 @@ class StateReader:
             if ref not in self._held:
                 # The oldest goes, whose memory a read may still be filling.
                 while len(self._held) >= self._capacity:
-                    for ticket in self._held.popitem(last=False)[1][1]:
-                        ticket.wait()
+                    oldest = next(iter(self._held))
+                    # Taken out after the wait: Ctrl-C in it must leave the memory held. A fault is
+                    # nobody's here: whoever asks for the chunk has it read again.
+                    _wait_out(self._held[oldest][1])
+                    del self._held[oldest]
                 self._held[ref] = self._fetch(ref)
 
     def get(self, ref: ChunkRef) -> list[Bytes]:
@@ -338,12 +346,8 @@ class StateReader:
     def close(self) -> None:
         """Wait for what is in flight, however it ends, and give up all."""
         for _, tickets in self._held.values():
-            for ticket in tickets:
-                try:
-                    ticket.wait()
-                except AioError:
-                    # Nobody asked for this chunk any more.
-                    continue
+            # Nobody asks for these chunks any more.
+            _wait_out(tickets)
         self._held.clear()
 
     def _fetch(self, ref: ChunkRef) -> tuple[list[Bytes], list[Ticket]]:
@@ -357,6 +361,13 @@ class StateReader:
         at = np.cumsum(sizes) - sizes
         arrays = [memory[at[s] : at[s] + sizes[s]] for s in range(count)]
         return arrays, self._checkpoint.fetch(ref, {s: arrays[s].ctypes.data for s in wanted})
+
+
+def _wait_out(tickets: Iterable[Ticket]) -> None:
+    """Wait for reads however they end, so that their memory may go."""
+    for ticket in tickets:
+        with contextlib.suppress(AioError):
+            ticket.wait()
 
 
 # -- places of elements ----------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class Snapshot:
             # Most writes come here long after their flats were read, and go on at once.
             if self._ended or not any(self._unread.get(flat) for flat in flats):
                 return
-            # Somebody waits for these: they are read next.
+            # A writer waits for these: they are read next.
             first = {flat: self._queue.pop(flat) for flat in flats if flat in self._queue}
             self._queue = {**first, **self._queue}
             while not self._ended and any(self._unread.get(flat) for flat in flats):
@@ -407,7 +407,13 @@ class Saver:
         # The directory's lock is the thread's from here on.
         kept = undo.pop_all()
         # Not a daemon: the interpreter waits for it at its end, so a save is never cut off.
-        threading.Thread(target=self._run, args=(job, line, kept), name="infinity-save").start()
+        thread = threading.Thread(target=self._run, args=(job, line, kept), name="infinity-save")
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:
+            # The system gives no thread. The job fails here, as on any refusal: the other ranks
+            # wait for this one's part, and states, lock and line are free again.
+            self._run(dataclasses.replace(job, refused=error), line, kept)
         return save
 
     def _capture(self, model: torch.nn.Module, given: object, extra: Any) -> _Captured:

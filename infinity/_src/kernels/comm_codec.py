@@ -26,9 +26,9 @@ the wire decodes to, rounded to the error's dtype. So errors do not add up: over
 of the decoded values is the sum of the values, but for the last error. A group that is not finite
 has nothing to carry on: its error is zero.
 
-On the CPU the kernels are native/wire.c: one pass in the caller's thread, without the GIL; torch
-where the extension is not built. On a GPU torch or Triton computes
-(infinity/_src/kernels/choice.py). All give the same bits; the torch code below defines them.
+On the CPU the kernels are native/comm_codec.c: one pass in the caller's thread, without the GIL. On
+a GPU torch or Triton computes (infinity/_src/kernels/choice.py). All give the same bits; the torch
+code below defines them.
 
 All tensors are contiguous and 1-D; nothing allocates on the CPU, nothing waits on a GPU.
 
@@ -37,8 +37,6 @@ Source: ZeRO++ (Wang et al. 2023), sections 3.1, 3.3; error feedback: 1-bit SGD 
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -64,8 +62,6 @@ _CODES = {
     torch.float16: GradDtype.FP16,
     torch.float32: GradDtype.FP32,
 }
-
-log = logging.getLogger("infinity")
 
 
 def wire_bytes(numel: int, bits: int, group_numel: int) -> int:
@@ -283,26 +279,9 @@ def sum_in_order_torch(pieces: Sequence[torch.Tensor], out: torch.Tensor, diviso
 
 
 def _implementation(name: str, device: torch.device) -> str:
-    """Choose "native", "torch" or "triton".
-
-    On the CPU the extension, where it is built, computes in place of torch.
-    """
+    """Choose "native", "torch" or "triton". On the CPU the extension computes in place of torch."""
     which = choice.implementation(name, device)
-    if which != "torch" or device.type != "cpu":
-        return which
-    if native.available():
-        return "native"
-    _say_that_torch_computes()
-    return "torch"
-
-
-@functools.cache
-def _say_that_torch_computes() -> None:
-    log.warning(
-        "communication is quantized and summed by torch, with the same results, many times slower: "
-        "%s",
-        native.reason(),
-    )
+    return "native" if which == "torch" and device.type == "cpu" else which
 
 
 def _aligned(size_bytes: int) -> int:

@@ -68,12 +68,7 @@ def all_finite(values: torch.Tensor) -> bool:
     """
     # One native pass at memory speed; torch is 5 to 30 times slower on bf16.
     code = _CODES.get(values.dtype)
-    if (
-        native.available()
-        and code is not None
-        and values.device.type == "cpu"
-        and values.is_contiguous()
-    ):
+    if code is not None and values.device.type == "cpu" and values.is_contiguous():
         address = native.ffi.cast("void *", values.data_ptr())
         return bool(native.lib.inf_all_finite(address, int(code), values.numel()))
     return bool(torch.isfinite(values).all())
@@ -126,9 +121,9 @@ class UpdatePlan:
         self._hypers = hypers
         # Resolved once: `run` only adds the base address.
         self._chunks = [self._resolved(segs) for segs in chunks]
+        # Checked before each run: a segment past the end would write into another section.
         self._ends = [
             int((segs["start"] + segs["numel"]).max()) if len(segs) else 0 for segs in self._chunks
-        # Checked before each run: a segment past the end would write into another section.
         ]
         self._launches = None
         if choice.implementation("update", self.device) == "triton":

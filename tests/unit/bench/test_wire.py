@@ -7,16 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from infinity._src import native
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_the_smoke_run_measures_every_case_and_prints_one_json_line() -> None:
-    if not native.available():
-        pytest.skip(f"no native extension: {native.reason()}")
     done = subprocess.run(
         [sys.executable, "bench/bench_wire.py", "--smoke", "--json"],
         cwd=ROOT,

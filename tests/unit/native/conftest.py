@@ -1,4 +1,4 @@
-"""Fixtures of the native tests: one run per instruction set, and memory that the kernels may touch."""
+"""Fixture of the native tests: one run per instruction set."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from infinity._src import native
-
-
-@pytest.fixture(autouse=True)
-def _needs_the_extension() -> None:
-    if not native.available():
-        pytest.skip(f"no native extension: {native.reason()}")
 
 
 @pytest.fixture(params=native.ISA_NAMES)

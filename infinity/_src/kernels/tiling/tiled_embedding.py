@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity._src._torch_compat import assert_async
 from infinity._src.kernels.tiling.tiled_linear import first_order, token
 from infinity._src.kernels.tiling.tiled_module import Grid, TiledModule
 
@@ -39,20 +40,20 @@ class TiledEmbedding(TiledModule):
         """Look up the rows of the weight at `indices`.
 
         Raises: RuntimeError for indices that are not int32 or int64, IndexError on the CPU for one
-        that is out of range.
+        that is out of range; on a GPU that is a device-side assertion, as of torch's embedding.
         """
         if indices.dtype not in (torch.int32, torch.int64):
             raise RuntimeError(
                 f"the indices of an embedding are {indices.dtype}: give int32 or int64"
             )
         flat = indices.reshape(-1).long()
-        if (
-            # On the CPU only: on a GPU the check would wait for the device.
-            flat.device.type == "cpu"
-            and flat.numel()
-            and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings
-        ):
-            raise IndexError(f"index out of range: this embedding has {self.num_embeddings} rows")
+        message = f"index out of range: this embedding has {self.num_embeddings} rows"
+        if flat.device.type != "cpu":
+            # Without a wait for the device. An index that no tile has would leave its row of `out`
+            # as the allocator gave it.
+            assert_async(((flat >= 0) & (flat < self.num_embeddings)).all(), message)
+        elif flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings:
+            raise IndexError(message)
         weights = self.tile_parameters()
         # Every element is written: an index in range falls into one row of tiles.
         out = torch.empty(
