@@ -123,7 +123,7 @@ hosts: $(STAMP)
 
 # Also with four ranks.
 ranks: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not soak" tests/dist
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not soak" tests/distributed
 
 slow: $(DEMO)
 	$(PIP) install -q -c $(PINS) $$(CC=zig $(BIN)/python native/build_native.py requires)

@@ -44,7 +44,7 @@ CORE = (
     "tests/test_interchange.py",
     "tests/test_activations.py",
     "tests/test_fp16.py",
-    "tests/dist/test_two_ranks.py",
+    "tests/distributed/test_two_ranks.py",
 )
 """Tests of all that depends on torch's inner workings. The rest of the engine sees bytes."""
 

@@ -354,7 +354,7 @@ def unpack(archive: Path, written: Path) -> Path:
 
 
 def _make(name: str, case: Case, top: Path, target: Path) -> None:
-    from tests.dist.ranks import on_ranks
+    from tests.distributed.ranks import on_ranks
 
     if case.kind == "durable":
         command = [sys.executable, "-m", "tests.make_fixtures", "--die", name, str(top)]

@@ -20,7 +20,7 @@ from infinity._src.hooks import activation_store as shelf
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError
 from tests import forks, harness, models
-from tests.dist.test_two_ranks import on_two_ranks
+from tests.distributed.test_two_ranks import on_two_ranks
 from tests.test_memory import peak_rss_bytes
 
 MIB = 1 << 20

@@ -23,7 +23,7 @@ from infinity.errors import StateInvalid
 from tests import harness
 from tests.call_order import Recorder, recording
 from tests.device import simulated
-from tests.dist.ranks import on_ranks
+from tests.distributed.ranks import on_ranks
 
 EXPECTED = Path(__file__).parent / "data" / "call_order"
 WIDTH = 128  # of which two ranks both get a part

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 import infinity as inf
 from infinity.errors import ChecksumError, StateInvalid
 from tests import make_fixtures
-from tests.dist.ranks import on_ranks
+from tests.distributed.ranks import on_ranks
 from tests.forks import in_a_fork
 from tests.make_fixtures import CASES, LATER, SAVED_AT, Came, Read, Run, States, assert_same
 

@@ -19,7 +19,7 @@ from infinity._src.checkpoint.dcp import DCPFiles
 from infinity.errors import PeerFailed
 from tests import models
 from tests.data.deepspeed_zero3 import make
-from tests.dist.test_two_ranks import on_two_ranks
+from tests.distributed.test_two_ranks import on_two_ranks
 from tests.test_interchange import CPU, NVME, Odd, assert_same, opened, states_of, train
 
 

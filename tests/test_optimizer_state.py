@@ -18,7 +18,7 @@ from infinity._src.engine import Handle, offload
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError, EngineClosed
 from tests import harness, models, test_spill
-from tests.dist.test_two_ranks import on_two_ranks
+from tests.distributed.test_two_ranks import on_two_ranks
 from tests.harness import Training
 from tests.test_bitwise import policy, wide_llama
 

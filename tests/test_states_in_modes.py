@@ -13,7 +13,7 @@ from infinity._src.engine import Handle
 from infinity.aio import Seam
 from tests import harness, models
 from tests.delayed import DelayedReference, assert_same_states, opened, reference_of, take_step
-from tests.dist.test_two_ranks import on_two_ranks
+from tests.distributed.test_two_ranks import on_two_ranks
 from tests.harness import Training
 from tests.reference import ReferenceScaler
 from tests.test_bitwise import wide_llama

@@ -1,4 +1,4 @@
-"""Lanes in a world of one rank: order, errors, ends. tests/dist/test_watch.py has them among many."""
+"""Lanes in a world of one rank: order, errors, ends. tests/distributed/test_watch.py has them among many."""
 
 from __future__ import annotations
 

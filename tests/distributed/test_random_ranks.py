@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
-from tests.dist.plain_ranks import Mean, Rules
-from tests.dist.ranks import on_ranks
+from tests.distributed.plain_ranks import Mean, Rules
+from tests.distributed.ranks import on_ranks
 from tests.reference import ReferenceAdamW
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests import harness, models
-from tests.dist.plain_ranks import Rules, assert_modelled
-from tests.dist.rank_models import Odd, Routed, RoutedTraining
-from tests.dist.ranks import Train, assert_ranks_agree, named, on_ranks
+from tests.distributed.plain_ranks import Rules, assert_modelled
+from tests.distributed.rank_models import Odd, Routed, RoutedTraining
+from tests.distributed.ranks import Train, assert_ranks_agree, named, on_ranks
 from tests.harness import Result, Training
 
 SPECULATING = {"update": "backward", "generations": 2}

@@ -10,7 +10,7 @@ import pytest
 from infinity._src.distributed.collectives import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity.errors import PeerFailed
-from tests.dist.test_two_ranks import on_ranks
+from tests.distributed.test_two_ranks import on_ranks
 
 
 def told(comm: Comm) -> list[list[dict[str, Any]]]:

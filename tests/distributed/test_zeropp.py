@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 import infinity as inf
 from tests import harness, models
-from tests.dist.plain_ranks import Rules, assert_modelled, coarse
-from tests.dist.rank_models import Odd, Routed, RoutedTraining
-from tests.dist.ranks import Train, assert_ranks_agree, named, on_ranks
+from tests.distributed.plain_ranks import Rules, assert_modelled, coarse
+from tests.distributed.rank_models import Odd, Routed, RoutedTraining
+from tests.distributed.ranks import Train, assert_ranks_agree, named, on_ranks
 from tests.harness import Result, Training
 from tests.reference import round_ties_away
 

@@ -16,8 +16,8 @@ from torch import nn
 import infinity as inf
 from infinity.errors import BudgetError, RankFailed, RanksDiverged
 from tests import harness, models
-from tests.dist.plain_ranks import Rules, assert_modelled
-from tests.dist.ranks import assert_ranks_agree, named, on_ranks, shard_of
+from tests.distributed.plain_ranks import Rules, assert_modelled
+from tests.distributed.ranks import assert_ranks_agree, named, on_ranks, shard_of
 from tests.harness import Result, Training
 
 CPU: dict[str, Any] = {"params": "cpu", "optim": "cpu"}

@@ -16,7 +16,7 @@ from infinity._src import engine
 from infinity._src.checkpoint.hardlink import PinnedLayers
 from infinity.errors import PeerFailed, SwapFullError
 from tests.crashes import digest, step
-from tests.dist.ranks import on_ranks
+from tests.distributed.ranks import on_ranks
 from tests.test_durable_faults import Failing, close, die, made, run_files
 
 

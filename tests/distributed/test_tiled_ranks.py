@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests import harness, test_tiling
-from tests.dist.ranks import Train, assert_ranks_agree, mean_losses
-from tests.dist.test_two_ranks import PLACEMENTS, WORLD, on_two_ranks
+from tests.distributed.ranks import Train, assert_ranks_agree, mean_losses
+from tests.distributed.test_two_ranks import PLACEMENTS, WORLD, on_two_ranks
 from tests.harness import Training
 
 TILED = Training(test_tiling.llama, steps=3, rows=4, lr=2e-3)

@@ -17,7 +17,7 @@ from infinity._src.checkpoint.directory import newest_generation
 from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.reshard import ReshardJob
 from infinity.errors import AioError
-from tests.dist.ranks import on_ranks
+from tests.distributed.ranks import on_ranks
 
 WORLDS = (2, 1, 4, 3)
 States = dict[str, Any]

@@ -25,7 +25,7 @@ from infinity._src.engine import offload
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError, RankFailed
 from tests.crashes import Net, Rooted, digest, step
-from tests.dist.ranks import Outcome, ends_of, on_ranks
+from tests.distributed.ranks import Outcome, ends_of, on_ranks
 
 STRUCK_IN = 2  # the step
 STAGE3: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min"}

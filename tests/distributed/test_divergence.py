@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import infinity as inf
 from infinity.errors import EngineClosed, RankFailed, RanksDiverged
 from tests import models
-from tests.dist.ranks import on_ranks
+from tests.distributed.ranks import on_ranks
 
 STEPS = 3
 

@@ -21,8 +21,8 @@ from infinity._src.distributed import watchdog as watch_module
 from infinity._src.distributed.heartbeat import Host
 from infinity._src.distributed.topology import Topology
 from infinity.errors import AioError, RankFailed
-from tests.dist import watched
-from tests.dist.watched import End, Ranks
+from tests.distributed import watched
+from tests.distributed.watched import End, Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -26,7 +26,7 @@ from infinity._src.params.unit import Unit
 from infinity.aio import Seam
 from tests import harness, models
 from tests.device import simulated
-from tests.dist.ranks import assert_ranks_agree, named, on_ranks, shard_of
+from tests.distributed.ranks import assert_ranks_agree, named, on_ranks, shard_of
 from tests.harness import Result, Training
 from tests.simulated import Simulated
 from tests.unit.aio.rig import BACKENDS

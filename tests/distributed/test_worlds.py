@@ -13,9 +13,9 @@ import torch
 
 import infinity as inf
 from tests import harness, models
-from tests.dist.plain_ranks import Ddp, assert_near
-from tests.dist.rank_models import Odd, Routed, RoutedTraining, SameTraining, Sums, SumsTraining
-from tests.dist.ranks import Train, assert_ranks_agree, mean_losses, named, on_ranks
+from tests.distributed.plain_ranks import Ddp, assert_near
+from tests.distributed.rank_models import Odd, Routed, RoutedTraining, SameTraining, Sums, SumsTraining
+from tests.distributed.ranks import Train, assert_ranks_agree, mean_losses, named, on_ranks
 from tests.harness import Result, Training
 
 FOUR = pytest.param(4, marks=pytest.mark.ranks)

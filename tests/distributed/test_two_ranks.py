@@ -13,7 +13,7 @@ import torch
 import infinity as inf
 from infinity.errors import NonFiniteGradient, StateInvalid
 from tests import harness, models
-from tests.dist.ranks import Job, Train, assert_ranks_agree, mean_losses, on_ranks
+from tests.distributed.ranks import Job, Train, assert_ranks_agree, mean_losses, on_ranks
 from tests.harness import Training
 
 WORLD = 2

@@ -19,7 +19,7 @@ import infinity as inf
 from infinity.errors import BudgetError, EngineClosed, PeerFailed, SwapFullError
 from infinity._src.memory.ledger import RAM_SHARE, machine, memory_seen
 from tests import models
-from tests.dist.test_two_ranks import on_ranks, on_two_ranks
+from tests.distributed.test_two_ranks import on_ranks, on_two_ranks
 from tests.unit.aio.disks import loop_ext4
 
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from torch import nn
 
 from infinity._src.kernels.quantize import dequantize, quantize
 from tests import harness, models
-from tests.dist.ranks import shard_of
+from tests.distributed.ranks import shard_of
 from tests.harness import Result, Training
 from tests.reference import ReferenceAdamW
 
