@@ -127,10 +127,10 @@ def test_aio_imports_without_torch() -> None:
 
 
 def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
-    """What pytest does not recurse into by its own rules (a folder called dist) would pass by never running."""
+    """What pytest does not recurse into by its own rules (a folder called build) would pass by never running."""
     patterns = pytestconfig.getini("norecursedirs")
     folders = {part for path in ROOT.glob("tests/**/test_*.py") for part in path.relative_to(ROOT).parts[:-1]}
-    assert "dist" in folders
+    assert "distributed" in folders
     assert not [folder for folder in folders if any(fnmatch.fnmatch(folder, pattern) for pattern in patterns)]
 
 

@@ -29,7 +29,6 @@ from tests.device import simulated
 from tests.distributed.ranks import assert_ranks_agree, named, on_ranks, shard_of
 from tests.harness import Result, Training
 from tests.simulated import Simulated
-from tests.unit.aio.rig import BACKENDS
 
 MIN = {"ram": "min"}
 EARLY = {"update": "backward", "generations": 2}
@@ -75,9 +74,16 @@ RUNS: dict[str, list[tuple[Training, dict[str, Any]]]] = {
 }  # fmt: skip
 
 
+def shards(secondary: SecondaryShards, unit: Unit) -> Iterator[torch.Tensor]:
+    """Each node rank's shard of a gathered unit."""
+    for flat in unit.flats:
+        for rank in secondary.ranks:
+            yield flat.tensor.view(-1, flat.layout.shard_numel)[rank]
+
+
 @contextlib.contextmanager
 def lanes_announced(device: Simulated) -> Iterator[None]:
-    """What lanes read and write of gathered units is announced to the simulation."""
+    """Announce to the simulation each read and write by lanes of gathered units."""
     patch = pytest.MonkeyPatch()
 
     def touch(tensor: torch.Tensor, writes: bool, what: str) -> None:
@@ -104,9 +110,8 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
 
         def announced() -> None:
             work()
-            for flat in unit.flats:
-                for rank in self.ranks:
-                    touch(flat.tensor.view(-1, flat.layout.shard_numel)[rank], True, "a lane puts what was kept")
+            for shard in shards(self, unit):
+                touch(shard, True, "a lane loads a secondary shard")
 
         return announced
 
@@ -114,9 +119,8 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
         work = keep(self, unit, age)
 
         def announced() -> None:
-            for flat in unit.flats:
-                for rank in self.ranks:
-                    touch(flat.tensor.view(-1, flat.layout.shard_numel)[rank], False, "a lane keeps a shard")
+            for shard in shards(self, unit):
+                touch(shard, False, "a lane stores a secondary shard")
             work()
 
         return announced

@@ -121,7 +121,7 @@ def other_rate_of_a_group(rank: int, place: Path) -> tuple[str, list[torch.Tenso
     optimizer = inf.AdamW([{"params": others}, {"params": [embedding], "lr": 1e-3}], lr=1e-2)
     before = weights(model)
     optimizer.param_groups[1]["lr"] *= 1 + rank
-    with pytest.raises(ValueError, match="with lr 0.002, and rank 0 with lr 0.001: all ranks") as caught:
+    with pytest.raises(ValueError, match=r"with lr 0\.002, and rank 0 with lr 0\.001: all ranks") as caught:
         backward(model, rank, 0)
     assert all(torch.equal(one, other) for one, other in zip(weights(model), before, strict=True))
     optimizer.param_groups[1]["lr"] = 1e-3
@@ -149,7 +149,7 @@ def other_rates(rank: int, place: Path) -> list[tuple[str, set[int]]]:
             optimizer.step()
             optimizer.zero_grad()
             optimizer.param_groups[0]["lr"] *= 1 + rank
-            with pytest.raises(ValueError, match="with lr 0.02, and rank 0 with lr 0.01: all ranks") as caught:
+            with pytest.raises(ValueError, match=r"with lr 0\.02, and rank 0 with lr 0\.01: all ranks") as caught:
                 backward(model, rank, 1)
                 optimizer.step()
             found.append((str(caught.value), {state["step"] for state in optimizer.state.values()}))
@@ -194,7 +194,7 @@ def clips(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
     model, handle, optimizer = build(place)
     backward(model, rank, 0)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 * (1 + rank))
-    with pytest.raises(ValueError, match="the gradient of lm_head.weight times") as caught:
+    with pytest.raises(ValueError, match=r"the gradient of lm_head\.weight times") as caught:
         optimizer.step()
     optimizer.zero_grad()
     optimizer.param_groups[0]["lr"] *= 1 + rank * 2e-16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -90,4 +89,4 @@ def test_several_ranks_and_then_one(tmp_path: Path, world: int) -> None:
     step(model, optimizer, 1, 0)
     close(model)
     assert len([name for name in run_files(top) if name.startswith(("states", "manifest"))]) == 3
-    assert os.listdir(top) == ["infinity-run"]
+    assert [path.name for path in Path(top).iterdir()] == ["infinity-run"]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity as inf
-from infinity.errors import BudgetError, EngineClosed, PeerFailed, SwapFullError
 from infinity._src.memory.ledger import RAM_SHARE, machine, memory_seen
+from infinity.errors import BudgetError, EngineClosed, PeerFailed, SwapFullError
 from tests import models
 from tests.distributed.test_two_ranks import on_ranks, on_two_ranks
 from tests.unit.aio.disks import loop_ext4

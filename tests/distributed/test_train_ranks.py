@@ -15,13 +15,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from rich.console import Console  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+from rich.console import Console
+from safetensors.torch import load_file
 
-from infinity._src.cli.torchrun import Joined, joined, place_of  # noqa: E402
-from infinity._src.cli.main import build_parser  # noqa: E402
-from infinity._src.cli.train import run_train  # noqa: E402
-from tests.tiny_llama import TEXT, write_model  # noqa: E402
+from infinity._src.cli.main import build_parser
+from infinity._src.cli.torchrun import Joined, joined, place_of
+from infinity._src.cli.train import run_train
+from tests.tiny_llama import TEXT, write_model
 
 TIMEOUT_S = 180
 SMALL = [

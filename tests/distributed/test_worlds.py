@@ -14,7 +14,14 @@ import torch
 import infinity as inf
 from tests import harness, models
 from tests.distributed.plain_ranks import Ddp, assert_near
-from tests.distributed.rank_models import Odd, Routed, RoutedTraining, SameTraining, Sums, SumsTraining
+from tests.distributed.rank_models import (
+    Odd,
+    Routed,
+    RoutedTraining,
+    SameTraining,
+    Sums,
+    SumsTraining,
+)
 from tests.distributed.ranks import Train, assert_ranks_agree, mean_losses, named, on_ranks
 from tests.harness import Result, Training
 

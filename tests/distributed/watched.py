@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from infinity._src.distributed.process_groups import make_group
 from infinity._src.distributed.lanes import Lane, Op
+from infinity._src.distributed.process_groups import make_group
 from infinity._src.distributed.topology import Topology, default_store
 from infinity._src.distributed.watchdog import Watchdog
 from infinity.errors import RankFailed
